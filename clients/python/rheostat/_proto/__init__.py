@@ -1,0 +1,1 @@
+"""Generated code. Nothing here is public."""

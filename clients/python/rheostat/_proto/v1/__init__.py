@@ -1,0 +1,1 @@
+"""Modules generated from the `rheostat.v1` schemas by tools/generate."""
