@@ -1,0 +1,101 @@
+"""Builds a worker's sites once its model is loaded and nothing is compiled yet.
+
+Invariant: either every block of this rank has its sites, or startup fails saying why.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+from rheostat_engine.adapters.blocks import find_blocks, layer_count
+from rheostat_engine.adapters.probing import contextual, run_once
+from rheostat_engine.adapters.refusals import refuse_unserved
+from rheostat_engine.core.bank import Bank
+from rheostat_engine.core.delivery import Delivery
+from rheostat_engine.core.expand import Expander
+from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.core.program import Program
+from rheostat_engine.core.runtime import SiteRuntime
+from rheostat_engine.points import Point, site_count
+from rheostat_engine.settings import EngineSettings
+from rheostat_engine.sites.forms import BlockForm
+from rheostat_engine.sites.install import install
+from rheostat_engine.sites.op import bind
+from rheostat_engine.sites.probe import probe
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A worker's sites."""
+
+    runtime: SiteRuntime
+    refused: dict[str, str]
+    """Reason by point that the model lacks."""
+    num_layers: int
+    reports: bool
+    """Whether this rank speaks to the server."""
+
+
+def assemble(
+    model: nn.Module, config: VllmConfig, *, device: torch.device, tokens: int, rank: int
+) -> Assembled:
+    """Finds and installs the sites.
+
+    Args:
+        model: loaded, not compiled.
+        config: the engine's configuration.
+        device: the model's.
+        tokens: the most tokens of a forward pass, padding included.
+        rank: this worker's.
+
+    Raises:
+        SiteError: the model or the configuration can't be served.
+    """
+    refuse_unserved(config)
+    settings = EngineSettings.from_config(config.additional_config)
+    width = config.model_config.get_hidden_size()
+    layers = layer_count(config)
+    sites = site_count(layers)
+    dtype = config.model_config.dtype
+    blocks = find_blocks(model, config)
+    with contextual(config):
+        forms = probe(blocks, width, lambda: run_once(model, config, device))
+    row_bytes = width * dtype.itemsize
+    bank = Bank(
+        sites=sites,
+        rows=max(2, settings.bank_bytes // row_bytes),
+        slots=settings.slots,
+        width=width,
+        dtype=dtype,
+        device=device,
+    )
+    ring = torch.zeros(
+        max(2, settings.capture_bytes // row_bytes), width, dtype=dtype, device=device
+    )
+    program = Program(sites=sites, tokens=tokens, bank=bank.rows, ring=ring)
+    install(blocks, forms, program, width=width, entry=get_pp_group().is_first_rank)
+    bind(program)
+    reports = get_tensor_model_parallel_rank() == 0
+    runtime = SiteRuntime(
+        program=program,
+        bank=bank,
+        expander=Expander(program, bank.row_of, tokens),
+        outlet=Outlet(Delivery(settings.channel), device) if reports else None,
+        rank=rank,
+    )
+    refused = _refused(forms)
+    _LOG.info("%d sites in %d blocks; not served: %s", sites, len(blocks), refused or "none")
+    return Assembled(runtime, refused, layers, reports)
+
+
+def _refused(forms: list[BlockForm]) -> dict[str, str]:
+    reasons = sorted({form.no_mid for form in forms if form.no_mid})
+    if not reasons:
+        return {}
+    return {Point.RESID_MID.value: "; ".join(reasons)}

@@ -1,0 +1,52 @@
+"""The decoder blocks in a loaded vLLM model, found by what they hold.
+
+A block is a child of a module list and holds attention (or another layer with state) that vLLM has
+registered in the static forward context.
+
+Invariant: exactly one module list is the decoder; anything else is refused.
+"""
+
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from rheostat_engine.sites.forms import Block, SiteError
+
+
+def find_blocks(model: nn.Module, config: VllmConfig) -> list[Block]:
+    """The decoder blocks of this rank, ascending by layer.
+
+    Raises:
+        SiteError: there is no decoder, or more than one.
+    """
+    context = config.compilation_config.static_forward_context
+    stateful = {
+        layer
+        for layer in context.values()
+        if isinstance(layer, AttentionLayerBase) and isinstance(layer, nn.Module)
+    }
+    lists: dict[str, list[Block]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            blocks = [
+                Block(layer, child, held)
+                for layer, child in enumerate(module)
+                if (held := tuple(m for m in child.modules() if m in stateful))
+            ]
+            if blocks:
+                lists[name] = blocks
+    outermost = {
+        name: blocks
+        for name, blocks in lists.items()
+        if not any(name.startswith(f"{other}.") for other in lists if other != name)
+    }
+    if len(outermost) != 1:
+        found = ", ".join(sorted(outermost)) or "none"
+        raise SiteError(f"expected one list of decoder blocks, found: {found}")
+    (blocks,) = outermost.values()
+    return blocks
+
+
+def layer_count(config: VllmConfig) -> int:
+    """Decoder blocks of the whole model, over all pipeline stages."""
+    return config.model_config.get_total_num_hidden_layers()

@@ -1,0 +1,130 @@
+"""CUDA graphs whose site kernels can be left out, one by one, without capturing again.
+
+While vLLM captures, every site's kernel is launched and its node noted. From each captured graph a
+second one is made without those nodes: it is replayed when no site is active and launches exactly
+what an uninstrumented model would. Otherwise the first is replayed, with the nodes of the sites that
+are not active disabled.
+
+Invariant: what a replay does at a site follows `ActiveSites` at that moment.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from cuda.bindings import runtime
+
+from rheostat_engine.core.active import ActiveSites
+from rheostat_engine.sites.recorder import recording
+
+_CudaGraph = torch.cuda.CUDAGraph
+
+
+class _Active:
+    sites: ActiveSites | None = None
+
+
+class SiteGraph(_CudaGraph):
+    """A CUDA graph that knows its site kernels."""
+
+    def __new__(cls, keep_graph: bool = False) -> "SiteGraph":
+        """Always keeps the graph: nodes are enabled and removed through it."""
+        return super().__new__(cls, True)
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        """Empty, to be captured into."""
+        super().__init__(True)
+        if _Active.sites is None:
+            raise RuntimeError("a SiteGraph is made by site_graphs alone")
+        self._active = _Active.sites
+        self._nodes: list[tuple[int, runtime.cudaGraphNode_t]] = []
+        self._enabled: list[bool] = []
+        self._key: bytes | None = None
+        self._without: runtime.cudaGraphExec_t | None = None
+        self._recording = ExitStack()
+
+    def note(self, site: int) -> None:
+        """The last captured kernel belongs to `site`."""
+        stream = torch.cuda.current_stream().cuda_stream
+        info = _checked(runtime.cudaStreamGetCaptureInfo(stream))
+        (node,) = next(part for part in info if isinstance(part, (list, tuple)))
+        self._nodes.append((site, node))
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:  # torch's own, passed through
+        """Starts capturing and noting."""
+        self._recording.enter_context(recording(self))
+        super().capture_begin(*args, **kwargs)
+
+    def capture_end(self) -> None:
+        """Ends both, and makes the graph without site kernels."""
+        super().capture_end()
+        self._recording.close()
+        self.instantiate()
+        self._enabled = [True] * len(self._nodes)
+        if self._nodes:
+            self._without = self._instantiate_without()
+
+    def replay(self) -> None:
+        """Replays with exactly the active sites."""
+        if self._active.key is None and self._without is not None:
+            stream = torch.cuda.current_stream().cuda_stream
+            _checked(runtime.cudaGraphLaunch(self._without, stream))
+            return
+        if self._active.key != self._key and self._nodes:
+            self._enable()
+        super().replay()
+
+    def _enable(self) -> None:
+        executable = runtime.cudaGraphExec_t(self.raw_cuda_graph_exec())
+        mask = self._active.mask
+        for number, (site, node) in enumerate(self._nodes):
+            wanted = bool(mask[site])
+            if self._enabled[number] != wanted:
+                _checked(runtime.cudaGraphNodeSetEnabled(executable, node, int(wanted)))
+                self._enabled[number] = wanted
+        self._key = self._active.key
+
+    def _instantiate_without(self) -> runtime.cudaGraphExec_t:
+        (clone,) = _checked(runtime.cudaGraphClone(runtime.cudaGraph_t(self.raw_cuda_graph())))
+        for _, node in self._nodes:
+            (twin,) = _checked(runtime.cudaGraphNodeFindInClone(node, clone))
+            before = _neighbours(runtime.cudaGraphNodeGetDependencies, twin)
+            after = _neighbours(runtime.cudaGraphNodeGetDependentNodes, twin)
+            _checked(runtime.cudaGraphDestroyNode(twin))
+            pairs = [(a, b) for a in before for b in after]
+            if pairs:
+                sources, targets = zip(*pairs, strict=True)
+                edges = [runtime.cudaGraphEdgeData() for _ in pairs]
+                _checked(
+                    runtime.cudaGraphAddDependencies(
+                        clone, list(sources), list(targets), edges, len(pairs)
+                    )
+                )
+        (executable,) = _checked(runtime.cudaGraphInstantiate(clone, 0))
+        _checked(runtime.cudaGraphDestroy(clone))
+        return executable
+
+
+@contextmanager
+def site_graphs(active: ActiveSites) -> Iterator[None]:
+    """CUDA graphs that are made in the meantime, by whomever, follow `active`."""
+    _Active.sites = active
+    torch.cuda.CUDAGraph = SiteGraph  # type: ignore[misc]  # restored below
+    try:
+        yield
+    finally:
+        torch.cuda.CUDAGraph = _CudaGraph  # type: ignore[misc]  # as it was
+        _Active.sites = None
+
+
+def _neighbours(ask: Any, node: runtime.cudaGraphNode_t) -> list[runtime.cudaGraphNode_t]:
+    count = _checked(ask(node, 0))[-1]
+    return list(_checked(ask(node, count))[0]) if count else []
+
+
+def _checked(result: Any) -> Any:  # the binding's tuples: error first
+    error, *rest = result
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"CUDA: {runtime.cudaGetErrorString(error)[1].decode()}")
+    return rest

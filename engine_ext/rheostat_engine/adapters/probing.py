@@ -1,0 +1,42 @@
+"""One uncompiled forward pass of a freshly loaded model, without KV, for the probe to watch."""
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
+from vllm.forward_context import set_forward_context
+
+_TOKENS = 8
+
+
+def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None:
+    """Runs the model on a few tokens. Attention sees no metadata and computes nothing."""
+    model_config = config.model_config
+    tokens = torch.arange(1, _TOKENS + 1, device=device, dtype=torch.int32)
+    positions = torch.arange(_TOKENS, device=device)
+    if model_config.uses_mrope:
+        positions = positions.expand(3, -1)
+    first = get_pp_group().is_first_rank
+    between = None
+    if not first:
+        make = model.make_empty_intermediate_tensors
+        between = make(batch_size=_TOKENS, dtype=model_config.dtype, device=device)
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in between.tensors.items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            between.tensors[name] = noise.to(device=device, dtype=tensor.dtype)
+    with (
+        torch.inference_mode(),
+        set_forward_context(None, config, num_tokens=_TOKENS, skip_compiled=True),
+    ):
+        model(
+            input_ids=tokens if first else None,
+            positions=positions,
+            intermediate_tensors=between,
+            inputs_embeds=None,
+        )
+
+
+def contextual(config: VllmConfig):  # type: ignore[no-untyped-def]  # a context manager of vLLM's
+    """The context in which single blocks of the model may run."""
+    return set_forward_context(None, config, num_tokens=_TOKENS, skip_compiled=True)

@@ -1,0 +1,32 @@
+"""Configurations of vLLM that move rows in ways the sites don't follow.
+
+Invariant: such a configuration stops the engine at startup, with its name and a way out; it never
+runs with sites that would touch the wrong tokens.
+"""
+
+from vllm.config import VllmConfig
+
+from rheostat_engine.sites.forms import SiteError
+
+
+def refuse_unserved(config: VllmConfig) -> None:
+    """Raises for the first thing in `config` that isn't served.
+
+    Raises:
+        SiteError: names the setting and what to do instead.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    reasons = {
+        "speculative decoding: serve without speculative_config": config.speculative_config
+        is not None,
+        "pooling models: serve a generative model": model.runner_type != "generate",
+        "encoder-decoder models: serve a decoder-only model": model.is_encoder_decoder,
+        "dual-batch overlap: serve with enable_dbo=False": bool(parallel.enable_dbo),
+        "data parallelism: start one server for each replica": parallel.data_parallel_size > 1,
+        "prefill context parallelism: serve with prefill_context_parallel_size=1": (
+            parallel.prefill_context_parallel_size > 1
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise SiteError(f"rheostat does not serve {reason}")

@@ -1,0 +1,77 @@
+"""vLLM's first model runner, on CPU, with sites.
+
+Invariant: the instructions of a step are in place when the model is called and gone when it has
+returned; everything else is vLLM's.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from rheostat_engine.adapters.assembly import Assembled, assemble
+from rheostat_engine.adapters.runner import follow
+from rheostat_engine.core.runtime import Batch
+
+
+class CpuSiteRunner(CPUModelRunner):
+    """The CPU runner with sites."""
+
+    sites: Assembled
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Loads the model, then installs the sites before anything is compiled."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        self.sites = assemble(
+            self.model,
+            self.vllm_config,
+            device=self.device,
+            tokens=self.max_num_tokens,
+            rank=self.parallel_config.rank,
+        )
+        self._scheduled: SchedulerOutput | None = None
+
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Any:  # Any: vLLM's union of outputs, passed through
+        """Follows the scheduler, then runs the step."""
+        follow(self.sites.runtime, scheduler_output)
+        self._scheduled = scheduler_output
+        try:
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        finally:
+            self._scheduled = None
+
+    def _model_forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **model_kwargs: Any,  # vLLM's own, passed through
+    ) -> Any:  # as above
+        runtime = self.sites.runtime
+        if self._scheduled is not None:
+            runtime.begin(self._batch(self._scheduled))
+        try:
+            return super()._model_forward(
+                input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs
+            )
+        finally:
+            runtime.end()
+
+    def _batch(self, scheduled: SchedulerOutput) -> Batch:
+        count = self.input_batch.num_reqs
+        ids = self.input_batch.req_ids[:count]
+        tokens = scheduled.num_scheduled_tokens
+        return Batch(
+            request_ids=ids,
+            computed=self.input_batch.num_computed_tokens_cpu[:count],
+            scheduled=np.fromiter((tokens[i] for i in ids), np.int64, count),
+            padded_tokens=scheduled.total_num_scheduled_tokens,
+        )

@@ -1,0 +1,80 @@
+"""vLLM's second model runner, on GPUs, with sites.
+
+Invariant: the instructions of a step are enqueued on the device before the step's forward pass, and
+no site is active outside of a real step: warm-up, profiling and dummy batches run idle.
+"""
+
+from typing import Any
+
+from torch import nn
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from rheostat_engine.adapters.assembly import Assembled, assemble
+from rheostat_engine.adapters.graphs import site_graphs
+from rheostat_engine.adapters.runner import follow
+from rheostat_engine.core.runtime import Batch
+
+
+class GpuSiteRunner(GPUModelRunner):
+    """The V2 runner with sites."""
+
+    runner_name = "V2"
+    sites: Assembled
+
+    def load_model(
+        self,
+        load_dummy_weights: bool = False,
+        *args: Any,  # vLLM's own, passed through
+        model: nn.Module | None = None,
+        **kwargs: Any,  # as above
+    ) -> None:
+        """Loads the model, then installs the sites before anything is compiled."""
+        super().load_model(load_dummy_weights, *args, model=model, **kwargs)
+        self.sites = assemble(
+            self.model,
+            self.vllm_config,
+            device=self.device,
+            tokens=self.max_num_tokens,
+            rank=self.parallel_config.rank,
+        )
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Captures CUDA graphs whose site kernels can be left out step by step."""
+        with site_graphs(self.sites.runtime.program.active):
+            return super().capture_model(profile_only=profile_only)
+
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+        dummy_run: bool = False,
+        **kwargs: Any,  # vLLM's own, passed through
+    ) -> Any:  # Any: vLLM's union of outputs, passed through
+        """Follows the scheduler, then runs the step."""
+        if dummy_run:
+            return super().execute_model(
+                scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
+            )
+        follow(self.sites.runtime, scheduler_output)
+        try:
+            return super().execute_model(scheduler_output, intermediate_tensors, **kwargs)
+        finally:
+            self.sites.runtime.end()
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:  # vLLM's, passed through
+        """Prepares the step's inputs and, from them, what its sites do."""
+        batch = super().prepare_inputs(*args, **kwargs)
+        self.sites.runtime.begin(
+            Batch(
+                request_ids=batch.req_ids,
+                computed=batch.num_computed_tokens_np,
+                scheduled=batch.num_scheduled_tokens,
+                padded_tokens=batch.num_tokens_after_padding,
+            )
+        )
+        return batch
+
+

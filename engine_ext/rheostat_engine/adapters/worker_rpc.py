@@ -1,0 +1,69 @@
+"""What the server may ask of every worker through `collective_rpc`.
+
+Invariant: each of these runs between two steps and returns plain data.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rheostat_engine.adapters.assembly import Assembled
+
+
+class SiteRpc:
+    """Methods that a worker with sites offers."""
+
+    model_runner: object
+
+    @property
+    def _assembled(self) -> Assembled:
+        assembled: Assembled = self.model_runner.sites  # type: ignore[attr-defined]  # our runners have it
+        return assembled
+
+    def rheostat_describe(self) -> dict[str, object]:
+        """What `ModelSites.from_reports` reads."""
+        assembled = self._assembled
+        program = assembled.runtime.program
+        runner = self.model_runner
+        config = runner.vllm_config  # type: ignore[attr-defined]  # every runner of vLLM has it
+        return {
+            "architecture": config.model_config.architecture,
+            "num_layers": assembled.num_layers,
+            "width": program.bank.shape[1],
+            "dtype": str(program.bank.dtype).removeprefix("torch."),
+            "runner": getattr(runner, "runner_name", "V1"),
+            "refused": assembled.refused,
+            "bank_rows": program.bank.shape[0] - 1,
+            "slots": assembled.runtime.bank.row_of.shape[1] - 1,
+            "capture_rows": program.ring.shape[0] - 1,
+            "reports": assembled.reports,
+        }
+
+    def rheostat_load_vectors(
+        self, vectors: Mapping[str, tuple[Sequence[int], bytes]]
+    ) -> None:
+        """Keeps float32 vectors: hex digest -> (shape [rows, W], little-endian bytes)."""
+        self._assembled.runtime.load_vectors(
+            {
+                bytes.fromhex(digest): np.frombuffer(data, "<f4").reshape(tuple(shape))
+                for digest, (shape, data) in vectors.items()
+            }
+        )
+
+    def rheostat_drop_vectors(self, digests: Sequence[str]) -> None:
+        """Forgets vectors by hex digest."""
+        self._assembled.runtime.drop_vectors([bytes.fromhex(digest) for digest in digests])
+
+    def rheostat_stats(self) -> dict[str, object]:
+        """Counts since the start."""
+        runtime = self._assembled.runtime
+        return {
+            "bank_rows_used": runtime.bank.rows_used,
+            "slots_used": runtime.bank.slots_used,
+            "requests": runtime.requests,
+            "captured_rows": runtime.captured_rows,
+            "lost_rows": runtime.lost_rows,
+            "steps": dict(runtime.steps),
+        }
+
+

@@ -1,0 +1,142 @@
+"""The server's end of the side channel: frames from all workers become events of requests.
+
+Invariant: a request's events are handed over in order, and Installed and Released only once every
+reporting worker has said them, so that after Released no row of the request can follow. vLLM's
+step outputs are not involved.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from rheostat_engine.events import (
+    Event,
+    Installed,
+    InstalledHead,
+    Released,
+    ReleasedHead,
+    RowsHead,
+    decode_head,
+    split_rows,
+)
+from rheostat_engine.settings import EngineSettings
+
+_LOG = logging.getLogger(__name__)
+
+
+class EventMerger:
+    """Joins what several workers say of one request."""
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks`: how many workers report."""
+        self._ranks = ranks
+        self._installed: dict[str, list[str]] = {}
+        self._released: dict[str, list[ReleasedHead]] = {}
+
+    def feed(self, head: bytes, payload: bytes) -> list[Event]:
+        """The events that one frame completes."""
+        decoded = decode_head(head)
+        if isinstance(decoded, RowsHead):
+            return list(split_rows(decoded, payload))
+        if isinstance(decoded, InstalledHead):
+            return self._install(decoded)
+        return self._release(decoded)
+
+    def _install(self, head: InstalledHead) -> list[Event]:
+        errors = self._installed.setdefault(head.request_id, [])
+        errors.append(head.error)
+        if len(errors) < self._ranks:
+            return []
+        del self._installed[head.request_id]
+        return [Installed(head.request_id, next(filter(None, errors), ""))]
+
+    def _release(self, head: ReleasedHead) -> list[Event]:
+        heads = self._released.setdefault(head.request_id, [])
+        heads.append(head)
+        if len(heads) < self._ranks:
+            return []
+        del self._released[head.request_id]
+        captured: dict[int, int] = {}
+        for one in heads:
+            captured.update(one.captured)
+        first = heads[0]
+        return [
+            Released(
+                request_id=head.request_id,
+                tokens_added=tuple(first.tokens_added),
+                captured=captured,
+                lost_rows=sum(one.lost_rows for one in heads),
+                preemptions=max(one.preemptions for one in heads),
+                computed=first.computed,
+            )
+        ]
+
+
+class WorkerChannel:
+    """Receives from the workers on a thread of its own; hands events to an event loop."""
+
+    def __init__(self, settings: EngineSettings, *, ranks: int) -> None:
+        """Binds `settings.channel`.
+
+        Raises:
+            zmq.ZMQError: the address can't be bound.
+        """
+        self._merger = EventMerger(ranks)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(settings.channel)
+        self._address = settings.channel
+        self._stop_address = f"inproc://stop-{id(self):x}"
+        self._stop = self._context.socket(zmq.PAIR)
+        self._stop.bind(self._stop_address)
+        self._thread: threading.Thread | None = None
+
+    def start(
+        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]
+    ) -> None:
+        """Calls `deliver` on `loop` for every event from now on."""
+        self._thread = threading.Thread(
+            target=self._receive, args=(loop, deliver), name="rheostat-channel", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops receiving and frees the address."""
+        if self._thread is not None:
+            self._stop.send(b"")
+            self._thread.join()
+            self._thread = None
+        self._socket.close()
+        self._stop.close()
+        self._context.term()
+        if self._address.startswith("ipc://"):
+            path = self._address.removeprefix("ipc://")
+            if os.path.exists(path):
+                os.unlink(path)
+
+    def _receive(
+        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]
+    ) -> None:
+        stop = self._context.socket(zmq.PAIR)
+        stop.connect(self._stop_address)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(stop, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if stop in ready:
+                    return
+                head, payload = self._socket.recv_multipart()
+                for event in self._merger.feed(head, payload):
+                    loop.call_soon_threadsafe(deliver, event)
+        except RuntimeError:
+            _LOG.info("the event loop has closed; the side channel stops")
+        finally:
+            stop.close()

@@ -1,0 +1,30 @@
+"""Which sites do anything in the step at hand.
+
+Invariant: between two steps no site is active, so that warm-up, dummy and profiling runs can never
+see what the last step left in the buffers.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+
+class ActiveSites:
+    """The sites that this step uses."""
+
+    def __init__(self, sites: int) -> None:
+        """None of `sites` is active."""
+        self._none = np.zeros(sites, np.bool_)
+        self.mask: npt.NDArray[np.bool_] = self._none
+        """[sites]."""
+        self.key: bytes | None = None
+        """Equal for equal masks; None where no site is active."""
+
+    def set(self, mask: npt.NDArray[np.bool_]) -> None:
+        """Makes exactly the sites of `mask` active."""
+        self.mask = mask
+        self.key = mask.tobytes() if mask.any() else None
+
+    def clear(self) -> None:
+        """Makes no site active."""
+        self.mask = self._none
+        self.key = None

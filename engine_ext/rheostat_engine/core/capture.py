@@ -1,0 +1,138 @@
+"""Where the captured rows of a step go: a ring on the device, blocks within it, labels beside it.
+
+Invariant: a step's rows lie in one contiguous region, request by request and site by site, so that
+they leave the device in one copy and their labels are ranges. A region is written again only after
+its rows have left. What does not fit is counted as lost, never silently missing.
+"""
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine.core.segments import Int32, Int64
+
+
+class Fence(Protocol):
+    """Something on the device that will have happened."""
+
+    def synchronize(self) -> None:
+        """Waits until it has."""
+
+
+class Region(NamedTuple):
+    """[start, end) rows of the ring."""
+
+    start: int
+    end: int
+
+
+class Ring:
+    """Hands out regions of `rows` rows, first to last and around; row 0 belongs to nobody."""
+
+    def __init__(self, rows: int) -> None:
+        """All of it is free."""
+        self._end = rows
+        self._next = 1
+        self._leaving: deque[tuple[Region, Fence]] = deque()
+
+    @property
+    def capacity(self) -> int:
+        """The most rows that one region can have."""
+        return self._end - 1
+
+    def reserve(self, rows: int) -> Region:
+        """A region that nobody reads any more. Waits for copies off the device if it must."""
+        if not 0 < rows <= self.capacity:
+            raise ValueError(f"{rows} rows do not fit into a ring of {self.capacity}")
+        start = self._next if self._next + rows <= self._end else 1
+        region = Region(start, start + rows)
+        while self._leaving and any(_overlap(region, other) for other, _ in self._leaving):
+            _, fence = self._leaving.popleft()
+            fence.synchronize()
+        self._next = region.end
+        return region
+
+    def leaves(self, region: Region, fence: Fence) -> None:
+        """The region's rows have left once `fence` has happened."""
+        self._leaving.append((region, fence))
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    return one.start < other.end and other.start < one.end
+
+
+class Blocks(NamedTuple):
+    """A step's captured tokens, cut into blocks: consecutive tokens of one request and class."""
+
+    token_block: Int32
+    """[n]: number of the token's block, from 1; 0: not captured."""
+    token_order: Int32
+    """[n]: place of the token within its block."""
+    request: Int64
+    """[b]: request number of each block."""
+    sites_class: Int32
+    """[b]: capture class of each block."""
+    start: Int64
+    """[b]: position of the block's first token."""
+    count: Int64
+    """[b]: tokens in the block."""
+
+
+def cut_blocks(numbers: Int64, classes: Int32, positions: Int64) -> Blocks:
+    """Cuts a batch's tokens into blocks.
+
+    Args:
+        numbers: request number of each token, [n]; a request's tokens are consecutive.
+        classes: capture class of each token, [n]; 0: not captured.
+        positions: absolute position of each token, [n], rising within a request.
+    """
+    n = len(numbers)
+    begins = np.empty(n, np.bool_)
+    begins[:1] = True
+    begins[1:] = (
+        (numbers[1:] != numbers[:-1])
+        | (classes[1:] != classes[:-1])
+        | (positions[1:] != positions[:-1] + 1)
+    )
+    first = np.flatnonzero(begins)
+    runs = np.cumsum(begins) - 1
+    captured = classes[first] > 0
+    block_of_run = np.where(captured, np.cumsum(captured), 0)
+    lengths = np.diff(np.append(first, n))
+    first, lengths = first[captured], lengths[captured]
+    order = np.arange(n) - np.flatnonzero(begins)[runs]
+    return Blocks(
+        token_block=block_of_run[runs].astype(np.int32),
+        token_order=order.astype(np.int32),
+        request=numbers[first],
+        sites_class=classes[first],
+        start=positions[first],
+        count=lengths.astype(np.int64),
+    )
+
+
+def place(
+    blocks: Blocks, class_sites: npt.NDArray[np.int32], capacity: int
+) -> tuple[npt.NDArray[np.int32], Int64, int]:
+    """Where each block's rows go, counted from the start of the step's region.
+
+    Args:
+        blocks: the step's blocks.
+        class_sites: [classes, sites]: place of a site among those of a class, -1: not in it.
+        capacity: rows that fit; blocks are taken in order while they do.
+
+    Returns:
+        (base, rows, total): base [b, sites], the offset of the block's first row at a site, -1
+        where nothing is captured or the block doesn't fit; rows [b], how many rows each block has;
+        total, rows that fit.
+    """
+    ranks = class_sites[blocks.sites_class]
+    rows = (ranks >= 0).sum(axis=1) * blocks.count
+    ends = np.cumsum(rows)
+    fits = ends <= capacity
+    base = (ends - rows)[:, None] + ranks * blocks.count[:, None]
+    base = np.where((ranks >= 0) & fits[:, None], base, -1)
+    total = int(ends[fits][-1]) if fits.any() else 0
+    return base.astype(np.int32), rows, total

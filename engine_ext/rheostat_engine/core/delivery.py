@@ -1,0 +1,66 @@
+"""Captured rows and words about requests leave the worker here, on a thread of their own.
+
+Invariant: everything leaves in the order in which it was handed over; handing over never waits for
+the device nor for the server.
+"""
+
+import logging
+import queue
+import threading
+from typing import NamedTuple
+
+import torch
+import zmq
+
+from rheostat_engine.core.capture import Fence
+from rheostat_engine.events import Head, encode_head
+
+_LOG = logging.getLogger(__name__)
+
+
+class Frame(NamedTuple):
+    """Something to send."""
+
+    head: Head
+    rows: torch.Tensor | None = None
+    """[n, W] on the host."""
+    ready: Fence | None = None
+    """When `rows` holds what it should."""
+
+
+class Delivery:
+    """The worker's end of the side channel."""
+
+    def __init__(self, address: str) -> None:
+        """Connects to the server's address; it need not be bound yet."""
+        self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+        self._thread = threading.Thread(target=self._run, name="rheostat-delivery", daemon=True)
+        self._thread.start()
+
+    def send(self, frame: Frame) -> None:
+        """Hands a frame over."""
+        self._queue.put(frame)
+
+    def close(self) -> None:
+        """Sends what has been handed over, then stops."""
+        self._queue.put(None)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (frame := self._queue.get()) is not None:
+            if frame.ready is not None:
+                frame.ready.synchronize()
+            self._socket.send_multipart([encode_head(frame.head), _raw(frame.rows)], copy=False)
+        self._socket.close()
+        self._context.term()
+
+
+def _raw(rows: torch.Tensor | None) -> memoryview:
+    if rows is None:
+        return memoryview(b"")
+    return memoryview(rows.view(torch.uint8).numpy()).cast("B")

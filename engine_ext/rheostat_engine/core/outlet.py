@@ -1,0 +1,46 @@
+"""How rows leave the device: copied aside while the next step already runs.
+
+Invariant: handing rows over costs the step thread no wait; their region of the ring may be written
+again once the returned fence has happened.
+"""
+
+import torch
+
+from rheostat_engine.core.capture import Fence
+from rheostat_engine.core.delivery import Delivery, Frame
+from rheostat_engine.events import RowsHead
+
+
+class Outlet:
+    """Rows and events of one worker, on their way to the server."""
+
+    def __init__(self, delivery: Delivery, device: torch.device) -> None:
+        """Rows are copied on a stream of their own where the device has streams."""
+        self._delivery = delivery
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send(self, frame: Frame) -> None:
+        """Hands over a frame without rows."""
+        self._delivery.send(frame)
+
+    def send_rows(self, head: RowsHead, rows: torch.Tensor) -> Fence | None:
+        """Hands over rows that the work launched so far will have written.
+
+        Returns:
+            When the rows have left the device; None if they already have.
+        """
+        if self._stream is None:
+            self._delivery.send(Frame(head, rows.clone()))
+            return None
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            host.copy_(rows, non_blocking=True)
+            left = torch.cuda.Event()
+            left.record(self._stream)
+        self._delivery.send(Frame(head, host, left))
+        return left
+
+    def close(self) -> None:
+        """Sends what has been handed over, then stops."""
+        self._delivery.close()

@@ -1,0 +1,130 @@
+"""What a worker says of a request, and the bytes in which it says it.
+
+Invariant: per request the order is Installed, Rows..., Released, and nothing follows Released. A
+frame is a msgpack head and a payload of raw rows; nothing in it is executed or unpickled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+RowArray = npt.NDArray[np.generic]
+"""Rows as they leave the worker: float32, float16, or uint16 that holds bfloat16's bits."""
+
+_WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The worker has taken up a request's plan, before the request's first step runs."""
+
+    request_id: str
+    error: str
+    """Empty if all is well; otherwise the plan is not in force and the request must be failed."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Captured rows of one site."""
+
+    request_id: str
+    site: int
+    """Site index."""
+    positions: npt.NDArray[np.int32]
+    """Absolute positions, [n], ascending."""
+    data: RowArray
+    """The rows, [n, width]."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """The worker holds nothing of the request any more."""
+
+    request_id: str
+    tokens_added: tuple[int, ...]
+    """Per addition of the plan: tokens that were computed under it, each counted once."""
+    captured: dict[int, int]
+    """Rows sent, by site index."""
+    lost_rows: int
+    """Rows that were selected but could not be captured."""
+    preemptions: int
+    """How often the request was preempted and resumed."""
+    computed: tuple[int, int]
+    """[start, end) positions that were computed for it; those below start came from the cache."""
+
+
+Event = Installed | Rows | Released
+
+
+class RowBlock(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive positions of one request, at every site of its capture."""
+
+    request_id: str
+    sites: list[int]
+    start: int
+    count: int
+
+
+class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):
+    """Head of an `Installed` frame."""
+
+    rank: int
+    request_id: str
+    error: str
+
+
+class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
+    """Head of a frame of rows; the payload holds the blocks one after the other, site by site."""
+
+    rank: int
+    dtype: str
+    width: int
+    blocks: list[RowBlock]
+
+
+class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
+    """Head of a `Released` frame."""
+
+    rank: int
+    request_id: str
+    tokens_added: list[int]
+    captured: dict[int, int]
+    lost_rows: int
+    preemptions: int
+    computed: tuple[int, int]
+
+
+Head = InstalledHead | RowsHead | ReleasedHead
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
+    InstalledHead | RowsHead | ReleasedHead
+)
+
+
+def encode_head(head: Head) -> bytes:
+    """The bytes of a frame's head."""
+    return _ENCODER.encode(head)
+
+
+def decode_head(data: bytes) -> Head:
+    """The head that `encode_head` wrote."""
+    return _DECODER.decode(data)
+
+
+def split_rows(head: RowsHead, payload: Sequence[int] | memoryview | bytes) -> list[Rows]:
+    """The rows of a frame, one event per block and site. Arrays are views of the payload."""
+    dtype = np.dtype(_WIRE_DTYPES[head.dtype])
+    rows = np.frombuffer(cast(bytes, payload), dtype=dtype).reshape(-1, head.width)
+    events = []
+    at = 0
+    for block in head.blocks:
+        positions = np.arange(block.start, block.start + block.count, dtype=np.int32)
+        for site in block.sites:
+            events.append(Rows(block.request_id, site, positions, rows[at : at + block.count]))
+            at += block.count
+    return events

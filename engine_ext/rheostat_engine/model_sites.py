@@ -1,0 +1,71 @@
+"""What the loaded model offers: its sites, and for those that it lacks, why.
+
+Invariant: a site is served on every rank that holds its layer or refused by name; no rank may
+disagree about the model's shape.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from rheostat_engine.points import Point, Site
+
+
+@dataclass(frozen=True)
+class ModelSites:
+    """The model's sites and the extension's limits."""
+
+    architecture: str
+    """vLLM's name of the architecture."""
+    num_layers: int
+    """Decoder blocks."""
+    width: int
+    """W: width of the residual stream."""
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    runner: str
+    """vLLM's model runner: "V1" or "V2"."""
+    refused: Mapping[Point, str]
+    """Points that this model lacks, with the reason."""
+    bank_rows: int
+    """Distinct rows that can be added at the same time."""
+    slots: int
+    """Distinct configurations of rows that can be in use at the same time."""
+    capture_rows: int
+    """Rows that one step can capture."""
+    world_size: int
+    """Worker processes that report."""
+
+    def supports(self, site: Site) -> str | None:
+        """None where the site is served, otherwise why it isn't."""
+        if not 0 <= site.layer < self.num_layers:
+            return f"layer {site.layer} is not one of the model's {self.num_layers} layers"
+        return self.refused.get(site.point)
+
+    @classmethod
+    def from_reports(cls, reports: Sequence[Mapping[str, object]]) -> "ModelSites":
+        """Merges what each worker says of itself.
+
+        Raises:
+            ValueError: the workers don't speak of the same model.
+        """
+        first = reports[0]
+        for key in ("architecture", "num_layers", "width", "dtype", "runner"):
+            if any(report[key] != first[key] for report in reports):
+                raise ValueError(f"workers disagree about the model's {key}: {reports}")
+        refused: dict[Point, str] = {}
+        for report in reports:
+            for point, reason in cast(Mapping[str, str], report["refused"]).items():
+                refused.setdefault(Point(point), reason)
+        return cls(
+            architecture=str(first["architecture"]),
+            num_layers=cast(int, first["num_layers"]),
+            width=cast(int, first["width"]),
+            dtype=str(first["dtype"]),
+            runner=str(first["runner"]),
+            refused=refused,
+            bank_rows=min(cast(int, r["bank_rows"]) for r in reports),
+            slots=min(cast(int, r["slots"]) for r in reports),
+            capture_rows=min(cast(int, r["capture_rows"]) for r in reports),
+            world_size=sum(1 for r in reports if r["reports"]),
+        )

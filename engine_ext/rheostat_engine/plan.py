@@ -1,0 +1,165 @@
+"""A request's interventions, resolved and validated at admission: integers, digests and scales.
+
+Invariant: a plan speaks of absolute token positions only. Phases, windows and spans are resolved
+before, so that chunking, preemption and batching can change nothing about which tokens it touches.
+The plan rides into the worker with the request itself (`SamplingParams.extra_args`).
+"""
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+OPEN_END = 2**31 - 1
+"""End of a span that has none."""
+
+Spans = tuple[tuple[int, int], ...]
+"""Half-open [start, end) token positions, ascending, disjoint, not touching."""
+
+RowKey = tuple[tuple[bytes, int, float], ...]
+"""What a bank row is made of: (digest, row of the vector, scale) of every addend, sorted."""
+
+EXTRA_ARG = "rheostat"
+"""The key of the plan in `SamplingParams.extra_args`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """x + scale * v at some sites, for the tokens at some positions."""
+
+    digest: bytes
+    """SHA-256 that names the vector's content."""
+    rows: tuple[tuple[int, int], ...]
+    """(site index, row of the vector that is added there), ascending by site."""
+    scale: float
+    """Factor on the vector; finite."""
+    spans: Spans
+    """Positions that are touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Rows of the stream to copy out."""
+
+    sites: tuple[int, ...]
+    """Site indices, ascending."""
+    spans: Spans
+    """Positions that are captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that the engine does to one request."""
+
+    request_id: str
+    """The server's name of the request; events come back under it."""
+    additions: tuple[Addition, ...] = ()
+    """Additions, in the order of the request. Where several meet, they are summed in float32."""
+    captures: tuple[Capture, ...] = ()
+    """Captures. Where several meet, a row is copied once."""
+
+    @property
+    def touches_kv(self) -> bool:
+        """Whether the request's KV differs from that of the same tokens without interventions."""
+        return any(a.scale != 0 and a.rows and a.spans for a in self.additions)
+
+    def captures_prompt(self, prompt_len: int) -> bool:
+        """Whether a captured position lies in a prompt of `prompt_len` tokens."""
+        return any(c.sites and c.spans and c.spans[0][0] < prompt_len for c in self.captures)
+
+    def cache_salt(self) -> str | None:
+        """Content key of everything that touches KV; None where nothing does.
+
+        Equal additions at equal absolute positions give equal keys whatever their order and
+        names. Absolute positions make it safe to share between prompts of different length.
+        """
+        if not self.touches_kv:
+            return None
+        parts = sorted(
+            _encode_addition(a) for a in self.additions if a.scale != 0 and a.rows and a.spans
+        )
+        digest = hashlib.sha256(b"rheostat plan 1")
+        for part in parts:
+            digest.update(struct.pack("<q", len(part)))
+            digest.update(part)
+        return digest.hexdigest()
+
+    def row_keys(self) -> frozenset[RowKey]:
+        """The distinct bank rows that the plan needs."""
+        return frozenset(key for combination in self.combinations() for _, key in combination)
+
+    def combinations(self) -> frozenset[tuple[tuple[int, RowKey], ...]]:
+        """The distinct (site, row) assignments over all positions: one slot each."""
+        found = set()
+        for _, active in segment(tuple(a.spans for a in self.additions)):
+            combination = combine([self.additions[i] for i in active])
+            if combination:
+                found.add(combination)
+        return frozenset(found)
+
+    def to_wire(self) -> dict[str, object]:
+        """The plan as plain data that vLLM can carry."""
+        return {
+            "id": self.request_id,
+            "add": [
+                [a.digest, [list(r) for r in a.rows], a.scale, [list(s) for s in a.spans]]
+                for a in self.additions
+            ],
+            "capture": [[list(c.sites), [list(s) for s in c.spans]] for c in self.captures],
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, object]) -> "Plan":
+        """The plan that `to_wire` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: `wire` is no plan.
+        """
+        additions = cast(list[tuple[bytes, list[list[int]], float, list[list[int]]]], wire["add"])
+        captures = cast(list[tuple[list[int], list[list[int]]]], wire["capture"])
+        return cls(
+            request_id=cast(str, wire["id"]),
+            additions=tuple(
+                Addition(bytes(digest), _pairs(rows), float(scale), _pairs(spans))
+                for digest, rows, scale, spans in additions
+            ),
+            captures=tuple(Capture(tuple(sites), _pairs(spans)) for sites, spans in captures),
+        )
+
+
+def segment(spans: tuple[Spans, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    """Cuts the positions where membership changes.
+
+    Returns (start, members) for each piece from position 0 on, ascending by start, where members
+    are the indices of the spans that hold the piece. The last piece has no end.
+    """
+    cuts = sorted({0, *(edge for one in spans for span in one for edge in span)} - {OPEN_END})
+    pieces: list[tuple[int, tuple[int, ...]]] = []
+    for start in cuts:
+        members = tuple(i for i, one in enumerate(spans) if any(a <= start < b for a, b in one))
+        if not pieces or pieces[-1][1] != members:
+            pieces.append((start, members))
+    return pieces
+
+
+def combine(additions: list[Addition]) -> tuple[tuple[int, RowKey], ...]:
+    """What several additions do together at one token: (site, row key), ascending by site."""
+    by_site: dict[int, list[tuple[bytes, int, float]]] = {}
+    for addition in additions:
+        if addition.scale == 0:
+            continue
+        for site, row in addition.rows:
+            by_site.setdefault(site, []).append((addition.digest, row, addition.scale))
+    return tuple((site, tuple(sorted(by_site[site]))) for site in sorted(by_site))
+
+
+def _encode_addition(addition: Addition) -> bytes:
+    rows = b"".join(struct.pack("<qq", *row) for row in addition.rows)
+    spans = b"".join(struct.pack("<qq", *span) for span in addition.spans)
+    head = struct.pack("<dqq", addition.scale, len(addition.rows), len(addition.spans))
+    return addition.digest + head + rows + spans
+
+
+def _pairs(values: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(a), int(b)) for a, b in values)

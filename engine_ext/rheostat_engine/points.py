@@ -1,0 +1,57 @@
+"""Points, layers and sites, and the one number that stands for a site inside the engine.
+
+Invariant: two names of the same tensor have the same index. `resid_post` of layer L and `resid_pre`
+of layer L+1 are one site, 2 * (L + 1); `resid_mid` of layer L is 2 * L + 1. A model of N layers
+has the sites 0 ... 2N.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Point(StrEnum):
+    """A place in a decoder block, by the name that TransformerLens gives it."""
+
+    RESID_PRE = "resid_pre"
+    """The stream that enters the block."""
+
+    RESID_MID = "resid_mid"
+    """The stream after attention is added; parallel blocks have none."""
+
+    RESID_POST = "resid_post"
+    """The stream that leaves the block."""
+
+
+_OFFSET = {Point.RESID_PRE: 0, Point.RESID_MID: 1, Point.RESID_POST: 2}
+
+
+class Site(NamedTuple):
+    """A point at one layer."""
+
+    point: Point
+    layer: int
+
+    @property
+    def index(self) -> int:
+        """The site's number, equal for both names of one tensor."""
+        return 2 * self.layer + _OFFSET[self.point]
+
+    @staticmethod
+    def names(index: int, num_layers: int) -> tuple["Site", ...]:
+        """Every name of a site in a model of `num_layers`, `resid_post` first where it has one."""
+        if not 0 <= index < site_count(num_layers):
+            raise ValueError(f"site {index} is not one of the {site_count(num_layers)} sites")
+        layer, is_mid = divmod(index, 2)
+        if is_mid:
+            return (Site(Point.RESID_MID, layer),)
+        names = []
+        if layer > 0:
+            names.append(Site(Point.RESID_POST, layer - 1))
+        if layer < num_layers:
+            names.append(Site(Point.RESID_PRE, layer))
+        return tuple(names)
+
+
+def site_count(num_layers: int) -> int:
+    """How many sites a model of `num_layers` decoder blocks has."""
+    return 2 * num_layers + 1

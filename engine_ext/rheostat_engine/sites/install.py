@@ -1,0 +1,149 @@
+"""Puts the op at the sites: blocks and norms get a subclass whose forward calls it.
+
+Invariant: each site's op stands exactly once, at a block's exit, before the module at `resid_mid`,
+and at the first block's entry. What the op is given exists anyway: in pair form the exit's carried
+part is the float32 sum that the mid norm forms, not the norm's rounded output, because asking for
+that output would make the compiler store it and round what follows differently.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from rheostat_engine.core.program import Program, SiteBuffers
+from rheostat_engine.points import Point, Site
+from rheostat_engine.sites.calls import streams
+from rheostat_engine.sites.forms import Block, BlockForm, Carrier
+from rheostat_engine.sites.op import site
+
+_CARRIED: list[torch.Tensor] = []
+"""Between a pair-form block's mid norm and its exit, while it is traced: the sum of the two."""
+
+_FIELDS = SiteBuffers._fields
+
+
+def install(
+    blocks: Sequence[Block], forms: Sequence[BlockForm], program: Program, *, width: int, entry: bool
+) -> None:
+    """Changes the classes of blocks and mid modules in place.
+
+    Args:
+        blocks: consecutive decoder blocks.
+        forms: their forms.
+        program: whose buffers the ops are given.
+        width: W.
+        entry: whether the first block is the model's first, so that its `resid_pre` is no other
+            block's `resid_post`.
+    """
+    subclasses: dict[tuple[object, ...], type[nn.Module]] = {}
+
+    def swap(module: nn.Module, mixin: type[nn.Module]) -> None:
+        base = type(module)
+        if (mixin, base) not in subclasses:
+            subclasses[mixin, base] = type(f"Sited{base.__name__}", (mixin, base), {})
+        module.__class__ = subclasses[mixin, base]
+
+    for number, (block, form) in enumerate(zip(blocks, forms, strict=True)):
+        _attach(block.module, "exit", program, Site(Point.RESID_POST, block.layer))
+        pair = form.carrier is Carrier.PAIR
+        if form.mid is not None:
+            _attach(form.mid, "mid", program, Site(Point.RESID_MID, block.layer))
+            form.mid._rheostat_width = width  # type: ignore[assignment]  # nn.Module takes any attribute
+            swap(form.mid, _PairMid if pair else _SingleMid)
+        block.module._rheostat_width = width  # type: ignore[assignment]  # as above
+        block.module._rheostat_has_mid = form.mid is not None  # type: ignore[assignment]  # as above
+        first = entry and number == 0
+        if first:
+            _attach(block.module, "entry", program, Site(Point.RESID_PRE, block.layer))
+        if pair:
+            swap(block.module, _FirstPairBlock if first else _PairBlock)
+        else:
+            swap(block.module, _FirstSingleBlock if first else _SingleBlock)
+
+
+def _attach(module: nn.Module, where: str, program: Program, at: Site) -> None:
+    for name, buffer in zip(_FIELDS, program.buffers(at.index), strict=True):
+        module.register_buffer(f"rheostat_{where}_{name}", buffer, persistent=False)
+
+
+class _Sited(nn.Module):
+    """What the mixins share; stands before the module's own class."""
+
+    _rheostat_width: int
+    _rheostat_has_mid: bool
+
+    def _rheostat_at_exit(self, h: torch.Tensor, carried: list[torch.Tensor]) -> None:
+        site(
+            h,
+            carried,
+            self.rheostat_exit_add_row,
+            self.rheostat_exit_cap_row,
+            self.rheostat_exit_bank,
+            self.rheostat_exit_ring,
+        )
+
+    def _rheostat_at_entry(self, h: torch.Tensor) -> None:
+        site(
+            h,
+            [],
+            self.rheostat_entry_add_row,
+            self.rheostat_entry_cap_row,
+            self.rheostat_entry_bank,
+            self.rheostat_entry_ring,
+        )
+
+    def _rheostat_at_mid(self, h: torch.Tensor, carried: list[torch.Tensor]) -> None:
+        site(
+            h,
+            carried,
+            self.rheostat_mid_add_row,
+            self.rheostat_mid_cap_row,
+            self.rheostat_mid_bank,
+            self.rheostat_mid_ring,
+        )
+
+
+class _PairMid(_Sited):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        h, residual = streams(args, kwargs, self._rheostat_width)
+        self._rheostat_at_mid(h, [residual])
+        if torch.compiler.is_compiling():
+            _CARRIED.append(h.float() + residual.float())
+        return super().forward(*args, **kwargs)
+
+
+class _SingleMid(_Sited):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self._rheostat_at_mid(streams(args, kwargs, self._rheostat_width)[0], [])
+        return super().forward(*args, **kwargs)
+
+
+class _PairBlock(_Sited):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        out = super().forward(*args, **kwargs)
+        h, residual = streams(out, {}, self._rheostat_width)
+        if torch.compiler.is_compiling() and self._rheostat_has_mid:
+            residual = _CARRIED.pop()
+        self._rheostat_at_exit(h, [residual])
+        return out
+
+
+class _FirstPairBlock(_PairBlock):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self._rheostat_at_entry(streams(args, kwargs, self._rheostat_width)[0])
+        return super().forward(*args, **kwargs)
+
+
+class _SingleBlock(_Sited):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        out = super().forward(*args, **kwargs)
+        values = out if isinstance(out, tuple) else (out,)
+        self._rheostat_at_exit(streams(values, {}, self._rheostat_width)[0], [])
+        return out
+
+
+class _FirstSingleBlock(_SingleBlock):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self._rheostat_at_entry(streams(args, kwargs, self._rheostat_width)[0])
+        return super().forward(*args, **kwargs)

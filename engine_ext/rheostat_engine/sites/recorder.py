@@ -1,0 +1,37 @@
+"""Which kernel nodes of a CUDA graph belong to which site, noted while the graph is captured.
+
+Invariant: outside of a recording, `note` does nothing; recordings don't nest.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Recording(Protocol):
+    """Who wants to know."""
+
+    def note(self, site: int) -> None:
+        """The last kernel that was captured on the current stream belongs to `site`."""
+
+
+class _Current:
+    recording: Recording | None = None
+
+
+def note(site: int) -> None:
+    """Tells the recording, if one is on, that a site's kernel has just been captured."""
+    if _Current.recording is not None:
+        _Current.recording.note(site)
+
+
+@contextmanager
+def recording(target: Recording) -> Iterator[None]:
+    """Notes go to `target` in the meantime."""
+    if _Current.recording is not None:
+        raise RuntimeError("a CUDA graph is already being recorded")
+    _Current.recording = target
+    try:
+        yield
+    finally:
+        _Current.recording = None
