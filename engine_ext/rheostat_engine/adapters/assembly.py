@@ -4,6 +4,7 @@ Invariant: either every block of this rank has its sites, or startup fails sayin
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from rheostat_engine.core.program import Program
 from rheostat_engine.core.runtime import SiteRuntime
 from rheostat_engine.points import Point, site_count
 from rheostat_engine.settings import EngineSettings
-from rheostat_engine.sites.forms import BlockForm
+from rheostat_engine.sites.forms import BlockForm, SiteError
 from rheostat_engine.sites.install import install
 from rheostat_engine.sites.op import bind
 from rheostat_engine.sites.probe import probe
@@ -79,8 +80,10 @@ def assemble(
         max(2, settings.capture_bytes // row_bytes), width, dtype=dtype, device=device
     )
     program = Program(sites=sites, tokens=tokens, bank=bank.rows, ring=ring)
-    install(blocks, forms, program, width=width, entry=get_pp_group().is_first_rank)
+    installed = install(blocks, forms, program, width=width, entry=get_pp_group().is_first_rank)
     bind(program)
+    expected = {site.index for site in installed}
+    _verify(program, expected, lambda: run_once(model, config, device))
     reports = get_tensor_model_parallel_rank() == 0
     runtime = SiteRuntime(
         program=program,
@@ -92,6 +95,19 @@ def assemble(
     refused = _refused(forms)
     _LOG.info("%d sites in %d blocks; not served: %s", sites, len(blocks), refused or "none")
     return Assembled(runtime, refused, layers, reports)
+
+
+def _verify(program: Program, expected: set[int], run_model: Callable[[], object]) -> None:
+    """Runs the model once more: every site that was put in must run exactly once, no other."""
+    program.census = [0] * program.add_row.shape[0]
+    run_model()
+    census, program.census = program.census, None
+    wrong = {s: n for s, n in enumerate(census) if n != (s in expected)}
+    if wrong:
+        raise SiteError(
+            f"of the sites {sorted(expected)} that were put in, these did not run exactly once: "
+            f"{wrong} (site: runs)"
+        )
 
 
 def _refused(forms: list[BlockForm]) -> dict[str, str]:

@@ -44,6 +44,8 @@ class Program:
         self.bank = bank
         self.ring = ring
         self.active = ActiveSites(sites)
+        self.census: list[int] | None = None
+        """While the sites are being verified: how often each one's op has run."""
         self._site_of = {self.add_row[site].data_ptr(): site for site in range(sites)}
 
     def buffers(self, site: int) -> SiteBuffers:

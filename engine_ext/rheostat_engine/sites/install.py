@@ -25,7 +25,7 @@ _FIELDS = SiteBuffers._fields
 
 def install(
     blocks: Sequence[Block], forms: Sequence[BlockForm], program: Program, *, width: int, entry: bool
-) -> None:
+) -> list[Site]:
     """Changes the classes of blocks and mid modules in place.
 
     Args:
@@ -35,36 +35,46 @@ def install(
         width: W.
         entry: whether the first block is the model's first, so that its `resid_pre` is no other
             block's `resid_post`.
+
+    Returns:
+        The sites that were put in.
     """
+    installed: list[Site] = []
     subclasses: dict[tuple[object, ...], type[nn.Module]] = {}
 
     def swap(module: nn.Module, mixin: type[nn.Module]) -> None:
-        base = type(module)
-        if (mixin, base) not in subclasses:
-            subclasses[mixin, base] = type(f"Sited{base.__name__}", (mixin, base), {})
-        module.__class__ = subclasses[mixin, base]
+        base, own = type(module), module.__dict__.pop("forward", None)
+        key = (mixin, base, own and own.__func__)
+        if key not in subclasses:
+            # A forward that was set on the instance alone moves into the class: it would hide ours.
+            inner = (
+                base if own is None else type(base.__name__, (base,), {"forward": own.__func__})
+            )
+            subclasses[key] = type(f"Sited{base.__name__}", (mixin, inner), {})
+        module.__class__ = subclasses[key]
+
+    def attach(module: nn.Module, where: str, at: Site) -> None:
+        installed.append(at)
+        for name, buffer in zip(_FIELDS, program.buffers(at.index), strict=True):
+            module.register_buffer(f"rheostat_{where}_{name}", buffer, persistent=False)
 
     for number, (block, form) in enumerate(zip(blocks, forms, strict=True)):
-        _attach(block.module, "exit", program, Site(Point.RESID_POST, block.layer))
+        attach(block.module, "exit", Site(Point.RESID_POST, block.layer))
         pair = form.carrier is Carrier.PAIR
         if form.mid is not None:
-            _attach(form.mid, "mid", program, Site(Point.RESID_MID, block.layer))
+            attach(form.mid, "mid", Site(Point.RESID_MID, block.layer))
             form.mid._rheostat_width = width  # type: ignore[assignment]  # nn.Module takes any attribute
             swap(form.mid, _PairMid if pair else _SingleMid)
         block.module._rheostat_width = width  # type: ignore[assignment]  # as above
         block.module._rheostat_has_mid = form.mid is not None  # type: ignore[assignment]  # as above
         first = entry and number == 0
         if first:
-            _attach(block.module, "entry", program, Site(Point.RESID_PRE, block.layer))
+            attach(block.module, "entry", Site(Point.RESID_PRE, block.layer))
         if pair:
             swap(block.module, _FirstPairBlock if first else _PairBlock)
         else:
             swap(block.module, _FirstSingleBlock if first else _SingleBlock)
-
-
-def _attach(module: nn.Module, where: str, program: Program, at: Site) -> None:
-    for name, buffer in zip(_FIELDS, program.buffers(at.index), strict=True):
-        module.register_buffer(f"rheostat_{where}_{name}", buffer, persistent=False)
+    return installed
 
 
 class _Sited(nn.Module):

@@ -80,7 +80,12 @@ def _on_cpu(
     ring: torch.Tensor,
 ) -> None:
     program = _Bound.program
-    if program is not None and program.active.mask[program.site_of(add_row)]:
+    if program is None:
+        return
+    number = program.site_of(add_row)
+    if program.census is not None:
+        program.census[number] += 1
+    if program.active.mask[number]:
         reference(h, carried, add_row, cap_row, bank, ring)
 
 
@@ -98,6 +103,8 @@ def _on_cuda(
     if program is None:
         return
     number = program.site_of(add_row)
+    if program.census is not None:
+        program.census[number] += 1
     if torch.cuda.is_current_stream_capturing():
         launch_site(h, carried, add_row, cap_row, bank, ring)
         recorder.note(number)

@@ -1,0 +1,7 @@
+"""``python -m rheostat`` is the command ``rheostat``."""
+
+import sys
+
+from rheostat._cli import main
+
+sys.exit(main())

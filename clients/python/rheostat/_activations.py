@@ -1,0 +1,149 @@
+"""Captured rows, joined: one array per site, rows by ascending position, each position once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._arrays import FloatArray, read_tensor
+from rheostat._errors import ServerError, invalid
+from rheostat._points import Point, PointLike, Site, point_of, read_site
+from rheostat._proto.v1 import capture_pb2, types_pb2
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of one site, as they came."""
+
+    sample: int
+    """Sample, from 0."""
+    point: Point
+    """Where."""
+    layer: int
+    """Where."""
+    positions: IntArray
+    """Absolute position of each row, int64 [rows]."""
+    token_ids: IntArray
+    """Input token at each position, int64 [rows]."""
+    values: FloatArray
+    """The stream, float32 [rows, width]."""
+
+    def __repr__(self) -> str:
+        """Sample, site and shape."""
+        shape = list(self.values.shape)
+        return f"Rows(sample={self.sample}, {Site(self.point, self.layer)}, shape={shape})"
+
+
+def read_captured(message: capture_pb2.Captured) -> list[Rows]:
+    """The rows of a message, per site. Raises ServerError where its parts do not fit together."""
+    values = read_tensor(message.tensor)  # [sites, positions, width]
+    positions = positions_of(message.positions)
+    token_ids = np.array(message.token_ids, dtype=np.int64)
+    labels = (len(message.sites), len(positions))
+    if values.ndim != 3 or values.shape[:2] != labels or len(token_ids) != len(positions):
+        raise ServerError(
+            f"captured rows of shape {list(values.shape)} are labelled with {labels[0]} sites, "
+            f"{labels[1]} positions and {len(token_ids)} tokens"
+        )
+    sites = [read_site(site) for site in message.sites]
+    return [
+        Rows(message.sample, site.point, site.layer, positions, token_ids, values[number])
+        for number, site in enumerate(sites)
+    ]
+
+
+def positions_of(runs: Iterable[types_pb2.PositionRun]) -> IntArray:
+    """Every position of the runs, int64 [positions]."""
+    parts = [np.arange(run.start, run.start + run.count, dtype=np.int64) for run in runs]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+class Activations(Mapping[tuple[Point, int], FloatArray]):
+    """Captured rows by (point, layer): ``activations["resid_post", 3]`` is float32 [rows, width].
+
+    Points go by their names and aliases. ``resid_post`` of layer L and ``resid_pre`` of layer L+1
+    are one site: either name finds rows that were captured under the other.
+    """
+
+    def __init__(self, parts: Mapping[Site, list[Rows]]) -> None:
+        """Join the parts of each site."""
+        self._sites = {site: _joined(rows) for site, rows in sorted(parts.items(), key=_order)}
+
+    def __getitem__(self, key: tuple[PointLike, int]) -> FloatArray:
+        """The rows of a site, float32 [rows, width]. Raises KeyError, naming what there is."""
+        return self._rows(*key).values
+
+    def __iter__(self) -> Iterator[tuple[Point, int]]:
+        """The sites by layer, then point."""
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        """Number of sites."""
+        return len(self._sites)
+
+    def positions(self, point: PointLike, layer: int) -> IntArray:
+        """Absolute position of each row, int64 [rows], ascending."""
+        return self._rows(point, layer).positions
+
+    def token_ids(self, point: PointLike, layer: int) -> IntArray:
+        """Input token at each row's position, int64 [rows]."""
+        return self._rows(point, layer).token_ids
+
+    def layers(self, point: PointLike) -> tuple[int, ...]:
+        """Layers captured under this point's name, ascending."""
+        wanted = point_of(point)
+        return tuple(site.layer for site in self._sites if site.point is wanted)
+
+    def stack(self, point: PointLike) -> FloatArray:
+        """All layers of a point, float32 [layers, rows, width], in the order of `layers`.
+
+        Raises KeyError where nothing was captured there, InvalidRequest where layers hold rows of
+        different positions.
+        """
+        layers = self.layers(point)
+        if not layers:
+            raise KeyError(f"no rows of {point_of(point)}; there are {self._known()}")
+        first = self.positions(point, layers[0])
+        if any(not np.array_equal(first, self.positions(point, layer)) for layer in layers):
+            raise invalid("captures", f"layers of {point} hold rows of different positions")
+        return np.stack([self[point, layer] for layer in layers])
+
+    def _rows(self, point: PointLike, layer: int) -> Rows:
+        site = Site(point_of(point), layer)
+        found = self._sites.get(site)
+        if found is None and site.twin is not None:
+            found = self._sites.get(site.twin)
+        if found is None:
+            raise KeyError(f"no rows of {site}; there are {self._known()}")
+        return found
+
+    def _known(self) -> str:
+        return ", ".join(str(site) for site in self._sites) or "none at all"
+
+    def __repr__(self) -> str:
+        """Each site with the shape of its rows."""
+        shapes = [f"{site}: {list(rows.values.shape)}" for site, rows in self._sites.items()]
+        return f"Activations({', '.join(shapes)})"
+
+
+def _order(item: tuple[Site, list[Rows]]) -> tuple[int, int]:
+    site, _ = item
+    return site.layer, list(Point).index(site.point)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    """One `Rows` of all parts. Two captures may share positions; their rows are equal."""
+    if len(parts) == 1:
+        return parts[0]
+    positions, first = np.unique(
+        np.concatenate([part.positions for part in parts]), return_index=True
+    )
+    token_ids = np.concatenate([part.token_ids for part in parts])[first]
+    values = np.concatenate([part.values for part in parts])[first]
+    head = parts[0]
+    return Rows(head.sample, head.point, head.layer, positions, token_ids, values)

@@ -1,0 +1,198 @@
+"""Numbers on the wire and in numpy: little-endian row-major bytes, widened to float32 exactly.
+
+bfloat16 has no numpy type. It travels as uint16 holding the upper half of a binary32, which is all
+that widening needs; an array whose dtype calls itself "bfloat16" (ml_dtypes) is read the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._errors import ServerError, invalid
+from rheostat._proto.v1 import tensor_pb2
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+"""float32 numbers."""
+Element: TypeAlias = Literal["float32", "float16", "bfloat16"]
+"""Element types of vectors and rows."""
+
+
+class ArrayLike(Protocol):
+    """Anything numpy can read: an array, or an object with ``__array__``, a CPU tensor included."""
+
+    def __array__(self) -> npt.NDArray[np.generic]:
+        """The numbers."""
+
+
+@runtime_checkable
+class _Tensor(Protocol):
+    """What a torch tensor offers on the way to numpy, without importing torch."""
+
+    def detach(self) -> _Tensor: ...
+    def cpu(self) -> _Tensor: ...
+    def numpy(self) -> npt.NDArray[np.generic]: ...
+    def float(self) -> _Tensor: ...
+
+
+_STORAGE: dict[Element, np.dtype[np.generic]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+}
+_TO_WIRE: dict[Element, tensor_pb2.Dtype.ValueType] = {
+    "float32": tensor_pb2.DTYPE_FLOAT32,
+    "float16": tensor_pb2.DTYPE_FLOAT16,
+    "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
+}
+_FROM_WIRE = {number: element for element, number in _TO_WIRE.items()}
+
+
+@dataclass(frozen=True)
+class VectorData:
+    """A vector's numbers as they travel: rows of equal width, all finite."""
+
+    element: Element
+    """Element type."""
+    shape: tuple[int, int]
+    """[rows, width]."""
+    data: bytes
+    """The elements, little-endian, row-major."""
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the canonical form, which `VectorRef` in steering.proto defines; 32 bytes."""
+        header = f"rheostat.v1 vector {self.element} {self.shape[0]}x{self.shape[1]}\n"
+        return hashlib.sha256(header.encode("ascii") + self.data).digest()
+
+    @property
+    def values(self) -> FloatArray:
+        """The numbers as float32 [rows, width], exactly."""
+        return widened(self.data, self.element, self.shape)
+
+    def to_tensor(self) -> tensor_pb2.Tensor:
+        """The message that carries them inline."""
+        return tensor_pb2.Tensor(
+            dtype=_TO_WIRE[self.element],
+            shape=self.shape,
+            encoding=tensor_pb2.ENCODING_RAW,
+            inline=self.data,
+        )
+
+
+def widened(data: bytes, element: Element, shape: tuple[int, ...]) -> FloatArray:
+    """The elements in ``data`` as float32 of ``shape``, every value exactly as it was."""
+    stored = np.frombuffer(data, dtype=_STORAGE[element]).reshape(shape)
+    if element == "bfloat16":
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32)
+
+
+def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) -> VectorData:
+    """A vector's rows: [width] is one row, [rows, width] several.
+
+    Element types: float32, float16, bfloat16; others (float64, integers) are rounded to float32.
+    ``dtype`` converts to that type, except that ``dtype="bfloat16"`` reads uint16 as its bits.
+    Raises InvalidRequest for another rank, no elements, and elements that are not finite.
+    """
+    numbers = _numpy(array)
+    if numbers.ndim == 1:
+        numbers = numbers[None, :]
+    if numbers.ndim != 2 or numbers.size == 0:
+        raise invalid(
+            "vector", f"a vector is [width] or [rows, width], not {list(numbers.shape)}",
+            "REASON_VECTOR_SHAPE",
+        )  # fmt: skip
+    element, stored = _stored(numbers, dtype)
+    rows = VectorData(element, (numbers.shape[0], numbers.shape[1]), stored.tobytes())
+    if not np.isfinite(rows.values).all():
+        raise invalid(
+            "vector", "the vector has elements that are not finite numbers", "REASON_NON_FINITE"
+        )
+    return rows
+
+
+def _numpy(array: object) -> npt.NDArray[np.generic]:
+    if not isinstance(array, _Tensor):
+        return np.asarray(array)
+    tensor = array.detach().cpu()
+    try:
+        return np.asarray(tensor.numpy())
+    except TypeError:  # torch.bfloat16 has no numpy type; float32 holds it exactly
+        return _bfloat16(np.asarray(tensor.float().numpy(), dtype=np.float32))
+
+
+def _bfloat16(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The upper halves of float32 numbers, rounded to nearest even, tagged by a field name."""
+    bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    nan = np.isnan(numbers.astype(np.float32))
+    upper = ((bits.astype(np.uint64) + np.uint64(0x7FFF) + odd) >> np.uint64(16)).astype(np.uint16)
+    upper[nan] = 0x7FC0
+    return upper.view(_BFLOAT16)
+
+
+_BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+
+
+def _stored(
+    numbers: npt.NDArray[np.generic], dtype: Element | None
+) -> tuple[Element, npt.NDArray[np.generic]]:
+    """The element type to send and the array in its storage type."""
+    if numbers.dtype == _BFLOAT16 or numbers.dtype.name == "bfloat16":
+        bits = numbers.view(np.uint16)
+        if dtype in (None, "bfloat16"):
+            return "bfloat16", bits.astype("<u2")
+        numbers = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "bfloat16":
+        if numbers.dtype == np.uint16:
+            return "bfloat16", numbers.astype("<u2")
+        return "bfloat16", _bfloat16(_floats(numbers)).view(np.uint16).astype("<u2")
+    element: Element = dtype or ("float16" if numbers.dtype == np.float16 else "float32")
+    if element not in _STORAGE:
+        known = ", ".join(_STORAGE)
+        raise invalid("vector", f"vectors are {known}, not {element}")
+    with np.errstate(over="ignore"):
+        return element, _floats(numbers).astype(_STORAGE[element])
+
+
+def _floats(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """``numbers``, if they are real ones."""
+    if numbers.dtype.kind not in "fiu":
+        raise invalid("vector", f"a vector holds real numbers, not {numbers.dtype}")
+    return numbers
+
+
+def read_element(number: tensor_pb2.Dtype.ValueType) -> Element:
+    """The element type of a wire number. Raises ServerError for one that rows cannot have."""
+    element = _FROM_WIRE.get(number)
+    if element is None:
+        raise ServerError(f"the server sent elements of type {tensor_pb2.Dtype.Name(number)}")
+    return element
+
+
+def write_element(element: Element) -> tensor_pb2.Dtype.ValueType:
+    """The wire number of an element type."""
+    return _TO_WIRE[element]
+
+
+def read_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
+    """A raw inline tensor as float32 of its shape.
+
+    Raises ServerError where payload and shape disagree or the payload is of another kind.
+    """
+    element = read_element(tensor.dtype)
+    if tensor.encoding != tensor_pb2.ENCODING_RAW or tensor.WhichOneof("payload") != "inline":
+        raise ServerError("the server sent a tensor that is not raw and inline")
+    shape = tuple(tensor.shape)
+    expected = math.prod(shape) * _STORAGE[element].itemsize
+    if len(tensor.inline) != expected:
+        raise ServerError(
+            f"a tensor of {element} {list(shape)} has {len(tensor.inline)} bytes, not {expected}"
+        )
+    return widened(tensor.inline, element, shape)

@@ -1,0 +1,234 @@
+"""Every call as a value: its path, its request, and how its answer is read.
+
+The two clients differ only in how they carry such a value to the server and back, so nothing about
+a call is written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar, Unpack
+
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from rheostat import _requests
+from rheostat._arrays import ArrayLike, Element, VectorData, vector_data, write_element
+from rheostat._explanations import Explanation, Tokenized, read_explanation, read_tokenized
+from rheostat._fold import DownloadFold, GenerationFold
+from rheostat._model import ModelInfo, Stats, read_model, read_stats
+from rheostat._points import LayersLike, PointsLike, site_set
+from rheostat._proto.v1 import engine_service_pb2, generation_service_pb2, steering_service_pb2
+from rheostat._requests import GenerateOptions, Prompt
+from rheostat._results import Event, Generation
+from rheostat._vectors import Vector, VectorInfo, defaults, read_info
+
+Answer = TypeVar("Answer", bound=Message)
+Result = TypeVar("Result")
+Step = TypeVar("Step")
+Taken = TypeVar("Taken", contravariant=True)
+Whole = TypeVar("Whole", covariant=True)
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes handed over, bytes in all), for an upload on gRPC's own thread."""
+
+_CHUNK = 1024 * 1024
+_PAGE = 1000
+
+
+class Fold(Protocol[Taken, Step, Whole]):
+    """What a response stream is folded into."""
+
+    def feed(self, message: Taken, /) -> list[Step]:
+        """Take a message; give its events."""
+
+    def result(self) -> Whole:
+        """All of it, once the stream has ended with OK."""
+
+
+@dataclass(frozen=True)
+class Unary(Generic[Answer, Result]):
+    """One request, one answer."""
+
+    path: str
+    request: Message
+    answer: type[Answer]
+    read: Callable[[Answer], Result]
+
+
+@dataclass(frozen=True)
+class Upload(Generic[Answer, Result]):
+    """Many requests, one answer."""
+
+    path: str
+    requests: Iterator[Message]
+    answer: type[Answer]
+    read: Callable[[Answer], Result]
+
+
+@dataclass(frozen=True)
+class Download(Generic[Answer, Step, Result]):
+    """One request, many answers."""
+
+    path: str
+    request: Message
+    answer: type[Answer]
+    fold: Callable[[], Fold[Answer, Step, Result]]
+
+
+Script: TypeAlias = Generator[Unary[Answer, Answer], Answer, Result]
+"""Unary calls of which each depends on the answer before: yields calls, is sent answers."""
+
+
+def serialize(message: Message) -> bytes:
+    """The bytes of a request."""
+    return message.SerializeToString()
+
+
+def generate(
+    prompt: Prompt, **options: Unpack[GenerateOptions]
+) -> Download[generation_service_pb2.GenerateResponse, Event, Generation]:
+    """Run a request."""
+    return Download(
+        "/rheostat.v1.GenerationService/Generate",
+        _requests.generate_request(prompt, **options),
+        generation_service_pb2.GenerateResponse,
+        GenerationFold,
+    )
+
+
+def explain(
+    prompt: Prompt, **options: Unpack[GenerateOptions]
+) -> Unary[generation_service_pb2.ExplainResponse, Explanation]:
+    """Ask what a request would do."""
+    return Unary(
+        "/rheostat.v1.GenerationService/Explain",
+        generation_service_pb2.ExplainRequest(
+            request=_requests.generate_request(prompt, **options)
+        ),
+        generation_service_pb2.ExplainResponse,
+        read_explanation,
+    )
+
+
+def tokenize(prompt: Prompt) -> Unary[generation_service_pb2.TokenizeResponse, Tokenized]:
+    """Tokenise, or decode token ids."""
+    return Unary(
+        "/rheostat.v1.GenerationService/Tokenize",
+        _requests.tokenize_request(prompt),
+        generation_service_pb2.TokenizeResponse,
+        read_tokenized,
+    )
+
+
+def model() -> Unary[engine_service_pb2.GetModelResponse, ModelInfo]:
+    """The model and what can be done with it."""
+    return Unary(
+        "/rheostat.v1.EngineService/GetModel",
+        engine_service_pb2.GetModelRequest(),
+        engine_service_pb2.GetModelResponse,
+        read_model,
+    )
+
+
+def stats() -> Unary[engine_service_pb2.GetStatsResponse, Stats]:
+    """Counters and gauges."""
+    return Unary(
+        "/rheostat.v1.EngineService/GetStats",
+        engine_service_pb2.GetStatsRequest(),
+        engine_service_pb2.GetStatsResponse,
+        read_stats,
+    )
+
+
+def put_vector(
+    array: ArrayLike | npt.ArrayLike,
+    *,
+    points: PointsLike | None,
+    layers: LayersLike | None,
+    name: str | None,
+    description: str,
+    dtype: Element | None,
+    progress: Progress | None,
+) -> Upload[steering_service_pb2.PutVectorsResponse, Vector]:
+    """Store a vector."""
+    data = vector_data(array, dtype)
+    at_points, at_layers = defaults(points, layers)
+    digest = data.digest
+    header = steering_service_pb2.VectorHeader(
+        dtype=write_element(data.element),
+        shape=data.shape,
+        digest=digest,
+        total_bytes=len(data.data),
+        name="" if name is None else _requests.vector_name(name),
+        description=description,
+        sites=None if at_points is None or at_layers is None else site_set(at_points, at_layers),
+    )
+    vector = Vector(digest.hex(), name, data.shape, data.element, at_points, at_layers)
+    return Upload(
+        "/rheostat.v1.SteeringService/PutVectors",
+        _pieces(header, data, progress),
+        steering_service_pb2.PutVectorsResponse,
+        lambda _: vector,
+    )
+
+
+def _pieces(
+    header: steering_service_pb2.VectorHeader, data: VectorData, progress: Progress | None
+) -> Iterator[Message]:
+    """The header, then chunks."""
+    yield steering_service_pb2.PutVectorsRequest(header=header)
+    total = len(data.data)
+    for start in range(0, total, _CHUNK):
+        yield steering_service_pb2.PutVectorsRequest(chunk=data.data[start : start + _CHUNK])
+        if progress is not None:
+            progress(min(start + _CHUNK, total), total)
+
+
+def get_vector(
+    name: str | None, digest: str | None
+) -> Download[steering_service_pb2.GetVectorsResponse, None, Vector]:
+    """Fetch a vector by name or digest."""
+    request = steering_service_pb2.GetVectorsRequest()
+    if digest is not None:
+        request.digest = _requests.vector_digest(digest)
+    else:
+        request.name = _requests.vector_name(name or "")
+    return Download(
+        "/rheostat.v1.SteeringService/GetVectors",
+        request,
+        steering_service_pb2.GetVectorsResponse,
+        DownloadFold,
+    )
+
+
+def list_vectors(
+    prefix: str,
+) -> Script[steering_service_pb2.ListVectorsResponse, list[VectorInfo]]:
+    """Every stored vector, page by page."""
+    found: list[VectorInfo] = []
+    token = ""
+    while True:
+        page = yield Unary(
+            "/rheostat.v1.SteeringService/ListVectors",
+            steering_service_pb2.ListVectorsRequest(
+                page_size=_PAGE, page_token=token, name_prefix=prefix
+            ),
+            steering_service_pb2.ListVectorsResponse,
+            lambda answer: answer,
+        )
+        found.extend(read_info(info) for info in page.vectors)
+        token = page.next_page_token
+        if not token:
+            return found
+
+
+def delete_name(name: str) -> Unary[steering_service_pb2.DeleteNameResponse, str]:
+    """Take a name off its vector; gives the digest that it was on."""
+    return Unary(
+        "/rheostat.v1.SteeringService/DeleteName",
+        steering_service_pb2.DeleteNameRequest(name=_requests.vector_name(name)),
+        steering_service_pb2.DeleteNameResponse,
+        lambda answer: answer.digest.hex(),
+    )

@@ -1,0 +1,49 @@
+"""The command ``rheostat``: one module per subcommand, errors as one line, never a traceback.
+
+Exit codes: 0 done, 1 failed, 2 wrongly asked, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rheostat._cli import demo, generate, info, serve, vectors
+from rheostat._cli._common import CommandError
+from rheostat._errors import InvalidRequest, RheostatError, Unavailable
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and give its exit code; argparse itself exits with 2 on a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="rheostat", description="Steer and read out language models while vLLM serves them."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (serve, generate, vectors, info, demo):
+        module.add(commands)
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except (
+        BrokenPipeError
+    ):  # whoever read our output has gone; say nothing more, not at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except InvalidRequest as error:
+        return _failed(str(error), 2)
+    except RheostatError as error:
+        silent = isinstance(error, Unavailable) and not error.reason
+        return _failed(f"no server answers at {args.target}: {error}" if silent else str(error), 1)
+    except CommandError as error:
+        return _failed(str(error), error.code)
+
+
+def _failed(message: str, code: int) -> int:
+    print(f"rheostat: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,69 @@
+"""Signs of life during long waits, on stderr.
+
+A terminal gets one line that counts the seconds and is rewritten; anything else gets one line per
+phase, so that logs stay readable.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+_FRAMES = "|/-\\"
+_INTERVAL = 0.2
+
+
+class Phase:
+    """A context manager around a wait: ``with Phase("loading the model") as phase``."""
+
+    def __init__(self, title: str, stream: TextIO | None = None) -> None:
+        """``stream`` is stderr unless given."""
+        self._title = title
+        self._stream = stream or sys.stderr
+        self._note = ""
+        self._done = threading.Event()
+        self._painter: threading.Thread | None = None
+        self._began = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """Show ``text`` behind the title from now on, on a terminal."""
+        self._note = text
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        if self._stream.isatty():
+            self._painter = threading.Thread(target=self._paint, daemon=True)
+            self._painter.start()
+        else:
+            print(f"{self._title} ...", file=self._stream, flush=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End, leaving the title and how long it took."""
+        self._done.set()
+        if self._painter is not None:
+            self._painter.join()
+            state = "done" if error is None else "failed"
+            self._write(f"{self._title}: {state} after {self._seconds()} s\n")
+
+    def _paint(self) -> None:
+        frame = 0
+        while not self._done.wait(_INTERVAL):
+            frame = (frame + 1) % len(_FRAMES)
+            note = f", {self._note}" if self._note else ""
+            self._write(f"{_FRAMES[frame]} {self._title}: {self._seconds()} s{note}")
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"\r\x1b[K{line}")
+        self._stream.flush()
+
+    def _seconds(self) -> int:
+        return int(time.monotonic() - self._began)

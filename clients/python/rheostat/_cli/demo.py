@@ -1,0 +1,107 @@
+"""``rheostat demo``: steering, capture and a causal trace, shown on a real server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import textwrap
+from contextlib import nullcontext
+from pathlib import Path
+
+from rheostat import aio
+from rheostat._cli import _heatmap, _tone, _trace
+from rheostat._cli._child import demo_server, wait_until_serving
+from rheostat._cli._common import CommandError, Subparsers
+from rheostat._cli._progress import Phase
+
+_AT_ONCE = 16
+_LEAST_WIDTH, _MOST_WIDTH = 72, 132
+
+
+def add(commands: Subparsers) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "demo",
+        help="show steering, capture and a causal trace",
+        description="Turn the tone of texts, show captured rows, and draw where a fact sits.",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help="server to use (default: start one with the bundled model, and stop it afterwards)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo.png"), help="the picture (default: demo.png)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the three parts, one after the other."""
+    _heatmap.check()
+    if not args.out.resolve().parent.is_dir():
+        raise CommandError(f"there is no folder {args.out.resolve().parent}", 2)
+    with demo_server() if args.target is None else nullcontext(args.target) as target:
+        if args.target is not None:
+            with Phase(f"waiting for {target}"):
+                wait_until_serving(target)
+        asyncio.run(_show(target, args.out))
+    return 0
+
+
+async def _show(target: str, out: Path) -> None:
+    limit = asyncio.Semaphore(_AT_ONCE)
+    async with aio.connect(target) as engine:
+        model = await engine.model()
+        print(f"\n{model}\n")
+
+        with Phase("1. tone: making a vector and continuing three prompts with it"):
+            tone = await _tone.make_tone(engine, model.layers, limit)
+        print(
+            f"\n{tone.vector.name} = mean(joyful) - mean(gloomy) of resid_post[{tone.layer}], "
+            f"norm {tone.norm:.3g} where the stream has {tone.stream_norm:.3g}\n"
+        )
+        print(_columns(tone))
+        print(f"\nWhat was done to the last one:\n{tone.strongest.receipt}\n")
+
+        with Phase("2. capture: every layer of a clean and a corrupted prompt"):
+            pair = await _trace.find_pair(engine, model)
+        print(f"\nclean:   {pair.clean!r} -> {pair.answers[0]!r}")
+        print(f"corrupt: {pair.corrupt!r} -> {pair.answers[1]!r}")
+        for (point, layer), rows in pair.clean_run.activations.items():
+            if layer in (0, model.layers - 1):
+                print(f"  {point}[{layer}]: {rows.dtype} {list(rows.shape)}")
+        print(f"\n{pair.clean_run.receipt}\n")
+
+        with Phase("3. causal trace: each row of the corrupted run made clean, alone") as phase:
+            trace = await _trace.trace(
+                engine,
+                model,
+                pair,
+                limit,
+                lambda done, total: phase.note(f"{done} of {total} requests"),
+            )
+        _heatmap.draw(trace, out)
+        print(f"\nThe fact that makes it {pair.answers[0]} is carried by")
+        for line in _trace.peaks(trace):
+            print(f"  {line}")
+        if trace.bounded:
+            print(f"  ({trace.bounded} cells are bounds: an answer was beyond the logprobs)")
+        print(f"\nwrote {out}")
+
+
+def _columns(tone: _tone.Tone) -> str:
+    """Continuations side by side, one column per dose."""
+    width = min(max(shutil.get_terminal_size().columns, _LEAST_WIDTH), _MOST_WIDTH)
+    column = width // len(_tone.DOSES) - 2
+    titles = [f"{dose:+g} x joy" if dose else "baseline" for dose in _tone.DOSES]
+    lines = ["  ".join(title.ljust(column) for title in titles).rstrip()]
+    lines.append("  ".join("-" * column for _ in titles))
+    for prompt, texts in tone.texts.items():
+        cells = [textwrap.wrap(f"{prompt}{text}", column) or [""] for text in texts]
+        for number in range(max(map(len, cells))):
+            row = [cell[number] if number < len(cell) else "" for cell in cells]
+            lines.append("  ".join(part.ljust(column) for part in row).rstrip())
+        lines.append("")
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,33 @@
+"""``rheostat info``: what a server runs and how it fares."""
+
+from __future__ import annotations
+
+import argparse
+
+from rheostat._cli._common import Subparsers, add_target
+from rheostat._engine import connect
+from rheostat._model import Stats
+
+
+def add(commands: Subparsers) -> None:
+    """Register the command."""
+    parser = commands.add_parser("info", help="show a server's model, sites and counters")
+    add_target(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the model and the counters."""
+    with connect(args.target) as engine:
+        print(engine.model())
+        print(f"  now: {_told(engine.stats())}")
+    return 0
+
+
+def _told(stats: Stats) -> str:
+    told = (
+        f"{stats.running} running, {stats.waiting} waiting, {stats.completed} completed, "
+        f"{stats.failed} failed, {stats.bank_rows_used} of {stats.bank_rows} bank rows, "
+        f"{stats.vectors} vectors, up {stats.uptime:.0f} s"
+    )
+    return f"{told}, {stats.leaked} LEAKED" if stats.leaked else told

@@ -1,0 +1,66 @@
+"""``rheostat serve``: run a server. The only module that needs more than the client."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rheostat._cli._common import CommandError, Subparsers
+
+_MIB = 1024 * 1024
+
+
+def add(commands: Subparsers) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "serve", help="serve a model", description="Serve a model until interrupted."
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help='a model folder, a hub name, or "demo" for the bundled one'
+    )
+    # Every flag is named as the field of the server's configuration that it sets, and one that is
+    # not given leaves that field's own default.
+    text = parser.add_argument_group("where it listens")
+    text.add_argument("--host", help="address (default: 127.0.0.1)")
+    text.add_argument("--port", type=int, help="port; 0: any free one (default: 50051)")
+    engine = parser.add_argument_group("how the model runs")
+    engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    engine.add_argument("--max-model-len", type=int, metavar="TOKENS")
+    engine.add_argument("--max-num-seqs", type=int, metavar="SAMPLES")
+    engine.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS")
+    engine.add_argument("--enforce-eager", action="store_true", default=None)
+    engine.add_argument("--gpu-memory-utilization", type=float, metavar="FRACTION")
+    engine.add_argument("--tensor-parallel-size", type=int, metavar="DEVICES")
+    engine.add_argument("--seed", type=int)
+    engine.add_argument("--load-format", help='"dummy" makes random weights')
+    memory = parser.add_argument_group("memory of steering and capture, in MiB")
+    memory.add_argument("--bank-mib", type=int, metavar="MIB", help="rows that steering adds")
+    memory.add_argument("--capture-mib", type=int, metavar="MIB", help="ring of captured rows")
+    memory.add_argument("--vector-store-mib", type=int, metavar="MIB", help="stored vectors")
+    parser.set_defaults(run=run)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the server's configuration that the command line sets."""
+    found: dict[str, Any] = {}
+    for name, value in vars(args).items():
+        if name == "run" or value is None:
+            continue
+        if name.endswith("_mib"):
+            found[name.removesuffix("_mib") + "_bytes"] = value * _MIB
+        else:
+            found[name] = value
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    try:
+        from rheostat_server.config import ServerConfig
+        from rheostat_server.serve import run as serve
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"serving needs the server (no module named {error.name}): "
+            "pip install 'rheostat[cpu]' or 'rheostat[cuda]'"
+        ) from error
+    return serve(ServerConfig(**settings(args)))

@@ -1,0 +1,273 @@
+"""Every error that this package raises, server-side and client-side alike.
+
+    RheostatError
+    ├── InvalidRequest      INVALID_ARGUMENT     the request is wrong; `path` says where
+    ├── NotFound            NOT_FOUND            no such vector, name, run, request, adapter
+    ├── AlreadyExists       ALREADY_EXISTS       a running request has this id
+    ├── Refused             FAILED_PRECONDITION  this model or configuration cannot do it
+    ├── ResourceExhausted   RESOURCE_EXHAUSTED   bank, queue, store, message size; `retry_after`
+    ├── OutOfRange          OUT_OF_RANGE         a cursor fell out of the replay window
+    ├── DataLoss            DATA_LOSS            rows are gone
+    ├── Aborted             ABORTED              another call took over
+    ├── Cancelled           CANCELLED            the call was cancelled
+    ├── DeadlineExceeded    DEADLINE_EXCEEDED    the timeout passed
+    ├── Unavailable         UNAVAILABLE          no server there, warming up, draining
+    ├── Unauthenticated     UNAUTHENTICATED      no token or certificate that is known
+    ├── PermissionDenied    PERMISSION_DENIED    the caller lacks the role
+    ├── Unimplemented       UNIMPLEMENTED        this server does not have this
+    └── ServerError         INTERNAL, UNKNOWN    a defect of the server
+
+The class follows from the status code alone, so a reason that a newer server invents still lands
+in the right place; `reason` tells cases of one class apart. What the client can check before it
+sends raises the same classes with the same reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+_DETAILS_KEY = "grpc-status-details-bin"
+_DOMAIN = "rheostat"
+
+
+class Violation(NamedTuple):
+    """One thing that is wrong with a request."""
+
+    path: str
+    """Field of the request, e.g. ``steering.interventions[2].where``; or what a precondition
+    concerns."""
+    description: str
+    """What is wrong with it, a sentence."""
+
+
+class Resource(NamedTuple):
+    """What was not found, or is in the way."""
+
+    type: str
+    """Kind of thing: "vector", "run", ..."""
+    name: str
+    """Its name or digest."""
+
+
+class RheostatError(Exception):
+    """Base of all errors. Holds everything that the server said."""
+
+    code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+    """gRPC status code; the same for every error of a class."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        violations: Iterable[Violation] = (),
+        metadata: Mapping[str, str] | None = None,
+        resource: Resource | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message: str = message
+        """A sentence for people."""
+        self.reason: str = reason
+        """Name of a `Reason` of the wire, e.g. "REASON_UNKNOWN_LAYER"; "" where none was given."""
+        self.violations: tuple[Violation, ...] = tuple(dict.fromkeys(violations))
+        """Fields or preconditions that are violated, each once."""
+        self.metadata: dict[str, str] = dict(metadata or {})
+        """What the reason's comment promises, e.g. {"layers": "8"}."""
+        self.resource: Resource | None = resource
+        """What the error is about, where it names one thing."""
+        self.retry_after: float | None = retry_after
+        """Seconds after which trying again may help; None where the server gave no hint."""
+
+    @property
+    def path(self) -> str:
+        """Path of the first violated field; "" where there is none."""
+        return self.violations[0].path if self.violations else ""
+
+    def __str__(self) -> str:
+        """The message, the field it concerns and the reason, on one line."""
+        where = f" (at {self.path})" if self.path and self.path not in self.message else ""
+        reason = f" [{self.reason}]" if self.reason else ""
+        return f"{self.message}{where}{reason}"
+
+
+class InvalidRequest(RheostatError):
+    """The request is wrong in itself, whatever the state of the server."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NotFound(RheostatError):
+    """Something that the request names does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(RheostatError):
+    """An id is in use."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class Refused(RheostatError):
+    """This model, site, op or configuration cannot do it; the message says what can."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ResourceExhausted(RheostatError):
+    """Something is full or too large; `retry_after` is set where waiting helps."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class OutOfRange(RheostatError):
+    """A cursor points at something that is no longer held."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class DataLoss(RheostatError):
+    """Rows are gone that no policy allowed to lose."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class Aborted(RheostatError):
+    """Another call took this one's place."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class Cancelled(RheostatError):
+    """The call was cancelled."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class DeadlineExceeded(RheostatError):
+    """The timeout passed first; the server aborted the request."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Unavailable(RheostatError):
+    """No server answers at the target, or it admits nothing now."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class Unauthenticated(RheostatError):
+    """The server does not know the caller."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(RheostatError):
+    """The caller lacks the role that the call needs."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class Unimplemented(RheostatError):
+    """This server does not have this rpc or feature."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class ServerError(RheostatError):
+    """A defect of the server, or an answer that breaks the contract."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+_BY_CODE: dict[grpc.StatusCode, type[RheostatError]] = {
+    error.code: error
+    for error in (
+        InvalidRequest,
+        NotFound,
+        AlreadyExists,
+        Refused,
+        ResourceExhausted,
+        OutOfRange,
+        DataLoss,
+        Aborted,
+        Cancelled,
+        DeadlineExceeded,
+        Unavailable,
+        Unauthenticated,
+        PermissionDenied,
+        Unimplemented,
+        ServerError,
+    )
+}
+
+
+def invalid(path: str, description: str, reason: str = "REASON_INVALID_VALUE") -> InvalidRequest:
+    """The error of a client-side check on the field at ``path``."""
+    return InvalidRequest(description, reason=reason, violations=(Violation(path, description),))
+
+
+def from_rpc(error: grpc.RpcError) -> RheostatError:
+    """The error of a call that failed, with the details in its trailers."""
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return ServerError(str(error))
+    code = error.code()
+    kind = _BY_CODE.get(code, ServerError)
+    details = _Details.of(error.trailing_metadata() or ())
+    return kind(
+        error.details() or f"the call failed with {code.name}",
+        reason=details.reason,
+        violations=details.violations,
+        metadata=details.metadata,
+        resource=details.resource,
+        retry_after=details.retry_after,
+    )
+
+
+class _Details(NamedTuple):
+    """The details of a google.rpc.Status, those of them that this package knows."""
+
+    reason: str = ""
+    metadata: Mapping[str, str] = {}
+    violations: tuple[Violation, ...] = ()
+    resource: Resource | None = None
+    retry_after: float | None = None
+
+    @classmethod
+    def of(cls, trailers: Iterable[tuple[str, str | bytes]]) -> _Details:
+        status = status_pb2.Status()
+        for key, value in trailers:
+            if key == _DETAILS_KEY and isinstance(value, bytes):
+                try:
+                    status.ParseFromString(value)
+                except DecodeError:
+                    return cls()
+        found = cls()
+        info = error_details_pb2.ErrorInfo()
+        fields = error_details_pb2.BadRequest()
+        unmet = error_details_pb2.PreconditionFailure()
+        resource = error_details_pb2.ResourceInfo()
+        retry = error_details_pb2.RetryInfo()
+        for detail in status.details:
+            if detail.Unpack(info) and info.domain == _DOMAIN:
+                found = found._replace(reason=info.reason, metadata=dict(info.metadata))
+            elif detail.Unpack(fields):
+                rows = tuple(Violation(v.field, v.description) for v in fields.field_violations)
+                found = found._replace(violations=found.violations + rows)
+            elif detail.Unpack(unmet):
+                rows = tuple(Violation(v.subject, v.description) for v in unmet.violations)
+                found = found._replace(violations=found.violations + rows)
+            elif detail.Unpack(resource):
+                found = found._replace(
+                    resource=Resource(resource.resource_type, resource.resource_name)
+                )
+            elif detail.Unpack(retry):
+                found = found._replace(retry_after=retry.retry_delay.ToTimedelta().total_seconds())
+        return found

@@ -1,0 +1,190 @@
+"""Answers about a request that is not run: what it would do, and how its prompt reads in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rheostat._notebook import table
+from rheostat._points import Site, read_site
+from rheostat._proto.v1 import generation_service_pb2
+from rheostat._receipts import read_reference, read_runs, show_runs
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A selector, resolved against the prompt and max_tokens."""
+
+    positions: tuple[range, ...]
+    """Positions known in advance, ascending."""
+    token_ids: tuple[int, ...] = ()
+    """Generated tokens with these ids are selected too."""
+    excluded_token_ids: tuple[int, ...] = ()
+    """Generated tokens with these ids are not selected."""
+
+
+@dataclass(frozen=True)
+class ResolvedIntervention:
+    """One intervention, resolved."""
+
+    origin: str
+    """Where it comes from: "request", "global", ..."""
+    index: int
+    """Index in the list there."""
+    op: str
+    """What it does: "add", ..."""
+    sites: tuple[Site, ...]
+    """Where, by layer, then point."""
+    selection: Selection
+    """On which tokens."""
+    digests: tuple[str, ...]
+    """Digests of its vectors, hex."""
+    doses: Mapping[Site, float]
+    """Norm of what is added, in the units of the stream, by site."""
+
+
+@dataclass(frozen=True)
+class ResolvedCapture:
+    """A capture, resolved."""
+
+    index: int
+    """Index in the request's captures."""
+    sites: tuple[Site, ...]
+    """Where, by layer, then point."""
+    selection: Selection
+    """Which tokens."""
+    bytes: int
+    """Bytes of payload, if every token known in advance is computed."""
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What enters the prefix cache's keys from a position on."""
+
+    position: int
+    """First position."""
+    digest: str
+    """Digest of all that touches this position and those before it, hex."""
+    private: bool
+    """Whether a nonce stands in its place, so that nothing is shared."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a request would do."""
+
+    prompt_token_ids: tuple[int, ...]
+    """The prompt's tokens."""
+    interventions: tuple[ResolvedIntervention, ...]
+    """In the order in which they act."""
+    captures: tuple[ResolvedCapture, ...]
+    """In the request's order."""
+    cache_keys: tuple[CacheKey, ...]
+    """Empty: the engine's own keys throughout."""
+    new_bank_rows: int
+    """Bank rows that it needs beyond those that equal configurations hold."""
+    global_version: int
+    """Version of the server-wide steering that it would run under."""
+
+    def __str__(self) -> str:
+        """One line per fact."""
+        return "\n".join(["the request would", *(f"  {k}: {v}" for k, v in _told(self))])
+
+    def _repr_html_(self) -> str:
+        return table(("explanation", ""), _told(self))
+
+
+def _told(one: Explanation) -> list[tuple[str, str]]:
+    rows = [("prompt", f"{len(one.prompt_token_ids)} tokens")]
+    for done in one.interventions:
+        sites = ", ".join(
+            f"{site} (dose {done.doses[site]:.3g})" if site in done.doses else str(site)
+            for site in done.sites
+        )
+        told = f"{sites}; positions {show_runs(done.selection.positions)}"
+        rows.append((f"{done.op} ({done.origin} {done.index})", told))
+    for capture in one.captures:
+        sites = ", ".join(str(site) for site in capture.sites)
+        told = f"{sites}; positions {show_runs(capture.selection.positions)}; {capture.bytes} bytes"
+        rows.append((f"capture {capture.index}", told))
+    rows.append(("bank rows", f"{one.new_bank_rows} new"))
+    return rows
+
+
+def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explanation:
+    """The explanation of a wire message."""
+    return Explanation(
+        prompt_token_ids=tuple(message.prompt_token_ids.ids),
+        interventions=tuple(_read_intervention(one) for one in message.interventions),
+        captures=tuple(
+            ResolvedCapture(
+                one.spec,
+                tuple(read_site(site) for site in one.sites),
+                _read_selection(one.selection),
+                one.bytes,
+            )
+            for one in message.captures
+        ),
+        cache_keys=tuple(
+            CacheKey(one.position, one.digest.hex(), one.private) for one in message.cache_keys
+        ),
+        new_bank_rows=message.new_bank_rows,
+        global_version=message.global_version,
+    )
+
+
+def _read_intervention(
+    message: generation_service_pb2.ResolvedIntervention,
+) -> ResolvedIntervention:
+    origin, number, op = read_reference(message.intervention)
+    return ResolvedIntervention(
+        origin=origin,
+        index=number,
+        op=op,
+        sites=tuple(read_site(site) for site in message.sites),
+        selection=_read_selection(message.selection),
+        digests=tuple(digest.hex() for digest in message.digests),
+        doses={read_site(dose.site): dose.norm for dose in message.doses},
+    )
+
+
+def _read_selection(message: generation_service_pb2.ResolvedSelection) -> Selection:
+    return Selection(
+        read_runs(message.positions), tuple(message.token_ids), tuple(message.excluded_token_ids)
+    )
+
+
+class TextSpan(NamedTuple):
+    """Code points ``start <= i < end`` of a text."""
+
+    start: int
+    """First."""
+    end: int
+    """One past the last."""
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """Tokens and where they stand in the text."""
+
+    token_ids: tuple[int, ...]
+    """The ids."""
+    text: str
+    """The text that was tokenised: as given, rendered, or decoded."""
+    offsets: tuple[TextSpan, ...]
+    """One per token; empty for special tokens that have no place in the text."""
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """The text of each token."""
+        return tuple(self.text[span.start : span.end] for span in self.offsets)
+
+
+def read_tokenized(message: generation_service_pb2.TokenizeResponse) -> Tokenized:
+    """The tokens of a wire message."""
+    return Tokenized(
+        tuple(message.token_ids.ids),
+        message.text,
+        tuple(TextSpan(span.start, span.end) for span in message.offsets),
+    )

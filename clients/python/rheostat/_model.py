@@ -1,0 +1,290 @@
+"""What a server says about itself: its model and what can be done there, and its counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rheostat._notebook import table
+from rheostat._points import Point, Site, read_point, show_layers
+from rheostat._proto.v1 import engine_service_pb2, receipt_pb2, tensor_pb2
+from rheostat._receipts import read_word
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Whether something can be done."""
+
+    served: bool
+    """Whether it can."""
+    why_not: str = ""
+    """Where not: why, and what can be done instead."""
+
+
+@dataclass(frozen=True)
+class SiteGroup:
+    """Layers of one point at which the same can be done."""
+
+    point: Point
+    """The point."""
+    layers: tuple[int, ...]
+    """Layers, ascending."""
+    capture: Ability
+    """Whether rows can be captured here."""
+    ops: Mapping[str, Ability]
+    """By op ("add", ...), whether it can be done."""
+    form: str
+    """How the stream is held here: "pair" (branch and residual not yet added) or "single"."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """How the model runs."""
+
+    vllm_version: str
+    """vLLM's version."""
+    torch_version: str
+    """torch's version."""
+    runner: str
+    """Which of vLLM's model runners: "v1", "v2"."""
+    device: str
+    """"cpu", "cuda"."""
+    tensor_parallel: int
+    """Tensor-parallel ranks."""
+    pipeline_parallel: int
+    """Pipeline-parallel stages."""
+    compiled: bool
+    """Whether the model is compiled."""
+    variants: tuple[str, ...]
+    """Graph variants."""
+    prefix_caching: bool
+    """Whether prefix caching is on."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be asked for."""
+
+    model_tokens: int
+    """Tokens of prompt and generation together."""
+    running_requests: int
+    """Requests that run at once."""
+    waiting_requests: int
+    """Requests that may wait."""
+    bank_rows: int
+    """Distinct configurations at work at one site at once."""
+    capture_rows_per_step: int
+    """Rows that one step can capture at each site."""
+    tensor_message_bytes: int
+    """Largest message."""
+    vector_bytes: int
+    """Largest vector of an upload."""
+    inline_vector_bytes: int
+    """Largest vector inside a request."""
+    samples: int
+    """Largest ``n``."""
+    logprobs: int
+    """Largest ``logprobs`` and ``prompt_logprobs``."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that a server runs. ``print`` shows it in words."""
+
+    name: str
+    """Name under which it was loaded."""
+    architecture: str
+    """Class of the model, e.g. "LlamaForCausalLM"."""
+    layers: int
+    """Number of decoder blocks."""
+    width: int
+    """Values per row of the residual stream."""
+    vocabulary: int
+    """Number of token ids."""
+    dtype: str
+    """Element type of the stream."""
+    sites: tuple[SiteGroup, ...]
+    """Every point, grouped by what can be done there."""
+    has_tokenizer: bool
+    """Whether text can be tokenised."""
+    has_chat_template: bool
+    """Whether messages can be rendered."""
+    loras: tuple[str, ...]
+    """Names of loaded adapters."""
+    engine: EngineInfo
+    """How it runs."""
+    limits: Limits
+    """What may be asked for."""
+    build_version: str
+    """The server's version."""
+    api_version: str
+    """The contract's package, "rheostat.v1"."""
+
+    def captured(self, point: Point) -> tuple[int, ...]:
+        """Layers at which rows of this point can be captured, ascending."""
+        served = (group for group in self.sites if group.point is point and group.capture.served)
+        return tuple(sorted(layer for group in served for layer in group.layers))
+
+    def can_capture(self, site: Site) -> bool:
+        """Whether rows can be captured at a site."""
+        return site.layer in self.captured(site.point)
+
+    def __str__(self) -> str:
+        """One line per fact."""
+        return "\n".join([self.name, *(f"  {what}: {how}" for what, how in _told(self))])
+
+    def _repr_html_(self) -> str:
+        return table(("model", self.name), _told(self))
+
+
+def _told(model: ModelInfo) -> list[tuple[str, str]]:
+    engine = model.engine
+    rows = [
+        (
+            "model",
+            f"{model.architecture}, {model.layers} layers, width {model.width}, "
+            f"{model.vocabulary} tokens, {model.dtype}",
+        ),
+        (
+            "engine",
+            f"vLLM {engine.vllm_version} on {engine.device}, runner {engine.runner}, "
+            f"{'compiled' if engine.compiled else 'eager'}, "
+            f"{engine.tensor_parallel * engine.pipeline_parallel} ranks",
+        ),
+        (
+            "limits",
+            f"{model.limits.model_tokens} tokens, {model.limits.running_requests} requests, "
+            f"{model.limits.bank_rows} bank rows, {model.limits.logprobs} logprobs",
+        ),
+        ("server", f"{model.build_version}, {model.api_version}"),
+    ]
+    for group in model.sites:
+        done = [op for op, ability in group.ops.items() if ability.served]
+        done += ["capture"] if group.capture.served else []
+        told = ", ".join(done) or f"nothing: {group.capture.why_not}"
+        rows.append((f"{group.point} {show_layers(group.layers)}", told))
+    return rows
+
+
+def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
+    """The model of a wire message."""
+    engine, limits = message.engine, message.limits
+    return ModelInfo(
+        name=message.model,
+        architecture=message.architecture,
+        layers=message.layers,
+        width=message.width,
+        vocabulary=message.vocabulary,
+        dtype=read_word(tensor_pb2.Dtype.Name(message.dtype), "DTYPE_"),
+        sites=tuple(_read_group(group) for group in message.sites),
+        has_tokenizer=message.has_tokenizer,
+        has_chat_template=message.has_chat_template,
+        loras=tuple(message.loras),
+        engine=EngineInfo(
+            vllm_version=engine.vllm_version,
+            torch_version=engine.torch_version,
+            runner=read_word(engine_service_pb2.Runner.Name(engine.runner), "RUNNER_"),
+            device=engine.device,
+            tensor_parallel=engine.tensor_parallel,
+            pipeline_parallel=engine.pipeline_parallel,
+            compiled=engine.compiled,
+            variants=tuple(engine.variants),
+            prefix_caching=engine.prefix_caching,
+        ),
+        limits=Limits(
+            model_tokens=limits.model_tokens,
+            running_requests=limits.running_requests,
+            waiting_requests=limits.waiting_requests,
+            bank_rows=limits.bank_rows,
+            capture_rows_per_step=limits.capture_rows_per_step,
+            tensor_message_bytes=limits.tensor_message_bytes,
+            vector_bytes=limits.vector_bytes,
+            inline_vector_bytes=limits.inline_vector_bytes,
+            samples=limits.samples,
+            logprobs=limits.logprobs,
+        ),
+        build_version=message.build_version,
+        api_version=message.api_version,
+    )
+
+
+def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
+    return SiteGroup(
+        point=read_point(message.point),
+        layers=tuple(message.layers),
+        capture=Ability(message.capture.served, message.capture.why_not),
+        ops={
+            read_word(receipt_pb2.Op.Name(one.op), "OP_"): Ability(
+                one.ability.served, one.ability.why_not
+            )
+            for one in message.ops
+        },
+        form=message.form,
+    )
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A server's counters since its start, and gauges of now."""
+
+    running: int
+    """Requests that run now."""
+    waiting: int
+    """Requests that wait now."""
+    admitted: int
+    """Requests admitted."""
+    completed: int
+    """Requests that ended with a receipt."""
+    aborted: int
+    """Requests ended from outside."""
+    refused: int
+    """Requests refused before admission."""
+    failed: int
+    """Requests that failed after admission."""
+    steps: Mapping[str, int]
+    """Steps by graph variant."""
+    bank_rows_used: int
+    """Bank rows in use now, at the fullest site."""
+    bank_rows: int
+    """Bank rows of each site."""
+    captured_rows: int
+    """Rows captured."""
+    captured_bytes: int
+    """Bytes captured."""
+    dropped_rows: int
+    """Rows lost under overload policies."""
+    prefix_queried_tokens: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hit_tokens: int
+    """Prompt tokens found there."""
+    vectors: int
+    """Stored vectors."""
+    uptime: float
+    """Seconds since the start."""
+    leaked: int
+    """Held by no request; anything but 0 is a defect."""
+
+
+def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
+    """The counters of a wire message."""
+    requests = message.requests
+    return Stats(
+        running=message.running,
+        waiting=message.waiting,
+        admitted=requests.admitted,
+        completed=requests.completed,
+        aborted=requests.aborted,
+        refused=requests.refused,
+        failed=requests.failed,
+        steps={one.variant: one.steps for one in message.steps},
+        bank_rows_used=message.bank_rows_used,
+        bank_rows=message.bank_rows,
+        captured_rows=message.captured_rows,
+        captured_bytes=message.captured_bytes,
+        dropped_rows=message.dropped_rows,
+        prefix_queried_tokens=message.prefix_queried_tokens,
+        prefix_hit_tokens=message.prefix_hit_tokens,
+        vectors=message.vectors,
+        uptime=message.uptime.ToTimedelta().total_seconds(),
+        leaked=message.leaked,
+    )

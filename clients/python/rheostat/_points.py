@@ -1,0 +1,170 @@
+"""Points, layers and sites: where in the model something happens.
+
+A point is one of five words; older names for three of them are understood on the way in and never
+given back. Layers are kept as the caller wrote them where the wire can say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from operator import index
+from typing import Literal, NamedTuple, TypeAlias
+
+from rheostat._errors import invalid
+from rheostat._proto.v1 import types_pb2
+
+
+class Point(StrEnum):
+    """A place in a decoder block."""
+
+    RESID_PRE = "resid_pre"
+    """The residual stream that enters the block."""
+    RESID_MID = "resid_mid"
+    """The residual stream after attention's branch is added."""
+    RESID_POST = "resid_post"
+    """The residual stream that leaves the block: ``resid_pre`` of the next layer."""
+    ATTN_OUT = "attn_out"
+    """Attention's branch, before it is added."""
+    MLP_OUT = "mlp_out"
+    """The MLP's branch, before it is added."""
+
+
+PointLike: TypeAlias = Point | str
+"""A point, its name, or an alias: pre_attn, post_attn, post_block."""
+PointsLike: TypeAlias = PointLike | Iterable[PointLike]
+"""One point or several."""
+LayersLike: TypeAlias = Literal["all"] | int | Iterable[int]
+""""all", one layer, or several (a range, a list). Layers count from 0."""
+Layers: TypeAlias = Literal["all"] | range | tuple[int, ...]
+"""Layers in one form: "all", an ascending range, or layers ascending."""
+
+_ALIASES = {
+    "pre_attn": Point.RESID_PRE,
+    "post_attn": Point.RESID_MID,
+    "post_block": Point.RESID_POST,
+}
+_TO_WIRE: dict[Point, types_pb2.Point.ValueType] = {
+    Point.RESID_PRE: types_pb2.POINT_RESID_PRE,
+    Point.RESID_MID: types_pb2.POINT_RESID_MID,
+    Point.RESID_POST: types_pb2.POINT_RESID_POST,
+    Point.ATTN_OUT: types_pb2.POINT_ATTN_OUT,
+    Point.MLP_OUT: types_pb2.POINT_MLP_OUT,
+}
+_FROM_WIRE = {number: point for point, number in _TO_WIRE.items()}
+
+
+class Site(NamedTuple):
+    """A point at one layer."""
+
+    point: Point
+    layer: int
+
+    @property
+    def twin(self) -> Site | None:
+        """The same site under its other name; None for points that have but one."""
+        if self.point is Point.RESID_POST:
+            return Site(Point.RESID_PRE, self.layer + 1)
+        if self.point is Point.RESID_PRE and self.layer > 0:
+            return Site(Point.RESID_POST, self.layer - 1)
+        return None
+
+    def __str__(self) -> str:
+        """As "resid_post[3]"."""
+        return f"{self.point}[{self.layer}]"
+
+
+def point_of(name: PointLike) -> Point:
+    """The point of that name or alias. Raises InvalidRequest for any other."""
+    alias = _ALIASES.get(name)
+    if alias is not None:
+        return alias
+    try:
+        return Point(name)
+    except ValueError:
+        known = ", ".join([*Point, *_ALIASES])
+        raise invalid(
+            "sites.points", f"unknown point {name!r}; there are {known}", "REASON_UNKNOWN_ENUM"
+        ) from None
+
+
+def points_of(points: PointsLike) -> tuple[Point, ...]:
+    """One to five different points, in the caller's order."""
+    names = (points,) if isinstance(points, str) else tuple(points)
+    found = tuple(point_of(name) for name in names)
+    if not found:
+        raise invalid("sites.points", "no point is named", "REASON_MISSING_FIELD")
+    if len(set(found)) < len(found):
+        raise invalid("sites.points", f"a point is named twice: {', '.join(found)}")
+    return found
+
+
+def layers_of(layers: LayersLike) -> Layers:
+    """The layers in one form. Raises InvalidRequest for none, negative or repeated ones."""
+    if isinstance(layers, str):
+        if layers == "all":
+            return "all"
+        raise invalid("sites.layers", f'layers are "all" or numbers, not {layers!r}')
+    if isinstance(layers, range) and layers.step > 0:
+        found: range | tuple[int, ...] = layers
+    else:
+        try:
+            many = tuple(layers) if isinstance(layers, Iterable) else (layers,)
+            found = tuple(sorted(index(layer) for layer in many))
+        except TypeError:
+            raise invalid("sites.layers", f"layers are whole numbers, not {layers!r}") from None
+    if len(found) == 0:
+        raise invalid("sites.layers", "no layer is named")
+    if found[0] < 0:
+        raise invalid(
+            "sites.layers", f"layers count from 0; {found[0]} is none", "REASON_UNKNOWN_LAYER"
+        )
+    if len(set(found)) < len(found):
+        raise invalid("sites.layers", "a layer is named twice")
+    return found
+
+
+def site_set(points: tuple[Point, ...], layers: Layers) -> types_pb2.SiteSet:
+    """Every combination of the points with the layers, for the wire."""
+    message = types_pb2.SiteSet(points=[_TO_WIRE[point] for point in points])
+    if layers == "all":
+        message.all.SetInParent()
+    elif isinstance(layers, range):
+        message.range.start = layers.start
+        message.range.stop = layers.stop
+        if layers.step != 1:
+            message.range.step = layers.step
+    else:
+        message.list.layers.extend(layers)
+    return message
+
+
+def read_site_set(message: types_pb2.SiteSet) -> tuple[tuple[Point, ...], Layers]:
+    """Points and layers of a set that a server sent; a range without a stop reads as all layers."""
+    points = tuple(read_point(number) for number in message.points)
+    kind = message.WhichOneof("layers")
+    if kind == "list":
+        return points, tuple(sorted(message.list.layers))
+    if kind == "range" and message.range.HasField("stop"):
+        return points, range(message.range.start, message.range.stop, message.range.step or 1)
+    return points, "all"
+
+
+def read_point(number: types_pb2.Point.ValueType) -> Point:
+    """The point of a wire number."""
+    return _FROM_WIRE[number]
+
+
+def read_site(message: types_pb2.Site) -> Site:
+    """The site of a wire message."""
+    return Site(read_point(message.point), message.layer)
+
+
+def show_layers(layers: Layers) -> str:
+    """As "all", "3", "2-5" or "0, 4, 7"."""
+    if isinstance(layers, str):
+        return layers
+    numbers = list(layers)
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(str(number) for number in numbers)

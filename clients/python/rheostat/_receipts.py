@@ -1,0 +1,263 @@
+"""The receipt: what was really done to a request, as the server wrote it down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rheostat._notebook import table
+from rheostat._points import Point, Site, read_site
+from rheostat._proto.v1 import receipt_pb2, types_pb2
+
+
+@dataclass(frozen=True)
+class Dose:
+    """How far rows were moved; norms are L2, in float32."""
+
+    norm: float
+    """Mean norm of the change, in the units of the stream."""
+    relative_mean: float | None
+    """Mean of the change's norm over the stream's; None where it was not measured."""
+    relative_max: float | None
+    """Largest of the change's norm over the stream's."""
+
+
+@dataclass(frozen=True)
+class AppliedSite:
+    """An intervention at one site."""
+
+    site: Site
+    """Where."""
+    rows: int
+    """Rows changed, each computation of a token counted."""
+    dose: Dose | None
+    """How strongly; None where no row was changed or it was not measured."""
+
+
+@dataclass(frozen=True)
+class AppliedRows:
+    """The tokens of one sample on which an intervention acted."""
+
+    sample: int
+    """Sample, from 0."""
+    positions: tuple[range, ...]
+    """Positions that this request computed under it."""
+    cached_positions: tuple[range, ...]
+    """Selected positions whose keys and values an equal request had computed under it before."""
+
+
+@dataclass(frozen=True)
+class AppliedIntervention:
+    """An intervention as it happened."""
+
+    origin: str
+    """Where it came from: "request", "global", "patch", "rule", "update"."""
+    index: int
+    """Index in the list there."""
+    op: str
+    """What it does: "add", ..."""
+    digests: tuple[str, ...]
+    """Digests of its vectors, hex."""
+    sites: tuple[AppliedSite, ...]
+    """Where it acted, by layer, then point."""
+    rows: tuple[AppliedRows, ...]
+    """On which tokens."""
+
+
+@dataclass(frozen=True)
+class CapturedSite:
+    """A capture at one site."""
+
+    site: Site
+    """Where."""
+    rows: int
+    """Rows handed over, all samples."""
+    dropped_rows: int
+    """Rows selected and lost."""
+
+
+@dataclass(frozen=True)
+class CaptureReceipt:
+    """A capture as it happened."""
+
+    index: int
+    """Index in the request's captures."""
+    sites: tuple[CapturedSite, ...]
+    """Rows by site, by layer, then point."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What was really done to a request. ``print`` shows it in words."""
+
+    request_id: str
+    """The request."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    generated_tokens: int
+    """Tokens generated, all samples together."""
+    interventions: tuple[AppliedIntervention, ...] = ()
+    """Every intervention; one that touched nothing is here with 0 rows."""
+    captures: tuple[CaptureReceipt, ...] = ()
+    """Every capture, in the request's order."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    recomputed_tokens: int = 0
+    """Tokens computed more than once, and cached ones computed for a capture."""
+    preemptions: int = 0
+    """How often the request was preempted."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Steps that it took part in, by graph variant."""
+    global_version: int = 0
+    """Version of the server-wide steering that it ran under."""
+
+    def __str__(self) -> str:
+        """One line per fact."""
+        return "\n".join(
+            [f"receipt of {self.request_id}", *(f"  {k}: {v}" for k, v in _told(self))]
+        )
+
+    def _repr_html_(self) -> str:
+        return table(("receipt", self.request_id), _told(self))
+
+
+def _told(receipt: Receipt) -> list[tuple[str, str]]:
+    """The receipt as (what, how much)."""
+    rows = [
+        (
+            "tokens",
+            f"{receipt.prompt_tokens} of the prompt ({receipt.cached_prompt_tokens} from the "
+            f"cache), {receipt.generated_tokens} generated, {receipt.recomputed_tokens} "
+            f"recomputed, {receipt.preemptions} preemptions",
+        )
+    ]
+    for done in receipt.interventions:
+        rows.append((f"{done.op} ({done.origin} {done.index})", _told_intervention(done)))
+    for capture in receipt.captures:
+        lost = sum(site.dropped_rows for site in capture.sites)
+        count = sum(site.rows for site in capture.sites)
+        told = f"{count} rows of {_sites(site.site for site in capture.sites)}"
+        rows.append((f"capture {capture.index}", told + (f", {lost} lost" if lost else "")))
+    if receipt.steps:
+        steps = ", ".join(f"{count} {variant}" for variant, count in receipt.steps.items())
+        rows.append(("steps", steps))
+    return rows
+
+
+def _told_intervention(done: AppliedIntervention) -> str:
+    told = f"{sum(site.rows for site in done.sites)} rows"
+    if done.sites:
+        told += f" at {_sites(site.site for site in done.sites)}"
+    doses = [site.dose for site in done.sites if site.dose is not None]
+    if doses:
+        told += f", dose {_between([dose.norm for dose in doses])}"
+        relative = [dose.relative_mean for dose in doses if dose.relative_mean is not None]
+        if relative:
+            told += f" ({_between([100 * part for part in relative])} % of the stream)"
+    samples = Counter((one.positions, one.cached_positions) for one in done.rows)
+    for (positions, cached), count in samples.items():
+        told += f", positions {show_runs(positions)}"
+        told += f" and from the cache {show_runs(cached)}" if cached else ""
+        told += f" in {count} samples" if count > 1 else ""
+    return told
+
+
+def _between(numbers: list[float]) -> str:
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _sites(sites: Iterable[Site]) -> str:
+    """As "resid_post 2-5, resid_pre 0"."""
+    layers: dict[Point, list[int]] = {}
+    for site in sites:
+        layers.setdefault(site.point, []).append(site.layer)
+    return ", ".join(f"{point} {show_runs(_runs(found))}" for point, found in layers.items())
+
+
+def _runs(numbers: list[int]) -> list[range]:
+    runs: list[range] = []
+    for number in sorted(numbers):
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
+
+
+def show_runs(runs: Iterable[range]) -> str:
+    """As "0-4, 7"; "none" for no run."""
+    shown = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(shown) or "none"
+
+
+def read_runs(runs: Iterable[types_pb2.PositionRun]) -> tuple[range, ...]:
+    """Runs of positions as ranges."""
+    return tuple(range(run.start, run.start + run.count) for run in runs)
+
+
+def read_word(name: str, prefix: str) -> str:
+    """An enum value's name as a word: "OP_NORM_ADD" is "norm_add"."""
+    return name.removeprefix(prefix).lower()
+
+
+def read_reference(message: receipt_pb2.InterventionRef) -> tuple[str, int, str]:
+    """Origin, index and op of an intervention."""
+    origin = read_word(receipt_pb2.Origin.Name(message.origin), "ORIGIN_")
+    return origin, message.index, read_word(receipt_pb2.Op.Name(message.op), "OP_")
+
+
+def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
+    """The receipt of a wire message."""
+    return Receipt(
+        request_id=message.request_id,
+        prompt_tokens=message.prompt_tokens,
+        generated_tokens=message.generated_tokens,
+        interventions=tuple(_read_applied(one) for one in message.interventions),
+        captures=tuple(
+            CaptureReceipt(
+                one.spec,
+                tuple(
+                    CapturedSite(read_site(site.site), site.rows, site.dropped_rows)
+                    for site in one.sites
+                ),
+            )
+            for one in message.captures
+        ),
+        cached_prompt_tokens=message.cached_prompt_tokens,
+        recomputed_tokens=message.recomputed_tokens,
+        preemptions=message.preemptions,
+        steps={one.variant: one.steps for one in message.steps},
+        global_version=message.global_version,
+    )
+
+
+def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedIntervention:
+    origin, number, op = read_reference(message.intervention)
+    return AppliedIntervention(
+        origin=origin,
+        index=number,
+        op=op,
+        digests=tuple(digest.hex() for digest in message.digests),
+        sites=tuple(
+            AppliedSite(
+                read_site(one.site),
+                one.rows,
+                _read_dose(one.dose) if one.HasField("dose") else None,
+            )
+            for one in message.sites
+        ),
+        rows=tuple(
+            AppliedRows(one.sample, read_runs(one.positions), read_runs(one.cached_positions))
+            for one in message.rows
+        ),
+    )
+
+
+def _read_dose(message: receipt_pb2.Dose) -> Dose:
+    return Dose(
+        message.norm,
+        message.relative_mean if message.HasField("relative_mean") else None,
+        message.relative_max if message.HasField("relative_max") else None,
+    )

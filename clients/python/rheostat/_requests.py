@@ -1,0 +1,275 @@
+"""Requests as the wire wants them, built from what a caller writes.
+
+Every function here is pure. What is left out of a request stays absent on the wire, so that the
+defaults are the contract's and stand in one place.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Literal, TypeAlias, TypedDict
+
+from rheostat._errors import invalid
+from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
+from rheostat._proto.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    types_pb2,
+)
+from rheostat._selectors import Selector, SelectorLike, selector_of
+from rheostat._selectors import to_wire as selector_to_wire
+from rheostat._vectors import SteeringLike, steering_to_wire
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_MOST_CAPTURES = 16
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    """As the chat template knows it: "system", "user", "assistant"."""
+    content: str
+    """Text."""
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids, or chat messages."""
+
+
+@dataclass(frozen=True, init=False)
+class Capture:
+    """Rows to copy out of the stream, after every op at their site."""
+
+    points: tuple[Point, ...]
+    """Points."""
+    layers: Layers
+    """Layers."""
+    where: Selector
+    """Tokens whose rows come back."""
+
+    def __init__(
+        self, points: PointsLike, layers: LayersLike = "all", where: SelectorLike = None
+    ) -> None:
+        """Every combination of points and layers, on the tokens that ``where`` selects."""
+        object.__setattr__(self, "points", points_of(points))
+        object.__setattr__(self, "layers", layers_of(layers))
+        object.__setattr__(self, "where", selector_of(where))
+
+    def to_wire(self) -> capture_pb2.CaptureSpec:
+        """The spec, delivered in the call's own stream."""
+        return capture_pb2.CaptureSpec(
+            sites=site_set(self.points, self.layers),
+            where=selector_to_wire(self.where),
+            inline=capture_pb2.InlineTarget(),
+        )
+
+
+CaptureLike: TypeAlias = Capture | Iterable[Capture] | None
+"""One capture, several, or none."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What generate, stream and explain take beside the prompt.
+
+    What is left out is left to the server; the defaults given here are its own.
+    """
+
+    steering: SteeringLike
+    """Additions, in order. Default: none."""
+    capture: CaptureLike
+    """Rows to bring back. Default: none."""
+    max_tokens: int | None
+    """Tokens per sample. Default: what the context length leaves after the prompt."""
+    temperature: float | None
+    """0 is greedy. Default: 1, which samples from the model's own distribution."""
+    top_p: float | None
+    """Above 0, at most 1. Default: 1."""
+    top_k: int | None
+    """Number of tokens kept; 0: all. Default: 0."""
+    min_p: float | None
+    """0 to 1, of the most likely token's probability. Default: 0."""
+    seed: int | None
+    """Makes sampling repeatable. Default: none."""
+    n: int | None
+    """Samples; more than one needs a temperature above 0. Default: 1."""
+    stop: str | Sequence[str]
+    """A sample ends before the first of these texts. Default: none."""
+    stop_token_ids: Sequence[int]
+    """A sample ends after the first of these tokens. Default: none."""
+    min_tokens: int | None
+    """No end or stop token is sampled before this many. Default: 0."""
+    logprobs: int | None
+    """Log-probabilities of each generated token and of this many most likely ones; 0: the token's
+    alone. Default: none."""
+    prompt_logprobs: int | None
+    """The same for the prompt's tokens. Default: none."""
+    repetition_penalty: float | None
+    """Above 0; 1 changes nothing. Default: 1."""
+    presence_penalty: float | None
+    """-2 to 2. Default: 0."""
+    frequency_penalty: float | None
+    """-2 to 2. Default: 0."""
+    ignore_eos: bool
+    """Go on past the model's end token. Default: False."""
+    request_id: str | None
+    """1 to 128 of [A-Za-z0-9._:-], not that of a running request. Default: the server makes one."""
+
+
+_SamplingNumber: TypeAlias = Literal[
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "n", "logprobs",
+    "prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty",
+]  # fmt: skip
+
+
+def generate_request(
+    prompt: Prompt,
+    *,
+    steering: SteeringLike = None,
+    capture: CaptureLike = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    min_tokens: int | None = None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    ignore_eos: bool = False,
+    request_id: str | None = None,
+) -> generation_service_pb2.GenerateRequest:
+    """The request. Raises InvalidRequest for what can be seen to be wrong without the model."""
+    numbers: dict[_SamplingNumber, float | None] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "seed": seed,
+        "n": n,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+    }
+    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+        raise invalid("request_id", "a request id is 1 to 128 of [A-Za-z0-9._:-]")
+    request = generation_service_pb2.GenerateRequest(
+        request_id=request_id or "",
+        sampling=_sampling(numbers, stop, stop_token_ids, ignore_eos),
+        steering=steering_to_wire(steering),
+        captures=_captures(capture),
+        return_prompt_token_ids=True,
+    )
+    _put_prompt(request, prompt)
+    return request
+
+
+def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
+    """What to tokenise, or for token ids to decode."""
+    request = generation_service_pb2.TokenizeRequest()
+    _put_prompt(request, prompt)
+    return request
+
+
+def vector_name(name: str) -> str:
+    """``name``, if it can be one."""
+    if not _NAME.fullmatch(name):
+        raise invalid(
+            "name", f"{name!r} is no name: 1 to 128 of [A-Za-z0-9._/-], first a letter or digit"
+        )
+    return name
+
+
+def vector_digest(digest: str) -> bytes:
+    """The 32 bytes of ``digest``, 64 hex digits."""
+    try:
+        found = bytes.fromhex(digest)
+    except ValueError:
+        found = b""
+    if len(found) != 32:
+        raise invalid("digest", f"a digest is 64 hex digits, not {digest!r}")
+    return found
+
+
+def _captures(capture: CaptureLike) -> list[capture_pb2.CaptureSpec]:
+    if capture is None:
+        return []
+    many = [capture] if isinstance(capture, Capture) else list(capture)
+    if len(many) > _MOST_CAPTURES:
+        raise invalid("captures", f"{len(many)} captures; at most {_MOST_CAPTURES} go together")
+    return [one.to_wire() for one in many]
+
+
+def _put_prompt(
+    request: generation_service_pb2.GenerateRequest | generation_service_pb2.TokenizeRequest,
+    prompt: Prompt,
+) -> None:
+    """Fill the request's oneof ``prompt``."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise invalid("prompt", "the prompt is empty", "REASON_MISSING_FIELD")
+        request.text = prompt
+        return
+    many = list(prompt)
+    if not many:
+        raise invalid("prompt", "the prompt is empty", "REASON_MISSING_FIELD")
+    if isinstance(many[0], Mapping):
+        request.chat.messages.extend(_message(one, number) for number, one in enumerate(many))
+        return
+    try:
+        request.token_ids.ids.extend(index(one) for one in many)  # type: ignore[arg-type]  # checked
+    except (TypeError, ValueError) as error:
+        raise invalid("prompt", f"a prompt is text, token ids or messages: {error}") from None
+
+
+def _message(message: object, number: int) -> types_pb2.ChatMessage:
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        raise invalid(
+            f"chat.messages[{number}]", "a message has a role and a content, and nothing else"
+        )
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not isinstance(content, str) or not role:
+        raise invalid(f"chat.messages[{number}]", "role and content are texts")
+    return types_pb2.ChatMessage(role=role, content=content)
+
+
+def _sampling(
+    numbers: Mapping[_SamplingNumber, float | None],
+    stop: str | Sequence[str],
+    stop_token_ids: Sequence[int],
+    ignore_eos: bool,
+) -> generation_pb2.Sampling | None:
+    """The message; None where everything is left to the defaults."""
+    message = generation_pb2.Sampling(
+        stop=[stop] if isinstance(stop, str) else stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+    )
+    for name, number in numbers.items():
+        if number is None:
+            continue
+        try:
+            finite = math.isfinite(number)
+            if finite:
+                setattr(message, name, number)
+        except (OverflowError, TypeError, ValueError):
+            raise invalid(f"sampling.{name}", f"{name} cannot be {number!r}") from None
+        if not finite:
+            raise invalid(f"sampling.{name}", f"{name} is not finite", "REASON_NON_FINITE")
+    return message if message.ByteSize() else None

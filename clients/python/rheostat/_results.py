@@ -1,0 +1,182 @@
+"""What a generation gives: events while it runs, and a `Generation` of all of them at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from rheostat._activations import Activations, Rows
+from rheostat._notebook import passage, table
+from rheostat._receipts import Receipt
+
+FinishReason: TypeAlias = Literal["stop", "length", "aborted", "rule", "error"]
+"""Why a sample ended: an end token or stop text, max_tokens, from outside, a rule, a failure."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log-probability."""
+
+    token_id: int
+    """The token."""
+    logprob: float
+    """ln p, of the model's distribution before temperature and penalties."""
+    rank: int
+    """1 for the most likely token."""
+    text: str
+    """The token as text; empty on servers without a tokenizer."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one token."""
+
+    token: TokenLogprob
+    """The token that stands there."""
+    alternatives: tuple[TokenLogprob, ...]
+    """The most likely ones, best first."""
+
+    def of(self, token_id: int) -> float | None:
+        """Log-probability of a token; None if it neither stands there nor is an alternative."""
+        for one in (self.token, *self.alternatives):
+            if one.token_id == token_id:
+                return one.logprob
+        return None
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request is admitted. First event."""
+
+    request_id: str
+    """The id, given or made."""
+    model: str
+    """The model's name."""
+    prompt_token_ids: tuple[int, ...]
+    """The prompt's tokens."""
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt, if asked for."""
+
+    tokens: tuple[TokenLogprobs, ...]
+    """Entry i belongs to position i + 1; the first token has none."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Newly generated tokens of one sample."""
+
+    sample: int
+    """Sample, from 0."""
+    text: str
+    """The text that they add; empty while a character or stop text is not complete."""
+    token_ids: tuple[int, ...]
+    """The tokens."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One per token, if asked for."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A sample ended."""
+
+    sample: int
+    """Sample, from 0."""
+    reason: FinishReason
+    """Why."""
+    stop: str | int | None
+    """The stop text or token that ended it, where one did."""
+    first_token_after: float
+    """Seconds from admission to the first token."""
+    finished_after: float
+    """Seconds from admission to the end."""
+
+
+Event: TypeAlias = Started | PromptLogprobs | Tokens | Rows | Finished | Receipt
+"""What a stream yields. The `Receipt` comes last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One continuation of the prompt."""
+
+    text: str
+    """What was generated."""
+    token_ids: tuple[int, ...]
+    """Its tokens."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One per token; empty if not asked for."""
+    activations: Activations
+    """Captured rows."""
+    stop: str | int | None = None
+    """The stop text or token that ended it, where one did."""
+    first_token_after: float = 0.0
+    """Seconds from admission to the first token."""
+    finished_after: float = 0.0
+    """Seconds from admission to the end."""
+
+    def __repr__(self) -> str:
+        """Text, tokens and how it ended."""
+        return (
+            f"Sample(text={self.text!r}, tokens={len(self.token_ids)}, "
+            f"finish_reason={self.finish_reason!r}, activations={len(self.activations)} sites)"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """The whole result of a request. Text, tokens and activations are those of its first sample."""
+
+    request_id: str
+    """The request."""
+    model: str
+    """The model's name."""
+    prompt_token_ids: tuple[int, ...]
+    """The prompt's tokens."""
+    samples: tuple[Sample, ...]
+    """All samples, as many as ``n``."""
+    receipt: Receipt
+    """What was really done."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
+    """Entry i belongs to position i + 1; empty if not asked for."""
+
+    @property
+    def text(self) -> str:
+        """What was generated."""
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Its tokens."""
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.samples[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """One per generated token; empty if not asked for."""
+        return self.samples[0].logprobs
+
+    @property
+    def activations(self) -> Activations:
+        """Captured rows."""
+        return self.samples[0].activations
+
+    def __repr__(self) -> str:
+        """Id and samples."""
+        return f"Generation({self.request_id!r}, {', '.join(map(repr, self.samples))})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("finish reason", ", ".join(sample.finish_reason for sample in self.samples)),
+            ("tokens", f"{len(self.prompt_token_ids)} + {self.receipt.generated_tokens}"),
+        ]
+        if self.activations:
+            rows.append(("activations", repr(self.activations)))
+        texts = "".join(passage(sample.text) for sample in self.samples)
+        return texts + table(("generation", self.request_id), rows) + self.receipt._repr_html_()

@@ -1,0 +1,208 @@
+"""Which tokens of a request: a union of ranges less a union of ranges. Excludes always win.
+
+Because excludes win, uniting something that already excludes would silently take tokens away from
+the other side; that is refused here, so what a selector's expression reads like is what it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import index
+from typing import Literal, NamedTuple, TypeAlias
+
+from rheostat._errors import invalid
+from rheostat._proto.v1 import selector_pb2, types_pb2
+
+PhaseName: TypeAlias = Literal["prompt", "generated", "all"]
+"""A selector's short form."""
+
+
+class _Phase(NamedTuple):
+    name: Literal["prompt", "generated"]
+
+    def to_wire(self) -> selector_pb2.Range:
+        prompt = self.name == "prompt"
+        phase = types_pb2.PHASE_PROMPT if prompt else types_pb2.PHASE_GENERATED
+        return selector_pb2.Range(phase=phase)
+
+    def __str__(self) -> str:
+        return f'"{self.name}"'
+
+
+class _Window(NamedTuple):
+    start: int | None
+    end: int | None
+
+    def to_wire(self) -> selector_pb2.Range:
+        return selector_pb2.Range(positions=selector_pb2.Window(start=self.start, end=self.end))
+
+    def __str__(self) -> str:
+        return f"window({self.start}, {self.end})"
+
+
+class _Generated(NamedTuple):
+    start: int
+    end: int | None
+
+    def to_wire(self) -> selector_pb2.Range:
+        return selector_pb2.Range(
+            generated=selector_pb2.GeneratedWindow(start=self.start, end=self.end)
+        )
+
+    def __str__(self) -> str:
+        return f"generated({self.start}, {self.end})"
+
+
+class _TokenIds(NamedTuple):
+    ids: tuple[int, ...]
+
+    def to_wire(self) -> selector_pb2.Range:
+        return selector_pb2.Range(token_ids=types_pb2.TokenIds(ids=self.ids))
+
+    def __str__(self) -> str:
+        return f"token_ids({', '.join(map(str, self.ids))})"
+
+
+class _Span(NamedTuple):
+    text: str
+    occurrence: int | None
+
+    def to_wire(self) -> selector_pb2.Range:
+        return selector_pb2.Range(
+            text=selector_pb2.Span(text=self.text, occurrence=self.occurrence)
+        )
+
+    def __str__(self) -> str:
+        more = "" if self.occurrence is None else f", occurrence={self.occurrence}"
+        return f"span({self.text!r}{more})"
+
+
+_Range: TypeAlias = _Phase | _Window | _Generated | _TokenIds | _Span
+
+
+@dataclass(frozen=True, repr=False)
+class Selector:
+    """A set of tokens: ``a | b`` unites, ``a - b`` excludes.
+
+    The words "prompt", "generated" and "all" may stand on either side.
+    """
+
+    include: tuple[_Range, ...] = ()
+    """Ranges whose union is selected; empty: every token."""
+    exclude: tuple[_Range, ...] = ()
+    """Ranges that are not selected, whatever `include` says."""
+
+    def __or__(self, other: Selector | PhaseName) -> Selector:
+        """The union. Raises InvalidRequest where a side excludes: unite first, then exclude."""
+        right = selector_of(other)
+        if self.exclude or right.exclude:
+            raise invalid("where", "unite first, then exclude: (a | b) - c")
+        if not self.include or not right.include:
+            return Selector()
+        return Selector(self.include + right.include)
+
+    def __ror__(self, other: PhaseName) -> Selector:
+        """As ``|`` with a word on the left."""
+        return selector_of(other) | self
+
+    def __sub__(self, other: Selector | PhaseName) -> Selector:
+        """This, less all of ``other``. Raises InvalidRequest where ``other`` itself excludes."""
+        right = selector_of(other)
+        if right.exclude:
+            raise invalid("where", "what is excluded cannot itself exclude")
+        if not right.include:
+            raise invalid("where", "excluding all leaves no token", "REASON_EMPTY_SELECTOR")
+        return Selector(self.include, self.exclude + right.include)
+
+    def __rsub__(self, other: PhaseName) -> Selector:
+        """As ``-`` with a word on the left."""
+        return selector_of(other) - self
+
+    def __repr__(self) -> str:
+        """The expression that makes this selector."""
+        union = " | ".join(str(one) for one in self.include) or '"all"'
+        if self.exclude and len(self.include) > 1:
+            union = f"({union})"
+        return " - ".join([union, *(str(one) for one in self.exclude)])
+
+
+SelectorLike: TypeAlias = Selector | PhaseName | None
+"""A selector, a word for one, or None for every token."""
+
+
+def selector_of(where: SelectorLike) -> Selector:
+    """The selector of a word; None and "all" are every token."""
+    if isinstance(where, Selector):
+        return where
+    if where is None or where == "all":
+        return Selector()
+    if where == "prompt" or where == "generated":
+        return Selector((_Phase(where),))
+    raise invalid("where", f'tokens are "prompt", "generated", "all" or a selector, not {where!r}')
+
+
+def positions(*at: int) -> Selector:
+    """Single positions. Those from 0 on are absolute; -1 is the last prompt token."""
+    runs: list[_Window] = []
+    for position in sorted({index(one) for one in at}):
+        last = runs[-1] if runs else None
+        if last is not None and last.end == position:
+            runs[-1] = _Window(last.start, _after(position))
+        else:
+            runs.append(_Window(position, _after(position)))
+    if not runs:
+        raise invalid("where", "no position is given", "REASON_EMPTY_SELECTOR")
+    return Selector(tuple(runs))
+
+
+def _after(position: int) -> int | None:
+    """The end of a window that stops after ``position``; the prompt's end where that is -1."""
+    return None if position == -1 else position + 1
+
+
+def window(start: int | None = None, end: int | None = None) -> Selector:
+    """Positions ``start <= p < end``, written as a slice of the prompt.
+
+    Negative numbers count from the prompt's end, an absent start is 0, an absent end is the
+    prompt's end. An end past the prompt reaches into generated tokens.
+    """
+    same_side = start is not None and end is not None and (start < 0) == (end < 0)
+    if same_side and (start or 0) >= (end or 0):
+        raise invalid("where", f"the window {start}:{end} is empty", "REASON_INVALID_POSITION")
+    return Selector((_Window(start, end),))
+
+
+def generated(start: int = 0, end: int | None = None) -> Selector:
+    """Generated tokens ``start <= g < end``, counted from the first one; no end: all further."""
+    if start < 0 or (end is not None and end <= start):
+        raise invalid(
+            "where", f"the generated window {start}:{end} is empty", "REASON_INVALID_POSITION"
+        )
+    return Selector((_Generated(start, end),))
+
+
+def token_ids(*ids: int) -> Selector:
+    """Every token with one of these ids, in prompt and generation."""
+    if not ids:
+        raise invalid("where", "no token id is given", "REASON_EMPTY_SELECTOR")
+    return Selector((_TokenIds(tuple(index(one) for one in ids)),))
+
+
+def span(text: str, occurrence: int | None = None) -> Selector:
+    """The prompt's tokens that spell ``text``.
+
+    ``occurrence`` counts from 0; without it the text must occur exactly once.
+    """
+    if not text:
+        raise invalid("where", "the span's text is empty", "REASON_MISSING_FIELD")
+    return Selector((_Span(text, occurrence),))
+
+
+def to_wire(selector: Selector) -> selector_pb2.Selector | None:
+    """The message; None where every token is selected, which the wire says by absence."""
+    if not selector.include and not selector.exclude:
+        return None
+    return selector_pb2.Selector(
+        include=[one.to_wire() for one in selector.include],
+        exclude=[one.to_wire() for one in selector.exclude],
+    )

@@ -1,0 +1,103 @@
+"""Every architecture, at every point: what Hugging Face's model shows under hooks, ours shows too."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from rheostat_engine import OPEN_END, Addition, Capture, Plan, Point
+
+from .models import CONFIGS, NO_MID, WIDTH, build
+from .offline import OfflineEngine, Outcome
+from .reference import Add, HfReference, Run
+
+pytestmark = pytest.mark.integration
+
+LAYERS = 4
+PROMPT = [int(t) for t in np.random.default_rng(0).integers(3, 128, 21)]
+SPANS = ((5, 13), (20, 21))
+TOUCHED = [p for start, end in SPANS for p in range(start, end)]
+VECTOR = np.random.default_rng(1).normal(size=(1, WIDTH)).astype(np.float32)
+DIGEST = bytes(32)
+SCALE = 1.5
+
+
+def sites_of(name: str) -> list[int]:
+    """The sites that an architecture has."""
+    return [s for s in range(2 * LAYERS + 1) if not (s % 2 and name in NO_MID)]
+
+
+def steered_sites(name: str) -> list[int]:
+    """The first and last site, and each point at a layer in between."""
+    wanted = [0, 2, 3, 4, 2 * LAYERS - 1, 2 * LAYERS]
+    return [s for s in wanted if s in sites_of(name)]
+
+
+class Case(NamedTuple):
+    """An architecture: the reference's runs and an engine."""
+
+    name: str
+    plain: Run
+    steered: dict[int, Run]
+    engine: OfflineEngine
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def case(
+    request: pytest.FixtureRequest, start: Callable[..., OfflineEngine], models_root: Path
+) -> Iterator[Case]:
+    """The reference runs first: vLLM's Transformers backend changes Hugging Face's classes."""
+    name = request.param
+    reference = HfReference(name, build(name, models_root))
+    plain = reference.run(PROMPT)
+    steered = {
+        site: reference.run(PROMPT, [Add(site, SCALE * VECTOR[0], TOUCHED)])
+        for site in steered_sites(name)
+    }
+    engine = start(name)
+    engine.load({DIGEST: VECTOR})
+    yield Case(name, plain, steered, engine)
+
+
+def run(case: Case, site: int | None) -> Outcome:
+    """One prompt, captured everywhere, steered at a site."""
+    additions = ()
+    if site is not None:
+        additions = (Addition(DIGEST, ((site, 0),), SCALE, SPANS),)
+    everything = Capture(tuple(sites_of(case.name)), ((0, OPEN_END),))
+    (outcome,) = case.engine.run([PROMPT], [Plan("", additions, (everything,))], max_tokens=1)
+    return outcome
+
+
+def worst(outcome: Outcome, reference: Run) -> float:
+    """The largest relative error of a captured stream over all sites."""
+    return max(
+        float(np.abs(outcome.stream(site) - stream).max() / np.abs(stream).max())
+        for site, stream in reference.streams.items()
+    )
+
+
+def test_captured_streams_equal_hugging_face_at_every_site(case: Case) -> None:
+    outcome = run(case, None)
+    assert sorted(outcome.rows) == sorted(case.plain.streams) == sites_of(case.name)
+    assert worst(outcome, case.plain) < 1e-4
+    assert np.abs(outcome.logits() - case.plain.logprobs[-1]).max() < 1e-4
+
+
+def test_an_added_vector_does_what_the_same_hook_does_in_hugging_face(case: Case) -> None:
+    for site, reference in case.steered.items():
+        outcome = run(case, site)
+        assert worst(outcome, reference) < 1e-4, site
+        assert np.abs(outcome.logits() - reference.logprobs[-1]).max() < 1e-3, site
+        effect = np.abs(reference.logprobs[-1] - case.plain.logprobs[-1]).max()
+        assert effect > 1e-2, site
+
+
+def test_a_point_that_the_architecture_lacks_is_refused_by_name(case: Case) -> None:
+    assert case.engine.sites is not None
+    expected = {}
+    if case.name in NO_MID:
+        expected[Point.RESID_MID] = "attention and MLP run in parallel on the same stream"
+    assert dict(case.engine.sites.refused) == expected

@@ -1,0 +1,309 @@
+"""The command line: what it asks for, what it prints, and how it fails."""
+
+import argparse
+import io
+import subprocess
+import sys
+import types
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from rheostat._cli import _child, main
+from rheostat._cli._common import CommandError, layers, points
+from rheostat._cli._progress import Phase
+from rheostat._cli.generate import dose
+from rheostat._proto.v1 import (
+    engine_service_pb2,
+    generation_service_pb2,
+    steering_service_pb2,
+)
+
+
+def generation(*texts: str) -> list[generation_service_pb2.GenerateResponse]:
+    lines = [f'tokens {{ token_ids: 1 text: "{text}" }}' for text in texts]
+    lines += ["finished { reason: FINISH_REASON_LENGTH }", 'receipt { request_id: "r1" }']
+    return [
+        text_format.Parse(line, generation_service_pb2.GenerateResponse())
+        for line in ["started {}", *lines]
+    ]
+
+
+JOY = steering_service_pb2.ListVectorsResponse()
+text_format.Parse(
+    """name: "joy" dtype: DTYPE_FLOAT32 shape: 1 shape: 8 description: "bright"
+       sites { points: POINT_RESID_POST range { start: 2 stop: 6 } }""",
+    JOY.vectors.add(digest=b"\xab" * 32),
+)
+text_format.Parse("dtype: DTYPE_FLOAT16 shape: 2 shape: 8", JOY.vectors.add(digest=b"\xcd" * 32))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("all", "all"), ("3", [3]), ("2-5", [2, 3, 4, 5]), ("0, 4,7-8", [0, 4, 7, 8])],
+)
+def test_layers_are_read_as_people_write_them(text, expected):
+    assert layers(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "a", "1-", "1,,2"])
+def test_layers_that_cannot_be_read_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        layers(text)
+
+
+def test_points_and_doses_are_read_as_people_write_them():
+    assert points("resid_pre, mlp_out") == ["resid_pre", "mlp_out"]
+    assert [dose("joy"), dose("joy:-2.5"), dose("a/b:1e-1")] == [
+        ("joy", 1.0),
+        ("joy", -2.5),
+        ("a/b", 0.1),
+    ]
+    with pytest.raises(argparse.ArgumentTypeError):
+        dose("joy:much")
+
+
+def test_generate_prints_the_text_alone(server, capsys):
+    server.on("Generate", generation(" it", " was"))
+    assert main(["generate", "My day", "--target", server.target]) == 0
+    assert capsys.readouterr() == (" it was\n", "")
+    assert server.asked == [
+        text_format.Parse(
+            'text: "My day" sampling { max_tokens: 128 } return_prompt_token_ids: true',
+            generation_service_pb2.GenerateRequest(),
+        )
+    ]
+
+
+def test_generate_steers_where_the_name_says_and_tells_what_was_done(server, capsys):
+    server.on("ListVectors", JOY)
+    server.on("Generate", generation(" ok"))
+    code = main(
+        ["generate", "x", "--target", server.target, "--steer", "joy:4", "--max-tokens", "2",
+         "--temperature", "0", "--seed", "7"]
+    )  # fmt: skip
+    out, err = capsys.readouterr()
+    assert (code, out) == (0, " ok\n")
+    assert err.splitlines()[0] == "receipt of r1"
+    assert server.asked[1] == text_format.Parse(
+        r"""text: "x" sampling { max_tokens: 2 temperature: 0 seed: 7 }
+            steering { interventions {
+              sites { points: POINT_RESID_POST range { start: 2 stop: 6 } }
+              add { vector { digest: "%s" } scale: 4 }
+            } }
+            return_prompt_token_ids: true"""
+        % (r"\xab" * 32),
+        generation_service_pb2.GenerateRequest(),
+    )
+
+
+def test_generate_steers_where_it_is_told(server):
+    server.on("Generate", generation(" ok"))
+    line = ["generate", "x", "--target", server.target, "--steer", "joy"]
+    assert main([*line, "--points", "resid_mid", "--layers", "0-1"]) == 0
+    (request,) = server.asked
+    assert request.steering == text_format.Parse(
+        """interventions {
+             sites { points: POINT_RESID_MID list { layers: 0 layers: 1 } }
+             add { vector { name: "joy" } scale: 1 }
+           }""",
+        type(request.steering)(),
+    )
+
+
+def test_a_name_that_is_not_stored_fails_in_one_line(server, capsys):
+    server.on("ListVectors", JOY)
+    assert main(["generate", "x", "--target", server.target, "--steer", "jo"]) == 1
+    assert capsys.readouterr() == (
+        "",
+        "rheostat: no vector is named 'jo' [REASON_NAME_NOT_FOUND]\n",
+    )
+
+
+def test_vectors_list_prints_a_line_for_each(server, capsys):
+    server.on("ListVectors", JOY)
+    assert main(["vectors", "list", "--target", server.target]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "abababababab  joy  float32 [1, 8]  resid_post 2-5  bright",
+        "cdcdcdcdcdcd  -  float16 [2, 8]",
+    ]
+
+
+def test_vectors_go_from_file_to_server_and_back(server, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    array = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    np.save("tone.npy", array)
+    server.on("PutVectors", steering_service_pb2.PutVectorsResponse())
+    line = ["vectors", "put", "tone.npy", "--points", "resid_mid", "--layers", "4,6"]
+    assert main([*line, "--name", "my/tone", "--target", server.target]) == 0
+    header = server.asked[0].header
+    digest = header.digest.hex()
+    assert (header.name, list(header.sites.list.layers)) == ("my/tone", [4, 6])
+    assert capsys.readouterr() == (f"{digest}  my/tone\n", "storing my/tone ...\n")
+
+    stored = steering_service_pb2.VectorInfo(
+        digest=header.digest, name="my/tone", dtype="DTYPE_FLOAT32", shape=[2, 2]
+    )
+    parts = [
+        steering_service_pb2.GetVectorsResponse(info=stored),
+        steering_service_pb2.GetVectorsResponse(chunk=array.tobytes()),
+    ]
+    server.on("GetVectors", parts)
+    (tmp_path / "tone.npy").unlink()
+    assert main(["vectors", "get", "my/tone", "--target", server.target]) == 0
+    assert capsys.readouterr().out == "tone.npy  float32 [2, 2]\n"
+    assert np.array_equal(np.load("tone.npy"), array)
+    assert main(["vectors", "get", digest, "--out", "b.npy", "--target", server.target]) == 0
+    assert server.asked[-1] == steering_service_pb2.GetVectorsRequest(digest=header.digest)
+
+
+def test_vectors_delete_prints_what_lost_its_name(server, capsys):
+    server.on("DeleteName", steering_service_pb2.DeleteNameResponse(digest=b"\xab" * 32))
+    assert main(["vectors", "delete", "joy", "--target", server.target]) == 0
+    assert capsys.readouterr().out == f"{'ab' * 32}  joy\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"not numpy", b"\x80\x04."])
+def test_a_file_that_is_no_array_is_a_wrong_command_line(content, tmp_path, capsys):
+    path = tmp_path / "x.npy"
+    path.write_bytes(content)
+    assert main(["vectors", "put", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"rheostat: cannot read {path}: ")
+
+
+def test_info_prints_model_and_counters(server, capsys):
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layers=3))
+    server.on("GetStats", engine_service_pb2.GetStatsResponse(bank_rows=8, leaked=1))
+    assert main(["info", "--target", server.target]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "demo"
+    assert lines[-1] == (
+        "  now: 0 running, 0 waiting, 0 completed, 0 failed, 0 of 8 bank rows, 0 vectors, "
+        "up 0 s, 1 LEAKED"
+    )
+
+
+def test_a_server_that_is_not_there_fails_in_one_line(server, capsys):
+    server.stop()
+    assert main(["generate", "x", "--target", server.target]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"rheostat: no server answers at {server.target}: ")
+
+
+def test_a_server_that_refuses_is_told_from_one_that_is_not_there(server, capsys, refusal):
+    draining = refusal.of(grpc.StatusCode.UNAVAILABLE, "shutting down", "REASON_DRAINING")
+    server.on("Generate", draining)
+    assert main(["generate", "x", "--target", server.target]) == 1
+    assert capsys.readouterr().err == ("rheostat: shutting down [REASON_DRAINING]\n")
+
+
+def test_what_the_server_refuses_is_told_in_one_line(server, capsys, refusal):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    server.on("Generate", refusal.of(code, "no resid_mid\nhere", "REASON_SITE_NOT_SERVED"))
+    assert main(["generate", "x", "--target", server.target]) == 1
+    assert capsys.readouterr().err == ("rheostat: no resid_mid here [REASON_SITE_NOT_SERVED]\n")
+
+
+def test_a_wrong_request_exits_as_a_wrong_command_line_does(server, capsys):
+    assert main(["generate", "", "--target", server.target]) == 2
+    assert capsys.readouterr().err == ("rheostat: the prompt is empty [REASON_MISSING_FIELD]\n")
+    with pytest.raises(SystemExit) as raised:
+        main(["generate"])
+    assert raised.value.code == 2
+
+
+def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
+    seen = []
+    package = types.ModuleType("rheostat_server")
+    config = types.ModuleType("rheostat_server.config")
+    config.ServerConfig = dict
+    serve = types.ModuleType("rheostat_server.serve")
+    serve.run = lambda config: seen.append(config) or 3
+    for module in (package, config, serve):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert main(["serve", "demo"]) == 3
+    line = "serve some/model --host 0.0.0.0 --port 0 --dtype float32 --max-model-len 512"
+    line += " --max-num-seqs 8 --max-num-batched-tokens 64 --enforce-eager --seed 3"
+    line += " --gpu-memory-utilization 0.5 --tensor-parallel-size 2 --load-format dummy"
+    line += " --bank-mib 4 --capture-mib 8 --vector-store-mib 16"
+    assert main(line.split()) == 3
+    assert seen == [
+        {"model": "demo"},
+        {
+            "model": "some/model",
+            "host": "0.0.0.0",
+            "port": 0,
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "enforce_eager": True,
+            "seed": 3,
+            "gpu_memory_utilization": 0.5,
+            "tensor_parallel_size": 2,
+            "load_format": "dummy",
+            "bank_bytes": 4 * 2**20,
+            "capture_bytes": 8 * 2**20,
+            "vector_store_bytes": 16 * 2**20,
+        },
+    ]
+
+
+def test_serve_without_the_server_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rheostat_server", None)
+    monkeypatch.delitem(sys.modules, "rheostat_server.config", raising=False)
+    assert main(["serve", "demo"]) == 1
+    assert capsys.readouterr().err == (
+        "rheostat: serving needs the server (no module named rheostat_server.config): "
+        "pip install 'rheostat[cpu]' or 'rheostat[cuda]'\n"
+    )
+
+
+def test_without_a_terminal_progress_is_one_line_per_phase():
+    log = io.StringIO()
+    with Phase("loading", log) as phase:
+        phase.note("half of it")
+    assert log.getvalue() == "loading ...\n"
+
+
+def test_on_a_terminal_progress_ends_with_what_became_of_it():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    log = Terminal()
+    with pytest.raises(CommandError), Phase("loading", log):
+        raise CommandError("no")
+    assert log.getvalue().endswith("\r\x1b[Kloading: failed after 0 s\n")
+
+
+def test_a_demo_server_that_ends_early_tells_why(monkeypatch):
+    def popen(_command, *, stdout, **options):
+        program = "print('loading'); print('rheostat: the port is in use'); print('bye')"
+        return subprocess_popen([sys.executable, "-c", program], stdout=stdout, **options)
+
+    subprocess_popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(CommandError) as raised, _child.demo_server():
+        pytest.fail("no server is there")
+    assert str(raised.value) == "the server ended: the port is in use"
+
+
+def test_something_else_at_the_target_is_no_rheostat_server(server):
+    with pytest.raises(CommandError) as raised:
+        _child.wait_until_serving(server.target)
+    assert str(raised.value) == f"{server.target} is no Rheostat server"
+
+
+def test_output_that_nobody_reads_any_more_ends_quietly(server):
+    server.on("Generate", generation(" it" * 30_000, " was"))
+    command = [sys.executable, "-m", "rheostat", "generate", "x", "--target", server.target]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait(30)) == (b"", 1)
+    child.stderr.close()

@@ -1,0 +1,206 @@
+"""``rheostat demo`` on a toy model whose every number is known.
+
+The toy's stream has one dimension per word that it knows. Layer 1 adds the rows of all tokens to
+the last one's; the last row's largest dimension is the answer. So the subject's own row carries the
+fact before layer 1, the last row from layer 1 on, and nothing else ever does.
+"""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+
+import rheostat
+from rheostat._cli import _tone, _trace, main
+from rheostat._points import Point
+from rheostat._proto.v1 import (
+    engine_service_pb2,
+    generation_service_pb2,
+    steering_service_pb2,
+    types_pb2,
+)
+
+LAYERS = 3
+ANSWERS = (" so", " Paris", " Chicago", " good", " bad")
+MEANINGS = {"Eiffel": 1, "Willis": 2}
+MEANINGS |= dict.fromkeys(("happy", "joy.", "love", "wonderful", "best", "great."), 3)
+MEANINGS |= dict.fromkeys(("sad.", "sad", "sorrow.", "hate", "terrible", "worst", "bad."), 4)
+
+
+class Toy:
+    """The model, and the rpcs that the demo needs of it."""
+
+    def __init__(self) -> None:
+        self.words = ["<s>"]
+        self.meanings = MEANINGS
+        self.vectors: dict[bytes, np.ndarray] = {}
+
+    def tokenize(self, text: str) -> list[int]:
+        ids = [0]
+        for word in text.split(" "):
+            if word not in self.words:
+                self.words.append(word)
+            ids.append(self.words.index(word))
+        return ids
+
+    def on_tokenize(self, request, _context):
+        answer = generation_service_pb2.TokenizeResponse(text=request.text)
+        answer.token_ids.ids.extend(self.tokenize(request.text))
+        answer.offsets.add()
+        start = 0
+        for word in request.text.split(" "):
+            answer.offsets.add(start=start, end=start + len(word))
+            start += len(word) + 1
+        return answer
+
+    def on_model(self, _request, _context):
+        answer = engine_service_pb2.GetModelResponse(model="toy", layers=LAYERS, vocabulary=5)
+        for point in ("POINT_RESID_PRE", "POINT_RESID_POST"):
+            group = answer.sites.add(point=point, layers=range(LAYERS))
+            group.capture.served = True
+        answer.limits.logprobs = 20
+        return answer
+
+    def stream(self, ids: list[int], request) -> dict[tuple[int, int], np.ndarray]:
+        """The stream by (point, layer), every op of the request applied."""
+        x = np.zeros((len(ids), len(ANSWERS)), np.float32)
+        x[:, 0] = 0.5
+        for position, token in enumerate(ids):
+            if self.words[token] in self.meanings:
+                x[position, self.meanings[self.words[token]]] = 1
+        found = {}
+        for layer in range(LAYERS):
+            self.add(x, types_pb2.POINT_RESID_PRE, layer, request)
+            found[types_pb2.POINT_RESID_PRE, layer] = x.copy()
+            if layer == 1:
+                x[-1, 1:] += x[:-1, 1:].sum(axis=0)
+            self.add(x, types_pb2.POINT_RESID_POST, layer, request)
+            found[types_pb2.POINT_RESID_POST, layer] = x.copy()
+        return found
+
+    def add(self, x: np.ndarray, point: int, layer: int, request) -> None:
+        for one in request.steering.interventions:
+            if point in one.sites.points and layer in one.sites.list.layers:
+                ref = one.add.vector
+                inline = np.frombuffer(ref.inline.inline, "<f4")
+                vector = self.vectors[ref.digest] if ref.digest else inline
+                rows = slice(None)
+                if one.HasField("where"):
+                    window = one.where.include[0].positions
+                    rows = slice(window.start, window.end)
+                x[rows] += one.add.scale * vector
+
+    def on_generate(self, request, _context):
+        ids = list(request.token_ids.ids) or self.tokenize(request.text)
+        stream = self.stream(ids, request)
+        logits = stream[types_pb2.POINT_RESID_POST, LAYERS - 1][-1].astype(float)
+        answer = int(logits.argmax())
+        logprobs = logits - math.log(np.exp(logits).sum())
+        response = generation_service_pb2.GenerateResponse
+        yield response(started={"request_id": "r", "prompt_token_ids": {"ids": ids}})
+        one = response(tokens={"token_ids": [answer], "text": ANSWERS[answer]})
+        at = one.tokens.logprobs.add()
+        at.token.token_id, at.token.logprob = answer, logprobs[answer]
+        for token, logprob in enumerate(logprobs):
+            at.alternatives.add(token_id=token, logprob=logprob)
+        yield one
+        for spec in request.captures:
+            layers = list(spec.sites.list.layers) or range(LAYERS)
+            first = len(ids) - 1 if spec.where.include[0].HasField("positions") else 0
+            message = response()
+            rows = []
+            for layer in layers:
+                for point in spec.sites.points:
+                    message.captured.sites.add(point=point, layer=layer)
+                    rows.append(stream[point, layer][first:])
+            message.captured.positions.add(start=first, count=len(ids) - first)
+            message.captured.token_ids.extend(ids[first:])
+            tensor = message.captured.tensor
+            tensor.dtype, tensor.encoding = "DTYPE_FLOAT32", "ENCODING_RAW"
+            tensor.shape.extend(np.stack(rows).shape)
+            tensor.inline = np.stack(rows).astype("<f4").tobytes()
+            yield message
+        yield response(finished={"reason": "FINISH_REASON_LENGTH"})
+        yield response(receipt={"request_id": "r", "generated_tokens": 1})
+
+
+@pytest.fixture
+def toy(server):
+    toy = Toy()
+
+    def put(request, context):
+        headers = [one.header for one in server.asked if hasattr(one, "header")]
+        digest = next(header.digest for header in headers if header.digest)
+        toy.vectors[digest] = np.frombuffer(request.chunk, "<f4")
+        return steering_service_pb2.PutVectorsResponse()
+
+    server.on("Check", health_pb2.HealthCheckResponse(status=1))
+    server.on("GetModel", toy.on_model)
+    server.on("Tokenize", toy.on_tokenize)
+    server.on("PutVectors", put)
+    server.on("Generate", toy.on_generate)
+    return toy
+
+
+def test_the_trace_finds_the_rows_that_carry_the_fact_and_no_others(server, toy):
+    async def traced() -> _trace.Trace:
+        async with rheostat.aio.connect(server.target) as engine:
+            model = await engine.model()
+            pair = await _trace.find_pair(engine, model)
+            limit = asyncio.Semaphore(16)
+            return await _trace.trace(engine, model, pair, limit, lambda done, total: None)
+
+    found = asyncio.run(traced())
+    assert found.pair.clean == "The Eiffel Tower is in the city of"
+    assert found.pair.corrupt == "The Willis Tower is in the city of"
+    assert found.pair.answers == ("Paris", "Chicago")
+    assert found.pair.changed == [2]
+    assert found.pair.pieces == (
+        "<start>", "The", "Eiffel/Willis", "Tower", "is", "in", "the", "city", "of",
+    )  # fmt: skip
+    assert found.sites == (
+        rheostat.Site(Point.RESID_PRE, 0),
+        rheostat.Site(Point.RESID_POST, 0),
+        rheostat.Site(Point.RESID_POST, 1),
+        rheostat.Site(Point.RESID_POST, 2),
+    )
+    expected = np.zeros((4, 9), np.float32)
+    expected[:2, 2] = expected[2:, 8] = 1
+    assert np.allclose(found.recovered, expected, atol=1e-6)
+    assert found.bounded == 0
+    assert _trace.peaks(found) == [
+        "2 'Eiffel/Willis': 1.00 at resid_pre[0], at least half of it from resid_pre[0] to "
+        "resid_post[0]",
+        "8 'of': 1.00 at resid_post[1], at least half of it from resid_post[1] to resid_post[2]",
+    ]
+
+
+def test_the_demo_turns_the_tone_and_draws_the_trace(server, toy, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "132")
+    picture = tmp_path / "trace.png"
+    assert main(["demo", "--target", server.target, "--out", str(picture)]) == 0
+    out, err = capsys.readouterr()
+    lines = [line.split() for line in out.splitlines()]
+    for prompt in _tone.NEUTRAL:
+        words = prompt.split()
+        assert [*words, "bad", *words, "so", *words, "good"] in lines
+    assert "resid_post[2]: float32 [9, 5]" in out
+    assert "The fact that makes it Paris is carried by" in out
+    assert out.endswith(f"wrote {picture}\n")
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [line for line in err.splitlines() if line[0].isdigit()] == [
+        "1. tone: making a vector and continuing three prompts with it ...",
+        "2. capture: every layer of a clean and a corrupted prompt ...",
+        "3. causal trace: each row of the corrupted run made clean, alone ...",
+    ]
+
+
+def test_a_model_that_knows_no_such_fact_is_told_in_one_line(server, toy, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    toy.meanings = {}
+    assert main(["demo", "--target", server.target, "--out", str(tmp_path / "x.png")]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "rheostat: no other subject of equal length changes the model's answer"

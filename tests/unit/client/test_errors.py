@@ -1,0 +1,147 @@
+"""Errors: every reason of the contract, with all that the server said about it."""
+
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2
+
+import rheostat
+from rheostat._proto.v1 import engine_service_pb2, errors_pb2
+
+ERRORS_PROTO = Path(__file__).parents[3] / "proto" / "rheostat" / "v1" / "errors.proto"
+CLASSES = {
+    "INVALID_ARGUMENT": rheostat.InvalidRequest,
+    "NOT_FOUND": rheostat.NotFound,
+    "ALREADY_EXISTS": rheostat.AlreadyExists,
+    "FAILED_PRECONDITION": rheostat.Refused,
+    "RESOURCE_EXHAUSTED": rheostat.ResourceExhausted,
+    "OUT_OF_RANGE": rheostat.OutOfRange,
+    "DATA_LOSS": rheostat.DataLoss,
+    "ABORTED": rheostat.Aborted,
+    "CANCELLED": rheostat.Cancelled,
+    "DEADLINE_EXCEEDED": rheostat.DeadlineExceeded,
+    "UNAVAILABLE": rheostat.Unavailable,
+    "UNAUTHENTICATED": rheostat.Unauthenticated,
+    "PERMISSION_DENIED": rheostat.PermissionDenied,
+    "UNIMPLEMENTED": rheostat.Unimplemented,
+    "INTERNAL": rheostat.ServerError,
+}
+
+
+def documented_codes() -> dict[str, str]:
+    """Reason to status code, from the comments of the contract."""
+    block = re.compile(r"((?:^ *//.*\n)+) *(REASON_\w+) = \d+;", re.MULTILINE)
+    found = block.findall(ERRORS_PROTO.read_text())
+    return {
+        reason: re.search(r"[A-Z]{2,}(_[A-Z]+)*", comment)[0]
+        for comment, reason in found
+        if reason != "REASON_UNSPECIFIED"
+    }
+
+
+def test_the_contract_gives_every_reason_one_code():
+    assert set(documented_codes()) == set(errors_pb2.Reason.keys()) - {"REASON_UNSPECIFIED"}
+
+
+@pytest.mark.parametrize(("reason", "code"), documented_codes().items())
+def test_every_reason_raises_the_class_of_its_code(server, refusal, reason, code):
+    server.on("Generate", refusal.of(grpc.StatusCode[code], "so it is", reason, layers="8"))
+    with (
+        rheostat.connect(server.target) as engine,
+        pytest.raises(rheostat.RheostatError) as raised,
+    ):
+        engine.generate("x")
+    error = raised.value
+    assert (type(error), error.code.name) == (CLASSES[code], code)
+    assert (error.reason, error.message, error.metadata) == (reason, "so it is", {"layers": "8"})
+
+
+def test_all_details_are_kept(client, server, refusal):
+    retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=500_000_000))
+    fields = error_details_pb2.BadRequest()
+    fields.field_violations.add(field="steering.interventions[2].where", description="is empty")
+    fields.field_violations.add(field="captures[0].sites", description="has no layer")
+    unmet = error_details_pb2.PreconditionFailure()
+    unmet.violations.add(type="site", subject="resid_mid[3]", description="runs in parallel")
+    thing = error_details_pb2.ResourceInfo(resource_type="vector", resource_name="joy")
+    info = error_details_pb2.ErrorInfo(reason="REASON_INVALID_VALUE", domain="rheostat")
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    server.on("Tokenize", refusal(code, "wrong", info, fields, unmet, thing, retry))
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    error = raised.value
+    assert error.path == "steering.interventions[2].where"
+    assert error.violations == (
+        rheostat.Violation("steering.interventions[2].where", "is empty"),
+        rheostat.Violation("captures[0].sites", "has no layer"),
+        rheostat.Violation("resid_mid[3]", "runs in parallel"),
+    )
+    assert error.resource == rheostat.Resource("vector", "joy")
+    assert error.retry_after == 0.5
+    assert str(error) == "wrong (at steering.interventions[2].where) [REASON_INVALID_VALUE]"
+
+
+def test_an_error_without_details_is_mapped_by_its_code_alone(client, server, refusal):
+    server.on("Tokenize", refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "too large"))
+    with pytest.raises(rheostat.ResourceExhausted) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    assert (raised.value.reason, raised.value.retry_after, raised.value.path) == ("", None, "")
+    assert str(raised.value) == "too large"
+
+
+def test_another_systems_reason_is_not_taken_for_ours(client, server, refusal):
+    info = error_details_pb2.ErrorInfo(reason="REASON_QUOTA", domain="elsewhere")
+    server.on("Tokenize", refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "no", info))
+    with pytest.raises(rheostat.ResourceExhausted) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    assert raised.value.reason == ""
+
+
+def test_details_that_cannot_be_read_leave_the_code(client, server):
+    def answer(_request, context):
+        context.set_trailing_metadata((("grpc-status-details-bin", b"\xff\xff"),))
+        context.abort(grpc.StatusCode.NOT_FOUND, "gone")
+
+    server.on("Tokenize", answer)
+    with pytest.raises(rheostat.NotFound) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    assert (raised.value.message, raised.value.reason) == ("gone", "")
+
+
+def test_a_defect_without_a_known_code_is_a_server_error(client, server, refusal):
+    server.on("Tokenize", refusal(grpc.StatusCode.UNKNOWN, "boom"))
+    with pytest.raises(rheostat.ServerError):
+        client.run(lambda engine: engine.tokenize("x"))
+
+
+def test_no_server_at_the_target_is_unavailable(client, server):
+    server.stop()
+    with pytest.raises(rheostat.Unavailable):
+        client.run(lambda engine: engine.generate("x"))
+
+
+def test_reading_the_model_is_tried_again_while_no_server_answers(client, server, refusal):
+    unavailable = refusal(grpc.StatusCode.UNAVAILABLE, "warming up")
+    server.on("GetModel", unavailable, unavailable, engine_service_pb2.GetModelResponse(model="m"))
+    assert client.run(lambda engine: engine.model()).name == "m"
+    assert len(server.asked) == 3
+
+
+def test_a_generation_is_never_tried_again(client, server, refusal):
+    server.on("Generate", refusal(grpc.StatusCode.UNAVAILABLE, "draining"), [])
+    with pytest.raises(rheostat.Unavailable):
+        client.run(lambda engine: engine.generate("x"))
+    assert len(server.asked) == 1
+
+
+def test_every_error_class_is_public_and_has_its_own_code():
+    classes = [
+        thing
+        for thing in vars(rheostat).values()
+        if isinstance(thing, type) and issubclass(thing, rheostat.RheostatError)
+    ]
+    assert set(classes) == {rheostat.RheostatError, *CLASSES.values()}
+    assert len({error.code for error in classes}) == len(classes)

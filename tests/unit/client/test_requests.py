@@ -1,0 +1,71 @@
+"""Requests, over both clients: what is left to the server, and what is refused before sending."""
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+import rheostat
+from rheostat._proto.v1 import generation_service_pb2
+
+WHOLE = [
+    text_format.Parse(text, generation_service_pb2.GenerateResponse())
+    for text in ("started {}", "finished { reason: FINISH_REASON_LENGTH }", "receipt {}")
+]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hello", 'text: "hello"'),
+        ([1, 2], "token_ids { ids: 1 ids: 2 }"),
+        (np.array([1, 2]), "token_ids { ids: 1 ids: 2 }"),
+        (
+            [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}],
+            'chat { messages { role: "system" } messages { role: "user" content: "hi" } }',
+        ),
+    ],
+)
+def test_what_is_left_out_is_left_to_the_server(client, server, prompt, expected):
+    server.on("Generate", WHOLE)
+    client.run(lambda engine: engine.generate(prompt))
+    assert server.asked == [
+        text_format.Parse(
+            f"{expected} return_prompt_token_ids: true", generation_service_pb2.GenerateRequest()
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "path", "reason"),
+    [
+        ("", {}, "prompt", "REASON_MISSING_FIELD"),
+        ([], {}, "prompt", "REASON_MISSING_FIELD"),
+        ([-1], {}, "prompt", "REASON_INVALID_VALUE"),
+        ([1.5], {}, "prompt", "REASON_INVALID_VALUE"),
+        ([{"role": "user"}], {}, "chat.messages[0]", "REASON_INVALID_VALUE"),
+        ([{"role": "user", "content": 3}], {}, "chat.messages[0]", "REASON_INVALID_VALUE"),
+        ("x", {"request_id": "a b"}, "request_id", "REASON_INVALID_VALUE"),
+        ("x", {"max_tokens": -1}, "sampling.max_tokens", "REASON_INVALID_VALUE"),
+        ("x", {"max_tokens": 1.5}, "sampling.max_tokens", "REASON_INVALID_VALUE"),
+        ("x", {"temperature": "hot"}, "sampling.temperature", "REASON_INVALID_VALUE"),
+        ("x", {"temperature": float("nan")}, "sampling.temperature", "REASON_NON_FINITE"),
+        (
+            "x",
+            {"capture": [rheostat.Capture("resid_pre", 0)] * 17},
+            "captures",
+            "REASON_INVALID_VALUE",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_it_is_sent(
+    client, server, prompt, options, path, reason
+):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.generate(prompt, **options))
+    assert (raised.value.path, raised.value.reason) == (path, reason)
+    assert server.asked == []
+
+
+def test_an_unknown_option_is_a_type_error(client):
+    with pytest.raises(TypeError, match="tempreature"):
+        client.run(lambda engine: engine.generate("x", tempreature=0))

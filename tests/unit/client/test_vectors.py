@@ -1,0 +1,229 @@
+"""Vectors: numbers in, digests, arithmetic, and the interventions that come of them."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+import rheostat
+from rheostat._arrays import read_tensor, vector_data
+from rheostat._proto.v1 import steering_pb2, tensor_pb2
+from rheostat._vectors import steering_to_wire
+
+DIGEST = "ab" * 32
+
+
+def wire(text: str) -> steering_pb2.Steering:
+    return text_format.Parse(text, steering_pb2.Steering())
+
+
+def stored(**fields: object) -> rheostat.Vector:
+    return rheostat.Vector(
+        DIGEST, "joy", (1, 3), "float32", (rheostat.Point.RESID_POST,), range(2, 6), **fields
+    )
+
+
+class FakeTensor:
+    """What torch's tensors look like to the client; a bfloat16 one refuses numpy()."""
+
+    def __init__(self, array: np.ndarray, bfloat16: bool = False) -> None:
+        self.array, self.bfloat16 = array, bfloat16
+
+    def detach(self) -> "FakeTensor":
+        return self
+
+    cpu = detach
+
+    def float(self) -> "FakeTensor":
+        return FakeTensor(self.array)
+
+    def numpy(self) -> np.ndarray:
+        if self.bfloat16:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.array
+
+
+def test_the_digest_is_that_of_the_canonical_form():
+    array = np.array([[1.0, -2.0, 0.5], [0.0, -0.0, 3.0]], np.float32)
+    expected = hashlib.sha256(b"rheostat.v1 vector float32 2x3\n" + array.tobytes()).hexdigest()
+    assert rheostat.inline(array).digest == expected
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "element", "data"),
+    [
+        (np.array([1.0, -2.0], np.float32), None, "float32", b"\0\0\x80\x3f\0\0\0\xc0"),
+        (np.array([1.0, -2.0], ">f4"), None, "float32", b"\0\0\x80\x3f\0\0\0\xc0"),
+        (np.array([1.0, -2.0]), None, "float32", b"\0\0\x80\x3f\0\0\0\xc0"),
+        ([1, -2], None, "float32", b"\0\0\x80\x3f\0\0\0\xc0"),
+        (np.array([1.0, -2.0], np.float16), None, "float16", b"\0\x3c\0\xc0"),
+        (np.array([1.0, -2.0]), "float16", "float16", b"\0\x3c\0\xc0"),
+        (np.array([0x3F80, 0xC000], np.uint16), "bfloat16", "bfloat16", b"\x80\x3f\0\xc0"),
+        (np.array([1.0, -2.0]), "bfloat16", "bfloat16", b"\x80\x3f\0\xc0"),
+        (FakeTensor(np.array([1.0, -2.0], np.float32)), None, "float32", b"\0\0\x80\x3f\0\0\0\xc0"),
+        (FakeTensor(np.array([1.0, -2.0], np.float32), True), None, "bfloat16", b"\x80\x3f\0\xc0"),
+        (
+            FakeTensor(np.array([1.0, -2.0], np.float32), True),
+            "float32",
+            "float32",
+            b"\0\0\x80\x3f\0\0\0\xc0",
+        ),
+    ],
+)
+def test_numbers_travel_little_endian_in_their_own_type(array, dtype, element, data):
+    found = vector_data(array, dtype)
+    assert (found.element, found.shape, found.data) == (element, (1, 2), data)
+    assert found.values.tolist() == [[1.0, -2.0]]
+
+
+def test_every_bfloat16_widens_to_the_float32_with_the_same_bits():
+    bits = np.arange(2**16, dtype=np.uint16)
+    tensor = tensor_pb2.Tensor(
+        dtype=tensor_pb2.DTYPE_BFLOAT16,
+        shape=[1, 1, 2**16],
+        encoding=tensor_pb2.ENCODING_RAW,
+        inline=bits.astype("<u2").tobytes(),
+    )
+    widened = read_tensor(tensor)
+    assert np.array_equal(widened.view(np.uint32)[0, 0], bits.astype(np.uint32) << 16)
+
+
+def test_rounding_to_bfloat16_is_to_nearest_even():
+    halfway = np.array([0x3F808000, 0x3F818000, 0x3F808001], np.uint32).view(np.float32)
+    data = vector_data(halfway, "bfloat16").data
+    assert np.frombuffer(data, "<u2").tolist() == [0x3F80, 0x3F82, 0x3F81]
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.zeros((2, 2, 2)), "REASON_VECTOR_SHAPE"),
+        (np.float32(1), "REASON_VECTOR_SHAPE"),
+        (np.zeros((0, 4)), "REASON_VECTOR_SHAPE"),
+        (np.array([1.0, np.nan]), "REASON_NON_FINITE"),
+        (np.array([1.0, np.inf], np.float16), "REASON_NON_FINITE"),
+        (np.array([1e300]), "REASON_NON_FINITE"),
+        (np.array([1j]), "REASON_INVALID_VALUE"),
+    ],
+)
+def test_arrays_that_cannot_be_vectors_are_refused_before_they_are_sent(array, reason):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        rheostat.inline(array)
+    assert (raised.value.reason, raised.value.path) == (reason, "vector")
+
+
+def test_arithmetic_makes_scales_and_leaves_the_vector_alone():
+    joy = stored()
+    scales = [(joy * 4).scale, (4 * joy).scale, (joy / 2).scale, (-joy).scale]
+    scales += [(-(joy * 3) / 2).scale, (np.float32(2) * joy).scale, (joy * np.float32(2)).scale]
+    assert scales == [4.0, 4.0, 0.5, -1.0, -1.5, 2.0, 2.0]
+    assert joy == stored()
+
+
+def test_a_dose_acts_at_the_vectors_own_sites_on_every_token():
+    expected = wire(
+        """interventions {
+             sites { points: POINT_RESID_POST range { start: 2 stop: 6 } }
+             add { vector { digest: "%s" } scale: 4 }
+           }"""
+        % (r"\xab" * 32)
+    )
+    assert steering_to_wire([stored() * 4.0]) == expected
+
+
+def test_at_replaces_what_it_names_and_keeps_the_rest():
+    steer = (stored() * 2).at(points=["pre_attn", "resid_mid"]).at(layers=[7, 3], where="prompt")
+    expected = wire(
+        """interventions {
+             sites {
+               points: POINT_RESID_PRE points: POINT_RESID_MID list { layers: 3 layers: 7 }
+             }
+             where { include { phase: PHASE_PROMPT } }
+             add { vector { digest: "%s" } scale: 2 }
+           }"""
+        % (r"\xab" * 32)
+    )
+    assert steering_to_wire(steer) == expected
+
+
+def test_a_bare_vector_a_name_and_a_value_can_all_be_steered_with():
+    inline = rheostat.inline(np.array([1.0], np.float32), points="attn_out", layers="all")
+    name = rheostat.named("joy", points="mlp_out", layers=0)
+    expected = wire(
+        r"""interventions {
+             sites { points: POINT_RESID_POST range { start: 2 stop: 6 } }
+             add { vector { digest: "%s" } scale: 1 }
+           }
+           interventions {
+             sites { points: POINT_ATTN_OUT all {} }
+             add {
+               vector { inline {
+                 dtype: DTYPE_FLOAT32 shape: 1 shape: 1 encoding: ENCODING_RAW
+                 inline: "\000\000\200\077"
+               } }
+               scale: 1
+             }
+           }
+           interventions {
+             sites { points: POINT_MLP_OUT list { layers: 0 } }
+             add { vector { name: "joy" } scale: -0.5 }
+           }"""
+        % (r"\xab" * 32)
+    )
+    assert steering_to_wire([stored(), inline, -name / 2]) == expected
+
+
+@pytest.mark.parametrize(
+    ("steer", "path", "reason"),
+    [
+        (rheostat.named("joy") * 2, "steering.interventions[1].sites", "REASON_MISSING_FIELD"),
+        (
+            stored() * float("nan"),
+            "steering.interventions[1].add.scale",
+            "REASON_NON_FINITE",
+        ),
+        (
+            rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2)),
+            "steering.interventions[1].add.vector",
+            "REASON_VECTOR_SHAPE",
+        ),
+    ],
+)
+def test_doses_that_cannot_be_meant_name_the_field(steer, path, reason):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        steering_to_wire([stored(), steer])
+    assert (raised.value.path, raised.value.reason) == (path, reason)
+
+
+@pytest.mark.parametrize(
+    ("points", "layers", "path", "reason"),
+    [
+        ("resid_mind", 0, "sites.points", "REASON_UNKNOWN_ENUM"),
+        ([], 0, "sites.points", "REASON_MISSING_FIELD"),
+        (["resid_mid", "post_attn"], 0, "sites.points", "REASON_INVALID_VALUE"),
+        ("resid_pre", -1, "sites.layers", "REASON_UNKNOWN_LAYER"),
+        ("resid_pre", range(3, 3), "sites.layers", "REASON_INVALID_VALUE"),
+        ("resid_pre", [1, 1], "sites.layers", "REASON_INVALID_VALUE"),
+        ("resid_pre", "every", "sites.layers", "REASON_INVALID_VALUE"),
+        ("resid_pre", 1.5, "sites.layers", "REASON_INVALID_VALUE"),
+    ],
+)
+def test_unknown_points_and_layers_are_refused_before_they_are_sent(points, layers, path, reason):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        rheostat.Capture(points, layers)
+    assert (raised.value.path, raised.value.reason) == (path, reason)
+
+
+def test_a_handle_without_numbers_says_how_to_get_them():
+    with pytest.raises(rheostat.Refused) as raised:
+        _ = stored().values
+    assert str(raised.value) == "joy holds no numbers here; fetch it with engine.vectors.get"
+
+
+def test_handles_read_as_what_they_stand_for():
+    assert repr(stored()) == "Vector(joy, float32 [1, 3], resid_post, layers 2-5)"
+    assert repr(rheostat.named("a/b")) == "Vector(a/b)"
+    unnamed = rheostat.inline(np.ones((2, 3)), points=["resid_pre", "resid_mid"], layers=[0, 4])
+    expected = f"vector {unnamed.digest[:12]}, float32 [2, 3], resid_pre+resid_mid, layers 0, 4"
+    assert repr(unnamed) == f"Vector({expected})"
