@@ -34,6 +34,7 @@ class EventMerger:
     def __init__(self, ranks: int) -> None:
         """`ranks`: how many workers report."""
         self._ranks = ranks
+        self._names: dict[int, dict[int, str]] = {}
         self._installed: dict[str, list[str]] = {}
         self._released: dict[str, list[ReleasedHead]] = {}
 
@@ -41,12 +42,13 @@ class EventMerger:
         """The events that one frame completes."""
         decoded = decode_head(head)
         if isinstance(decoded, RowsHead):
-            return list(split_rows(decoded, payload))
+            return list(split_rows(decoded, payload, self._names[decoded.rank]))
         if isinstance(decoded, InstalledHead):
             return self._install(decoded)
         return self._release(decoded)
 
     def _install(self, head: InstalledHead) -> list[Event]:
+        self._names.setdefault(head.rank, {})[head.number] = head.request_id
         errors = self._installed.setdefault(head.request_id, [])
         errors.append(head.error)
         if len(errors) < self._ranks:
@@ -55,6 +57,7 @@ class EventMerger:
         return [Installed(head.request_id, next(filter(None, errors), ""))]
 
     def _release(self, head: ReleasedHead) -> list[Event]:
+        del self._names[head.rank][head.number]
         heads = self._released.setdefault(head.request_id, [])
         heads.append(head)
         if len(heads) < self._ranks:

@@ -4,9 +4,8 @@ Invariant: per request the order is Installed, Rows..., Released, and nothing fo
 frame is a msgpack head and a payload of raw rows; nothing in it is executed or unpickled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 import numpy as np
@@ -60,36 +59,43 @@ class Released:
 Event = Installed | Rows | Released
 
 
-class RowBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive positions of one request, at every site of its capture."""
-
-    request_id: str
-    sites: list[int]
-    start: int
-    count: int
-
-
 class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):
     """Head of an `Installed` frame."""
 
     rank: int
+    number: int
+    """What the worker calls the request in the frames of rows that follow, until `Released`."""
     request_id: str
     error: str
 
 
 class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
-    """Head of a frame of rows; the payload holds the blocks one after the other, site by site."""
+    """Head of a step's rows.
+
+    The payload holds blocks one after the other; a block is consecutive positions of one request,
+    site by site. The arrays have one entry per block and are little-endian int64.
+    """
 
     rank: int
     dtype: str
     width: int
-    blocks: list[RowBlock]
+    classes: list[list[int]]
+    """The different sets of sites in this step."""
+    number: bytes
+    """Whose rows."""
+    which: bytes
+    """Index into `classes`."""
+    start: bytes
+    """First position."""
+    count: bytes
+    """Positions."""
 
 
 class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     """Head of a `Released` frame."""
 
     rank: int
+    number: int
     request_id: str
     tokens_added: list[int]
     captured: dict[int, int]
@@ -116,15 +122,24 @@ def decode_head(data: bytes) -> Head:
     return _DECODER.decode(data)
 
 
-def split_rows(head: RowsHead, payload: Sequence[int] | memoryview | bytes) -> list[Rows]:
-    """The rows of a frame, one event per block and site. Arrays are views of the payload."""
-    dtype = np.dtype(_WIRE_DTYPES[head.dtype])
-    rows = np.frombuffer(cast(bytes, payload), dtype=dtype).reshape(-1, head.width)
+def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list[Rows]:
+    """The rows of a frame, one event per block and site. Arrays are views of the payload.
+
+    Args:
+        head: the frame's head.
+        payload: the rows.
+        names: request ids by the worker's numbers.
+    """
+    rows = np.frombuffer(payload, dtype=_WIRE_DTYPES[head.dtype]).reshape(-1, head.width)
+    blocks = [
+        np.frombuffer(data, "<i8").tolist()
+        for data in (head.number, head.which, head.start, head.count)
+    ]
     events = []
     at = 0
-    for block in head.blocks:
-        positions = np.arange(block.start, block.start + block.count, dtype=np.int32)
-        for site in block.sites:
-            events.append(Rows(block.request_id, site, positions, rows[at : at + block.count]))
-            at += block.count
+    for number, which, start, count in zip(*blocks, strict=True):
+        positions = np.arange(start, start + count, dtype=np.int32)
+        for site in head.classes[which]:
+            events.append(Rows(names[number], site, positions, rows[at : at + count]))
+            at += count
     return events

@@ -82,7 +82,7 @@ def assemble(
     program = Program(sites=sites, tokens=tokens, bank=bank.rows, ring=ring)
     installed = install(blocks, forms, program, width=width, entry=get_pp_group().is_first_rank)
     bind(program)
-    expected = {site.index for site in installed}
+    expected = frozenset(site.index for site in installed)
     _verify(program, expected, lambda: run_once(model, config, device))
     reports = get_tensor_model_parallel_rank() == 0
     runtime = SiteRuntime(
@@ -91,13 +91,14 @@ def assemble(
         expander=Expander(program, bank.row_of, tokens),
         outlet=Outlet(Delivery(settings.channel), device) if reports else None,
         rank=rank,
+        sites=expected,
     )
     refused = _refused(forms)
     _LOG.info("%d sites in %d blocks; not served: %s", sites, len(blocks), refused or "none")
     return Assembled(runtime, refused, layers, reports)
 
 
-def _verify(program: Program, expected: set[int], run_model: Callable[[], object]) -> None:
+def _verify(program: Program, expected: frozenset[int], run_model: Callable[[], object]) -> None:
     """Runs the model once more: every site that was put in must run exactly once, no other."""
     program.census = [0] * program.add_row.shape[0]
     run_model()

@@ -21,7 +21,7 @@ from rheostat_engine.core.outlet import Outlet
 from rheostat_engine.core.program import Program
 from rheostat_engine.core.segments import Int64, PositionTable
 from rheostat_engine.core.tallies import Tallies
-from rheostat_engine.events import InstalledHead, RowBlock, RowsHead
+from rheostat_engine.events import InstalledHead, RowsHead
 from rheostat_engine.plan import Plan, combine, segment
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +57,14 @@ class SiteRuntime:
     """Plans in force on this worker, and the step at hand."""
 
     def __init__(
-        self, *, program: Program, bank: Bank, expander: Expander, outlet: Outlet | None, rank: int
+        self,
+        *,
+        program: Program,
+        bank: Bank,
+        expander: Expander,
+        outlet: Outlet | None,
+        rank: int,
+        sites: frozenset[int],
     ) -> None:
         """Joins the parts.
 
@@ -67,6 +74,7 @@ class SiteRuntime:
             expander: writes the step's instructions.
             outlet: where rows and events go; None on a rank that doesn't report.
             rank: this worker's rank.
+            sites: the sites that lie in this rank's part of the model.
         """
         self.program = program
         self.bank = bank
@@ -77,16 +85,16 @@ class SiteRuntime:
         self._expander = expander
         self._outlet = outlet
         self._rank = rank
+        self._sites = sites
         self._ring = Ring(program.ring.shape[0])
         self._held: dict[str, _Held] = {}
-        self._names: dict[int, str] = {}
         self._numbers_free: list[int] = []
         self._numbers_made = 0
         self._slots = PositionTable()
         self._classes = PositionTable()
         self._class_numbers: dict[tuple[int, ...], int] = {}
         self._class_sites = np.full((1, program.add_row.shape[0]), -1, np.int32)
-        self._tallies = Tallies(program.add_row.shape[0])
+        self._tallies = Tallies()
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
         self._pending: _Captured | None = None
@@ -123,12 +131,14 @@ class SiteRuntime:
         except (KeyError, TypeError, ValueError):
             _LOG.exception("request %s brought something that is no plan", request_id)
             return
+        problem = ""
         try:
             self._install(request_id, plan)
         except BankError as error:
-            self._send(Frame(InstalledHead(self._rank, plan.request_id, str(error))))
-            return
-        self._send(Frame(InstalledHead(self._rank, plan.request_id, "")))
+            problem = str(error)
+            self._install(request_id, Plan(plan.request_id))
+        number = self._held[request_id].number
+        self._send(Frame(InstalledHead(self._rank, number, plan.request_id, problem)))
 
     def preempt(self, request_id: str) -> None:
         """Notes that a request lost its place and will be computed again."""
@@ -150,7 +160,6 @@ class SiteRuntime:
         for slot in held.slots:
             self.bank.release(slot)
         self._last_ids = ()
-        del self._names[number]
         self._send(Frame(self._tallies.released(number, held.plan, self._rank)))
         self._numbers_free.append(number)
 
@@ -208,12 +217,11 @@ class SiteRuntime:
             self._classes.put(
                 number,
                 [
-                    (start, self._class_of({s for i in active for s in plan.captures[i].sites}))
+                    (start, self._class_of(self._captured_by(plan, active)))
                     for start, active in segment(tuple(c.spans for c in plan.captures))
                 ],
             )
         self._tallies.start(number)
-        self._names[number] = plan.request_id
         self._held[request_id] = _Held(plan, number, tuple(slots))
         self._last_ids = ()
 
@@ -224,7 +232,10 @@ class SiteRuntime:
         self._tallies.make_room(self._numbers_made + 1)
         return self._numbers_made
 
-    def _class_of(self, sites: set[int]) -> int:
+    def _captured_by(self, plan: Plan, members: tuple[int, ...]) -> frozenset[int]:
+        return self._sites.intersection(s for i in members for s in plan.captures[i].sites)
+
+    def _class_of(self, sites: frozenset[int]) -> int:
         if not sites:
             return 0
         key = tuple(sorted(sites))
@@ -262,26 +273,23 @@ class SiteRuntime:
         offsets, rows, total = place(blocks, self._class_sites, self._ring.capacity)
         captured = offsets >= 0
         fits = captured.any(axis=1)
-        self._tallies.count_rows(blocks, captured, rows)
+        if not fits.all():
+            self._tallies.lose(blocks, ~fits, self._class_sites)
+            self.lost_rows += int(rows[~fits].sum())
         self.captured_rows += total
-        self.lost_rows += int(rows[~fits].sum())
         if not total:
             return None, captured.any(axis=0)
         region = self._ring.reserve(total)
+        classes, which = np.unique(blocks.sites_class[fits], return_inverse=True)
         head = RowsHead(
-            self._rank,
-            str(self.program.ring.dtype).removeprefix("torch."),
-            self.program.ring.shape[1],
-            [
-                RowBlock(self._names[number], self._sites_of_class(which), start, count)
-                for number, which, start, count in zip(
-                    blocks.request[fits].tolist(),
-                    blocks.sites_class[fits].tolist(),
-                    blocks.start[fits].tolist(),
-                    blocks.count[fits].tolist(),
-                    strict=True,
-                )
-            ],
+            rank=self._rank,
+            dtype=str(self.program.ring.dtype).removeprefix("torch."),
+            width=self.program.ring.shape[1],
+            classes=[self._sites_of_class(number) for number in classes.tolist()],
+            number=_int64(blocks.request[fits]),
+            which=_int64(which),
+            start=_int64(blocks.start[fits]),
+            count=_int64(blocks.count[fits]),
         )
         self._pending = _Captured(region, head)
         return np.where(captured, offsets + region.start, 0).astype(np.int32), captured.any(axis=0)
@@ -292,6 +300,10 @@ class SiteRuntime:
     def _send(self, frame: Frame) -> None:
         if self._outlet is not None:
             self._outlet.send(frame)
+
+
+def _int64(values: npt.NDArray[np.integer]) -> bytes:
+    return values.astype("<i8").tobytes()
 
 
 def _padded(

@@ -3,30 +3,29 @@
 Invariant: advancing a batch is a handful of numpy calls; nothing is counted per token.
 """
 
+from collections import Counter
+
 import numpy as np
+import numpy.typing as npt
 
 from rheostat_engine.core.capture import Blocks
 from rheostat_engine.core.segments import Int64
 from rheostat_engine.events import ReleasedHead
-from rheostat_engine.plan import OPEN_END, Plan, Spans
+from rheostat_engine.plan import OPEN_END, Plan, Spans, segment
 
 
 class Tallies:
     """Progress and counts of every request that holds a plan."""
 
-    def __init__(self, sites: int) -> None:
+    def __init__(self) -> None:
         """Room for number 0 alone, which belongs to requests without a plan."""
-        self._sites = sites
         self.computed_start: Int64 = np.zeros(1, np.int64)
         """First position that was computed."""
         self.computed_end: Int64 = np.zeros(1, np.int64)
         """One past the last position that was computed, the furthest ever."""
         self.preemptions: Int64 = np.zeros(1, np.int64)
         """Preemptions."""
-        self.lost_rows: Int64 = np.zeros(1, np.int64)
-        """Rows that didn't fit into the ring."""
-        self.captured: Int64 = np.zeros((1, sites), np.int64)
-        """[numbers, sites]: rows captured."""
+        self._lost: dict[int, Counter[int]] = {}
 
     def make_room(self, numbers: int) -> None:
         """Grows to hold `numbers` numbers."""
@@ -37,16 +36,13 @@ class Tallies:
         self.computed_start = np.pad(self.computed_start, (0, grow))
         self.computed_end = np.pad(self.computed_end, (0, grow))
         self.preemptions = np.pad(self.preemptions, (0, grow))
-        self.lost_rows = np.pad(self.lost_rows, (0, grow))
-        self.captured = np.pad(self.captured, ((0, grow), (0, 0)))
 
     def start(self, number: int) -> None:
         """A request takes the number."""
         self.computed_start[number] = OPEN_END
         self.computed_end[number] = 0
         self.preemptions[number] = 0
-        self.lost_rows[number] = 0
-        self.captured[number] = 0
+        self._lost.pop(number, None)
 
     def advance(self, numbers: Int64, start: Int64, end: Int64) -> None:
         """The requests compute positions [start, end) in this step."""
@@ -54,32 +50,48 @@ class Tallies:
         self.computed_end[numbers] = np.maximum(self.computed_end[numbers], end)
         self.computed_end[0] = 0
 
-    def count_rows(self, blocks: Blocks, captured: np.ndarray, rows: Int64) -> None:
-        """Books a step's blocks.
+    def lose(
+        self, blocks: Blocks, lost: npt.NDArray[np.bool_], class_sites: npt.NDArray[np.int32]
+    ) -> None:
+        """Books blocks that found no place.
 
         Args:
             blocks: the step's blocks.
-            captured: [b, sites]: where a block's rows were given a place.
-            rows: [b]: rows that each block wanted.
+            lost: [b]: which of them.
+            class_sites: [classes, sites]: at least 0 where a class has the site.
         """
-        np.add.at(self.captured, blocks.request, captured * blocks.count[:, None])
-        lost = np.where(captured.any(axis=1), 0, rows)
-        np.add.at(self.lost_rows, blocks.request, lost)
+        for block in np.flatnonzero(lost):
+            sites = np.flatnonzero(class_sites[blocks.sites_class[block]] >= 0)
+            counter = self._lost.setdefault(int(blocks.request[block]), Counter())
+            counter.update({int(site): int(blocks.count[block]) for site in sites})
 
     def released(self, number: int, plan: Plan, rank: int) -> ReleasedHead:
         """The last word on a request."""
         start = int(min(self.computed_start[number], self.computed_end[number]))
         end = int(self.computed_end[number])
-        captured = self.captured[number]
+        lost = self._lost.pop(number, Counter())
         return ReleasedHead(
             rank=rank,
+            number=number,
             request_id=plan.request_id,
             tokens_added=[_overlap(a.spans, start, end) for a in plan.additions],
-            captured={int(s): int(captured[s]) for s in np.flatnonzero(captured)},
-            lost_rows=int(self.lost_rows[number]),
+            captured=_captured(plan, start, end, lost),
+            lost_rows=lost.total(),
             preemptions=int(self.preemptions[number]),
             computed=(start, end),
         )
+
+
+def _captured(plan: Plan, start: int, end: int, lost: Counter[int]) -> dict[int, int]:
+    counts: Counter[int] = Counter()
+    pieces = segment(tuple(capture.spans for capture in plan.captures))
+    ends = [piece for piece, _ in pieces[1:]] + [OPEN_END]
+    for (begin, members), stop in zip(pieces, ends, strict=True):
+        rows = _overlap(((begin, stop),), start, end)
+        for site in {site for member in members for site in plan.captures[member].sites}:
+            counts[site] += rows
+    counts.subtract(lost)
+    return {site: count for site, count in sorted(counts.items()) if count > 0}
 
 
 def _overlap(spans: Spans, start: int, end: int) -> int:

@@ -1,0 +1,1 @@
+"""Benchmarks: commands that measure against stock vLLM and write JSON."""

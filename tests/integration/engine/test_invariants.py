@@ -1,0 +1,162 @@
+"""What must hold of steering and capture, eager and compiled, against stock vLLM on the same batch."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from rheostat_engine import Addition, Plan
+
+from .models import WIDTH
+from .offline import OfflineEngine, Outcome
+from .plans import EVERYWHERE, add, capture, prompts, steer, vector
+
+pytestmark = pytest.mark.integration
+
+SITES = range(9)
+BATCH = prompts(8, 5, 40)
+TOKENS = 6
+ZERO = b"\0" * 32
+
+
+class Pair(NamedTuple):
+    """What stock vLLM made of the batch, and our engine."""
+
+    stock: list[Outcome]
+    engine: OfflineEngine
+
+    def run(self, plans: list[Plan | None]) -> list[Outcome]:
+        """The same batch with plans."""
+        return self.engine.run(BATCH, plans, max_tokens=TOKENS)
+
+
+@pytest.fixture(scope="module", params=["eager", "compiled"])
+def pair(request: pytest.FixtureRequest, start: Callable[..., OfflineEngine]) -> Iterator[Pair]:
+    eager = request.param == "eager"
+    stock = start(sited=False, enforce_eager=eager).run(BATCH, max_tokens=TOKENS)
+    engine = start(enforce_eager=eager)
+    engine.load({vector(seed)[0]: vector(seed)[1] for seed in range(4)})
+    engine.load({ZERO: np.zeros((1, WIDTH), np.float32)})
+    yield Pair(stock, engine)
+    stats = engine.stats()
+    assert (stats["bank_rows_used"], stats["slots_used"], stats["requests"]) == (0, 0, 0)
+
+
+def same(one: Outcome, other: Outcome) -> bool:
+    """Equal in every bit."""
+    return one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
+def test_without_interventions_everything_equals_stock_vllm_bit_for_bit(pair: Pair) -> None:
+    assert all(map(same, pair.stock, pair.run([None] * 8)))
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        steer(*(add(0, site, scale=0.0) for site in SITES)),
+        steer(*(Addition(ZERO, ((site, 0),), 3.0, EVERYWHERE) for site in SITES)),
+        steer(add(0, 4, spans=())),
+        capture(*SITES),
+    ],
+    ids=["scale zero", "zero vector", "no position", "capture"],
+)
+def test_an_intervention_that_does_nothing_changes_no_bit(pair: Pair, nothing: Plan) -> None:
+    assert all(map(same, pair.stock, pair.run([nothing] * 8)))
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_batch_mates_of_steered_requests_equal_stock_vllm_bit_for_bit(
+    pair: Pair, site: int
+) -> None:
+    plans = [steer(add(0, site, scale=2.0)) if i % 2 else None for i in range(8)]
+    outcomes = pair.run(plans)
+    assert all(same(pair.stock[i], outcomes[i]) for i in range(0, 8, 2))
+    assert not any(same(pair.stock[i], outcomes[i]) for i in range(1, 8, 2))
+
+
+def test_what_a_request_gets_does_not_depend_on_its_mates(pair: Pair) -> None:
+    plan = Plan("", (add(0, 4, scale=2.0), add(1, 3)), capture(*SITES).captures)
+    others: list[Plan | None] = [steer(add(i % 3, i % 9, scale=float(i))) for i in range(8)]
+    others[2] = plan
+    together = pair.run(others)[2]
+    (alone,) = pair.engine.run([BATCH[2]], [plan], max_tokens=TOKENS)
+    assert together.token_ids == alone.token_ids
+    for site in SITES:
+        np.testing.assert_allclose(together.stream(site), alone.stream(site), rtol=1e-4, atol=1e-4)
+
+
+def test_the_order_of_additions_does_not_matter(pair: Pair) -> None:
+    additions = (add(0, 4), add(1, 4, scale=0.3), add(2, 4, scale=-2.0), add(0, 2))
+    forward = pair.run([steer(*additions)] * 8)
+    backward = pair.run([steer(*additions[::-1])] * 8)
+    assert all(map(same, forward, backward))
+
+
+def test_additions_for_the_prompt_and_for_all_tokens_sum(pair: Pair) -> None:
+    for_prompt = [steer(add(0, 4), add(0, 4, spans=((0, len(p)),))) for p in BATCH]
+    as_one = [
+        steer(
+            add(0, 4, spans=((0, len(p)),), scale=2.0),
+            add(0, 4, spans=((len(p), 2**31 - 1),)),
+        )
+        for p in BATCH
+    ]
+    assert all(map(same, pair.run(list(for_prompt)), pair.run(list(as_one))))
+
+
+def test_capturing_beside_steering_sees_the_stream_after_it(pair: Pair) -> None:
+    plain = pair.run([capture(4)] * 8)
+    both = pair.run([Plan("", (add(0, 4, scale=2.0),), capture(4).captures)] * 8)
+    for prompt, one, other in zip(BATCH, plain, both, strict=True):
+        length = len(prompt)
+        expected = one.stream(4)[:length] + 2.0 * vector(0)[1]
+        np.testing.assert_allclose(other.stream(4)[:length], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_position_is_captured_once_and_none_of_the_last_token(pair: Pair) -> None:
+    outcomes = pair.run([capture(0, 3, 8)] * 8)
+    for prompt, outcome in zip(BATCH, outcomes, strict=True):
+        positions = list(range(len(prompt) + TOKENS - 1))
+        assert {site: sorted(rows) for site, rows in outcome.rows.items()} == {
+            site: positions for site in (0, 3, 8)
+        }
+        assert outcome.duplicates == 0
+        assert outcome.released is not None
+        assert outcome.released.captured == {site: len(positions) for site in (0, 3, 8)}
+        assert outcome.released.lost_rows == 0
+
+
+def test_captures_that_differ_within_a_request_are_joined_by_position(pair: Pair) -> None:
+    plan = Plan(
+        "",
+        (),
+        capture(2, spans=((0, 3),)).captures + capture(2, 5, spans=((2, 4), (6, 2**31 - 1))).captures,
+    )
+    outcomes = pair.run([plan] * 8)
+    whole = pair.run([capture(2, 5)] * 8)
+    for prompt, outcome, every in zip(BATCH, outcomes, whole, strict=True):
+        end = len(prompt) + TOKENS - 1
+        assert sorted(outcome.rows[2]) == sorted({0, 1, 2, 3} | set(range(6, end)))
+        assert sorted(outcome.rows[5]) == sorted({2, 3} | set(range(6, end)))
+        for site, rows in outcome.rows.items():
+            for position, row in rows.items():
+                np.testing.assert_array_equal(row, every.rows[site][position])
+
+
+def test_a_missing_vector_fails_that_request_alone(pair: Pair) -> None:
+    unknown = steer(Addition(b"\1" * 32, ((4, 0),), 1.0, EVERYWHERE))
+    outcomes = pair.run([unknown if i == 3 else None for i in range(8)])
+    assert outcomes[3].installed is not None
+    assert outcomes[3].installed.error == f"vector {'01' * 32} is not in the worker"
+    assert all(same(pair.stock[i], outcomes[i]) for i in range(8) if i != 3)
+
+
+def test_the_receipt_counts_the_tokens_that_were_touched(pair: Pair) -> None:
+    plan = steer(add(0, 4, spans=((1, 3),)), add(1, 2), add(1, 2, spans=((10_000, 10_001),)))
+    for prompt, outcome in zip(BATCH, pair.run([plan] * 8), strict=True):
+        end = len(prompt) + TOKENS - 1
+        assert outcome.released is not None
+        assert outcome.released.tokens_added == (2, end, 0)
+        assert outcome.released.computed == (0, end)

@@ -1,0 +1,133 @@
+"""Selectors are exact, whatever the schedule: chunked prefill, preemption and a warm prefix cache."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rheostat_engine import OPEN_END, Plan
+
+from .models import build
+from .offline import OfflineEngine, Outcome
+from .plans import EVERYWHERE, add, as_hooks, capture, prompts, steer, vector
+from .reference import HfReference
+
+pytestmark = pytest.mark.integration
+
+SEEDS = {vector(seed)[0]: seed for seed in range(3)}
+Start = Callable[..., OfflineEngine]
+
+
+@pytest.fixture(scope="module")
+def reference(models_root: Path) -> HfReference:
+    return HfReference("llama", build("llama", models_root))
+
+
+def load(engine: OfflineEngine) -> OfflineEngine:
+    engine.load({vector(seed)[0]: vector(seed)[1] for seed in range(3)})
+    return engine
+
+
+def assert_as_reference(
+    reference: HfReference, prompt: list[int], plan: Plan, outcome: Outcome
+) -> None:
+    """Every generated token's distribution, and every captured row, as the hooks give it."""
+    tokens = prompt + outcome.token_ids[:-1]
+    expected = reference.run(tokens, as_hooks(plan, SEEDS, len(tokens)))
+    for step in range(len(outcome.token_ids)):
+        row = expected.logprobs[len(prompt) - 1 + step]
+        assert np.abs(outcome.logits(step) - row).max() < 1e-3, step
+    for site, rows in outcome.rows.items():
+        for position, row in rows.items():
+            np.testing.assert_allclose(
+                row, expected.streams[site][position], rtol=1e-3, atol=1e-3
+            )
+
+
+def phased(prompt: list[int]) -> list[Plan]:
+    """One plan for the prompt alone, one for what is generated, one for windows across the end."""
+    end = len(prompt)
+    everything = capture(0, 3, 4, 8).captures
+    return [
+        Plan("", (add(0, 4, ((0, end),), 2.0),), everything),
+        Plan("", (add(1, 3, ((end, OPEN_END),), 2.0),), everything),
+        Plan("", (add(0, 2, ((end - 2, end + 2),)), add(2, 6, ((0, 1), (3, 7)))), everything),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [4, 7, 16, 64])
+def test_phases_split_exactly_at_the_prompts_end_for_every_chunk_size(
+    start: Start, reference: HfReference, chunk: int
+) -> None:
+    engine = load(start(max_num_seqs=4, max_num_batched_tokens=chunk))
+    batch = [p for p in prompts(3, 17, 40, seed=3) for _ in range(1)]
+    plans = [phased(p)[i] for i, p in enumerate(batch)]
+    outcomes = engine.run(batch, plans, max_tokens=5)
+    for prompt, plan, outcome in zip(batch, plans, outcomes, strict=True):
+        assert_as_reference(reference, prompt, plan, outcome)
+        assert outcome.duplicates == 0
+
+
+def test_a_preempted_request_is_steered_as_if_it_had_run_through(
+    start: Start, reference: HfReference
+) -> None:
+    engine = load(start(max_num_seqs=6, num_gpu_blocks_override=9))
+    batch = prompts(6, 30, 40, seed=4)
+    plans = [phased(p)[i % 3] for i, p in enumerate(batch)]
+    outcomes = engine.run(batch, plans, max_tokens=70)
+    preemptions = [o.released.preemptions for o in outcomes if o.released is not None]
+    assert sum(preemptions) > 0
+    for prompt, plan, outcome in zip(batch, plans, outcomes, strict=True):
+        assert_as_reference(reference, prompt, plan, outcome)
+        positions = list(range(len(prompt) + 69))
+        assert {site: sorted(rows) for site, rows in outcome.rows.items()} == {
+            site: positions for site in (0, 3, 4, 8)
+        }
+        assert outcome.duplicates == 0
+
+
+def test_a_warm_prefix_cache_never_mixes_what_is_steered_differently(
+    start: Start, reference: HfReference
+) -> None:
+    engine = load(start())
+    (prompt,) = prompts(1, 100, 101, seed=5)
+    plain = steer()
+    everywhere = steer(add(0, 4, EVERYWHERE, 2.0))
+    same_but_ordered = steer(add(1, 2), add(0, 4, EVERYWHERE, 2.0))
+    reordered = steer(add(0, 4, EVERYWHERE, 2.0), add(1, 2))
+    generated = steer(add(0, 4, ((len(prompt), OPEN_END),), 2.0))
+    late = steer(add(0, 4, ((90, 95),), 2.0))
+    turns = [plain, everywhere, plain, everywhere, generated, plain, late, generated, plain]
+    turns += [same_but_ordered, reordered]
+    cached = []
+    for plan in turns:
+        (outcome,) = engine.run([prompt], [plan], max_tokens=8, skip_cache=False)
+        assert_as_reference(reference, prompt, plan, outcome)
+        cached.append(outcome.cached)
+    assert cached == [0, 0, 96, 96, 0, 96, 0, 96, 96, 0, 96]
+
+
+def test_steered_generated_tokens_are_not_reused_as_an_unsteered_prompt(
+    start: Start, reference: HfReference
+) -> None:
+    engine = load(start())
+    (prompt,) = prompts(1, 40, 41, seed=6)
+    generated = steer(add(0, 4, ((len(prompt), OPEN_END),), 2.0))
+    (first,) = engine.run([prompt], [generated], max_tokens=60, skip_cache=False)
+    longer = prompt + first.token_ids
+    for plan in (steer(), steer(add(0, 4, ((len(longer), OPEN_END),), 2.0))):
+        (outcome,) = engine.run([longer], [plan], max_tokens=4, skip_cache=False)
+        assert_as_reference(reference, longer, plan, outcome)
+
+
+def test_a_capture_of_cached_positions_recomputes_them(
+    start: Start, reference: HfReference
+) -> None:
+    engine = load(start())
+    (prompt,) = prompts(1, 100, 101, seed=7)
+    engine.run([prompt], [steer()], max_tokens=2, skip_cache=False)
+    plan = capture(0, 5, 8)
+    (outcome,) = engine.run([prompt], [plan], max_tokens=2, skip_cache=False)
+    assert sorted(outcome.rows[5]) == list(range(101))
+    assert_as_reference(reference, prompt, plan, outcome)
