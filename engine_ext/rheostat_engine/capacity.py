@@ -7,11 +7,12 @@ slots are counted by content, exactly as the worker shares them.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rheostat_engine.plan import Plan, RowKey
 
 Combination = tuple[tuple[int, RowKey], ...]
+_Key = TypeVar("_Key")
 
 
 class Shortage(NamedTuple):
@@ -87,10 +88,13 @@ class CapacityLedger:
             ),
             ("capture rows", capture, capture, self._capture_rows),
         )
-        for resource, alone, needed, used in demands:
-            limit = self._limits[resource]
-            if used + needed > limit:
-                return Shortage(resource, needed, limit - used, alone <= limit)
+        shortages = [
+            Shortage(resource, needed, self._limits[resource] - used, alone <= self._limits[resource])
+            for resource, alone, needed, used in demands
+            if used + needed > self._limits[resource]
+        ]
+        if shortages:
+            return min(shortages, key=lambda shortage: shortage.ever)
         self._rows.update(rows)
         self._combinations.update(combinations)
         self._capture_rows += capture
@@ -102,11 +106,8 @@ class CapacityLedger:
         holding = self._held.pop(request_id, None)
         if holding is None:
             return
-        for counter, keys in ((self._rows, holding.rows), (self._combinations, holding.combinations)):
-            for key in keys:
-                counter[key] -= 1  # type: ignore[index]  # each counter meets its own keys only
-                if not counter[key]:  # type: ignore[index]  # as above
-                    del counter[key]  # type: ignore[arg-type]  # as above
+        _give_back(self._rows, holding.rows)
+        _give_back(self._combinations, holding.combinations)
         self._capture_rows -= holding.capture_rows
 
 
@@ -121,3 +122,10 @@ def step_capture_rows(plan: Plan, *, prompt_len: int, max_step_tokens: int) -> i
         selected = sum(end - start for start, end in capture.spans)
         total += len(capture.sites) * min(selected, max_step_tokens)
     return total
+
+
+def _give_back(counter: Counter[_Key], keys: frozenset[_Key]) -> None:
+    for key in keys:
+        counter[key] -= 1
+        if not counter[key]:
+            del counter[key]

@@ -100,9 +100,7 @@ class WorkerChannel:
         self._stop.bind(self._stop_address)
         self._thread: threading.Thread | None = None
 
-    def start(
-        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]
-    ) -> None:
+    def start(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
         """Calls `deliver` on `loop` for every event from now on."""
         self._thread = threading.Thread(
             target=self._receive, args=(loop, deliver), name="rheostat-channel", daemon=True
@@ -123,9 +121,7 @@ class WorkerChannel:
             if os.path.exists(path):
                 os.unlink(path)
 
-    def _receive(
-        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]
-    ) -> None:
+    def _receive(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
         stop = self._context.socket(zmq.PAIR)
         stop.connect(self._stop_address)
         poller = zmq.Poller()

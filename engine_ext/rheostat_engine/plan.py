@@ -6,10 +6,13 @@ The plan rides into the worker with the request itself (`SamplingParams.extra_ar
 """
 
 import hashlib
+import math
 import struct
-from collections.abc import Mapping
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import cast
+from operator import itemgetter
+
+import msgspec
 
 OPEN_END = 2**31 - 1
 """End of a span that has none."""
@@ -110,22 +113,32 @@ class Plan:
         }
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, object]) -> "Plan":
+    def from_wire(cls, wire: object) -> "Plan":
         """The plan that `to_wire` wrote.
 
         Raises:
-            KeyError, TypeError, ValueError: `wire` is no plan.
+            ValueError: `wire` is no plan; says where.
         """
-        additions = cast(list[tuple[bytes, list[list[int]], float, list[list[int]]]], wire["add"])
-        captures = cast(list[tuple[list[int], list[list[int]]]], wire["capture"])
-        return cls(
-            request_id=cast(str, wire["id"]),
-            additions=tuple(
-                Addition(bytes(digest), _pairs(rows), float(scale), _pairs(spans))
-                for digest, rows, scale, spans in additions
-            ),
-            captures=tuple(Capture(tuple(sites), _pairs(spans)) for sites, spans in captures),
+        try:
+            plain = msgspec.convert(wire, _Wire, builtin_types=(bytes,))
+        except msgspec.ValidationError as error:
+            raise ValueError(f"this is no plan: {error}") from error
+        plan = cls(
+            request_id=plain.id,
+            additions=tuple(Addition(*one) for one in plain.add),
+            captures=tuple(Capture(*one) for one in plain.capture),
         )
+        if not all(math.isfinite(a.scale) for a in plan.additions):
+            raise ValueError("this is no plan: a scale is not finite")
+        if not all(_in_order(one.spans) for one in (*plan.additions, *plan.captures)):
+            raise ValueError("this is no plan: spans are not ascending and apart")
+        return plan
+
+
+class _Wire(msgspec.Struct):
+    id: str
+    add: list[tuple[bytes, tuple[tuple[int, int], ...], float, Spans]]
+    capture: list[tuple[tuple[int, ...], Spans]]
 
 
 def segment(spans: tuple[Spans, ...]) -> list[tuple[int, tuple[int, ...]]]:
@@ -137,7 +150,7 @@ def segment(spans: tuple[Spans, ...]) -> list[tuple[int, tuple[int, ...]]]:
     cuts = sorted({0, *(edge for one in spans for span in one for edge in span)} - {OPEN_END})
     pieces: list[tuple[int, tuple[int, ...]]] = []
     for start in cuts:
-        members = tuple(i for i, one in enumerate(spans) if any(a <= start < b for a, b in one))
+        members = tuple(i for i, one in enumerate(spans) if _holds(one, start))
         if not pieces or pieces[-1][1] != members:
             pieces.append((start, members))
     return pieces
@@ -161,5 +174,15 @@ def _encode_addition(addition: Addition) -> bytes:
     return addition.digest + head + rows + spans
 
 
-def _pairs(values: list[list[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((int(a), int(b)) for a, b in values)
+def _holds(spans: Spans, position: int) -> bool:
+    after = bisect_right(spans, position, key=itemgetter(0))
+    return after > 0 and position < spans[after - 1][1]
+
+
+def _in_order(spans: Spans) -> bool:
+    last = -1
+    for start, end in spans:
+        if not last < start < end <= OPEN_END:
+            return False
+        last = end
+    return True

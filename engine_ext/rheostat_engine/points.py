@@ -32,7 +32,7 @@ class Site(NamedTuple):
     layer: int
 
     @property
-    def index(self) -> int:
+    def index(self) -> int:  # type: ignore[override]  # a site is no sequence to search
         """The site's number, equal for both names of one tensor."""
         return 2 * self.layer + _OFFSET[self.point]
 

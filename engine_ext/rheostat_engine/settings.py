@@ -1,7 +1,7 @@
 """What the server tells the workers, and how it travels.
 
-Invariant: the settings ride in vLLM's `additional_config`, which enters vLLM's compile hash; a graph
-that was compiled without our sites is therefore never loaded in place of one with them.
+Invariant: the settings ride in vLLM's `additional_config`, which enters vLLM's compile hash; a
+graph that was compiled without our sites is therefore never loaded in place of one with them.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 _MIB = 1 << 20
-_KEY = "rheostat"
 _SITE_PROGRAM = 1
 """Rises whenever what we put into the compiled graph changes."""
 
@@ -27,40 +26,29 @@ class EngineSettings:
     slots: int = 4096
     """How many distinct configurations of rows may be in use at once."""
 
-    def to_config(self) -> dict[str, object]:
-        """As it lies in `additional_config`."""
-        return {
-            "channel": self.channel,
-            "bank_bytes": self.bank_bytes,
-            "capture_bytes": self.capture_bytes,
-            "slots": self.slots,
-        }
+    def compute_hash(self) -> str:
+        """What vLLM's compile cache must tell apart; the channel is not part of it."""
+        return (
+            f"rheostat sites {_SITE_PROGRAM}, bank {self.bank_bytes}, "
+            f"capture {self.capture_bytes}, slots {self.slots}"
+        )
 
     @classmethod
     def from_config(cls, additional_config: object) -> "EngineSettings":
-        """The settings in a worker's `additional_config`.
+        """The settings that a worker finds as its `additional_config`.
 
         Raises:
-            ValueError: they are not there.
+            ValueError: it is something else.
         """
-        if isinstance(additional_config, Mapping):
-            values = additional_config.get(_KEY)
-            if isinstance(values, Mapping):
-                return cls(
-                    channel=str(values["channel"]),
-                    bank_bytes=int(values["bank_bytes"]),
-                    capture_bytes=int(values["capture_bytes"]),
-                    slots=int(values["slots"]),
-                )
+        if isinstance(additional_config, cls):
+            return additional_config
         raise ValueError(
             "additional_config holds no rheostat settings; build the engine's arguments with "
             "rheostat_engine.engine_kwargs"
         )
 
 
-def engine_kwargs(
-    settings: EngineSettings, *, device: Literal["cpu", "cuda"]
-) -> dict[str, object]:
+def engine_kwargs(settings: EngineSettings, *, device: Literal["cpu", "cuda"]) -> dict[str, object]:
     """The arguments that put the extension into a vLLM engine.
 
     Pass them to `vllm.AsyncEngineArgs` beside your own.
@@ -68,5 +56,5 @@ def engine_kwargs(
     worker = {"cpu": "CpuSiteWorker", "cuda": "GpuSiteWorker"}[device]
     return {
         "worker_cls": f"rheostat_engine.adapters.worker_{device}.{worker}",
-        "additional_config": {_KEY: settings.to_config(), "rheostat_sites": _SITE_PROGRAM},
+        "additional_config": settings,
     }

@@ -40,7 +40,9 @@ def same(one: Outcome, other: Outcome) -> bool:
     return one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
-def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]) -> dict[str, Any]:
+def check_model(
+    model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]
+) -> dict[str, Any]:
     """All checks on one model."""
     batch = prompts(24, 40, vocabulary)
     sampling = {"max_tokens": 24, "logprobs": 3}
@@ -93,7 +95,12 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
     counted = True
     for one, other in zip(compiled[:2], reference[:2], strict=True):
         upto = 40 + next(
-            (i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if a != b), 23
+            (
+                i
+                for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True))
+                if a != b
+            ),
+            23,
         )
         for site in range(2 * layers + 1):
             counted &= sorted(one.rows[site]) == list(range(63)) and one.duplicates == 0

@@ -6,6 +6,7 @@ Invariant: either every block of this rank has its sites, or startup fails sayin
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ def assemble(
     width = config.model_config.get_hidden_size()
     layers = layer_count(config)
     sites = site_count(layers)
-    dtype = config.model_config.dtype
+    dtype = cast(torch.dtype, config.model_config.dtype)
     blocks = find_blocks(model, config)
     with contextual(config):
         forms = probe(blocks, width, lambda: run_once(model, config, device))
@@ -84,6 +85,10 @@ def assemble(
     bind(program)
     expected = frozenset(site.index for site in installed)
     _verify(program, expected, lambda: run_once(model, config, device))
+    if device.type == "cuda":
+        from rheostat_engine.sites.kernels import warm_up
+
+        warm_up(program, bank.row_of)
     reports = get_tensor_model_parallel_rank() == 0
     runtime = SiteRuntime(
         program=program,

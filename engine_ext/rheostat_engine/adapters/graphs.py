@@ -2,8 +2,8 @@
 
 While vLLM captures, every site's kernel is launched and its node noted. From each captured graph a
 second one is made without those nodes: it is replayed when no site is active and launches exactly
-what an uninstrumented model would. Otherwise the first is replayed, with the nodes of the sites that
-are not active disabled.
+what an uninstrumented model would. Otherwise the first is replayed, with the nodes of the sites
+that are not active disabled.
 
 Invariant: what a replay does at a site follows `ActiveSites` at that moment.
 """
@@ -34,7 +34,7 @@ class SiteGraph(_CudaGraph):
 
     def __init__(self, keep_graph: bool = False) -> None:
         """Empty, to be captured into."""
-        super().__init__(True)
+        super().__init__(True)  # type: ignore[call-arg]  # torch's stub has __new__ alone
         if _Active.sites is None:
             raise RuntimeError("a SiteGraph is made by site_graphs alone")
         self._active = _Active.sites

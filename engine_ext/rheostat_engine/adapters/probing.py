@@ -1,10 +1,14 @@
 """One uncompiled forward pass of a freshly loaded model, without KV, for the probe to watch."""
 
+from contextlib import AbstractContextManager
+from typing import cast
+
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.interfaces import SupportsPP
 
 _TOKENS = 8
 
@@ -19,8 +23,9 @@ def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None
     first = get_pp_group().is_first_rank
     between = None
     if not first:
-        make = model.make_empty_intermediate_tensors
-        between = make(batch_size=_TOKENS, dtype=model_config.dtype, device=device)
+        make = cast(SupportsPP, model).make_empty_intermediate_tensors
+        dtype = cast(torch.dtype, model_config.dtype)
+        between = make(batch_size=_TOKENS, dtype=dtype, device=device)
         generator = torch.Generator().manual_seed(0)
         for name, tensor in between.tensors.items():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -37,6 +42,6 @@ def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None
         )
 
 
-def contextual(config: VllmConfig):  # type: ignore[no-untyped-def]  # a context manager of vLLM's
+def contextual(config: VllmConfig) -> AbstractContextManager[None]:
     """The context in which single blocks of the model may run."""
     return set_forward_context(None, config, num_tokens=_TOKENS, skip_compiled=True)

@@ -17,4 +17,5 @@ class GpuSiteWorker(SiteRpc, Worker):
                 "rheostat needs vLLM's V2 model runner on GPUs; this model or configuration "
                 "falls back to V1 (see vLLM's log), or VLLM_USE_V2_MODEL_RUNNER=0 is set"
             )
+        assert self.device is not None
         return GpuSiteRunner(self.vllm_config, self.device)

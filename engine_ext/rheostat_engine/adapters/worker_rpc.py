@@ -4,6 +4,7 @@ Invariant: each of these runs between two steps and returns plain data.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +14,11 @@ from rheostat_engine.adapters.assembly import Assembled
 class SiteRpc:
     """Methods that a worker with sites offers."""
 
-    model_runner: object
+    model_runner: Any  # vLLM's workers declare different types; ours have `sites`
 
     @property
     def _assembled(self) -> Assembled:
-        assembled: Assembled = self.model_runner.sites  # type: ignore[attr-defined]  # our runners have it
+        assembled: Assembled = self.model_runner.sites
         return assembled
 
     def rheostat_describe(self) -> dict[str, object]:
@@ -25,7 +26,7 @@ class SiteRpc:
         assembled = self._assembled
         program = assembled.runtime.program
         runner = self.model_runner
-        config = runner.vllm_config  # type: ignore[attr-defined]  # every runner of vLLM has it
+        config = runner.vllm_config
         return {
             "architecture": config.model_config.architecture,
             "num_layers": assembled.num_layers,
@@ -39,9 +40,7 @@ class SiteRpc:
             "reports": assembled.reports,
         }
 
-    def rheostat_load_vectors(
-        self, vectors: Mapping[str, tuple[Sequence[int], bytes]]
-    ) -> None:
+    def rheostat_load_vectors(self, vectors: Mapping[str, tuple[Sequence[int], bytes]]) -> None:
         """Keeps float32 vectors: hex digest -> (shape [rows, W], little-endian bytes)."""
         self._assembled.runtime.load_vectors(
             {
@@ -65,5 +64,3 @@ class SiteRpc:
             "lost_rows": runtime.lost_rows,
             "steps": dict(runtime.steps),
         }
-
-

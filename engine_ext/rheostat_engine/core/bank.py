@@ -1,8 +1,8 @@
 """The bank: rows that steering adds, shared by content, counted by users, recycled.
 
 Invariant: row 0 and slot 0 are nothing, for ever. A row is the float32 sum of what one combination
-of vectors adds at a site, rounded once to the model's dtype; a sum of zeros is row 0. A slot is what
-one combination does at all sites. Equal content has one row and one slot, however many use it.
+of vectors adds at a site, rounded once to the model's dtype; a sum of zeros is row 0. A slot is
+what one combination does at all sites. Equal content has one row and one slot, however many use it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -114,7 +114,7 @@ class Bank:
     def sites_of(self, slots: Int32) -> npt.NDArray[np.bool_]:
         """[sites]: where at least one of the slots adds something."""
         used = np.flatnonzero(np.bincount(slots, minlength=1))
-        touched: npt.NDArray[np.bool_] = self.slot_sites[used].any(axis=0)
+        touched: npt.NDArray[np.bool_] = np.logical_or.reduce(self.slot_sites[used], axis=0)
         return touched
 
     def _acquire_one(self, combination: Combination, vectors: Vectors) -> int:

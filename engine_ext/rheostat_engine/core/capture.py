@@ -35,7 +35,9 @@ class Ring:
         """All of it is free."""
         self._end = rows
         self._next = 1
-        self._leaving: deque[tuple[Region, Fence]] = deque()
+        # Regions under way, ascending: from `_next` on, and before it.
+        self._ahead: deque[tuple[Region, Fence]] = deque()
+        self._behind: deque[tuple[Region, Fence]] = deque()
 
     @property
     def capacity(self) -> int:
@@ -46,21 +48,20 @@ class Ring:
         """A region that nobody reads any more. Waits for copies off the device if it must."""
         if not 0 < rows <= self.capacity:
             raise ValueError(f"{rows} rows do not fit into a ring of {self.capacity}")
-        start = self._next if self._next + rows <= self._end else 1
-        region = Region(start, start + rows)
-        while self._leaving and any(_overlap(region, other) for other, _ in self._leaving):
-            _, fence = self._leaving.popleft()
+        if self._next + rows > self._end:
+            self._next = 1
+            self._ahead = self._behind + self._ahead
+            self._behind = deque()
+        region = Region(self._next, self._next + rows)
+        while self._ahead and self._ahead[0][0].start < region.end:
+            _, fence = self._ahead.popleft()
             fence.synchronize()
         self._next = region.end
         return region
 
     def leaves(self, region: Region, fence: Fence) -> None:
-        """The region's rows have left once `fence` has happened."""
-        self._leaving.append((region, fence))
-
-
-def _overlap(one: Region, other: Region) -> bool:
-    return one.start < other.end and other.start < one.end
+        """The rows of the region reserved last have left once `fence` has happened."""
+        self._behind.append((region, fence))
 
 
 class Blocks(NamedTuple):
@@ -76,7 +77,7 @@ class Blocks(NamedTuple):
     """[b]: capture class of each block."""
     start: Int64
     """[b]: position of the block's first token."""
-    count: Int64
+    count: Int64  # type: ignore[assignment]  # blocks are no sequence to count in
     """[b]: tokens in the block."""
 
 

@@ -63,4 +63,4 @@ class Delivery:
 def _raw(rows: torch.Tensor | None) -> memoryview:
     if rows is None:
         return memoryview(b"")
-    return memoryview(rows.view(torch.uint8).numpy()).cast("B")
+    return rows.view(torch.uint8).numpy().data.cast("B")

@@ -28,9 +28,7 @@ class SiteBuffers(NamedTuple):
 class Program:
     """The per-token, per-site instructions of the step at hand."""
 
-    def __init__(
-        self, *, sites: int, tokens: int, bank: torch.Tensor, ring: torch.Tensor
-    ) -> None:
+    def __init__(self, *, sites: int, tokens: int, bank: torch.Tensor, ring: torch.Tensor) -> None:
         """Allocates the instructions beside an existing bank and ring.
 
         Args:

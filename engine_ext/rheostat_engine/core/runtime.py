@@ -94,7 +94,7 @@ class SiteRuntime:
         self._classes = PositionTable()
         self._class_numbers: dict[tuple[int, ...], int] = {}
         self._class_sites = np.full((1, program.add_row.shape[0]), -1, np.int32)
-        self._tallies = Tallies()
+        self._tallies = Tallies(sites)
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
         self._pending: _Captured | None = None
@@ -124,21 +124,18 @@ class SiteRuntime:
         """
         if request_id in self._held:
             return
-        try:
-            if not isinstance(wire, Mapping):
-                raise TypeError(f"a plan is a mapping, not {type(wire).__name__}")
-            plan = Plan.from_wire(wire)
-        except (KeyError, TypeError, ValueError):
-            _LOG.exception("request %s brought something that is no plan", request_id)
+        name = wire.get("id") if isinstance(wire, Mapping) else None
+        if not isinstance(name, str):
+            _LOG.error("request %s brought a plan without a name; nobody can be told", request_id)
             return
         problem = ""
         try:
-            self._install(request_id, plan)
-        except BankError as error:
+            self._install(request_id, Plan.from_wire(wire))
+        except (BankError, ValueError) as error:
             problem = str(error)
-            self._install(request_id, Plan(plan.request_id))
+            self._install(request_id, Plan(name))
         number = self._held[request_id].number
-        self._send(Frame(InstalledHead(self._rank, number, plan.request_id, problem)))
+        self._send(Frame(InstalledHead(self._rank, number, name, problem)))
 
     def preempt(self, request_id: str) -> None:
         """Notes that a request lost its place and will be computed again."""
@@ -272,13 +269,14 @@ class SiteRuntime:
     ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.bool_]]:
         offsets, rows, total = place(blocks, self._class_sites, self._ring.capacity)
         captured = offsets >= 0
-        fits = captured.any(axis=1)
+        fits: npt.NDArray[np.bool_] = np.logical_or.reduce(captured, axis=1)
+        sites: npt.NDArray[np.bool_] = np.logical_or.reduce(captured, axis=0)
         if not fits.all():
             self._tallies.lose(blocks, ~fits, self._class_sites)
             self.lost_rows += int(rows[~fits].sum())
         self.captured_rows += total
         if not total:
-            return None, captured.any(axis=0)
+            return None, sites
         region = self._ring.reserve(total)
         classes, which = np.unique(blocks.sites_class[fits], return_inverse=True)
         head = RowsHead(
@@ -292,7 +290,7 @@ class SiteRuntime:
             count=_int64(blocks.count[fits]),
         )
         self._pending = _Captured(region, head)
-        return np.where(captured, offsets + region.start, 0).astype(np.int32), captured.any(axis=0)
+        return np.where(captured, offsets + region.start, 0).astype(np.int32), sites
 
     def _sites_of_class(self, number: int) -> list[int]:
         return [int(site) for site in np.flatnonzero(self._class_sites[number] >= 0)]
@@ -319,5 +317,3 @@ def _padded(
     if missing > 0:
         slots, block, order = (np.pad(one, (0, missing)) for one in (slots, block, order))
     return Compact(slots, block, order, base)
-
-

@@ -1,4 +1,4 @@
-"""Piecewise-constant functions of the position, for many requests, looked up for a whole batch at once.
+"""Piecewise-constant functions of the position, for many requests, looked up batch by batch.
 
 Invariant: a lookup costs one binary search per token in numpy, whatever the number of requests; a
 request that has no function yields 0.

@@ -17,8 +17,13 @@ from rheostat_engine.plan import OPEN_END, Plan, Spans, segment
 class Tallies:
     """Progress and counts of every request that holds a plan."""
 
-    def __init__(self) -> None:
-        """Room for number 0 alone, which belongs to requests without a plan."""
+    def __init__(self, sites: frozenset[int]) -> None:
+        """Room for number 0 alone, which belongs to requests without a plan.
+
+        Args:
+            sites: the sites whose rows this worker sends.
+        """
+        self._sites = sites
         self.computed_start: Int64 = np.zeros(1, np.int64)
         """First position that was computed."""
         self.computed_end: Int64 = np.zeros(1, np.int64)
@@ -75,20 +80,22 @@ class Tallies:
             number=number,
             request_id=plan.request_id,
             tokens_added=[_overlap(a.spans, start, end) for a in plan.additions],
-            captured=_captured(plan, start, end, lost),
+            captured=_captured(plan, self._sites, start, end, lost),
             lost_rows=lost.total(),
             preemptions=int(self.preemptions[number]),
             computed=(start, end),
         )
 
 
-def _captured(plan: Plan, start: int, end: int, lost: Counter[int]) -> dict[int, int]:
+def _captured(
+    plan: Plan, sites: frozenset[int], start: int, end: int, lost: Counter[int]
+) -> dict[int, int]:
     counts: Counter[int] = Counter()
     pieces = segment(tuple(capture.spans for capture in plan.captures))
     ends = [piece for piece, _ in pieces[1:]] + [OPEN_END]
     for (begin, members), stop in zip(pieces, ends, strict=True):
         rows = _overlap(((begin, stop),), start, end)
-        for site in {site for member in members for site in plan.captures[member].sites}:
+        for site in sites.intersection(s for m in members for s in plan.captures[m].sites):
             counts[site] += rows
     counts.subtract(lost)
     return {site: count for site, count in sorted(counts.items()) if count > 0}

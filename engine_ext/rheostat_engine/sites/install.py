@@ -24,7 +24,12 @@ _FIELDS = SiteBuffers._fields
 
 
 def install(
-    blocks: Sequence[Block], forms: Sequence[BlockForm], program: Program, *, width: int, entry: bool
+    blocks: Sequence[Block],
+    forms: Sequence[BlockForm],
+    program: Program,
+    *,
+    width: int,
+    entry: bool,
 ) -> list[Site]:
     """Changes the classes of blocks and mid modules in place.
 
@@ -47,9 +52,7 @@ def install(
         key = (mixin, base, own and own.__func__)
         if key not in subclasses:
             # A forward that was set on the instance alone moves into the class: it would hide ours.
-            inner = (
-                base if own is None else type(base.__name__, (base,), {"forward": own.__func__})
-            )
+            inner = base if own is None else type(base.__name__, (base,), {"forward": own.__func__})
             subclasses[key] = type(f"Sited{base.__name__}", (mixin, inner), {})
         module.__class__ = subclasses[key]
 
@@ -82,6 +85,18 @@ class _Sited(nn.Module):
 
     _rheostat_width: int
     _rheostat_has_mid: bool
+    rheostat_exit_add_row: torch.Tensor
+    rheostat_exit_cap_row: torch.Tensor
+    rheostat_exit_bank: torch.Tensor
+    rheostat_exit_ring: torch.Tensor
+    rheostat_entry_add_row: torch.Tensor
+    rheostat_entry_cap_row: torch.Tensor
+    rheostat_entry_bank: torch.Tensor
+    rheostat_entry_ring: torch.Tensor
+    rheostat_mid_add_row: torch.Tensor
+    rheostat_mid_cap_row: torch.Tensor
+    rheostat_mid_bank: torch.Tensor
+    rheostat_mid_ring: torch.Tensor
 
     def _rheostat_at_exit(self, h: torch.Tensor, carried: list[torch.Tensor]) -> None:
         site(

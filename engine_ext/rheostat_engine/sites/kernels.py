@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rheostat_engine.core.program import Program
+
 _BLOCK = 1024
 _TOKENS = 128
 
@@ -52,7 +54,7 @@ def _site_kernel(
             tl.store(ring_ptr + target * WIDTH + column, stream, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _expand_kernel(
     slot_ptr,  # [T] int32
     block_ptr,  # [T] int32, 0: not captured
@@ -142,3 +144,19 @@ def launch_expand(
         CAPTURES=base is not None,
         BLOCK=_TOKENS,
     )
+
+
+def warm_up(program: Program, row_of: torch.Tensor) -> None:
+    """Compiles every variant of both kernels, so that no request waits for one.
+
+    Args:
+        program: whose buffers the kernels will be given; nothing in them says anything yet.
+        row_of: [sites, slots], the bank's.
+    """
+    add_row, cap_row = program.add_row, program.cap_row
+    rows = torch.zeros_like(program.bank[:1])
+    for carried in ([], [rows], [rows.float()]):
+        launch_site(rows, carried, add_row[0], cap_row[0], program.bank, program.ring)
+    token = torch.zeros(1, dtype=torch.int32, device=rows.device)
+    for base in (None, torch.zeros_like(row_of[:, :1]).T.contiguous()):
+        launch_expand(token, token, token, row_of, base, add_row, cap_row)

@@ -15,8 +15,18 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rheostat_engine.sites.calls import Around, Args, Call, Forward, Kwargs, Trace, Value, copied
-from rheostat_engine.sites.calls import patched, streams
+from rheostat_engine.sites.calls import (
+    Args,
+    Around,
+    Call,
+    Forward,
+    Kwargs,
+    Trace,
+    Value,
+    copied,
+    patched,
+    streams,
+)
 from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
 
 _TOLERANCE = 0.05
@@ -45,7 +55,9 @@ def probe(blocks: list[Block], width: int, run_model: Callable[[], object]) -> l
             raise SiteError(f"layer {block.layer} did not run as a module; its sites are unknown")
     ordered = [calls[block.module] for block in blocks]
     for block, call, following in zip(blocks, ordered, ordered[1:], strict=False):
-        if not _equal(_parts(call.out, block, width), streams(following.args, following.kwargs, width)):
+        if not _equal(
+            _parts(call.out, block, width), streams(following.args, following.kwargs, width)
+        ):
             raise SiteError(
                 f"the stream is changed between layers {block.layer} and {block.layer + 1}; "
                 "resid_post and resid_pre would not be one tensor"

@@ -1,9 +1,9 @@
-"""Time per output token: stock vLLM beside the same engine with sites, idle, steering and capturing.
+"""Time per output token: stock vLLM beside the same engine with sites, idle and at work.
 
 All engines live on one device, so that the arms can take turns; each arm's time is that of a batch
-of generations less that of their prefill. Two starts of the same engine differ by about a percent, so
-each kind is started several times and the arms are pooled over the starts. Medians, ratios to stock
-and the spread are written as JSON, the starts kept apart.
+of generations less that of their prefill. Two starts of the same engine differ by about a percent,
+so each kind is started several times and the arms are pooled over the starts. Medians, ratios to
+stock and the spread are written as JSON, the starts kept apart.
 
     python -m rheostat_server.bench.tpot --shape qwen3-8b --out tpot.json
 """
@@ -41,7 +41,7 @@ from rheostat_engine import (
 from rheostat_server.bench.shapes import SHAPES, write_shape
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    pass
 
 _PROMPT = 32
 _VECTOR = hashlib.sha256(b"bench").digest()
@@ -231,7 +231,9 @@ def main() -> None:
         "times_ms": times,
     }
     arguments.out.write_text(json.dumps(result, indent=1))
-    print(f"{'ms per token (to stock)':24}" + "".join(f"{f'bs {b}':>18}" for b in arguments.batches))
+    print(
+        f"{'ms per token (to stock)':24}" + "".join(f"{f'bs {b}':>18}" for b in arguments.batches)
+    )
     for arm in ARMS:
         cells = [table[arm][str(b)] for b in arguments.batches]
         print(

@@ -1,4 +1,4 @@
-"""Engines for the tests of the extension: vLLM in this process, so that batches are deterministic."""
+"""Engines for the tests of the extension: vLLM in this process makes batches deterministic."""
 
 import tempfile
 from collections.abc import Callable, Iterator

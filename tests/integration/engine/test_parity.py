@@ -1,6 +1,6 @@
-"""Every architecture, at every point: what Hugging Face's model shows under hooks, ours shows too."""
+"""Every architecture, every point: what Hugging Face's model shows under hooks, ours shows too."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def case(
     request: pytest.FixtureRequest, start: Callable[..., OfflineEngine], models_root: Path
-) -> Iterator[Case]:
+) -> Case:
     """The reference runs first: vLLM's Transformers backend changes Hugging Face's classes."""
     name = request.param
     reference = HfReference(name, build(name, models_root))
@@ -58,7 +58,7 @@ def case(
     }
     engine = start(name)
     engine.load({DIGEST: VECTOR})
-    yield Case(name, plain, steered, engine)
+    return Case(name, plain, steered, engine)
 
 
 def run(case: Case, site: int | None) -> Outcome:

@@ -1,0 +1,67 @@
+# Everything runs in .venv, which `make setup` makes. PYTHON decides which Python it is made of.
+PYTHON ?= python3
+MODEL ?= demo
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo serve test lint types unit integration breaking generate format lock clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: ## Make .venv, or do nothing if it is current
+	@$(PYTHON) tools/setup
+
+demo: setup ## Steering, capture and the picture of a causal trace, on the bundled model
+	$(BIN)/rheostat demo
+
+serve: setup ## Serve the bundled model, or MODEL=...
+	$(BIN)/rheostat serve $(MODEL)
+
+test: lint types unit integration ## All that CI runs
+
+lint: setup breaking ## ruff, buf, and whether the generated code is current
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/python tools/generate --check
+
+# On main itself the commit before is what to compare with.
+breaking: setup ## Whether the protos still keep the promises of the main branch's
+	@commit() { git rev-parse --quiet --verify "$$1^{commit}" 2>/dev/null; }; \
+	base=$$(commit origin/main || commit main); \
+	if [ "$$base" = "$$(commit HEAD)" ]; then base=$$(commit HEAD^); fi; \
+	if ! git cat-file -e "$$base:buf.yaml" 2>/dev/null; then \
+	    echo "buf breaking: left out, there are no earlier protos to compare with"; \
+	else \
+	    echo "buf breaking against $$base"; \
+	    folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	    git archive "$$base" buf.yaml proto | tar -x -C "$$folder" && \
+	    $(BIN)/buf breaking --against "$$folder"; \
+	fi
+
+types: setup ## mypy --strict on the three packages
+	$(BIN)/mypy
+
+unit: setup ## Tests without an engine
+	$(BIN)/pytest tests/unit
+
+integration: setup ## Tests on the real vLLM engine
+	$(BIN)/pytest tests/integration
+
+generate: ## Make the generated code from proto/
+	$(PYTHON) tools/generate
+
+format: setup ## Format Python and protos, and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write
+
+lock: ## Write requirements/ci.txt anew, from the newest versions that work
+	$(PYTHON) tools/setup --lock
+
+clean: ## Remove what is not in git: .venv, caches, builds
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find clients engine_ext server tests tools -name __pycache__ -prune -exec rm -rf {} +

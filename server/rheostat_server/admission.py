@@ -1,0 +1,160 @@
+"""Admission: from a GenerateRequest to integers, or a refusal that names the field.
+
+Whatever a client can send is settled here, so that nothing of it can fail in the engine. Generate
+and Explain share this path.
+"""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rheostat._proto.v1 import generation_service_pb2
+from rheostat_engine import ModelSites, Plan
+from rheostat_server import checks
+from rheostat_server.capture_specs import ResolvedCapture, engine_captures, resolve_captures
+from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, Resource
+from rheostat_server.limits import LABELS
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.offload import offload
+from rheostat_server.prompts import Prompts, PromptTokens
+from rheostat_server.sampling import SamplingSettings, resolve_sampling
+from rheostat_server.selection import SelectionContext, needs_text
+from rheostat_server.steering import DraftAdd, ResolvedAdd, draft_steering, resolve_steering
+from rheostat_server.vectors import Vector, VectorStore
+
+GenerateRequest = generation_service_pb2.GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What requests are checked against."""
+
+    info: ModelInfo
+    """The model."""
+    sites: ModelSites
+    """Its sites."""
+    prompts: Prompts
+    """Its tokenizer."""
+    store: VectorStore
+    """The stored vectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that can run."""
+
+    request_id: str
+    """Given or made."""
+    prompt: PromptTokens
+    """The prompt."""
+    context: SelectionContext
+    """What its selectors were resolved against."""
+    sampling: SamplingSettings
+    """How to sample."""
+    additions: tuple[ResolvedAdd, ...]
+    """One per intervention, in order."""
+    captures: tuple[ResolvedCapture, ...]
+    """One per capture, in order."""
+    return_prompt_token_ids: bool
+    """Whether Started holds the prompt's tokens."""
+
+    @property
+    def prompt_len(self) -> int:
+        """P."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """Every vector that the engine needs, each once."""
+        needed = {
+            add.vector.digest: add.vector for add in self.additions if add.addition() is not None
+        }
+        return tuple(needed.values())
+
+    def plan(self, sample: int) -> Plan:
+        """The plan of one sample."""
+        return Plan(
+            request_id=f"{self.request_id}#{sample}",
+            additions=tuple(
+                addition
+                for addition in (add.addition() for add in self.additions)
+                if addition is not None
+            ),
+            captures=engine_captures(self.captures),
+        )
+
+
+async def admit(request: GenerateRequest, desk: Desk) -> Admitted:
+    """Checks a request.
+
+    Raises:
+        RheostatError: it cannot run; the error says why, and which field is concerned.
+    """
+    request_id = request.request_id
+    if request_id:
+        checks.matches(request_id, checks.REQUEST_ID, "request_id")
+    _refuse_unserved(request)
+    _check_labels(request.labels)
+    prompt = await desk.prompts.resolve(request, with_text=_looks_for_text(request))
+    sampling = resolve_sampling(
+        request.sampling,
+        prompt_len=len(prompt.token_ids),
+        prompt_field=prompt.source,
+        model=desk.info,
+        has_tokenizer=desk.prompts.has_tokenizer,
+    )
+    context = SelectionContext(prompt, sampling.max_tokens, desk.info.vocabulary)
+    drafts, captures = await offload(
+        request.ByteSize() + 4 * len(prompt.token_ids), _draft, request, desk.sites, context
+    )
+    return Admitted(
+        request_id=request_id or uuid.uuid4().hex,
+        prompt=prompt,
+        context=context,
+        sampling=sampling,
+        additions=resolve_steering(drafts, desk.store, desk.sites),
+        captures=captures,
+        return_prompt_token_ids=request.return_prompt_token_ids,
+    )
+
+
+def _draft(
+    request: GenerateRequest, sites: ModelSites, context: SelectionContext
+) -> tuple[list[DraftAdd], tuple[ResolvedCapture, ...]]:
+    return (
+        draft_steering(request.steering, sites, context),
+        resolve_captures(request.captures, sites, context),
+    )
+
+
+def _looks_for_text(request: GenerateRequest) -> bool:
+    selectors = [i.where for i in request.steering.interventions]
+    selectors += [c.where for c in request.captures]
+    return any(needs_text(selector) for selector in selectors)
+
+
+def _refuse_unserved(request: GenerateRequest) -> None:
+    if request.patches:
+        raise NotSupported(
+            "patches are not served yet; steer with a difference of rows", field="patches"
+        )
+    if request.rules:
+        raise NotSupported("rules are not served yet; send the request without", field="rules")
+    if request.with_baseline:
+        raise NotSupported(
+            "baselines are not served yet; send the request a second time without steering",
+            field="with_baseline",
+        )
+    if request.lora:
+        raise LoraNotFound(
+            "no adapters are loaded", field="lora", resource=Resource("lora", request.lora)
+        )
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    checks.at_most(len(labels), LABELS, "labels", "labels")
+    for key, value in labels.items():
+        if not 1 <= len(key.encode()) <= 63:
+            raise InvalidValue("a label's key has 1 to 63 bytes", field="labels")
+        if len(value.encode()) > 255:
+            raise InvalidValue("a label's value has at most 255 bytes", field=f"labels[{key}]")

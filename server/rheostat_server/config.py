@@ -1,0 +1,73 @@
+"""How a server is configured: one frozen object, complete before anything starts."""
+
+from dataclasses import dataclass
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Everything that a server is told before it starts."""
+
+    model: str
+    """A folder with a model, a name on the Hugging Face hub, or "demo" for the bundled model."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+
+    port: int = 50051
+    """Port to listen on; 0 lets the system choose."""
+
+    dtype: str = "auto"
+    """Element type of weights and stream: "auto", "float32", "bfloat16" or "float16"."""
+
+    max_model_len: int | None = None
+    """Tokens of prompt and generation together. None: what the model allows."""
+
+    max_num_seqs: int | None = None
+    """Samples that run at once. None: vLLM's choice."""
+
+    max_num_batched_tokens: int | None = None
+    """Tokens that one step computes at most. None: vLLM's choice."""
+
+    enforce_eager: bool = False
+    """Runs the model uncompiled and without graphs."""
+
+    gpu_memory_utilization: float | None = None
+    """Fraction of the device's memory that vLLM may take. None: vLLM's choice."""
+
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of the KV cache; goes before `gpu_memory_utilization`. None: vLLM's choice."""
+
+    block_size: int | None = None
+    """Tokens per block of the KV cache. None: vLLM's choice."""
+
+    tensor_parallel_size: int = 1
+    """Devices that share each layer."""
+
+    seed: int = 0
+    """Seed of the engine, for samples that bring none."""
+
+    load_format: str = "auto"
+    """How weights are read; "dummy" makes random ones from the model's config alone."""
+
+    skip_tokenizer_init: bool = False
+    """Loads no tokenizer: token ids in, token ids out."""
+
+    bank_bytes: int = 256 * _MIB
+    """Device memory for the rows that steering adds."""
+
+    capture_bytes: int = 256 * _MIB
+    """Device memory for the ring that captured rows pass through."""
+
+    vector_store_bytes: int = 1024 * _MIB
+    """Memory of the server for stored vectors."""
+
+    inline_capture_bytes: int = 512 * _MIB
+    """Captured bytes of one request that may wait for a slow reader; beyond, it fails."""
+
+    capacity_wait: float = 30.0
+    """Seconds that a request waits for bank rows that others hold before it is refused."""
+
+    drain_grace: float = 30.0
+    """Seconds that running requests get to finish when the server is told to end."""

@@ -1,0 +1,367 @@
+"""What can go wrong in a call, as a tree of exceptions; one table gives each its status code.
+
+    RheostatError
+    ├── InvalidArgument
+    │   ├── MissingField · InvalidValue · UnknownEnum · NonFinite
+    │   ├── EmptySelector · InvalidPosition · SpanNotFound · SpanAmbiguous
+    │   ├── UnknownLayer · UnknownToken · PromptTooLong
+    │   └── TensorPayload · VectorShape · DigestMismatch · TruncatedUpload
+    ├── AlreadyExists ── DuplicateRequest
+    ├── NotFound ── VectorNotFound · NameNotFound · LoraNotFound
+    ├── FailedPrecondition
+    │   └── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
+    ├── ResourceExhausted ── BankFull · QueueFull · StoreFull · MessageTooLarge · CaptureOverflow
+    ├── DataLoss ── RowsLost
+    ├── DeadlineExceeded ── DeadlinePassed
+    ├── Unavailable ── WarmingUp · Draining · EngineLost
+    ├── Unimplemented ── NotImplementedHere
+    └── Internal ── Defect
+
+Every leaf names its value of `rheostat.v1.Reason`. Texts are for people and hold no Python reprs.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+import grpc
+
+
+class Resource(NamedTuple):
+    """What was not found, or exists already."""
+
+    kind: str
+    name: str
+
+
+class RheostatError(Exception):
+    """A call that cannot be served, and why."""
+
+    reason: ClassVar[str] = "REASON_INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        metadata: Mapping[str, str] | None = None,
+        resource: Resource | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """An error with its details.
+
+        Args:
+            message: a sentence for people.
+            field: path of the request's field concerned, e.g. "steering.interventions[2].where".
+            metadata: further facts, as `Reason` documents them.
+            resource: what was not found or exists already.
+            retry_after: seconds after which another attempt makes sense.
+        """
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.metadata = dict(metadata or {})
+        self.resource = resource
+        self.retry_after = retry_after
+
+
+class InvalidArgument(RheostatError):
+    """The request is wrong whatever the server's state."""
+
+
+class AlreadyExists(RheostatError):
+    """An id is taken."""
+
+
+class NotFound(RheostatError):
+    """Something that the request names is not there."""
+
+
+class FailedPrecondition(RheostatError):
+    """This model or configuration cannot do it."""
+
+
+class ResourceExhausted(RheostatError):
+    """There is no room."""
+
+
+class DataLoss(RheostatError):
+    """Something is gone for good."""
+
+
+class DeadlineExceeded(RheostatError):
+    """There was no time."""
+
+
+class Unavailable(RheostatError):
+    """The server does not serve, now or for good."""
+
+
+class Unimplemented(RheostatError):
+    """The server does not have it."""
+
+
+class Internal(RheostatError):
+    """A defect."""
+
+
+STATUS_CODES: Mapping[type[RheostatError], grpc.StatusCode] = {
+    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DataLoss: grpc.StatusCode.DATA_LOSS,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    Internal: grpc.StatusCode.INTERNAL,
+}
+"""From exception to status code; a leaf has its branch's."""
+
+
+def status_code(error: RheostatError) -> grpc.StatusCode:
+    """The status code of an error."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_CODES:
+            return STATUS_CODES[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+class MissingField(InvalidArgument):
+    """A required field or oneof is not set."""
+
+    reason = "REASON_MISSING_FIELD"
+
+
+class InvalidValue(InvalidArgument):
+    """A value is outside its limits, malformed, repeated or at odds with another."""
+
+    reason = "REASON_INVALID_VALUE"
+
+
+class UnknownEnum(InvalidArgument):
+    """An enum is unspecified or has an unknown value."""
+
+    reason = "REASON_UNKNOWN_ENUM"
+
+
+class NonFinite(InvalidArgument):
+    """A number is infinite or not a number."""
+
+    reason = "REASON_NON_FINITE"
+
+
+class EmptySelector(InvalidArgument):
+    """A selector is present and has no range."""
+
+    reason = "REASON_EMPTY_SELECTOR"
+
+
+class InvalidPosition(InvalidArgument):
+    """A position lies outside the request, or a window is empty."""
+
+    reason = "REASON_INVALID_POSITION"
+
+
+class SpanNotFound(InvalidArgument):
+    """A span's text, or its occurrence, is not in the prompt."""
+
+    reason = "REASON_SPAN_NOT_FOUND"
+
+
+class SpanAmbiguous(InvalidArgument):
+    """A span's text occurs more than once and no occurrence was chosen."""
+
+    reason = "REASON_SPAN_AMBIGUOUS"
+
+
+class UnknownLayer(InvalidArgument):
+    """A layer is not below the number of layers."""
+
+    reason = "REASON_UNKNOWN_LAYER"
+
+
+class UnknownToken(InvalidArgument):
+    """A token id is not below the vocabulary's size."""
+
+    reason = "REASON_UNKNOWN_TOKEN"
+
+
+class TensorPayload(InvalidArgument):
+    """A tensor's payload does not fit its dtype, shape, encoding or checksum."""
+
+    reason = "REASON_TENSOR_PAYLOAD"
+
+
+class VectorShape(InvalidArgument):
+    """A vector has the wrong rank, width or number of rows."""
+
+    reason = "REASON_VECTOR_SHAPE"
+
+
+class DigestMismatch(InvalidArgument):
+    """An upload's bytes do not have the digest that its header gives."""
+
+    reason = "REASON_DIGEST_MISMATCH"
+
+
+class TruncatedUpload(InvalidArgument):
+    """An upload ended early."""
+
+    reason = "REASON_TRUNCATED_UPLOAD"
+
+
+class PromptTooLong(InvalidArgument):
+    """Prompt and max_tokens exceed the context length."""
+
+    reason = "REASON_PROMPT_TOO_LONG"
+
+
+class DuplicateRequest(AlreadyExists):
+    """A running request has this id."""
+
+    reason = "REASON_DUPLICATE_REQUEST"
+
+
+class VectorNotFound(NotFound):
+    """No vector with this digest is stored."""
+
+    reason = "REASON_VECTOR_NOT_FOUND"
+
+
+class NameNotFound(NotFound):
+    """No vector has this name."""
+
+    reason = "REASON_NAME_NOT_FOUND"
+
+
+class LoraNotFound(NotFound):
+    """No such adapter is loaded."""
+
+    reason = "REASON_LORA_NOT_FOUND"
+
+
+class SiteNotServed(FailedPrecondition):
+    """The model has no such site."""
+
+    reason = "REASON_SITE_NOT_SERVED"
+
+
+class OpNotServed(FailedPrecondition):
+    """The op cannot be done at this site."""
+
+    reason = "REASON_OP_NOT_SERVED"
+
+
+class NotSupported(FailedPrecondition):
+    """This configuration cannot do it."""
+
+    reason = "REASON_NOT_SUPPORTED"
+
+
+class NoTokenizer(FailedPrecondition):
+    """The server has no tokenizer."""
+
+    reason = "REASON_NO_TOKENIZER"
+
+
+class NoChatTemplate(FailedPrecondition):
+    """The model has no chat template."""
+
+    reason = "REASON_NO_CHAT_TEMPLATE"
+
+
+class BankFull(ResourceExhausted):
+    """The request needs more bank rows or slots than there are, or than come free in time."""
+
+    reason = "REASON_BANK_FULL"
+
+
+class QueueFull(ResourceExhausted):
+    """Too many requests wait."""
+
+    reason = "REASON_QUEUE_FULL"
+
+
+class StoreFull(ResourceExhausted):
+    """Held vectors fill the store."""
+
+    reason = "REASON_STORE_FULL"
+
+
+class MessageTooLarge(ResourceExhausted):
+    """A message, vector or inline tensor exceeds its limit."""
+
+    reason = "REASON_MESSAGE_TOO_LARGE"
+
+
+class CaptureOverflow(ResourceExhausted):
+    """Rows came, or would come, faster than they can be handed over."""
+
+    reason = "REASON_CAPTURE_OVERFLOW"
+
+
+class RowsLost(DataLoss):
+    """Rows are gone that no policy allowed to lose."""
+
+    reason = "REASON_ROWS_LOST"
+
+
+class DeadlinePassed(DeadlineExceeded):
+    """The call's deadline passed."""
+
+    reason = "REASON_DEADLINE"
+
+
+class WarmingUp(Unavailable):
+    """The model is being loaded."""
+
+    reason = "REASON_WARMING_UP"
+
+
+class Draining(Unavailable):
+    """The server admits nothing more."""
+
+    reason = "REASON_DRAINING"
+
+
+class EngineLost(Unavailable):
+    """The engine or one of its workers is gone."""
+
+    reason = "REASON_ENGINE_LOST"
+
+
+class NotImplementedHere(Unimplemented):
+    """This server does not have this rpc or feature."""
+
+    reason = "REASON_UNIMPLEMENTED"
+
+
+class Defect(Internal):
+    """A defect of the server."""
+
+    reason = "REASON_INTERNAL"
+
+
+class StartupError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class PortInUse(StartupError):
+    """The address cannot be listened on."""
+
+    exit_code = 3
+
+
+class ModelNotFound(StartupError):
+    """There is no such model, or it cannot be read."""
+
+    exit_code = 4
+
+
+class EngineFailed(StartupError):
+    """The engine did not come up."""
+
+    exit_code = 5

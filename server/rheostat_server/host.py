@@ -1,0 +1,139 @@
+"""What the server needs of an engine, with nothing of vLLM in it.
+
+`Backend` is the seam: vLLM and the side channel stand behind it in a server, a script in tests.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from rheostat._proto.v1 import generation_pb2
+from rheostat_engine import Event, ModelSites, Plan
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.sampling import SamplingSettings
+from rheostat_server.tokenizer import Tokenizer
+from rheostat_server.vectors import Vector
+
+
+class Ending(Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one or several steps added to a sample."""
+
+    token_ids: tuple[int, ...] = ()
+    """New tokens."""
+    text: str = ""
+    """Text released with them."""
+    logprobs: Sequence[generation_pb2.TokenLogprobs] = ()
+    """If asked for, one per new token."""
+    prompt_logprobs: Sequence[generation_pb2.TokenLogprobs] | None = None
+    """If asked for, once: one per prompt token but the first."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    ending: Ending | None = None
+    """Set with the last delta."""
+    stop: int | str | None = None
+    """The stop text or token that ended it; None for the model's end token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sample, as the engine gets it."""
+
+    plan: Plan
+    """What is done to it; its id is the job's."""
+    prompt: tuple[int, ...]
+    """Token ids."""
+    sampling: SamplingSettings
+    """Settings of the whole request."""
+    sample: int
+    """Which sample of it."""
+    lora: str = ""
+    """Adapter; empty: none."""
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the engine does anything to it, and thus sends events."""
+        return bool(self.plan.additions or self.plan.captures)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """What the workers hold and have done."""
+
+    bank_rows_used: int = 0
+    slots_used: int = 0
+    requests: int = 0
+    captured_rows: int = 0
+    lost_rows: int = 0
+    steps: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """What vLLM's scheduler holds, and what its prefix cache has seen."""
+
+    running: int = 0
+    waiting: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+
+class Backend(Protocol):
+    """An engine with a model in it, ready to generate."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model."""
+
+    @property
+    def sites(self) -> ModelSites:
+        """Its sites, and the extension's limits."""
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if one is loaded."""
+
+    def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
+        """Delivers every event, and once the reason if the engine dies, on the running loop."""
+
+    def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        """Runs a sample. Closing the generator aborts it.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def load_vectors(self, vectors: Sequence[Vector]) -> None:
+        """Hands vectors to every worker.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def drop_vectors(self, digests: Sequence[bytes]) -> None:
+        """Takes vectors from every worker.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def worker_stats(self) -> WorkerStats:
+        """What the workers hold.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    def queue_stats(self) -> QueueStats:
+        """What the scheduler holds."""
+
+    async def close(self) -> None:
+        """Ends the engine and its processes."""

@@ -1,0 +1,63 @@
+"""Limits that are the same for every server; `GetModel` reports them."""
+
+MIB = 1 << 20
+
+CONTROL_MESSAGE_BYTES = 4 * MIB
+"""Largest request of EngineService."""
+
+TENSOR_MESSAGE_BYTES = 16 * MIB
+"""Largest request of the other services; gRPC itself refuses larger ones."""
+
+VECTOR_BYTES = 64 * MIB
+"""Largest vector in an upload."""
+
+INLINE_VECTOR_BYTES = 8 * MIB
+"""Largest vector inside a request."""
+
+CHUNK_BYTES = MIB
+"""Size at which tensors are cut for streaming."""
+
+OFFLOAD_BYTES = 64 << 10
+"""Work on more bytes than this leaves the event loop."""
+
+VECTOR_ROWS = 1024
+"""Most rows of a vector."""
+
+INTERVENTIONS = 256
+"""Most interventions of a request."""
+
+CAPTURES = 16
+"""Most captures of a request."""
+
+RANGES = 1024
+"""Most includes, and most excludes, of a selector."""
+
+RANGE_TOKEN_IDS = 4096
+"""Most token ids of one range."""
+
+SPAN_BYTES = 4096
+"""Longest text of a span."""
+
+LAYERS = 1024
+"""Most layers of a list."""
+
+SAMPLES = 64
+"""Largest `Sampling.n`."""
+
+STOP_TEXTS = 16
+"""Most stop texts."""
+
+STOP_TOKEN_IDS = 128
+"""Most stop tokens."""
+
+CHAT_MESSAGES = 1024
+"""Most messages of a chat."""
+
+TEMPLATE_VARIABLES = 32
+"""Most variables given to a chat template."""
+
+LABELS = 16
+"""Most labels of a request."""
+
+WAITING_REQUESTS = 1024
+"""Samples that may wait beyond those that run."""

@@ -1,0 +1,35 @@
+"""The model that a server has loaded, and how it runs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The loaded model and how it runs."""
+
+    name: str
+    """Name under which it was loaded."""
+    vocabulary: int
+    """Number of token ids."""
+    model_tokens: int
+    """Tokens of prompt and generation together."""
+    step_tokens: int
+    """The most tokens that one step computes."""
+    running_samples: int
+    """Samples that run at once; more wait."""
+    logprobs: int
+    """Most log-probabilities per token."""
+    device: str
+    """"cpu" or "cuda"."""
+    compiled: bool
+    """Whether the model is compiled."""
+    prefix_caching: bool
+    """Whether prefix caching is on."""
+    tensor_parallel: int
+    """Tensor-parallel ranks."""
+    pipeline_parallel: int
+    """Pipeline-parallel stages."""
+    vllm_version: str
+    """Version of vLLM."""
+    torch_version: str
+    """Version of torch."""

@@ -1,0 +1,122 @@
+"""GetModel's answer: what can be done where, and where not, why."""
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from rheostat._proto.v1 import engine_service_pb2, receipt_pb2, types_pb2
+from rheostat_engine import ModelSites, Point, Site
+from rheostat_server import limits
+from rheostat_server.engine import EngineHost
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.sites import BRANCH_REFUSAL, BRANCHES, ENGINE_POINTS
+from rheostat_server.steering import ONLY_ADD, OPS
+from rheostat_server.tensors import FloatType
+
+_pb = engine_service_pb2
+
+_OP_VALUES = {
+    "add": receipt_pb2.OP_ADD,
+    "norm_add": receipt_pb2.OP_NORM_ADD,
+    "ablate": receipt_pb2.OP_ABLATE,
+    "clamp": receipt_pb2.OP_CLAMP,
+    "scale": receipt_pb2.OP_SCALE,
+    "replace": receipt_pb2.OP_REPLACE,
+}
+_NO_GATE = "gates are not served yet"
+
+
+def report_model(host: EngineHost) -> engine_service_pb2.GetModelResponse:
+    """The model that a host serves."""
+    info, sites = host.info, host.sites
+    return _pb.GetModelResponse(
+        model=info.name,
+        architecture=sites.architecture,
+        layers=sites.num_layers,
+        width=sites.width,
+        vocabulary=info.vocabulary,
+        dtype=FloatType(sites.dtype).wire,
+        sites=_groups(sites),
+        has_tokenizer=host.prompts.has_tokenizer,
+        has_chat_template=host.prompts.has_chat_template,
+        engine=_engine(info, sites),
+        limits=_limits(info, sites),
+        build_version=build_version(),
+        api_version="rheostat.v1",
+    )
+
+
+def build_version() -> str:
+    """Version of the installed distribution; "unknown" where there is none."""
+    try:
+        return version("rheostat")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:
+    layers = range(sites.num_layers)
+    groups = []
+    for wire, point in ENGINE_POINTS.items():
+        for refusal, group in _by_refusal(sites, point).items():
+            groups.append(_group(wire, group, refusal))
+    for wire in BRANCHES:
+        groups.append(_group(wire, layers, BRANCH_REFUSAL))
+    return groups
+
+
+def _by_refusal(sites: ModelSites, point: Point) -> dict[str, list[int]]:
+    """The point's layers by why they are refused; empty where they are served."""
+    found: dict[str, list[int]] = {}
+    for layer in range(sites.num_layers):
+        found.setdefault(sites.supports(Site(point, layer)) or "", []).append(layer)
+    return found
+
+
+def _group(
+    point: types_pb2.Point.ValueType, layers: Sequence[int], refusal: str
+) -> engine_service_pb2.SiteGroup:
+    def ability(why_not: str) -> engine_service_pb2.Ability:
+        return _pb.Ability(served=not why_not, why_not=why_not)
+
+    ops = {"add": "", **{op: f"{name} {ONLY_ADD}" for op, name in OPS.items()}}
+    return _pb.SiteGroup(
+        point=point,
+        layers=layers,
+        capture=ability(refusal),
+        ops=[
+            _pb.OpAbility(
+                op=_OP_VALUES[op], ability=ability(refusal or why_not), gate=ability(_NO_GATE)
+            )
+            for op, why_not in ops.items()
+        ],
+    )
+
+
+def _engine(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Engine:
+    runners = {"V1": _pb.RUNNER_V1, "V2": _pb.RUNNER_V2}
+    return _pb.Engine(
+        vllm_version=info.vllm_version,
+        runner=runners[sites.runner],
+        tensor_parallel=info.tensor_parallel,
+        pipeline_parallel=info.pipeline_parallel,
+        device=info.device,
+        compiled=info.compiled,
+        prefix_caching=info.prefix_caching,
+        torch_version=info.torch_version,
+    )
+
+
+def _limits(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Limits:
+    return _pb.Limits(
+        model_tokens=info.model_tokens,
+        running_requests=info.running_samples,
+        waiting_requests=limits.WAITING_REQUESTS,
+        bank_rows=sites.bank_rows,
+        capture_rows_per_step=sites.capture_rows,
+        control_message_bytes=limits.CONTROL_MESSAGE_BYTES,
+        tensor_message_bytes=limits.TENSOR_MESSAGE_BYTES,
+        vector_bytes=limits.VECTOR_BYTES,
+        inline_vector_bytes=limits.INLINE_VECTOR_BYTES,
+        samples=limits.SAMPLES,
+        logprobs=info.logprobs,
+    )

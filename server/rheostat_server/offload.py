@@ -1,0 +1,24 @@
+"""Keeps long work off the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from rheostat_server.limits import OFFLOAD_BYTES
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Does `work` at once if it concerns few bytes, otherwise on a thread.
+
+    Args:
+        size: bytes that the work goes over.
+        work: a function that touches nothing that the event loop owns.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+    """
+    if size <= OFFLOAD_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)

@@ -1,0 +1,210 @@
+"""Prompts: text, token ids or chat in; token ids out, and where each token stands in the text.
+
+All tokenisation runs on one thread of its own: long prompts never hold up the event loop, and the
+tokenizer is never used twice at once.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rheostat._proto.v1 import generation_service_pb2, types_pb2
+from rheostat_server import checks
+from rheostat_server.checks import join
+from rheostat_server.errors import (
+    InvalidValue,
+    MissingField,
+    NoChatTemplate,
+    NoTokenizer,
+    NotSupported,
+)
+from rheostat_server.limits import CHAT_MESSAGES, TEMPLATE_VARIABLES
+from rheostat_server.tokenizer import (
+    ChatTemplateError,
+    Offsets,
+    Tokenizer,
+    decode_with_offsets,
+)
+
+_LOG = logging.getLogger(__name__)
+
+R = TypeVar("R")
+PromptMessage = (
+    generation_service_pb2.GenerateRequest
+    | generation_service_pb2.TokenizeRequest
+    | types_pb2.Prompt
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A prompt as the engine gets it."""
+
+    token_ids: tuple[int, ...]
+    """Its tokens; P is their number."""
+    source: str
+    """The field it came in: "text", "token_ids" or "chat"."""
+    text: str | None
+    """As given, rendered or decoded; None if nobody asked for it."""
+    offsets: Offsets | None
+    """Code points [start, end) of `text`, one per token; None if unknown."""
+
+
+class Prompts:
+    """Resolves prompts."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
+        """Resolver for a model.
+
+        Args:
+            tokenizer: the model's, or None: token ids only.
+            vocabulary: number of token ids.
+        """
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text can be tokenised."""
+        return self._tokenizer is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return self._tokenizer is not None and self._tokenizer.has_chat_template
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def resolve(self, message: PromptMessage, *, with_text: bool) -> PromptTokens:
+        """The tokens of a prompt.
+
+        Args:
+            message: a message with the fields text, token_ids and chat.
+            with_text: whether the text of token ids is needed.
+
+        Raises:
+            InvalidArgument: the prompt is malformed.
+            NoTokenizer, NoChatTemplate: this server cannot read this kind of prompt.
+            NotSupported: `with_text`, and the tokenizer cannot tell where tokens stand.
+        """
+        kind = checks.required(message.WhichOneof("prompt"), "", "text, token_ids and chat")
+        if kind == "token_ids":
+            ids = tuple(message.token_ids.ids)
+            checks.token_ids(ids, self._vocabulary, "token_ids.ids")
+            if not with_text:
+                return PromptTokens(ids, kind, None, None)
+            tokenizer = self._required(kind)
+            text, places = await self._run(lambda: decode_with_offsets(tokenizer, ids))
+            return PromptTokens(ids, kind, text, places)
+        tokenizer = self._required(kind)
+        if kind == "text":
+            if not message.text:
+                raise MissingField("the prompt is empty", field="text")
+            text = message.text
+        else:
+            text = await self._render(tokenizer, message.chat)
+        encoded = await self._run(lambda: tokenizer.encode(text, special=kind == "text"))
+        if not encoded.token_ids:
+            raise InvalidValue("the prompt has no tokens", field=kind)
+        checks.token_ids(encoded.token_ids, self._vocabulary, kind)
+        if with_text and encoded.offsets is None:
+            raise NotSupported(
+                "this model's tokenizer does not tell where tokens stand in the text; "
+                "select positions instead",
+                field=kind,
+            )
+        return PromptTokens(encoded.token_ids, kind, text, encoded.offsets)
+
+    def _required(self, field: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise NoTokenizer("this server has no tokenizer; send token_ids", field=field)
+        return self._tokenizer
+
+    async def _run(self, work: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _render(self, tokenizer: Tokenizer, chat: types_pb2.Chat) -> str:
+        if not tokenizer.has_chat_template:
+            raise NoChatTemplate(
+                "this model has no chat template; send text or token_ids", field="chat"
+            )
+        messages = _messages(chat)
+        variables = _variables(chat)
+        continue_final = chat.continue_final_message
+        if continue_final and chat.add_generation_prompt:
+            raise InvalidValue(
+                "excludes add_generation_prompt", field="chat.continue_final_message"
+            )
+        opens = not continue_final
+        if chat.HasField("add_generation_prompt"):
+            opens = chat.add_generation_prompt
+        try:
+            return await self._run(
+                lambda: tokenizer.render(
+                    messages,
+                    add_generation_prompt=opens,
+                    continue_final_message=continue_final,
+                    variables=variables,
+                )
+            )
+        except ChatTemplateError as error:
+            _LOG.info("the chat template refuses a chat: %s", error)
+            raise InvalidValue(
+                "the model's chat template does not take these messages", field="chat"
+            ) from error
+
+
+def _messages(chat: types_pb2.Chat) -> list[dict[str, str]]:
+    path = "chat.messages"
+    if not chat.messages:
+        raise MissingField("at least one message is required", field=path)
+    checks.at_most(len(chat.messages), CHAT_MESSAGES, path, "messages")
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise MissingField("a role is required", field=f"{path}[{index}].role")
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+_TAKEN = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "documents",
+        "chat_template",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "self",
+    }
+)
+"""Variables that the rendering itself owns."""
+
+
+def _variables(chat: types_pb2.Chat) -> dict[str, object]:
+    path = join("chat", "template_variables")
+    checks.at_most(len(chat.template_variables), TEMPLATE_VARIABLES, path, "variables")
+    variables: dict[str, object] = {}
+    for name, value in chat.template_variables.items():
+        field = f"{path}[{name[:64]}]"
+        if name in _TAKEN:
+            raise InvalidValue("this variable cannot be set", field=field)
+        try:
+            variables[name] = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidValue("is not a JSON value", field=field) from error
+    return variables

@@ -1,0 +1,72 @@
+"""Whether the server serves: the one place that services ask for their host.
+
+Invariant: health says SERVING exactly while `host` would not raise and requests are admitted.
+"""
+
+import asyncio
+import logging
+
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from rheostat_server.engine import Drained, EngineHost
+from rheostat_server.errors import EngineLost, WarmingUp
+
+_LOG = logging.getLogger(__name__)
+
+_WARM_UP_RETRY = 5.0
+
+
+class Readiness:
+    """State of a server: warming up, serving, draining or lost."""
+
+    def __init__(self, services: tuple[str, ...]) -> None:
+        """A server that warms up; `services` are the full names that health tells apart."""
+        self.health = health.aio.HealthServicer()
+        self.ended = asyncio.Event()
+        self._services = ("", *services)
+        self._host: EngineHost | None = None
+        self._losing: asyncio.Task[None] | None = None
+
+    async def warm_up(self) -> None:
+        """Health says NOT_SERVING from now on."""
+        await self._set(HealthCheckResponse.NOT_SERVING)
+
+    async def serve(self, host: EngineHost) -> None:
+        """Takes the host in; health says SERVING."""
+        self._host = host
+        host.start(self._lose)
+        await self._set(HealthCheckResponse.SERVING)
+        _LOG.info("serving %s", host.info.name)
+
+    def host(self) -> EngineHost:
+        """The engine's host.
+
+        Raises:
+            WarmingUp: the model is being loaded.
+            EngineLost: the engine is gone.
+        """
+        if self._host is None:
+            raise WarmingUp("the model is being loaded", retry_after=_WARM_UP_RETRY)
+        if self._host.lost:
+            raise EngineLost(self._host.lost)
+        return self._host
+
+    async def drain(self, timeout: float | None) -> Drained:
+        """Admits nothing more, waits for what runs, aborts what still runs after `timeout`."""
+        await self._set(HealthCheckResponse.NOT_SERVING)
+        if self._host is None:
+            return Drained(0, 0)
+        return await self._host.drain(timeout)
+
+    def end(self) -> None:
+        """Tells whoever runs the server to end it."""
+        self.ended.set()
+
+    def _lose(self) -> None:
+        """The engine is gone; health says NOT_SERVING."""
+        self._losing = asyncio.create_task(self._set(HealthCheckResponse.NOT_SERVING))
+
+    async def _set(self, status: int) -> None:
+        for service in self._services:
+            await self.health.set(service, status)

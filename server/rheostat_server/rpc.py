@@ -1,0 +1,191 @@
+"""The one place where a handler's exceptions become statuses.
+
+Every rpc of `rheostat.v1` passes through `ErrorInterceptor`: a `RheostatError` becomes its status
+with details, anything else INTERNAL with a generic text and a log entry. Streams are written here
+too, so that a handler's generator is closed at once when its caller goes away.
+"""
+
+import asyncio
+import inspect
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import NoReturn, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from rheostat_server.errors import (
+    DeadlinePassed,
+    Defect,
+    MessageTooLarge,
+    NotImplementedHere,
+    RheostatError,
+)
+from rheostat_server.limits import CONTROL_MESSAGE_BYTES
+from rheostat_server.status import DETAILS_KEY, to_status
+
+_LOG = logging.getLogger(__name__)
+
+_OURS = "/rheostat.v1."
+_CONTROL = "/rheostat.v1.EngineService/"
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Context = grpc.aio.ServicerContext[Message, Message]
+AnyContext = grpc.aio.ServicerContext[Request, Response]
+Unary = Callable[[Request, AnyContext[Request, Response]], Awaitable[Response]]
+Stream = Callable[[Request, AnyContext[Request, Response]], AsyncGenerator[Response, None]]
+
+
+class Calls:
+    """Counts the calls that run."""
+
+    def __init__(self) -> None:
+        """No call runs."""
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a call while the context lasts."""
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def until_none(self) -> None:
+        """Returns once no call runs."""
+        await self._idle.wait()
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps exceptions of all handlers of our services."""
+
+    def __init__(self, calls: Calls) -> None:
+        """An interceptor that counts in `calls`."""
+        self._calls = calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails],
+            Awaitable["grpc.RpcMethodHandler[Request, Response] | None"],
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Request, Response] | None":
+        """Wraps the handler of a call."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(_OURS):
+            return handler
+        return _wrapped(method, handler, self._calls)
+
+
+def _wrapped(
+    method: str, handler: "grpc.RpcMethodHandler[Request, Response]", calls: Calls
+) -> "grpc.RpcMethodHandler[Request, Response]":
+    decode, encode = handler.request_deserializer, handler.response_serializer
+    if handler.unary_unary is not None:
+        one = _unary(method, cast(Unary[Request, Response], handler.unary_unary), calls)
+        return grpc.unary_unary_rpc_method_handler(one, decode, encode)
+    if handler.stream_unary is not None:
+        one = _unary(method, cast(Unary[Request, Response], handler.stream_unary), calls)
+        return grpc.stream_unary_rpc_method_handler(one, decode, encode)
+    if handler.unary_stream is not None:
+        many = _stream(method, cast(Stream[Request, Response], handler.unary_stream), calls)
+        return grpc.unary_stream_rpc_method_handler(many, decode, encode)
+    many = _stream(method, cast(Stream[Request, Response], handler.stream_stream), calls)
+    return grpc.stream_stream_rpc_method_handler(many, decode, encode)
+
+
+def _unary(
+    method: str, behaviour: Unary[Request, Response], calls: Calls
+) -> Callable[[Request, AnyContext[Request, Response]], Awaitable[Response]]:
+    async def handle(request: Request, context: AnyContext[Request, Response]) -> Response:
+        try:
+            _check_served(method, inspect.iscoroutinefunction(behaviour))
+            _check_size(method, request)
+            with calls.counted():
+                async with _deadline(context):
+                    return await behaviour(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # the boundary: whatever it is, the wire gets a status
+            await _abort(method, context, error)
+
+    return handle
+
+
+def _stream(
+    method: str, behaviour: Stream[Request, Response], calls: Calls
+) -> Callable[[Request, AnyContext[Request, Response]], Awaitable[None]]:
+    async def handle(request: Request, context: AnyContext[Request, Response]) -> None:
+        try:
+            _check_served(method, inspect.isasyncgenfunction(behaviour))
+            _check_size(method, request)
+            with calls.counted():
+                async with _deadline(context), aclosing(behaviour(request, context)) as messages:
+                    async for message in messages:
+                        await context.write(message)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # the boundary: whatever it is, the wire gets a status
+            await _abort(method, context, error)
+
+    return handle
+
+
+@asynccontextmanager
+async def _deadline(context: AnyContext[Request, Response]) -> AsyncIterator[None]:
+    """Ends what runs inside when the caller's deadline passes."""
+    remaining = context.time_remaining()
+    try:
+        async with asyncio.timeout(remaining) as limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlinePassed("the call's deadline passed") from error
+
+
+def _check_served(method: str, served: bool) -> None:
+    """Ours are coroutines and asynchronous generators; the generated stand-ins are neither."""
+    if not served:
+        service, rpc = method.removeprefix(_OURS).split("/")
+        raise NotImplementedHere(f"{service}.{rpc} is part of the contract, but not served yet")
+
+
+def _check_size(method: str, request: object) -> None:
+    if not method.startswith(_CONTROL) or not isinstance(request, Message):
+        return
+    size = request.ByteSize()
+    if size > CONTROL_MESSAGE_BYTES:
+        raise MessageTooLarge(
+            f"the request has {size} bytes; this service takes at most {CONTROL_MESSAGE_BYTES}"
+        )
+
+
+async def _abort(method: str, context: AnyContext[Request, Response], error: Exception) -> NoReturn:
+    if isinstance(error, RheostatError):
+        known = error
+        _LOG.info("%s refused: %s: %s", method, known.reason, known.message)
+    else:
+        incident = uuid.uuid4().hex[:12]
+        _LOG.error("%s failed, incident %s", method, incident, exc_info=error)
+        known = Defect(
+            f"the server has a defect; its log says more under incident {incident}",
+            metadata={"incident": incident},
+        )
+    status = to_status(known)
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    await context.abort(
+        code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
+    )

@@ -1,0 +1,119 @@
+"""One sample as the client sees it: deltas in, messages out.
+
+Invariant: nothing of a sample goes out before the engine says that its plan is in force.
+"""
+
+import time
+
+from google.protobuf import duration_pb2
+
+from rheostat._proto.v1 import generation_pb2, generation_service_pb2, types_pb2
+from rheostat_engine import Released
+from rheostat_server.admission import Admitted
+from rheostat_server.capture_stream import CaptureStream
+from rheostat_server.host import Delta, Ending, Job
+from rheostat_server.tensors import FloatType
+
+Response = generation_service_pb2.GenerateResponse
+
+_REASONS = {
+    Ending.STOP: types_pb2.FINISH_REASON_STOP,
+    Ending.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    Ending.ABORTED: types_pb2.FINISH_REASON_ABORTED,
+}
+
+
+class Sample:
+    """A sample of a request in flight."""
+
+    def __init__(self, admitted: Admitted, job: Job, held: FloatType, admitted_at: float) -> None:
+        """A sample of which nothing is known.
+
+        Args:
+            admitted: the request.
+            job: the sample.
+            held: element type of captured rows.
+            admitted_at: when the request was admitted, by `time.monotonic`.
+        """
+        self.index = job.sample
+        self.tokens: list[int] = []
+        self.cached_tokens = 0
+        self.installed = not job.has_plan
+        self.ended = False
+        self.released: Released | None = None
+        self.captures = CaptureStream(admitted.captures, held)
+        self._has_plan = job.has_plan
+        self._admitted = admitted
+        self._admitted_at = admitted_at
+        self._first_token_at: float | None = None
+        self._logprob_sum = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more can come."""
+        return self.ended and (self.released is not None or not self._has_plan)
+
+    @property
+    def row_end(self) -> int:
+        """One past the last position whose row is known to be one."""
+        return self._admitted.prompt_len + len(self.tokens) - 1
+
+    def token_ids(self, positions: list[int]) -> list[int]:
+        """The input tokens at some positions below `row_end`."""
+        prompt = self._admitted.prompt.token_ids
+        length = len(prompt)
+        return [prompt[p] if p < length else self.tokens[p - length] for p in positions]
+
+    def take(self, delta: Delta) -> list[Response]:
+        """What a delta has to say to the client."""
+        responses = []
+        if delta.prompt_logprobs is not None:
+            reading = generation_pb2.PromptLogprobs(tokens=delta.prompt_logprobs)
+            responses.append(Response(prompt_logprobs=reading))
+        if delta.token_ids or delta.text:
+            responses.append(Response(tokens=self._tokens(delta)))
+        if delta.ending is not None:
+            self.ended = True
+            responses.append(Response(finished=self._finished(delta, delta.ending)))
+        return responses
+
+    def _tokens(self, delta: Delta) -> generation_pb2.Tokens:
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
+            self.cached_tokens = delta.cached_tokens
+        message = generation_pb2.Tokens(
+            sample=self.index,
+            offset=len(self.tokens),
+            token_ids=delta.token_ids,
+            text=delta.text,
+            logprobs=delta.logprobs,
+        )
+        self.tokens += delta.token_ids
+        self._logprob_sum += sum(reading.token.logprob for reading in delta.logprobs)
+        return message
+
+    def _finished(self, delta: Delta, ending: Ending) -> generation_pb2.Finished:
+        message = generation_pb2.Finished(
+            sample=self.index,
+            reason=_REASONS[ending],
+            tokens=len(self.tokens),
+            finished_after=self._since_admission(time.monotonic()),
+        )
+        if ending is Ending.STOP:
+            stop = delta.stop
+            if stop is None and self.tokens:
+                stop = self.tokens[-1]
+            if isinstance(stop, str):
+                message.stop_text = stop
+            elif stop is not None:
+                message.stop_token_id = stop
+        if self._admitted.sampling.logprobs is not None:
+            message.cumulative_logprob = self._logprob_sum
+        if self._first_token_at is not None:
+            message.first_token_after.CopyFrom(self._since_admission(self._first_token_at))
+        return message
+
+    def _since_admission(self, moment: float) -> duration_pb2.Duration:
+        duration = duration_pb2.Duration()
+        duration.FromNanoseconds(int((moment - self._admitted_at) * 1e9))
+        return duration

@@ -1,0 +1,178 @@
+"""How tokens are sampled: the request's settings with every default filled in."""
+
+from dataclasses import dataclass
+
+from rheostat._proto.v1 import generation_pb2
+from rheostat_server import checks
+from rheostat_server.checks import join
+from rheostat_server.errors import (
+    InvalidValue,
+    MissingField,
+    NoTokenizer,
+    PromptTooLong,
+)
+from rheostat_server.limits import SAMPLES, STOP_TEXTS, STOP_TOKEN_IDS
+from rheostat_server.model_info import ModelInfo
+
+_PATH = "sampling"
+_SEED_END = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """Settings of every sample of a request; see `Sampling` in generation.proto."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    samples: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    ignore_eos: bool = False
+
+    def seed_of(self, sample: int) -> int | None:
+        """Seed of one sample."""
+        return None if self.seed is None else (self.seed + sample) % _SEED_END
+
+
+def resolve_sampling(
+    sampling: generation_pb2.Sampling,
+    *,
+    prompt_len: int,
+    prompt_field: str,
+    model: ModelInfo,
+    has_tokenizer: bool,
+) -> SamplingSettings:
+    """The settings of a request.
+
+    Args:
+        sampling: as it came; empty if absent.
+        prompt_len: tokens of the prompt.
+        prompt_field: where the prompt came in, for errors.
+        model: whose limits hold.
+        has_tokenizer: whether stop texts can be found.
+
+    Raises:
+        InvalidArgument: a value is outside its limits.
+        NoTokenizer: there are stop texts and no tokenizer.
+    """
+    max_tokens = _max_tokens(sampling, prompt_len, prompt_field, model.model_tokens)
+    temperature = _number(sampling, "temperature", 1.0, low=0.0)
+    samples = sampling.n if sampling.HasField("n") else 1
+    if not 1 <= samples <= SAMPLES:
+        raise InvalidValue(f"must be 1 to {SAMPLES}", field=join(_PATH, "n"))
+    if samples > 1 and temperature == 0:
+        raise InvalidValue("greedy sampling gives one sample only", field=join(_PATH, "n"))
+    if sampling.min_tokens > max_tokens:
+        raise InvalidValue(
+            f"must be at most max_tokens, {max_tokens}", field=join(_PATH, "min_tokens")
+        )
+    if sampling.seed >= _SEED_END:
+        raise InvalidValue("must be below 2^63", field=join(_PATH, "seed"))
+    top_p = _number(sampling, "top_p", 1.0, low=0.0, high=1.0)
+    if top_p == 0:
+        raise InvalidValue("must be above 0", field=join(_PATH, "top_p"))
+    repetition = _number(sampling, "repetition_penalty", 1.0, low=0.0)
+    if repetition == 0:
+        raise InvalidValue("must be above 0", field=join(_PATH, "repetition_penalty"))
+    return SamplingSettings(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=_top_k(sampling, model.vocabulary),
+        min_p=_number(sampling, "min_p", 0.0, low=0.0, high=1.0),
+        min_tokens=sampling.min_tokens,
+        stop=_stop(sampling, has_tokenizer),
+        stop_token_ids=_stop_token_ids(sampling, model.vocabulary),
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        samples=samples,
+        logprobs=_logprobs(sampling, "logprobs", model.logprobs),
+        prompt_logprobs=_logprobs(sampling, "prompt_logprobs", model.logprobs),
+        repetition_penalty=repetition,
+        presence_penalty=_number(sampling, "presence_penalty", 0.0, low=-2.0, high=2.0),
+        frequency_penalty=_number(sampling, "frequency_penalty", 0.0, low=-2.0, high=2.0),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _max_tokens(
+    sampling: generation_pb2.Sampling, prompt_len: int, prompt_field: str, limit: int
+) -> int:
+    left = limit - prompt_len
+    if left < 1:
+        raise PromptTooLong(
+            f"the prompt has {prompt_len} tokens; the context holds {limit}, and one must be left "
+            "to generate",
+            field=prompt_field,
+        )
+    if not sampling.HasField("max_tokens"):
+        return left
+    field = join(_PATH, "max_tokens")
+    if sampling.max_tokens < 1:
+        raise InvalidValue("must be at least 1", field=field)
+    if sampling.max_tokens > left:
+        raise PromptTooLong(
+            f"the prompt has {prompt_len} tokens and the context holds {limit}: at most {left} "
+            "can be generated",
+            field=field,
+        )
+    return sampling.max_tokens
+
+
+def _number(
+    sampling: generation_pb2.Sampling,
+    name: str,
+    default: float,
+    *,
+    low: float,
+    high: float = float("inf"),
+) -> float:
+    if not sampling.HasField(name):  # type: ignore[arg-type]  # the callers' names are fields
+        return default
+    field = join(_PATH, name)
+    value = checks.finite(float(getattr(sampling, name)), field)
+    if not low <= value <= high:
+        limits = f"at least {low:g}" if high == float("inf") else f"{low:g} to {high:g}"
+        raise InvalidValue(f"must be {limits}", field=field)
+    return value
+
+
+def _top_k(sampling: generation_pb2.Sampling, vocabulary: int) -> int:
+    return 0 if sampling.top_k >= vocabulary else sampling.top_k
+
+
+def _logprobs(sampling: generation_pb2.Sampling, name: str, limit: int) -> int | None:
+    if not sampling.HasField(name):  # type: ignore[arg-type]  # the callers' names are fields
+        return None
+    value = int(getattr(sampling, name))
+    if value > limit:
+        raise InvalidValue(f"must be at most {limit}", field=join(_PATH, name))
+    return value
+
+
+def _stop(sampling: generation_pb2.Sampling, has_tokenizer: bool) -> tuple[str, ...]:
+    field = join(_PATH, "stop")
+    checks.at_most(len(sampling.stop), STOP_TEXTS, field, "stop texts")
+    for index, text in enumerate(sampling.stop):
+        if not text:
+            raise MissingField("a stop text may not be empty", field=f"{field}[{index}]")
+    if sampling.stop and not has_tokenizer:
+        raise NoTokenizer("this server has no tokenizer; send stop_token_ids", field=field)
+    return tuple(sampling.stop)
+
+
+def _stop_token_ids(sampling: generation_pb2.Sampling, vocabulary: int) -> tuple[int, ...]:
+    field = join(_PATH, "stop_token_ids")
+    checks.at_most(len(sampling.stop_token_ids), STOP_TOKEN_IDS, field, "stop tokens")
+    if sampling.stop_token_ids:
+        checks.token_ids(sampling.stop_token_ids, vocabulary, field)
+    return tuple(sampling.stop_token_ids)

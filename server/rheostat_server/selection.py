@@ -1,0 +1,244 @@
+"""Selectors resolved against a prompt: exact half-open spans of absolute positions.
+
+Invariant: what is selected depends on positions and tokens alone, never on schedule. Includes
+unite, excludes subtract, an absent selector is every token.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rheostat._proto.v1 import selector_pb2, types_pb2
+from rheostat_engine import OPEN_END, Spans
+from rheostat_server import checks
+from rheostat_server.checks import join
+from rheostat_server.errors import (
+    EmptySelector,
+    InvalidPosition,
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    SpanAmbiguous,
+    SpanNotFound,
+)
+from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES
+from rheostat_server.prompts import PromptTokens
+
+EVERYTHING: Spans = ((0, OPEN_END),)
+"""Every token."""
+
+
+@dataclass(frozen=True)
+class SelectionContext:
+    """What a selector is resolved against."""
+
+    prompt: PromptTokens
+    """The prompt; with text and offsets if a span is to be resolved."""
+    max_tokens: int
+    """Tokens that may be generated."""
+    vocabulary: int
+    """Number of token ids."""
+
+    @property
+    def prompt_len(self) -> int:
+        """P."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def row_end(self) -> int:
+        """One past the last position that can have a row: the last sampled token has none."""
+        return self.prompt_len + self.max_tokens - 1
+
+    @cached_property
+    def positions_by_token(self) -> dict[int, list[int]]:
+        """Where each token id stands in the prompt."""
+        found: dict[int, list[int]] = {}
+        for position, token in enumerate(self.prompt.token_ids):
+            found.setdefault(token, []).append(position)
+        return found
+
+
+def united(spans: Iterable[tuple[int, int]]) -> Spans:
+    """The union: ascending, disjoint, not touching. Empty spans vanish."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def subtracted(spans: Spans, holes: Spans) -> Spans:
+    """The spans less the holes; both as `united` gives them."""
+    left: list[tuple[int, int]] = []
+    next_hole = 0
+    for start, end in spans:
+        while next_hole < len(holes) and holes[next_hole][1] <= start:
+            next_hole += 1
+        at, hole = start, next_hole
+        while hole < len(holes) and holes[hole][0] < end:
+            if at < holes[hole][0]:
+                left.append((at, holes[hole][0]))
+            at = holes[hole][1]
+            hole += 1
+        if at < end:
+            left.append((at, end))
+    return tuple(left)
+
+
+def clipped(spans: Spans, start: int, end: int) -> Spans:
+    """The part of the spans in [start, end)."""
+    pairs = ((max(a, start), min(b, end)) for a, b in spans)
+    return tuple((a, b) for a, b in pairs if a < b)
+
+
+def resolve_selector(
+    selector: selector_pb2.Selector, context: SelectionContext, path: str
+) -> Spans:
+    """The positions of a selector that is present.
+
+    Raises:
+        InvalidArgument: a range is malformed, empty or not in the prompt.
+        NotSupported: it picks generated tokens by id.
+    """
+    if not selector.include and not selector.exclude:
+        raise EmptySelector("a selector needs at least one range", field=path)
+    include_path, exclude_path = join(path, "include"), join(path, "exclude")
+    checks.at_most(len(selector.include), RANGES, include_path, "ranges")
+    checks.at_most(len(selector.exclude), RANGES, exclude_path, "ranges")
+    included = EVERYTHING
+    if selector.include:
+        included = _union(selector.include, context, include_path)
+    excluded = _union(selector.exclude, context, exclude_path)
+    _refuse_generated_ids(selector, included, excluded, context, path)
+    return subtracted(included, excluded)
+
+
+def needs_text(selector: selector_pb2.Selector) -> bool:
+    """Whether a selector looks for text."""
+    return any(r.WhichOneof("kind") == "text" for r in (*selector.include, *selector.exclude))
+
+
+def _union(ranges: Sequence[selector_pb2.Range], context: SelectionContext, path: str) -> Spans:
+    return united(
+        span
+        for index, one in enumerate(ranges)
+        for span in _resolve_range(one, context, f"{path}[{index}]")
+    )
+
+
+def _resolve_range(
+    one: selector_pb2.Range, context: SelectionContext, path: str
+) -> Iterator[tuple[int, int]]:
+    kind = checks.required(
+        one.WhichOneof("kind"), path, "phase, positions, generated, token_ids and text"
+    )
+    field = join(path, kind)
+    if kind == "phase":
+        checks.known_enum(one.phase, types_pb2.Phase.values(), field)
+        if one.phase == types_pb2.PHASE_PROMPT:
+            yield (0, context.prompt_len)
+        else:
+            yield (context.prompt_len, OPEN_END)
+    elif kind == "positions":
+        yield _window(one.positions, context, field)
+    elif kind == "generated":
+        yield _generated(one.generated, context, field)
+    elif kind == "token_ids":
+        ids = one.token_ids.ids
+        checks.at_most(len(ids), RANGE_TOKEN_IDS, field, "token ids")
+        checks.token_ids(ids, context.vocabulary, join(field, "ids"))
+        for token in set(ids):
+            for position in context.positions_by_token.get(token, ()):
+                yield (position, position + 1)
+    else:
+        yield _span(one.text, context, field)
+
+
+def _window(window: selector_pb2.Window, context: SelectionContext, path: str) -> tuple[int, int]:
+    length = context.prompt_len
+    start = window.start if window.HasField("start") else 0
+    end = window.end if window.HasField("end") else length
+    for name, value in (("start", start), ("end", end)):
+        if value < -length:
+            raise InvalidPosition(
+                f"{value} lies before a prompt of {length} tokens", field=join(path, name)
+            )
+    start = start + length if start < 0 else start
+    end = end + length if end < 0 else end
+    if start >= end:
+        raise InvalidPosition(
+            f"positions {start} to {end} hold none; the prompt has {length} tokens", field=path
+        )
+    if start >= context.row_end:
+        raise InvalidPosition(
+            f"position {start} is never an input: the prompt has {length} tokens and at most "
+            f"{context.max_tokens} are generated, the last of which is none",
+            field=path,
+        )
+    return start, end
+
+
+def _generated(
+    window: selector_pb2.GeneratedWindow, context: SelectionContext, path: str
+) -> tuple[int, int]:
+    start = context.prompt_len + window.start
+    end = min(context.prompt_len + window.end, OPEN_END) if window.HasField("end") else OPEN_END
+    if start >= end:
+        raise InvalidPosition("the window of generated tokens is empty", field=path)
+    return start, end
+
+
+def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tuple[int, int]:
+    if not span.text:
+        raise MissingField("a text is required", field=join(path, "text"))
+    if len(span.text.encode()) > SPAN_BYTES:
+        raise InvalidValue(f"has more than {SPAN_BYTES} bytes", field=join(path, "text"))
+    text, offsets = context.prompt.text, context.prompt.offsets
+    if text is None or offsets is None:
+        raise NotSupported(
+            "where this prompt's tokens stand in its text is not known; select positions",
+            field=path,
+        )
+    wanted = span.occurrence if span.HasField("occurrence") else 0
+    count = text.count(span.text)
+    if wanted >= count:
+        raise SpanNotFound(f"the prompt holds the text {count} times", field=path)
+    if count > 1 and not span.HasField("occurrence"):
+        raise SpanAmbiguous(
+            f"the prompt holds the text {count} times; choose an occurrence",
+            field=path,
+            metadata={"occurrences": str(count)},
+        )
+    start = text.find(span.text)
+    for _ in range(wanted):
+        start = text.find(span.text, start + len(span.text))
+    end = start + len(span.text)
+    held = [p for p, (a, b) in enumerate(offsets) if a < end and b > start and a < b]
+    if not held:
+        raise SpanNotFound("no token of the prompt holds a character of the text", field=path)
+    return held[0], held[-1] + 1
+
+
+def _refuse_generated_ids(
+    selector: selector_pb2.Selector,
+    included: Spans,
+    excluded: Spans,
+    context: SelectionContext,
+    path: str,
+) -> None:
+    """Token ids concern generated tokens too, unless other ranges confine them to the prompt."""
+    generated: Spans = ((context.prompt_len, OPEN_END),)
+    unconfined = subtracted(generated, excluded)
+    for name, ranges, reached in (
+        ("include", selector.include, unconfined),
+        ("exclude", selector.exclude, subtracted(unconfined, subtracted(EVERYTHING, included))),
+    ):
+        for index, one in enumerate(ranges):
+            if reached and one.WhichOneof("kind") == "token_ids":
+                raise NotSupported(
+                    "token ids of generated tokens cannot be selected yet; exclude the generated "
+                    "phase, or select positions",
+                    field=f"{path}.{name}[{index}].token_ids",
+                )

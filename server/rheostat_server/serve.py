@@ -1,0 +1,228 @@
+"""A server from bind to end.
+
+It listens before the model is loaded, so that health can be asked, and it ends by draining: nothing
+more is admitted, what runs gets its grace, the rest is aborted, then the engine goes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rheostat._proto.v1 import (
+    capture_service_pb2,
+    capture_service_pb2_grpc,
+    engine_service_pb2,
+    engine_service_pb2_grpc,
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+    monitor_service_pb2,
+    monitor_service_pb2_grpc,
+    patch_service_pb2,
+    patch_service_pb2_grpc,
+    steering_service_pb2,
+    steering_service_pb2_grpc,
+)
+from rheostat_server.config import ServerConfig
+from rheostat_server.engine import EngineHost
+from rheostat_server.errors import PortInUse, StartupError
+from rheostat_server.host import Backend
+from rheostat_server.limits import TENSOR_MESSAGE_BYTES
+from rheostat_server.prompts import Prompts
+from rheostat_server.readiness import Readiness
+from rheostat_server.rpc import Calls, ErrorInterceptor
+from rheostat_server.services.engine import EngineService
+from rheostat_server.services.generation import GenerationService
+from rheostat_server.services.steering import SteeringService
+from rheostat_server.vllm_backend import start_backend
+from rheostat_server.vllm_engine import model_path
+
+_LOG = logging.getLogger(__name__)
+
+_SERVICES = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in (
+        (engine_service_pb2, "EngineService"),
+        (generation_service_pb2, "GenerationService"),
+        (steering_service_pb2, "SteeringService"),
+        (capture_service_pb2, "CaptureService"),
+        (patch_service_pb2, "PatchService"),
+        (monitor_service_pb2, "MonitorService"),
+    )
+)
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # Without this a second server could listen on the same port and take half of the calls.
+    ("grpc.so_reuseport", 0),
+    # Calls may be silent for long: let clients ping as often as they like.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_LAST_CALLS = 5.0
+"""Seconds that calls get to finish once the engine has drained."""
+
+_LAST_WORDS = 0.5
+"""Seconds for statuses to leave; connections that are idle do not hold the server up longer."""
+
+
+BackendFactory = Callable[[ServerConfig], Awaitable[Backend]]
+"""Brings an engine up."""
+
+
+class RunningServer:
+    """A server that listens. `load` makes it serve, `stop` ends it."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """A server that does not listen yet; see `bind`."""
+        self.readiness = Readiness(_SERVICES)
+        self.port = config.port
+        self._config = config
+        self._calls = Calls()
+        self._server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(self._calls)], options=_OPTIONS
+        )
+        self._backend: Backend | None = None
+        self._prompts: Prompts | None = None
+
+    async def bind(self) -> None:
+        """Listens; health says NOT_SERVING, rpcs answer that the model is being loaded.
+
+        Raises:
+            PortInUse: the address cannot be listened on.
+        """
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        address = f"{host}:{self._config.port}"
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise PortInUse(f"cannot listen on {address}: it is in use or not allowed") from error
+        server = self._server
+        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
+            EngineService(self.readiness), server
+        )
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationService(self.readiness), server
+        )
+        steering_service_pb2_grpc.add_SteeringServiceServicer_to_server(
+            SteeringService(self.readiness), server
+        )
+        capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(
+            capture_service_pb2_grpc.CaptureServiceServicer(), server
+        )
+        patch_service_pb2_grpc.add_PatchServiceServicer_to_server(
+            patch_service_pb2_grpc.PatchServiceServicer(), server
+        )
+        monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server(
+            monitor_service_pb2_grpc.MonitorServiceServicer(), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self.readiness.health, server)
+        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await self.readiness.warm_up()
+        await server.start()
+        _LOG.info("listening on %s:%d, loading %s", host, self.port, self._config.model)
+
+    async def load(self, bring_up: BackendFactory) -> None:
+        """Loads the model and serves.
+
+        Raises:
+            StartupError: there is no such model, or the engine does not come up.
+        """
+        backend = await bring_up(self._config)
+        self._backend = backend
+        self._prompts = Prompts(backend.tokenizer(), backend.info.vocabulary)
+        await self.readiness.serve(EngineHost(backend, self._prompts, self._config))
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Drains for `grace` seconds (default: the config's), then ends everything."""
+        seconds = self._config.drain_grace if grace is None else grace
+        await self.readiness.drain(seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_CALLS):
+                await self._calls.until_none()
+        await self._server.stop(_LAST_WORDS)
+        if self._prompts is not None:
+            self._prompts.close()
+        if self._backend is not None:
+            await self._backend.close()
+        _LOG.info("ended")
+
+
+async def start(config: ServerConfig, bring_up: BackendFactory = start_backend) -> RunningServer:
+    """A server that serves.
+
+    Raises:
+        StartupError: the address is taken, there is no such model, or the engine fails.
+    """
+    model_path(config.model)
+    server = RunningServer(config)
+    await server.bind()
+    try:
+        await server.load(bring_up)
+    except BaseException:
+        await server.stop(0)
+        raise
+    return server
+
+
+def run(config: ServerConfig) -> int:
+    """Serves until a signal or the Drain rpc ends it; the exit status.
+
+    0: ended as told. Otherwise the `exit_code` of the `StartupError`, which is printed.
+    """
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    try:
+        asyncio.run(_serve(config))
+    except StartupError as error:
+        _LOG.debug("startup failed", exc_info=error)
+        print(f"rheostat: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+async def _serve(config: ServerConfig) -> None:
+    model_path(config.model)
+    server = RunningServer(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.readiness.end)
+    await server.bind()
+    loading = asyncio.create_task(server.load(start_backend))
+    ending = asyncio.create_task(server.readiness.ended.wait())
+    try:
+        await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+            await ending
+        else:
+            await _abandon(loading)
+    finally:
+        ending.cancel()
+        await server.stop()
+
+
+async def _abandon(loading: asyncio.Task[None]) -> None:
+    """Ends a load that nobody waits for any more: without its processes it fails at once."""
+    _LOG.info("told to end while the model is being loaded")
+    while not loading.done():
+        for child in multiprocessing.active_children():
+            child.kill()
+        await asyncio.wait({loading}, timeout=0.5)
+    if loading.exception() is not None:
+        _LOG.info("the load was given up")

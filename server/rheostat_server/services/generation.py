@@ -1,0 +1,67 @@
+"""GenerationService: prompts in; tokens, tensors and a receipt out."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from rheostat._proto.v1 import (
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+    types_pb2,
+)
+from rheostat_server.admission import admit
+from rheostat_server.errors import MissingField, RheostatError
+from rheostat_server.explain import explain
+from rheostat_server.generation import run
+from rheostat_server.readiness import Readiness
+from rheostat_server.rpc import Context
+
+_pb = generation_service_pb2
+
+
+class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
+    """Runs and explains requests."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+
+    async def Generate(
+        self, request: generation_service_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[generation_service_pb2.GenerateResponse, None]:
+        """Runs one request."""
+        host = self._readiness.host()
+        begun = False
+        try:
+            admitted = await admit(request, host.desk)
+            async with aclosing(run(admitted, host)) as responses:
+                async for response in responses:
+                    begun = True
+                    yield response
+        except RheostatError:
+            host.counts.refused += not begun
+            raise
+
+    async def Explain(
+        self, request: generation_service_pb2.ExplainRequest, context: Context
+    ) -> generation_service_pb2.ExplainResponse:
+        """What a request would do."""
+        host = self._readiness.host()
+        if not request.HasField("request"):
+            raise MissingField("a request is required", field="request")
+        try:
+            return explain(await admit(request.request, host.desk), host)
+        except RheostatError as error:
+            if error.field:
+                error.field = f"request.{error.field}"
+            raise
+
+    async def Tokenize(
+        self, request: generation_service_pb2.TokenizeRequest, context: Context
+    ) -> generation_service_pb2.TokenizeResponse:
+        """Token ids, text and offsets."""
+        prompt = await self._readiness.host().prompts.resolve(request, with_text=True)
+        return _pb.TokenizeResponse(
+            token_ids=types_pb2.TokenIds(ids=prompt.token_ids),
+            text=prompt.text or "",
+            offsets=[_pb.TextSpan(start=start, end=end) for start, end in prompt.offsets or ()],
+        )

@@ -1,0 +1,133 @@
+"""SteeringService: the store of vectors."""
+
+import base64
+import binascii
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import NamedTuple
+
+from google.protobuf import timestamp_pb2
+
+from rheostat._proto.v1 import steering_service_pb2, steering_service_pb2_grpc
+from rheostat_server import checks
+from rheostat_server.errors import InvalidValue
+from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.readiness import Readiness
+from rheostat_server.rpc import Context
+from rheostat_server.upload import receive
+from rheostat_server.vectors import Entry, Name
+
+_pb = steering_service_pb2
+
+_DEFAULT_PAGE = 100
+_LARGEST_PAGE = 1000
+
+
+class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
+    """Stores, lists and sends vectors."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+
+    async def PutVectors(
+        self,
+        request_iterator: AsyncIterator[steering_service_pb2.PutVectorsRequest],
+        context: Context,
+    ) -> steering_service_pb2.PutVectorsResponse:
+        """Stores one vector."""
+        host = self._readiness.host()
+        header, vector = await receive(request_iterator, host.sites.width, host.store.capacity)
+        if not header.name:
+            existed = host.store.put(vector)
+            return _pb.PutVectorsResponse(digest=vector.digest, existed=existed)
+        label = Name(
+            vector.digest, header.description, header.sites if header.HasField("sites") else None
+        )
+        result = host.store.put_named(vector, header.name, label)
+        return _pb.PutVectorsResponse(
+            digest=vector.digest, existed=result.existed, previous_digest=result.previous
+        )
+
+    async def ListVectors(
+        self, request: steering_service_pb2.ListVectorsRequest, context: Context
+    ) -> steering_service_pb2.ListVectorsResponse:
+        """What is stored."""
+        size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
+        if not 1 <= size <= _LARGEST_PAGE:
+            raise InvalidValue(f"must be 1 to {_LARGEST_PAGE}", field="page_size")
+        store = self._readiness.host().store
+        entries = store.entries(request.name_prefix)
+        if request.page_token:
+            after = _parse_token(request.page_token)
+            entries = [e for e in entries if (e.name, e.vector.digest) > after]
+        page = entries[:size]
+        return _pb.ListVectorsResponse(
+            vectors=[_info(entry) for entry in page],
+            next_page_token=_token(page[-1]) if len(entries) > size else "",
+            used_bytes=store.used_bytes,
+            capacity_bytes=store.capacity,
+        )
+
+    async def GetVectors(
+        self, request: steering_service_pb2.GetVectorsRequest, context: Context
+    ) -> AsyncGenerator[steering_service_pb2.GetVectorsResponse, None]:
+        """One vector: a header, then chunks."""
+        store = self._readiness.host().store
+        kind = checks.required(request.WhichOneof("ref"), "", "digest and name")
+        name, digest = request.name, request.digest
+        if kind == "name":
+            digest = store.named(name, "name").digest
+        elif len(digest) != hashlib.sha256().digest_size:
+            raise InvalidValue("a digest has 32 bytes", field="digest")
+        entry = store.entry(name, digest, kind)
+        yield _pb.GetVectorsResponse(info=_info(entry))
+        data = entry.vector.data
+        for start in range(0, len(data), CHUNK_BYTES):
+            yield _pb.GetVectorsResponse(chunk=data[start : start + CHUNK_BYTES])
+
+    async def DeleteName(
+        self, request: steering_service_pb2.DeleteNameRequest, context: Context
+    ) -> steering_service_pb2.DeleteNameResponse:
+        """Takes a name off its vector."""
+        digest = self._readiness.host().store.delete_name(request.name, "name")
+        return _pb.DeleteNameResponse(digest=digest)
+
+
+class _Key(NamedTuple):
+    name: str
+    digest: bytes
+
+
+def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
+    info = _pb.VectorInfo(
+        digest=entry.vector.digest,
+        name=entry.name,
+        dtype=entry.vector.kind.wire,
+        shape=[entry.vector.rows, entry.vector.width],
+        stored_at=timestamp_pb2.Timestamp(
+            seconds=int(entry.stored_at), nanos=int(entry.stored_at % 1 * 1e9)
+        ),
+        users=entry.users,
+    )
+    if entry.label is not None:
+        info.description = entry.label.description
+        if entry.label.sites is not None:
+            info.sites.CopyFrom(entry.label.sites)
+    return info
+
+
+def _token(last: Entry) -> str:
+    return base64.urlsafe_b64encode(last.vector.digest + last.name.encode()).decode()
+
+
+def _parse_token(token: str) -> _Key:
+    size = hashlib.sha256().digest_size
+    try:
+        raw = base64.b64decode(token, altchars=b"-_", validate=True)
+        name = raw[size:].decode()
+    except (binascii.Error, ValueError) as error:
+        raise InvalidValue("is not a token of this server", field="page_token") from error
+    if len(raw) < size:
+        raise InvalidValue("is not a token of this server", field="page_token")
+    return _Key(name, raw[:size])

@@ -1,0 +1,150 @@
+"""Sites on the wire and in the engine.
+
+A SiteSet is every combination of its points with its layers, by layer, then point. Two of its names
+may be one site (resid_post L, resid_pre L+1); the engine knows it by one index.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rheostat._proto.v1 import types_pb2
+from rheostat_engine import ModelSites, Point, Site
+from rheostat_server import checks
+from rheostat_server.checks import join
+from rheostat_server.errors import InvalidValue, MissingField, SiteNotServed, UnknownLayer
+from rheostat_server.limits import LAYERS
+
+ENGINE_POINTS = {
+    types_pb2.POINT_RESID_PRE: Point.RESID_PRE,
+    types_pb2.POINT_RESID_MID: Point.RESID_MID,
+    types_pb2.POINT_RESID_POST: Point.RESID_POST,
+}
+"""The points that the engine has."""
+
+BRANCHES = {
+    types_pb2.POINT_ATTN_OUT: "attn_out",
+    types_pb2.POINT_MLP_OUT: "mlp_out",
+}
+"""The points that no engine serves yet."""
+
+BRANCH_REFUSAL = "branches are not served yet; use resid_pre, resid_mid or resid_post"
+"""Why a branch is refused, and what to use instead."""
+
+_WIRE_POINTS = {point: wire for wire, point in ENGINE_POINTS.items()}
+
+
+class SiteSelection(NamedTuple):
+    """A SiteSet, resolved."""
+
+    sites: tuple[Site, ...]
+    """Every name, by layer, then point."""
+    layers: tuple[int, ...]
+    """The layers, ascending."""
+
+
+def to_wire(site: Site) -> types_pb2.Site:
+    """A site as a message."""
+    return types_pb2.Site(point=_WIRE_POINTS[site.point], layer=site.layer)
+
+
+def resolve_sites(sites: types_pb2.SiteSet, model: ModelSites, path: str) -> SiteSelection:
+    """The sites of a set, each of which the model serves.
+
+    Raises:
+        InvalidArgument: the set is malformed or names a layer that the model lacks.
+        SiteNotServed: the model has not all of them.
+    """
+    points = _points(sites, path)
+    layers = _layers(sites, model.num_layers, path)
+    named = tuple(Site(point, layer) for layer in layers for point in points)
+    _check_served(named, model, path)
+    return SiteSelection(named, layers)
+
+
+def refuse_double_names(selection: SiteSelection, path: str) -> None:
+    """Refuses a set that holds one site under both of its names, where it would act twice.
+
+    Raises:
+        InvalidValue: it does.
+    """
+    seen: dict[int, Site] = {}
+    for site in selection.sites:
+        other = seen.setdefault(site.index, site)
+        if other != site:
+            raise InvalidValue(
+                f"{_label(other)} and {_label(site)} are one site, which the op would act on twice",
+                field=path,
+            )
+
+
+def _points(sites: types_pb2.SiteSet, path: str) -> list[Point]:
+    field = join(path, "points")
+    if not sites.points:
+        raise MissingField("at least one point is required", field=field)
+    for index, point in enumerate(sites.points):
+        checks.known_enum(point, types_pb2.Point.values(), f"{field}[{index}]")
+    checks.no_repeats(sites.points, field, "points")
+    for index, point in enumerate(sites.points):
+        if point in BRANCHES:
+            raise SiteNotServed(f"{BRANCHES[point]}: {BRANCH_REFUSAL}", field=f"{field}[{index}]")
+    return [ENGINE_POINTS[point] for point in sorted(sites.points)]
+
+
+def _layers(sites: types_pb2.SiteSet, count: int, path: str) -> tuple[int, ...]:
+    kind = checks.required(sites.WhichOneof("layers"), path, "list, range and all")
+    if kind == "all":
+        return tuple(range(count))
+    if kind == "list":
+        field = f"{path}.list.layers"
+        layers: Sequence[int] = sites.list.layers
+        if not layers:
+            raise InvalidValue("at least one layer is required", field=field)
+        checks.at_most(len(layers), LAYERS, field, "layers")
+        checks.no_repeats(layers, field, "layers")
+        for index, layer in enumerate(layers):
+            if layer >= count:
+                raise _unknown_layer(layer, count, f"{field}[{index}]")
+        return tuple(sorted(layers))
+    field = join(path, "range")
+    start = sites.range.start if sites.range.HasField("start") else 0
+    stop = sites.range.stop if sites.range.HasField("stop") else count
+    step = sites.range.step if sites.range.HasField("step") else 1
+    if stop > count:
+        raise _unknown_layer(stop - 1, count, join(field, "stop"))
+    if step < 1:
+        raise InvalidValue("must be at least 1", field=join(field, "step"))
+    if start >= stop:
+        raise InvalidValue(f"layers {start} to {stop} hold none", field=field)
+    return tuple(range(start, stop, step))
+
+
+def _unknown_layer(layer: int, count: int, field: str) -> UnknownLayer:
+    return UnknownLayer(
+        f"layer {layer} is not one of the model's layers 0 to {count - 1}",
+        field=field,
+        metadata={"layers": str(count)},
+    )
+
+
+def _check_served(sites: Sequence[Site], model: ModelSites, path: str) -> None:
+    refused: dict[str, list[Site]] = {}
+    for site in sites:
+        why = model.supports(site)
+        if why is not None:
+            refused.setdefault(why, []).append(site)
+    if refused:
+        parts = [
+            f"{', '.join(_label(site) for site in unserved[:8])}"
+            f"{f' and {len(unserved) - 8} more' if len(unserved) > 8 else ''}: {why}"
+            for why, unserved in refused.items()
+        ]
+        served = [point.value for point in Point if point not in model.refused]
+        raise SiteNotServed(
+            f"{model.architecture} does not serve {'; '.join(parts)}. "
+            f"It serves {', '.join(served)}",
+            field=path,
+        )
+
+
+def _label(site: Site) -> str:
+    return f"{site.point.value} {site.layer}"

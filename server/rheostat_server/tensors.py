@@ -1,0 +1,171 @@
+"""Tensors on the wire: little-endian bytes with a dtype and a shape.
+
+Length is checked against dtype and shape before anything else. bfloat16 is held as its bits, in
+uint16, and widened to float32 exactly, since numpy has no such type.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._proto.v1 import tensor_pb2
+from rheostat_server.checks import join, known_enum
+from rheostat_server.errors import (
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    RheostatError,
+    TensorPayload,
+)
+
+FloatArray = npt.NDArray[np.float32]
+BitArray = npt.NDArray[np.uint16]
+RawArray = npt.NDArray[np.generic]
+
+_MAX_RANK = 8
+
+
+class FloatType(Enum):
+    """A float type of rows and vectors. The value is its name in digests and in the engine."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _NUMPY[self].itemsize
+
+    @property
+    def wire(self) -> tensor_pb2.Dtype.ValueType:
+        """The value of the wire's enum."""
+        return _WIRE[self]
+
+    @property
+    def largest(self) -> float:
+        """Magnitudes below this stay finite when rounded to this type."""
+        return _OVERFLOW[self]
+
+
+_NUMPY: dict[FloatType, np.dtype[np.generic]] = {
+    FloatType.FLOAT32: np.dtype("<f4"),
+    FloatType.FLOAT16: np.dtype("<f2"),
+    FloatType.BFLOAT16: np.dtype("<u2"),
+}
+_WIRE = {
+    FloatType.FLOAT32: tensor_pb2.DTYPE_FLOAT32,
+    FloatType.FLOAT16: tensor_pb2.DTYPE_FLOAT16,
+    FloatType.BFLOAT16: tensor_pb2.DTYPE_BFLOAT16,
+}
+_FROM_WIRE = {wire: kind for kind, wire in _WIRE.items()}
+
+# The largest finite value and half of its last place: from there on rounding gives infinity.
+_OVERFLOW = {
+    FloatType.FLOAT32: (2 - 2.0**-24) * 2.0**127,
+    FloatType.FLOAT16: (2 - 2.0**-11) * 2.0**15,
+    FloatType.BFLOAT16: (2 - 2.0**-8) * 2.0**127,
+}
+
+
+def float_type(dtype: int, path: str) -> FloatType:
+    """The float type that a wire value names.
+
+    Raises:
+        UnknownEnum: it names nothing.
+        InvalidValue: it names a type that rows and vectors cannot have.
+    """
+    known_enum(dtype, tensor_pb2.Dtype.values(), path)
+    kind = _FROM_WIRE.get(tensor_pb2.Dtype.ValueType(dtype))
+    if kind is None:
+        raise InvalidValue("must be float32, float16 or bfloat16", field=path)
+    return kind
+
+
+def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) -> bytes:
+    """The bytes of a tensor in a request, as long as its shape wants them.
+
+    Raises:
+        MissingField: it has no payload.
+        InvalidValue: rank, encoding or kind of payload is not for requests.
+        NotSupported: the encoding is not served yet.
+        TensorPayload: the length or the checksum is wrong.
+    """
+    if len(tensor.shape) > _MAX_RANK:
+        raise InvalidValue(f"rank is at most {_MAX_RANK}", field=join(path, "shape"))
+    _check_encoding(tensor, path)
+    payload = tensor.WhichOneof("payload")
+    if payload is None:
+        raise MissingField("a payload is required", field=join(path, "inline"))
+    if payload != "inline":
+        raise InvalidValue("a request's tensors are inline", field=join(path, payload))
+    expected = math.prod(tensor.shape) * kind.itemsize
+    if len(tensor.inline) != expected:
+        raise TensorPayload(
+            f"{len(tensor.inline)} bytes; dtype and shape want {expected}",
+            field=join(path, "inline"),
+        )
+    if tensor.HasField("crc32c") and google_crc32c.value(tensor.inline) != tensor.crc32c:
+        raise TensorPayload("the bytes do not have this checksum", field=join(path, "crc32c"))
+    return tensor.inline
+
+
+def _check_encoding(tensor: tensor_pb2.Tensor, path: str) -> None:
+    field = join(path, "encoding")
+    known_enum(tensor.encoding, tensor_pb2.Encoding.values(), field)
+    if tensor.encoding == tensor_pb2.ENCODING_RAW:
+        return
+    error: type[RheostatError] = InvalidValue
+    if tensor.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
+        error = NotSupported
+    raise error("send ENCODING_RAW", field=field)
+
+
+def widen(data: bytes, kind: FloatType) -> FloatArray:
+    """The elements as float32, exactly. Shape [elements]."""
+    raw = np.frombuffer(data, dtype=_NUMPY[kind])
+    return _widened(raw, kind)
+
+
+def encode_rows(
+    rows: RawArray,  # [..., width], float32, float16, or uint16 with bfloat16's bits
+    *,
+    held: FloatType,
+    wanted: FloatType,
+) -> tensor_pb2.Tensor:
+    """A raw tensor of rows, with its checksum; narrowing rounds to nearest, ties to even."""
+    if held is wanted:
+        payload = np.ascontiguousarray(rows, dtype=_NUMPY[held]).tobytes()
+    else:
+        payload = _narrowed(_widened(rows, held), wanted).tobytes()
+    return tensor_pb2.Tensor(
+        dtype=wanted.wire,
+        shape=rows.shape,
+        encoding=tensor_pb2.ENCODING_RAW,
+        inline=payload,
+        crc32c=google_crc32c.value(payload),
+    )
+
+
+def stack_rows(parts: Sequence[RawArray]) -> RawArray:
+    """Joins the rows of several sites, each [positions, width], to [sites, positions, width]."""
+    return np.stack(parts)
+
+
+def _widened(raw: RawArray, kind: FloatType) -> FloatArray:
+    if kind is FloatType.BFLOAT16:
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32)
+
+
+def _narrowed(rows: FloatArray, kind: FloatType) -> RawArray:
+    if kind is not FloatType.BFLOAT16:
+        with np.errstate(over="ignore"):
+            return rows.astype(_NUMPY[kind])
+    bits = np.ascontiguousarray(rows).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(rows), np.uint16(0x7FC0), rounded)

@@ -1,0 +1,278 @@
+"""The store of vectors: immutable content known by its digest, with names as movable labels.
+
+Invariants: a vector that a name or a running request holds is never evicted, so a name that moves
+or goes leaves running requests what they started with. The bytes held never exceed the budget.
+Names point at stored vectors only.
+"""
+
+import hashlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rheostat._proto.v1 import types_pb2
+from rheostat_server.errors import NameNotFound, NonFinite, Resource, StoreFull, VectorNotFound
+from rheostat_server.tensors import FloatType, widen
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Content of a vector, [rows, width]."""
+
+    digest: bytes
+    """SHA-256 of the canonical form; see `VectorRef` in steering.proto."""
+    kind: FloatType
+    """Element type."""
+    rows: int
+    """Number of rows."""
+    width: int
+    """Width of each."""
+    data: bytes
+    """Elements, little-endian, row-major."""
+    norms: tuple[float, ...]
+    """L2 norm of each row."""
+    peaks: tuple[float, ...]
+    """Largest magnitude in each row."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the elements."""
+        return len(self.data)
+
+    def float32_bytes(self) -> bytes:
+        """The elements as float32, widened exactly."""
+        return widen(self.data, self.kind).tobytes()
+
+
+def make_vector(kind: FloatType, rows: int, width: int, data: bytes, path: str) -> Vector:
+    """A vector of `rows * width` elements.
+
+    Raises:
+        NonFinite: an element is infinite or not a number.
+    """
+    values = widen(data, kind).reshape(rows, width)
+    bad = np.argwhere(~np.isfinite(values))
+    if len(bad):
+        row, column = (int(i) for i in bad[0])
+        raise NonFinite(f"element [{row}, {column}] is not finite", field=path)
+    head = f"rheostat.v1 vector {kind.value} {rows}x{width}\n".encode("ascii")
+    norms = np.linalg.norm(values.astype(np.float64), axis=1)
+    return Vector(
+        digest=hashlib.sha256(head + data).digest(),
+        kind=kind,
+        rows=rows,
+        width=width,
+        data=data,
+        norms=tuple(norms.tolist()),
+        peaks=tuple(np.abs(values).max(axis=1, initial=0.0).astype(np.float64).tolist()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A label on a vector."""
+
+    digest: bytes
+    """The vector it is on."""
+    description: str
+    """For people."""
+    sites: types_pb2.SiteSet | None
+    """Where the vector is meant to be used; advice."""
+
+
+class PutResult(NamedTuple):
+    """What storing a vector did."""
+
+    existed: bool
+    """It was there before."""
+    previous: bytes
+    """Digest that the name was on before, if it moved; else empty."""
+
+
+class Entry(NamedTuple):
+    """One line of a listing."""
+
+    name: str
+    label: Name | None
+    vector: Vector
+    stored_at: float
+    users: int
+
+
+class VectorStore:
+    """All vectors of a server. Lives on the event loop; nothing in it waits."""
+
+    def __init__(self, capacity: int, on_evict: Callable[[bytes], None]) -> None:
+        """An empty store.
+
+        Args:
+            capacity: bytes that all vectors together may take.
+            on_evict: told the digest of every vector that leaves.
+        """
+        self.capacity = capacity
+        self._on_evict = on_evict
+        self._vectors: OrderedDict[bytes, Vector] = OrderedDict()
+        self._stored_at: dict[bytes, float] = {}
+        self._names: dict[str, Name] = {}
+        self._named: Counter[bytes] = Counter()
+        self._users: Counter[bytes] = Counter()
+        self._used = 0
+
+    def __len__(self) -> int:
+        """How many vectors are stored."""
+        return len(self._vectors)
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a vector is stored."""
+        return digest in self._vectors
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that the stored vectors take."""
+        return self._used
+
+    @property
+    def pins(self) -> int:
+        """How many uses by running requests there are."""
+        return self._users.total()
+
+    def put(self, vector: Vector) -> bool:
+        """Stores a vector; True if it was there before.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        if vector.digest in self._vectors:
+            self._vectors.move_to_end(vector.digest)
+            return True
+        self._make_room(vector.size)
+        self._vectors[vector.digest] = vector
+        self._stored_at[vector.digest] = time.time()
+        self._used += vector.size
+        return False
+
+    def put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
+        """Stores a vector and puts a name on it, which moves if it was elsewhere.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        existed = self.put(vector)
+        before = self._names.get(name)
+        self._names[name] = label
+        self._named[vector.digest] += 1
+        if before is not None:
+            self._unname(before.digest)
+        moved = before is not None and before.digest != vector.digest
+        return PutResult(existed, before.digest if before is not None and moved else b"")
+
+    def get(self, digest: bytes, path: str) -> Vector:
+        """A vector by digest.
+
+        Raises:
+            VectorNotFound: it is not stored.
+        """
+        vector = self._vectors.get(digest)
+        if vector is None:
+            raise VectorNotFound(
+                f"no vector {digest.hex()} is stored",
+                field=path,
+                resource=Resource("vector", digest.hex()),
+            )
+        self._vectors.move_to_end(digest)
+        return vector
+
+    def named(self, name: str, path: str) -> Name:
+        """A name's label.
+
+        Raises:
+            NameNotFound: there is no such name.
+        """
+        label = self._names.get(name)
+        if label is None:
+            raise NameNotFound(
+                f'no vector has the name "{name}"', field=path, resource=Resource("name", name)
+            )
+        return label
+
+    def delete_name(self, name: str, path: str) -> bytes:
+        """Takes a name off; the digest that it was on.
+
+        Raises:
+            NameNotFound: there is no such name.
+        """
+        label = self.named(name, path)
+        del self._names[name]
+        self._unname(label.digest)
+        return label.digest
+
+    def pin(self, vector: Vector) -> None:
+        """Holds a vector for a request, storing it if it is not there.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        self.put(vector)
+        self._users[vector.digest] += 1
+
+    def unpin(self, digest: bytes) -> None:
+        """Ends one `pin`."""
+        self._users[digest] -= 1
+        if not self._users[digest]:
+            del self._users[digest]
+
+    def entry(self, name: str, digest: bytes, path: str) -> Entry:
+        """The line of one vector under a name, or under none if `name` is empty."""
+        return self._entry(name, self.get(digest, path))
+
+    def entries(self, prefix: str) -> list[Entry]:
+        """Every name that begins with `prefix`, then by digest; with no prefix the unnamed too."""
+        lines = [
+            self._entry(name, self._vectors[label.digest])
+            for name, label in self._names.items()
+            if name.startswith(prefix)
+        ]
+        if not prefix:
+            lines += [
+                self._entry("", vector)
+                for digest, vector in self._vectors.items()
+                if not self._named[digest]
+            ]
+        return sorted(lines, key=lambda line: (line.name, line.vector.digest))
+
+    def _entry(self, name: str, vector: Vector) -> Entry:
+        return Entry(
+            name,
+            self._names.get(name),
+            vector,
+            self._stored_at[vector.digest],
+            self._users[vector.digest],
+        )
+
+    def _unname(self, digest: bytes) -> None:
+        self._named[digest] -= 1
+        if not self._named[digest]:
+            del self._named[digest]
+
+    def _make_room(self, size: int) -> None:
+        free = self.capacity - self._used
+        victims = []
+        for digest, vector in self._vectors.items():
+            if free >= size:
+                break
+            if not self._named[digest] and not self._users[digest]:
+                victims.append(digest)
+                free += vector.size
+        if free < size:
+            raise StoreFull(
+                f"{size} bytes are needed; names and running requests hold all but {free} of "
+                f"{self.capacity}. Take names off, or raise the server's --vector-store-mib"
+            )
+        for digest in victims:
+            self._used -= self._vectors.pop(digest).size
+            del self._stored_at[digest]
+            self._on_evict(digest)

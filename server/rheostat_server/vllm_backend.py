@@ -1,0 +1,278 @@
+"""The engine behind `Backend`: vLLM's AsyncLLM, the workers' methods and the side channel."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, cast
+
+from rheostat._proto.v1 import generation_pb2
+from rheostat_engine import EXTRA_ARG, Event, ModelSites, WorkerChannel
+from rheostat_server.config import ServerConfig
+from rheostat_server.errors import Defect, EngineFailed, EngineLost
+from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
+from rheostat_server.vectors import Vector
+from rheostat_server.vllm_engine import LoadedEngine, load_engine
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.logprobs import Logprob
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_LOG = logging.getLogger(__name__)
+
+_HEARTBEAT = 1.0
+_LOST = "the engine or one of its workers has died; restart the server"
+
+
+async def start_backend(config: ServerConfig) -> "VllmBackend":
+    """Loads a model, off the event loop.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        EngineFailed: vLLM did not come up.
+    """
+    loaded = await asyncio.to_thread(load_engine, config)
+    reports = await loaded.llm.collective_rpc("rheostat_describe")
+    try:
+        sites = ModelSites.from_reports(cast(list[Mapping[str, object]], reports))
+    except ValueError as error:
+        loaded.llm.shutdown()
+        raise EngineFailed(str(error)) from error
+    return VllmBackend(config, loaded, sites)
+
+
+class VllmBackend:
+    """A running vLLM engine with the extension in it."""
+
+    def __init__(self, config: ServerConfig, loaded: LoadedEngine, sites: ModelSites) -> None:
+        """Takes over a loaded engine."""
+        self._loaded = loaded
+        self._counter = loaded.counter
+        self._settings = loaded.settings
+        self._sites = sites
+        self._info = _model_info(config, loaded)
+        self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
+        self._watch: asyncio.Task[None] | None = None
+        self._lost: Callable[[str], None] = lambda reason: None
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model."""
+        return self._info
+
+    @property
+    def sites(self) -> ModelSites:
+        """Its sites."""
+        return self._sites
+
+    @property
+    def _llm(self) -> "AsyncLLM":
+        return self._loaded.llm
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if one is loaded."""
+        inner = self._llm.tokenizer
+        return None if inner is None else HuggingFaceTokenizer(inner)
+
+    def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
+        """Delivers events on the running loop and watches over the engine."""
+        self._lost = lost
+        self._channel.start(asyncio.get_running_loop(), deliver)
+        self._watch = asyncio.create_task(self._watch_engine())
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        """Runs a sample."""
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        outputs = self._llm.generate(
+            tokens_input(list(job.prompt), cache_salt=job.plan.cache_salt()),
+            self._sampling_params(job),
+            job.plan.request_id,
+        )
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield _delta(job, output)
+        except EngineDeadError as error:
+            self._lost(_LOST)
+            raise EngineLost(_LOST) from error
+
+    async def load_vectors(self, vectors: Sequence[Vector]) -> None:
+        """Hands vectors to every worker."""
+        size = sum(vector.size for vector in vectors)
+        payload = await asyncio.to_thread(_payload, vectors)
+        await self._call("rheostat_load_vectors", payload)
+        _LOG.info("loaded %d vectors, %d bytes", len(vectors), size)
+
+    async def drop_vectors(self, digests: Sequence[bytes]) -> None:
+        """Takes vectors from every worker."""
+        await self._call("rheostat_drop_vectors", [digest.hex() for digest in digests])
+        _LOG.info("dropped %d vectors", len(digests))
+
+    async def worker_stats(self) -> WorkerStats:
+        """What the fullest worker holds."""
+        reports = cast(list[dict[str, object]], await self._call("rheostat_stats"))
+        first = reports[0]
+
+        def most(key: str) -> int:
+            return max(cast(int, report[key]) for report in reports)
+
+        return WorkerStats(
+            bank_rows_used=most("bank_rows_used"),
+            slots_used=most("slots_used"),
+            requests=most("requests"),
+            captured_rows=most("captured_rows"),
+            lost_rows=most("lost_rows"),
+            steps=cast(Mapping[str, int], first["steps"]),
+        )
+
+    def queue_stats(self) -> QueueStats:
+        """What the scheduler last reported."""
+        return self._counter.stats
+
+    async def close(self) -> None:
+        """Ends the engine and its processes."""
+        if self._watch is not None:
+            self._watch.cancel()
+        await asyncio.to_thread(self._llm.shutdown)
+        del self._loaded.llm
+        await asyncio.to_thread(self._channel.close)
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(self._settings.channel.removeprefix("ipc://")))
+
+    async def _call(self, method: str, *args: object) -> object:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await self._llm.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            self._lost(_LOST)
+            raise EngineLost(_LOST) from error
+
+    async def _watch_engine(self) -> None:
+        while not self._llm.errored:
+            await asyncio.sleep(_HEARTBEAT)
+        self._lost(_LOST)
+
+    def _sampling_params(self, job: Job) -> "SamplingParams":
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        settings = job.sampling
+        return SamplingParams(
+            n=1,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            max_tokens=settings.max_tokens,
+            min_tokens=settings.min_tokens,
+            stop=list(settings.stop),
+            stop_token_ids=list(settings.stop_token_ids),
+            seed=settings.seed_of(job.sample),
+            logprobs=settings.logprobs,
+            prompt_logprobs=settings.prompt_logprobs if job.sample == 0 else None,
+            repetition_penalty=settings.repetition_penalty,
+            presence_penalty=settings.presence_penalty,
+            frequency_penalty=settings.frequency_penalty,
+            ignore_eos=settings.ignore_eos,
+            detokenize=self._llm.tokenizer is not None,
+            output_kind=RequestOutputKind.DELTA,
+            skip_reading_prefix_cache=job.plan.captures_prompt(len(job.prompt)) or None,
+            extra_args={EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
+        )
+
+
+def _payload(vectors: Sequence[Vector]) -> dict[str, tuple[tuple[int, int], bytes]]:
+    return {
+        vector.digest.hex(): ((vector.rows, vector.width), vector.float32_bytes())
+        for vector in vectors
+    }
+
+
+def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
+    import torch
+    import vllm
+
+    settings = loaded.llm.vllm_config
+    vocabulary = settings.model_config.get_vocab_size()
+    most = settings.model_config.max_logprobs
+    return ModelInfo(
+        name=config.model,
+        vocabulary=vocabulary,
+        model_tokens=settings.model_config.max_model_len,
+        step_tokens=settings.scheduler_config.max_num_batched_tokens,
+        running_samples=settings.scheduler_config.max_num_seqs,
+        logprobs=vocabulary if most < 0 else most,
+        device=loaded.device,
+        compiled=bool(settings.compilation_config.mode),
+        prefix_caching=bool(settings.cache_config.enable_prefix_caching),
+        tensor_parallel=settings.parallel_config.tensor_parallel_size,
+        pipeline_parallel=settings.parallel_config.pipeline_parallel_size,
+        vllm_version=vllm.__version__,
+        torch_version=torch.__version__,
+    )
+
+
+def _delta(job: Job, output: "RequestOutput") -> Delta:
+    completion = output.outputs[0]
+    token_ids = tuple(completion.token_ids)
+    readings: Sequence[generation_pb2.TokenLogprobs] = ()
+    if completion.logprobs and job.sampling.logprobs is not None:
+        readings = [
+            _reading(token, cast("Mapping[int, Logprob]", position), job.sampling.logprobs)
+            for token, position in zip(token_ids, completion.logprobs, strict=True)
+        ]
+    ending = None
+    if completion.finish_reason is not None:
+        try:
+            ending = Ending(completion.finish_reason)
+        except ValueError as error:
+            raise Defect("the engine gave the request up") from error
+    return Delta(
+        token_ids=token_ids,
+        text=completion.text,
+        logprobs=readings,
+        prompt_logprobs=_prompt_readings(job, output),
+        cached_tokens=output.num_cached_tokens or 0,
+        ending=ending,
+        stop=completion.stop_reason,
+    )
+
+
+def _prompt_readings(
+    job: Job, output: "RequestOutput"
+) -> list[generation_pb2.TokenLogprobs] | None:
+    wanted = job.sampling.prompt_logprobs
+    if wanted is None or not output.prompt_logprobs:
+        return None
+    return [
+        _reading(token, cast("Mapping[int, Logprob]", position), wanted)
+        for token, position in zip(job.prompt, output.prompt_logprobs, strict=True)
+        if position is not None
+    ]
+
+
+def _reading(
+    token: int, position: "Mapping[int, Logprob]", alternatives: int
+) -> generation_pb2.TokenLogprobs:
+    def entry(token_id: int, logprob: "Logprob") -> generation_pb2.TokenLogprob:
+        return generation_pb2.TokenLogprob(
+            token_id=token_id,
+            logprob=logprob.logprob,
+            rank=logprob.rank or 0,
+            text=logprob.decoded_token or "",
+        )
+
+    best = sorted(position.items(), key=lambda item: item[1].rank or 0)
+    return generation_pb2.TokenLogprobs(
+        token=entry(token, position[token]),
+        alternatives=[entry(*item) for item in best if (item[1].rank or 0) <= alternatives],
+    )

@@ -1,0 +1,196 @@
+"""Brings vLLM up with the extension in it, and says in one sentence why it did not come up.
+
+The only module, beside `vllm_backend`, that imports vLLM; it does so when called.
+"""
+
+import os
+import signal
+import tempfile
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rheostat_engine import EngineSettings, engine_kwargs
+from rheostat_server.config import ServerConfig
+from rheostat_server.errors import EngineFailed, ModelNotFound
+from rheostat_server.host import QueueStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+"""The bundled model."""
+
+
+class QueueCounter:
+    """Sums up what vLLM's scheduler reports."""
+
+    def __init__(self) -> None:
+        """Nothing has been reported."""
+        self.stats = QueueStats()
+
+    def add(self, *, running: int, waiting: int, queried: int, hit: int) -> None:
+        """Takes one report."""
+        self.stats = QueueStats(
+            running,
+            waiting,
+            self.stats.prefix_queried_tokens + queried,
+            self.stats.prefix_hit_tokens + hit,
+        )
+
+
+@dataclass
+class LoadedEngine:
+    """An engine of vLLM with a model in it, and the only reference to it.
+
+    It must go before the interpreter does: vLLM's finaliser works only while its modules are there.
+    Failed imports of vLLM keep our frames alive, so that a local variable would keep it for ever.
+    """
+
+    llm: "AsyncLLM"
+    """The engine."""
+    settings: EngineSettings
+    """What the workers were told."""
+    counter: QueueCounter
+    """What the scheduler reports."""
+    device: str
+    """"cpu" or "cuda"."""
+
+
+def model_path(model: str) -> str:
+    """What vLLM is to load for a configured model.
+
+    Raises:
+        ModelNotFound: it is meant as a folder, and there is none with a model in it.
+    """
+    folder = DEMO_MODEL if model == "demo" else Path(model).expanduser()
+    named_by_path = model == "demo" or model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(f"{folder} holds no model: it has no config.json")
+        return str(folder)
+    if named_by_path:
+        raise ModelNotFound(f"there is no model folder {folder}")
+    return model
+
+
+def load_engine(config: ServerConfig) -> LoadedEngine:
+    """Loads the model; takes seconds to minutes and blocks.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        EngineFailed: vLLM did not come up.
+    """
+    path = model_path(config.model)
+    # Ctrl-C reaches every process of the terminal. Processes inherit what their maker blocks: the
+    # engine's must not hear it, so that the server can drain them. Starting multiprocessing's
+    # tracker would unblock the signal again, so it comes first.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The server has threads by now, gRPC's among them, and forking a threaded process is not safe.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    try:
+        return _load(config, path)
+    except OSError as error:
+        raise ModelNotFound(
+            f"cannot read the model {config.model}: {_first_line(error)}"
+        ) from error
+    except Exception as error:  # vLLM and torch raise all kinds; each means that nothing came up
+        text = str(error)
+        if "Invalid repository ID or local directory" in text:
+            raise ModelNotFound(f"there is no model {config.model}") from error
+        raise EngineFailed(
+            f"vLLM could not start with the model {config.model}: {_first_line(error)}"
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _load(config: ServerConfig, path: str) -> LoadedEngine:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
+    folder = tempfile.mkdtemp(prefix="rheostat-")
+    settings = EngineSettings(
+        channel=f"ipc://{folder}/events",
+        bank_bytes=config.bank_bytes,
+        capture_bytes=config.capture_bytes,
+    )
+    arguments: dict[str, Any] = {
+        **engine_arguments(config, path),
+        **engine_kwargs(settings, device=device),
+    }
+    counter = QueueCounter()
+    loggers = [_logger_factory(counter)]
+    return LoadedEngine(
+        AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers),
+        settings,
+        counter,
+        device,
+    )
+
+
+def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
+    """Arguments of vLLM; what the config leaves open is left to vLLM."""
+    wanted: dict[str, object] = {
+        "model": path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enforce_eager": config.enforce_eager,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+        "block_size": config.block_size,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "seed": config.seed,
+        "load_format": config.load_format,
+        "skip_tokenizer_init": config.skip_tokenizer_init,
+        "disable_log_stats": True,
+        # Whoever tells all processes at once to end must not cut the drain short.
+        "shutdown_timeout": int(config.drain_grace) + 1,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def _logger_factory(counter: QueueCounter) -> "type[StatLoggerBase]":
+    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+    class Logger(StatLoggerBase):
+        """Hands the scheduler's reports on."""
+
+        def __init__(self, vllm_config: "VllmConfig", engine_index: int = 0) -> None:
+            """Nothing to set up."""
+
+        def record(
+            self,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: MultiModalCacheStats | None = None,
+            engine_idx: int = 0,
+        ) -> None:
+            """Takes a report."""
+            if scheduler_stats is not None:
+                cache = scheduler_stats.prefix_cache_stats
+                counter.add(
+                    running=scheduler_stats.num_running_reqs,
+                    waiting=scheduler_stats.num_waiting_reqs,
+                    queried=cache.queries,
+                    hit=cache.hits,
+                )
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to say."""
+
+    return Logger
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,193 @@
+"""Decoder blocks of every shape that the probe tells apart, small and without vLLM."""
+
+from collections.abc import Callable
+from types import MethodType
+
+import torch
+from torch import nn
+
+from rheostat_engine.core.bank import Bank
+from rheostat_engine.core.program import Program
+from rheostat_engine.points import site_count
+from rheostat_engine.sites.forms import Block
+
+WIDTH = 16
+TOKENS = 8
+
+
+class Norm(nn.Module):
+    """RMS norm; given two parts of the stream it returns their sum too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        whole = x.float() if residual is None else x.float() + residual.float()
+        normed = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-6)
+        out = normed.to(x.dtype) * self.weight
+        return out if residual is None else (out, whole.to(x.dtype))
+
+
+class Core(nn.Module):
+    """Stands where vLLM has its attention layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(0)
+
+
+class Attention(nn.Module):
+    """Projections around the attention layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.core = Core()
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.core(self.inner(x)))
+
+
+class Mlp(nn.Module):
+    """Two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 24, bias=False)
+        self.down = nn.Linear(24, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Base(nn.Module):
+    """What every block has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Norm()
+        self.attention = Attention()
+        self.second = Norm()
+        self.mlp = Mlp()
+
+
+class Pair(Base):
+    """Llama: the sum of branch and stream is formed by the next norm."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None):
+        if residual is None:
+            x, residual = self.first(x), x
+        else:
+            x, residual = self.first(x, residual)
+        x, residual = self.second(self.attention(x), residual)
+        return self.mlp(x), residual
+
+
+class Sandwich(Pair):
+    """Gemma: each branch has a norm of its own before it is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after_attention = Norm()
+        self.after_mlp = Norm()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None):
+        if residual is None:
+            x, residual = self.first(x), x
+        else:
+            x, residual = self.first(x, residual)
+        x, residual = self.second(self.after_attention(self.attention(x)), residual)
+        return self.after_mlp(self.mlp(x)), residual
+
+
+class Single(Base):
+    """OPT, Granite: one tensor is the stream."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.mlp(self.second(x))
+
+
+class PostNorm(Base):
+    """OLMo-2: branches are normed, their inputs are the stream itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first(self.attention(x))
+        return x + self.second(self.mlp(x))
+
+
+class Parallel(Base):
+    """GPT-NeoX: both branches read the stream that enters the block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(self.first(x)) + self.mlp(self.second(x))
+
+
+class SharedNorm(Base):
+    """One norm, used before both branches in turn."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.mlp(self.first(x))
+
+
+class Neither(Base):
+    """Returns something that is no stream."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x).sum(-1)
+
+
+class Decoder(nn.Module):
+    """Blocks one after the other, `between` applied to what passes from one to the next."""
+
+    def __init__(
+        self,
+        kind: type[Base],
+        layers: int = 3,
+        between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([kind() for _ in range(layers)])
+        self.last = Norm()
+        self.between = between
+        self.pair = issubclass(kind, Pair)
+
+    def forward(self, x: torch.Tensor):
+        if not self.pair:
+            for number, layer in enumerate(self.layers):
+                x = layer(self.between(x) if number else x)
+            return self.last(x)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        return self.last(x, residual)
+
+    def blocks(self) -> list[Block]:
+        """As `find_blocks` gives them."""
+        return [Block(i, b, (b.attention.core,)) for i, b in enumerate(self.layers)]
+
+
+def stream(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Something that enters the first block, always the same."""
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def give_own_forward(module: nn.Module) -> None:
+    """Sets the module's forward on the instance alone, as some of vLLM's layers do."""
+    module.forward = MethodType(type(module).forward, module)
+
+
+def program(
+    layers: int, *, tokens: int = TOKENS, rows: int = 4, dtype: torch.dtype = torch.float32
+) -> Program:
+    """A program for a decoder; bank row r holds r everywhere."""
+    cpu = torch.device("cpu")
+    sites = site_count(layers)
+    bank = Bank(sites=sites, rows=rows, slots=2, width=WIDTH, dtype=dtype, device=cpu)
+    bank.rows[:] = torch.arange(rows)[:, None]
+    return Program(
+        sites=sites, tokens=tokens, bank=bank.rows, ring=torch.zeros(64, WIDTH, dtype=dtype)
+    )

@@ -1,0 +1,19 @@
+"""The Triton kernels compute what their plain twins do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_interpreted_kernels_equal_their_twins_bit_for_bit() -> None:
+    # Triton reads TRITON_INTERPRET when it is imported, hence a process of its own.
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "kernels equal their twins\n"), done.stderr

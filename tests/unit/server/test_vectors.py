@@ -1,0 +1,135 @@
+import hashlib
+
+import numpy as np
+import pytest
+
+from rheostat_server.errors import NameNotFound, NonFinite, StoreFull, VectorNotFound
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors import Name, PutResult, Vector, VectorStore, make_vector
+
+SIZE = 8
+
+
+def vector(value: float) -> Vector:
+    data = np.full((1, 2), value, dtype="<f4").tobytes()
+    return make_vector(FloatType.FLOAT32, 1, 2, data, "v")
+
+
+def name(of: Vector) -> Name:
+    return Name(of.digest, "", None)
+
+
+@pytest.fixture
+def evicted() -> list[bytes]:
+    return []
+
+
+@pytest.fixture
+def store(evicted: list[bytes]) -> VectorStore:
+    return VectorStore(2 * SIZE, evicted.append)
+
+
+def test_the_digest_is_that_of_the_contract() -> None:
+    values = np.array([[1.0, -2.0], [0.5, 4.0]], dtype="<f2")
+    made = make_vector(FloatType.FLOAT16, 2, 2, values.tobytes(), "v")
+    canonical = b"rheostat.v1 vector float16 2x2\n" + values.tobytes()
+    assert made.digest == hashlib.sha256(canonical).digest()
+    assert made.norms == (pytest.approx(5**0.5), pytest.approx(16.25**0.5))
+    assert made.peaks == (2.0, 4.0)
+    assert made.float32_bytes() == values.astype("<f4").tobytes()
+
+
+def test_an_element_that_is_not_finite_is_named() -> None:
+    data = np.array([[1, 2], [np.nan, 4]], dtype="<f4").tobytes()
+    with pytest.raises(NonFinite, match=r"\[1, 0\]"):
+        make_vector(FloatType.FLOAT32, 2, 2, data, "v")
+
+
+def test_storing_twice_stores_once(store: VectorStore) -> None:
+    assert [store.put(vector(1)), store.put(vector(1))] == [False, True]
+    assert (len(store), store.used_bytes) == (1, SIZE)
+
+
+def test_the_least_recently_used_vector_without_a_holder_goes(store, evicted) -> None:
+    store.put(vector(1))
+    store.put(vector(2))
+    store.get(vector(1).digest, "v")
+    store.put(vector(3))
+    assert evicted == [vector(2).digest]
+    assert vector(1).digest in store
+    with pytest.raises(VectorNotFound):
+        store.get(vector(2).digest, "v")
+
+
+def test_named_and_used_vectors_stay_and_a_full_store_says_so(store, evicted) -> None:
+    store.put_named(vector(1), "joy", name(vector(1)))
+    store.pin(vector(2))
+    with pytest.raises(StoreFull):
+        store.put(vector(3))
+    store.unpin(vector(2).digest)
+    store.put(vector(3))
+    assert evicted == [vector(2).digest]
+
+
+def test_a_refused_vector_evicts_nothing(store, evicted) -> None:
+    store.pin(vector(1))
+    store.put(vector(2))
+    large = make_vector(FloatType.FLOAT32, 2, 2, bytes(16), "v")
+    with pytest.raises(StoreFull):
+        store.put(large)
+    assert (evicted, len(store)) == ([], 2)
+
+
+def test_a_name_moves_and_the_vector_it_leaves_may_go(store, evicted) -> None:
+    first = store.put_named(vector(1), "joy", name(vector(1)))
+    moved = store.put_named(vector(2), "joy", name(vector(2)))
+    again = store.put_named(vector(2), "joy", name(vector(2)))
+    assert [first, moved, again] == [
+        PutResult(False, b""),
+        PutResult(False, vector(1).digest),
+        PutResult(True, b""),
+    ]
+    assert store.named("joy", "n").digest == vector(2).digest
+    store.put(vector(3))
+    assert evicted == [vector(1).digest]
+
+
+def test_a_deleted_name_leaves_running_requests_their_vector(store, evicted) -> None:
+    store.put_named(vector(1), "joy", name(vector(1)))
+    store.pin(store.get(store.named("joy", "n").digest, "v"))
+    assert store.delete_name("joy", "n") == vector(1).digest
+    store.put(vector(2))
+    store.put(vector(3))
+    assert vector(1).digest in store
+    with pytest.raises(NameNotFound):
+        store.named("joy", "n")
+
+
+def test_two_names_on_one_vector_both_hold_it(store, evicted) -> None:
+    for label in ("a", "b"):
+        store.put_named(vector(1), label, name(vector(1)))
+    store.delete_name("a", "n")
+    store.put(vector(2))
+    store.put(vector(3))
+    assert evicted == [vector(2).digest]
+
+
+def test_pinning_brings_an_evicted_vector_back(store) -> None:
+    held = vector(1)
+    store.pin(held)
+    assert store.get(held.digest, "v") is held
+
+
+def test_a_listing_has_a_line_per_name_and_one_for_the_unnamed() -> None:
+    store = VectorStore(100, lambda digest: None)
+    store.put_named(vector(1), "b", name(vector(1)))
+    store.put_named(vector(1), "a", name(vector(1)))
+    store.put(vector(2))
+    store.pin(vector(2))
+    lines = [(e.name, e.vector.digest, e.users) for e in store.entries("")]
+    assert lines == [
+        ("", vector(2).digest, 1),
+        ("a", vector(1).digest, 0),
+        ("b", vector(1).digest, 0),
+    ]
+    assert [e.name for e in store.entries("a")] == ["a"]
