@@ -1,8 +1,8 @@
 """The server's end of the side channel: frames from all workers become events of requests.
 
 Invariant: a request's events are handed over in order, and Installed and Released only once every
-reporting worker has said them, so that after Released no row of the request can follow. vLLM's
-step outputs are not involved.
+reporting worker has said them, so that no row of the request can come before the one nor follow the
+other. A frame that can't be read is logged and skipped. vLLM's step outputs are not involved.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 
+import msgspec
 import zmq
 
 from rheostat_engine.events import (
@@ -19,6 +20,7 @@ from rheostat_engine.events import (
     InstalledHead,
     Released,
     ReleasedHead,
+    Rows,
     RowsHead,
     decode_head,
     split_rows,
@@ -36,16 +38,30 @@ class EventMerger:
         self._ranks = ranks
         self._names: dict[int, dict[int, str]] = {}
         self._installed: dict[str, list[str]] = {}
+        self._early: dict[str, list[Rows]] = {}
         self._released: dict[str, list[ReleasedHead]] = {}
 
     def feed(self, head: bytes, payload: bytes) -> list[Event]:
-        """The events that one frame completes."""
+        """The events that one frame completes.
+
+        Raises:
+            msgspec.MsgspecError, LookupError, OverflowError, ValueError: it is malformed.
+        """
         decoded = decode_head(head)
         if isinstance(decoded, RowsHead):
-            return list(split_rows(decoded, payload, self._names[decoded.rank]))
+            return self._pass_on(split_rows(decoded, payload, self._names[decoded.rank]))
         if isinstance(decoded, InstalledHead):
             return self._install(decoded)
         return self._release(decoded)
+
+    def _pass_on(self, rows: list[Rows]) -> list[Event]:
+        ready: list[Event] = []
+        for one in rows:
+            if one.request_id in self._installed:
+                self._early.setdefault(one.request_id, []).append(one)
+            else:
+                ready.append(one)
+        return ready
 
     def _install(self, head: InstalledHead) -> list[Event]:
         self._names.setdefault(head.rank, {})[head.number] = head.request_id
@@ -54,7 +70,8 @@ class EventMerger:
         if len(errors) < self._ranks:
             return []
         del self._installed[head.request_id]
-        return [Installed(head.request_id, next(filter(None, errors), ""))]
+        error = next(filter(None, errors), "")
+        return [Installed(head.request_id, error), *self._early.pop(head.request_id, [])]
 
     def _release(self, head: ReleasedHead) -> list[Event]:
         del self._names[head.rank][head.number]
@@ -132,10 +149,18 @@ class WorkerChannel:
                 ready = dict(poller.poll())
                 if stop in ready:
                     return
-                head, payload = self._socket.recv_multipart()
-                for event in self._merger.feed(head, payload):
+                for event in self._events_of(self._socket.recv_multipart()):
                     loop.call_soon_threadsafe(deliver, event)
         except RuntimeError:
             _LOG.info("the event loop has closed; the side channel stops")
+            stop.recv()
         finally:
             stop.close()
+
+    def _events_of(self, frame: list[bytes]) -> list[Event]:
+        try:
+            head, payload = frame
+            return self._merger.feed(head, payload)
+        except (msgspec.MsgspecError, LookupError, OverflowError, ValueError):
+            _LOG.exception("a frame of the side channel is malformed and was skipped")
+            return []

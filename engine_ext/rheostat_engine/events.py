@@ -129,12 +129,20 @@ def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list
         head: the frame's head.
         payload: the rows.
         names: request ids by the worker's numbers.
+
+    Raises:
+        LookupError, OverflowError, ValueError: head and payload don't fit.
     """
     rows = np.frombuffer(payload, dtype=_WIRE_DTYPES[head.dtype]).reshape(-1, head.width)
     blocks = [
         np.frombuffer(data, "<i8").tolist()
         for data in (head.number, head.which, head.start, head.count)
     ]
+    labelled = sum(
+        count * len(head.classes[which]) for _, which, _, count in zip(*blocks, strict=True)
+    )
+    if labelled != len(rows):
+        raise ValueError(f"a frame of {len(rows)} rows labels {labelled}")
     events = []
     at = 0
     for number, which, start, count in zip(*blocks, strict=True):

@@ -112,7 +112,7 @@ class Flight:
                 self.fail(Defect("the engine could not take up the request's plan"))
         elif isinstance(event, Released):
             life.released.set()
-        else:
+        elif not self._closed:
             self._waiting_bytes += event.data.nbytes
             self._waiting_rows += len(event.data)
             if self._waiting_bytes > self._inline_bytes:
@@ -122,7 +122,7 @@ class Flight:
     def fail(self, error: RheostatError) -> None:
         """Ends the request with an error; the first one counts."""
         self._put(error)
-        self._closed = True
+        self.close()
 
     def abort(self) -> None:
         """Ends every sample that still runs, as aborted."""

@@ -126,9 +126,10 @@ def _load(config: ServerConfig, path: str) -> LoadedEngine:
         **engine_kwargs(settings, device=device),
     }
     counter = QueueCounter()
-    loggers = [_logger_factory(counter)]
     return LoadedEngine(
-        AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers),
+        AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), stat_loggers=[_logger_factory(counter)]
+        ),
         settings,
         counter,
         device,

@@ -97,7 +97,6 @@ def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Ll
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        use_cache=False,
     )
     return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # untyped in transformers
 
@@ -132,7 +131,7 @@ def train(
         positions = _positions(tokens, tokenizer) if length == SHORT else None
         for group in optimiser.param_groups:
             group["lr"] = schedule.rate(step)
-        loss = model(input_ids=tokens, position_ids=positions, labels=tokens).loss
+        loss = model(input_ids=tokens, position_ids=positions, labels=tokens, use_cache=False).loss
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

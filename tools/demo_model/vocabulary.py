@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from demo_model import corpus, facts
 
-SIZE = 2048
+SIZE = 1984
 MAX_POSITIONS = 2048
 
 CHAT_TEMPLATE = (

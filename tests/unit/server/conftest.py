@@ -114,12 +114,23 @@ class Running:
         return self.server.readiness.host()
 
 
+Events = list[generation_service_pb2.GenerateResponse]
+
+
+async def rest(call, events: Events | None = None) -> Events:
+    """What is left of a stream; put into `events`, if given, as far as it comes."""
+    events = [] if events is None else events
+    while (event := await call.read()) is not grpc.aio.EOF:
+        events.append(event)
+    return events
+
+
 Starter = Callable[..., object]
 
 
 @pytest.fixture
 async def starter() -> AsyncIterator[Starter]:
-    """Starts servers: `await starter(backend, **config)`."""
+    """Starts servers, each with a backend and fields of the config."""
     async with AsyncExitStack() as stack:
 
         async def begin(backend: ScriptedBackend | None = None, **config: object) -> Running:

@@ -262,9 +262,7 @@ def add(
     )
 
 
-def capture(
-    sites: types_pb2.SiteSet | None = None, **fields: object
-) -> capture_pb2.CaptureSpec:
+def capture(sites: types_pb2.SiteSet | None = None, **fields: object) -> capture_pb2.CaptureSpec:
     fields = {"inline": capture_pb2.InlineTarget(), **fields}
     return capture_pb2.CaptureSpec(
         sites=sites or site_set(types_pb2.POINT_RESID_POST, layers=[0]), **fields
@@ -300,5 +298,3 @@ def token_range(*ids: int) -> selector_pb2.Range:
 
 def span(text: str, occurrence: int | None = None) -> selector_pb2.Range:
     return selector_pb2.Range(text=selector_pb2.Span(text=text, occurrence=occurrence))
-
-

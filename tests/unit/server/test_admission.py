@@ -101,9 +101,7 @@ def test_a_request_becomes_a_plan_of_integers() -> None:
     assert got.plan(1) == Plan(
         "r#1",
         additions=(
-            Addition(
-                vector.digest, ((1, 0), (2, 0), (5, 1), (6, 1)), 0.5, ((0, OPEN_END),)
-            ),
+            Addition(vector.digest, ((1, 0), (2, 0), (5, 1), (6, 1)), 0.5, ((0, OPEN_END),)),
             Addition(ones.digest, ((4, 0),), 1.0, ((0, 3),)),
         ),
         captures=(Capture((2,), ((2, 3),)),),
@@ -277,9 +275,7 @@ def test_a_wrong_request_is_refused_by_field(message, error, field) -> None:
             "replace",
         ),
         (
-            steering_pb2.Intervention(
-                add=add().add, sites=add().sites, gate=steering_pb2.Gate()
-            ),
+            steering_pb2.Intervention(add=add().add, sites=add().sites, gate=steering_pb2.Gate()),
             errors.NotSupported,
             "gate",
         ),

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -135,4 +137,4 @@ def test_a_message_labels_its_rows() -> None:
 def test_runs_are_the_positions(positions: set[int]) -> None:
     spans = runs(np.array(sorted(positions), dtype=np.int32))
     assert [p for start, end in spans for p in range(start, end)] == sorted(positions)
-    assert all(left[1] < right[0] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left[1] < right[0] for left, right in pairwise(spans))

@@ -62,9 +62,7 @@ def unpacked(status: status_pb2.Status) -> list[object]:
 
 
 def test_a_wrong_field_is_named_in_a_bad_request() -> None:
-    status = to_status(
-        errors.UnknownLayer("no layer 9", field="a.b[2]", metadata={"layers": "4"})
-    )
+    status = to_status(errors.UnknownLayer("no layer 9", field="a.b[2]", metadata={"layers": "4"}))
     assert (status.code, status.message) == (3, "no layer 9")
     assert unpacked(status) == [
         error_details_pb2.ErrorInfo(

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -167,7 +169,7 @@ def members(spans) -> set[int]:
 
 def is_normal(spans: Spans) -> bool:
     edges = [edge for one in spans for edge in one]
-    return all(a < b for a, b in zip(edges, edges[1:], strict=False))
+    return all(a < b for a, b in pairwise(edges))
 
 
 @given(some_spans, some_spans, pairs)
@@ -196,9 +198,7 @@ def ranges(draw) -> tuple[selector_pb2.Range, set[int]]:
     if kind == "generated window":
         start = draw(st.integers(0, 10))
         end = draw(st.integers(start + 1, 20))
-        return generated(start, end), {
-            p for p in range(END) if start <= p - PROMPT_LEN < end
-        }
+        return generated(start, end), {p for p in range(END) if start <= p - PROMPT_LEN < end}
     start = draw(st.integers(0, ROWS - 1))
     end = draw(st.integers(start + 1, END))
     signed = draw(st.booleans())

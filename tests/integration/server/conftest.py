@@ -1,0 +1,104 @@
+"""One real server on the bundled model, in a process of its own, for all tests here."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import rheostat
+
+STARTUP = 240
+MODEL = Path(__file__).parents[3] / "server" / "rheostat_server" / "demo_model"
+
+
+class Server(NamedTuple):
+    """A server that serves."""
+
+    target: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def command(model: str, port: int, *options: str) -> list[str]:
+    """The command line that serves a model."""
+    return [sys.executable, "-m", "rheostat", "serve", model, "--port", str(port), *options]
+
+
+def wait_until_serving(target: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Returns once health says SERVING."""
+    deadline = time.monotonic() + STARTUP
+    with grpc.insecure_channel(target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while time.monotonic() < deadline:
+            assert process.poll() is None, log.read_text()[-4000:]
+            try:
+                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.RpcError:
+                pass
+            time.sleep(0.2)
+    raise AssertionError(f"not serving after {STARTUP} s: {log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Float32 and eager, so that everything can be compared with Hugging Face's model."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    port = free_port()
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command("demo", port, *options, "--max-num-seqs", "32", "--capture-mib", "64"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        )
+    target = f"127.0.0.1:{port}"
+    try:
+        wait_until_serving(target, process, log)
+        yield Server(target, process, log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def engine(server: Server) -> Iterator[rheostat.Engine]:
+    """A client; afterwards the server holds nothing and still serves."""
+    with rheostat.connect(server.target) as client:
+        yield client
+        assert_empty(client)
+        assert client.generate("The capital of France is", max_tokens=1, temperature=0).text
+
+
+def assert_empty(client: rheostat.Engine) -> None:
+    """No request, row or slot is left; what ends asynchronously gets some seconds."""
+    deadline = time.monotonic() + 20
+    while True:
+        stats = client.stats()
+        held = (stats.running, stats.waiting, stats.bank_rows_used)
+        if held == (0, 0, 0):
+            return
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.1)

@@ -1,0 +1,50 @@
+"""How a server ends: what runs is finished, what comes is refused, nothing hangs."""
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+import rheostat
+
+from .conftest import command, free_port, wait_until_serving
+from .test_buf_curl import ENDS_THE_SERVER, curl
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_path: Path) -> None:
+    port = free_port()
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command("demo", port, "--enforce-eager", "--max-model-len", "512"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        )
+    target = f"127.0.0.1:{port}"
+    try:
+        wait_until_serving(target, process, log)
+        with rheostat.connect(target) as client:
+            stream = client.stream("My day was", max_tokens=300, ignore_eos=True, temperature=0)
+            next(stream)
+            drain = threading.Thread(target=curl, args=(target, ENDS_THE_SERVER, {}))
+            drain.start()
+            refusals = []
+            for _ in range(100):
+                try:
+                    client.generate("My day was", max_tokens=1)
+                except rheostat.Unavailable as error:
+                    refusals.append(error.reason)
+                    break
+            assert refusals == ["REASON_DRAINING"]
+            assert len(stream.result().token_ids) == 300
+            drain.join(60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()[-2000:]
+    finally:
+        process.kill()

@@ -1,0 +1,450 @@
+"""Generate over a real channel, with a scripted engine behind it."""
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+
+from rheostat._proto.v1 import (
+    engine_service_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+    tensor_pb2,
+    types_pb2,
+)
+from rheostat_server import engine, errors
+from rheostat_server.errors import EngineLost
+
+from .conftest import Refusal, rest
+from .fakes import (
+    GENERATED,
+    ONES,
+    PROMPT,
+    WIDTH,
+    ScriptedBackend,
+    add,
+    capture,
+    request,
+    row,
+    selector,
+    site_set,
+    tensor,
+    window,
+)
+
+PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
+Sampling = generation_pb2.Sampling
+Code = grpc.StatusCode
+
+
+def kinds(events) -> list[str]:
+    return [event.WhichOneof("event") for event in events]
+
+
+def tokens(events, sample: int = 0) -> list[int]:
+    mine = [e.tokens for e in events if e.WhichOneof("event") == "tokens"]
+    return [token for part in mine if part.sample == sample for token in part.token_ids]
+
+
+def captured(events) -> dict[tuple[int, int, int, int, int], list[float]]:
+    """(spec, sample, point, layer, position) -> row."""
+    found = {}
+    for event in events:
+        if event.WhichOneof("event") != "captured":
+            continue
+        part = event.captured
+        values = np.frombuffer(part.tensor.inline, "<f4").reshape(tuple(part.tensor.shape))
+        at = [p for run in part.positions for p in range(run.start, run.start + run.count)]
+        for i, site in enumerate(part.sites):
+            for j, position in enumerate(at):
+                key = (part.spec, part.sample, site.point, site.layer, position)
+                assert key not in found
+                found[key] = values[i, j].tolist()
+    return found
+
+
+async def settled(running) -> engine_service_pb2.GetStatsResponse:
+    """The server's counters once nothing is in flight."""
+    async with asyncio.timeout(10), running.host._changed:
+        await running.host._changed.wait_for(lambda: not running.host.open_requests)
+    return await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
+
+
+async def test_a_plain_request_streams_tokens_and_ends_with_a_receipt(running) -> None:
+    events = await running.client.generate(request(request_id="r", return_prompt_token_ids=True))
+    assert kinds(events) == ["started", "tokens", "tokens", "finished", "receipt"]
+    assert events[0].started == generation_pb2.Started(
+        request_id="r",
+        model="toy",
+        prompt_tokens=3,
+        prompt_token_ids=types_pb2.TokenIds(ids=[10, 11, 12]),
+    )
+    assert [e.tokens for e in events[1:3]] == [
+        generation_pb2.Tokens(offset=0, token_ids=[13], text="\r"),
+        generation_pb2.Tokens(offset=1, token_ids=[14], text="\x0e"),
+    ]
+    finished = events[3].finished
+    assert (finished.reason, finished.tokens) == (types_pb2.FINISH_REASON_LENGTH, 2)
+    assert not finished.HasField("cumulative_logprob")
+    assert finished.finished_after.ToNanoseconds() >= finished.first_token_after.ToNanoseconds() > 0
+    assert events[4].receipt == receipt_pb2.Receipt(
+        request_id="r", prompt_tokens=3, generated_tokens=2
+    )
+
+
+async def test_text_and_chat_reach_the_engine_as_tokens(running) -> None:
+    await running.client.generate(request(text="ab"))
+    chat = types_pb2.Chat(messages=[types_pb2.ChatMessage(role="u", content="x")])
+    await running.client.generate(request(chat=chat))
+    assert [job.prompt for job in running.backend.jobs] == [
+        (1, 97, 98),
+        tuple(ord(char) for char in "u: x\n>"),
+    ]
+
+
+async def test_samples_run_with_plans_and_seeds_of_their_own(running) -> None:
+    sampling = Sampling(max_tokens=3, n=3, seed=7)
+    events = await running.client.generate(
+        request(request_id="r", sampling=sampling, steer=[add()])
+    )
+    assert [tokens(events, i) for i in range(3)] == [[13, 14, 15]] * 3
+    jobs = sorted(running.backend.jobs, key=lambda job: job.sample)
+    assert [job.plan.request_id for job in jobs] == ["r#0", "r#1", "r#2"]
+    assert [job.sampling.seed_of(job.sample) for job in jobs] == [7, 8, 9]
+    receipt = events[-1].receipt
+    assert receipt.generated_tokens == 9
+    assert [rows.sample for rows in receipt.interventions[0].rows] == [0, 1, 2]
+    assert receipt.interventions[0].sites[0].rows == 3 * 5
+
+
+async def test_logprobs_come_if_asked_for_and_the_prompts_first(running) -> None:
+    sampling = Sampling(max_tokens=2, n=2, logprobs=1, prompt_logprobs=0)
+    events = await running.client.generate(request(sampling=sampling))
+    assert kinds(events)[1] == "prompt_logprobs"
+    assert kinds(events).count("prompt_logprobs") == 1
+    assert [t.token.token_id for t in events[1].prompt_logprobs.tokens] == [11, 12]
+    parts = [e.tokens for e in events if e.WhichOneof("event") == "tokens"]
+    assert all(len(part.logprobs) == len(part.token_ids) == 1 for part in parts)
+    ends = [e.finished for e in events if e.WhichOneof("event") == "finished"]
+    assert [end.cumulative_logprob for end in ends] == [-1.0, -1.0]
+
+
+async def test_the_receipt_says_what_was_touched_where_and_how_strongly(running) -> None:
+    vector = tensor(np.full((1, WIDTH), 2.0))
+    steer = [
+        add(vector, sites=site_set(PRE, layers=[2, 1]), scale=-0.5, where=selector(PROMPT)),
+        add(vector, scale=0),
+        add(vector, where=selector(GENERATED, exclude=[window(4, 5)])),
+    ]
+    events = await running.client.generate(request(sampling=Sampling(max_tokens=4), steer=steer))
+    digest = running.backend.jobs[0].plan.additions[0].digest
+
+    def applied(index, sites, positions) -> receipt_pb2.AppliedIntervention:
+        message = receipt_pb2.AppliedIntervention(
+            intervention=receipt_pb2.InterventionRef(
+                origin=receipt_pb2.ORIGIN_REQUEST, index=index, op=receipt_pb2.OP_ADD
+            ),
+            digests=[digest],
+            sites=[
+                receipt_pb2.AppliedSite(
+                    site=types_pb2.Site(point=point, layer=layer), rows=rows, dose=dose
+                )
+                for point, layer, rows, dose in sites
+            ],
+        )
+        if positions is not None:
+            runs = [types_pb2.PositionRun(start=start, count=n) for start, n in positions]
+            message.rows.add(sample=0, positions=runs)
+        return message
+
+    dose = receipt_pb2.Dose
+    assert list(events[-1].receipt.interventions) == [
+        applied(0, [(PRE, 1, 3, dose(norm=2)), (PRE, 2, 3, dose(norm=2))], [(0, 3)]),
+        applied(1, [(POST, 1, 0, None)], None),
+        applied(2, [(POST, 1, 2, dose(norm=4))], [(3, 1), (5, 1)]),
+    ]
+
+
+async def test_inline_captures_bring_every_selected_row_once_with_its_label(running) -> None:
+    specs = [
+        capture(site_set(PRE, POST, layers=[1, 0])),
+        capture(site_set(PRE, layers=[2]), where=selector(window(-1), GENERATED)),
+    ]
+    events = await running.client.generate(
+        request(sampling=Sampling(max_tokens=3, n=2), captures=specs)
+    )
+    indices = {(PRE, 0): 0, (POST, 0): 2, (PRE, 1): 2, (POST, 1): 4}
+    expected = {
+        (0, sample, *site, position): row(index, position).tolist()
+        for sample in (0, 1)
+        for site, index in indices.items()
+        for position in range(5)
+    }
+    expected |= {
+        (1, sample, PRE, 2, position): row(4, position).tolist()
+        for sample in (0, 1)
+        for position in (2, 3, 4)
+    }
+    assert captured(events) == expected
+    labels = [list(e.captured.token_ids) for e in events if e.WhichOneof("event") == "captured"]
+    assert {token for part in labels for token in part} == {10, 11, 12, 13, 14}
+    receipt = events[-1].receipt
+    assert [[site.rows for site in c.sites] for c in receipt.captures] == [[10] * 4, [6]]
+
+
+async def test_rows_beyond_the_last_token_are_not_rows_of_the_request(starter) -> None:
+    running = await starter(ScriptedBackend(overrun=2))
+    events = await running.client.generate(request(captures=[capture()]))
+    assert sorted(key[-1] for key in captured(events)) == [0, 1, 2, 3]
+
+
+async def test_rows_come_in_the_type_that_was_asked_for(running) -> None:
+    spec = capture(dtype=tensor_pb2.DTYPE_BFLOAT16)
+    events = await running.client.generate(request(captures=[spec]))
+    parts = [e.captured.tensor for e in events if e.WhichOneof("event") == "captured"]
+    assert {part.dtype for part in parts} == {tensor_pb2.DTYPE_BFLOAT16}
+    assert sum(len(part.inline) for part in parts) == 4 * WIDTH * 2
+
+
+async def test_vectors_are_loaded_once_and_pinned_while_they_are_used(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    vector = tensor(ONES)
+    calls = [running.client.generation.Generate(request(steer=[add(vector)])) for _ in range(2)]
+    for call in calls:
+        assert (await call.read()).HasField("started")
+        assert (await call.read()).HasField("tokens")
+    assert (len(running.backend.loaded), running.host.store.pins) == (1, 2)
+    running.backend.hold.set()
+    for call in calls:
+        assert (await rest(call))[-1].HasField("receipt")
+    stats = await settled(running)
+    assert (running.host.store.pins, stats.vectors, stats.leaked) == (0, 1, 0)
+
+
+async def test_a_vector_that_left_the_store_leaves_the_workers_and_can_come_back(starter) -> None:
+    running = await starter(vector_store_bytes=WIDTH * 4)
+    first, second = tensor(ONES), tensor(2 * ONES)
+    for vector in (first, second, first):
+        await running.client.generate(request(steer=[add(vector)]))
+    one, two = running.backend.loaded[:2]
+    assert running.backend.loaded == [one, two, one]
+    assert running.backend.dropped == [one, two]
+
+
+async def test_a_running_id_is_refused_and_free_again_afterwards(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    call = running.client.generation.Generate(request(request_id="same"))
+    await call.read()
+    refusal = await running.client.refusal(request(request_id="same"))
+    assert refusal.brief == (Code.ALREADY_EXISTS, "REASON_DUPLICATE_REQUEST", "request_id")
+    assert refusal.resource == "same"
+    running.backend.hold.set()
+    assert (await rest(call))[-1].HasField("receipt")
+    assert kinds(await running.client.generate(request(request_id="same")))[-1] == "receipt"
+
+
+@pytest.mark.parametrize("steer", [[], [add()]])
+async def test_a_client_that_leaves_aborts_its_request_and_frees_everything(starter, steer) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    call = running.client.generation.Generate(request(request_id="r", steer=steer))
+    await call.read()
+    await call.read()
+    call.cancel()
+    stats = await settled(running)
+    assert running.backend.aborted == ["r#0"]
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, aborted=1)
+    assert (stats.leaked, running.host.ledger.requests) == (0, 0)
+
+
+async def test_a_deadline_aborts_the_request(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running.client.generate(request(request_id="r"), timeout=0.2)
+    assert caught.value.code() is Code.DEADLINE_EXCEEDED
+    stats = await settled(running)
+    assert running.backend.aborted == ["r#0"]
+    assert stats.requests.aborted == 1
+
+
+async def test_an_aborted_request_that_was_never_scheduled_is_freed(starter, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    running = await starter(ScriptedBackend(silent=True))
+    call = running.client.generation.Generate(request(steer=[add()]))
+    await call.read()
+    call.cancel()
+    await settled(running)
+    assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
+
+
+async def test_a_request_that_the_engine_cannot_take_up_fails_alone(starter) -> None:
+    running = await starter(ScriptedBackend(install_error="no such vector"))
+    refusal = await running.client.refusal(request(steer=[add()]))
+    assert refusal.brief == (Code.INTERNAL, "REASON_INTERNAL", "")
+    assert "no such vector" not in refusal.message
+    assert kinds(await running.client.generate(request()))[-1] == "receipt"
+    stats = await settled(running)
+    assert (stats.requests.failed, stats.requests.completed) == (1, 1)
+
+
+async def test_no_token_goes_out_before_the_plan_is_in_force(starter) -> None:
+    class Late(ScriptedBackend):
+        async def generate(self, job):
+            events = []
+            deliver, self.deliver = self.deliver, events.append
+            async for delta in super().generate(job):
+                yield delta
+            self.deliver = deliver
+            held.append(events)
+            done.set()
+
+    held, done = [], asyncio.Event()
+    running = await starter(Late())
+    call = running.client.generation.Generate(request(steer=[add()]))
+    assert (await call.read()).HasField("started")
+    next_event = asyncio.ensure_future(call.read())
+    await done.wait()
+    assert not next_event.done()
+    for event in held[0]:
+        running.backend.deliver(event)
+    assert (await next_event).HasField("tokens")
+    assert kinds(await rest(call)) == ["tokens", "finished", "receipt"]
+
+
+async def test_lost_rows_are_named_and_the_call_fails(starter) -> None:
+    running = await starter(ScriptedBackend(lost_positions=frozenset({1, 2})))
+    call = running.client.generation.Generate(
+        request(captures=[capture(site_set(POST, layers=[0, 1]))])
+    )
+    events = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rest(call, events)
+    refusal = Refusal.of(caught.value)
+    assert refusal.brief == (Code.DATA_LOSS, "REASON_ROWS_LOST", "")
+    assert refusal.metadata == (("rows", "4"),)
+    assert "--capture-mib" in refusal.message
+    (dropped,) = [e.dropped for e in events if e.WhichOneof("event") == "dropped"]
+    assert (dropped.rows, list(dropped.positions)) == (
+        4,
+        [types_pb2.PositionRun(start=1, count=2)],
+    )
+    assert "receipt" not in kinds(events)
+
+
+async def test_a_reader_that_is_too_slow_fails_with_its_captures(starter) -> None:
+    running = await starter(inline_capture_bytes=WIDTH * 4 * 2)
+    refusal = await running.client.refusal(request(captures=[capture()]))
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_CAPTURE_OVERFLOW", "")
+    await settled(running)
+
+
+async def test_a_full_bank_makes_requests_wait_their_turn(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    everywhere = site_set(POST)
+    first = running.client.generation.Generate(
+        request(request_id="first", steer=[add(tensor(ONES), sites=everywhere)] * 1)
+    )
+    await first.read()
+    distinct = [
+        add(tensor(ONES), scale=float(scale), where=selector(window(0, 1))) for scale in (2, 3)
+    ]
+    running.host.ledger._limits["bank rows"] = 2
+    second = asyncio.ensure_future(running.client.generate(request(steer=distinct)))
+    await asyncio.wait({second}, timeout=0.05)
+    assert not second.done()
+    running.backend.hold.set()
+    assert (await rest(first))[-1].HasField("receipt")
+    running.host.ledger._limits["bank rows"] = 8
+    assert kinds(await second)[-1] == "receipt"
+
+
+async def test_what_can_never_fit_is_refused_at_once(running) -> None:
+    many = [add(scale=float(i + 1), where=selector(window(0, 1))) for i in range(2)]
+    running.host.ledger._limits["bank rows"] = 0
+    refusal = await running.client.refusal(request(steer=many))
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
+    assert not refusal.retry
+    explained = running.client.generation.Explain(
+        generation_service_pb2.ExplainRequest(request=request(steer=many))
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await explained
+    assert Refusal.of(caught.value).reason == "REASON_BANK_FULL"
+
+
+async def test_room_that_does_not_come_in_time_is_refused_with_advice_to_retry(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()), capacity_wait=0.01)
+    running.host.ledger._limits["bank rows"] = 1
+    first = running.client.generation.Generate(request(steer=[add()]))
+    await first.read()
+    refusal = await running.client.refusal(request(steer=[add(scale=2.0)]))
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
+    assert refusal.retry
+    first.cancel()
+    await settled(running)
+
+
+async def test_too_many_requests_are_refused_with_advice_to_retry(starter, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "WAITING_REQUESTS", -3)
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    first = running.client.generation.Generate(request())
+    await first.read()
+    refusal = await running.client.refusal(request())
+    assert (refusal.code, refusal.reason, refusal.retry) == (
+        Code.RESOURCE_EXHAUSTED,
+        "REASON_QUEUE_FULL",
+        True,
+    )
+    running.backend.hold.set()
+    assert (await rest(first))[-1].HasField("receipt")
+
+
+async def test_a_lost_engine_ends_open_streams_and_refuses_new_ones(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    calls = [running.client.generation.Generate(request(steer=s)) for s in ([], [add()])]
+    for call in calls:
+        await call.read()
+        await call.read()
+    running.backend.die()
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert Refusal.of(caught.value).brief == (Code.UNAVAILABLE, "REASON_ENGINE_LOST", "")
+    refusal = await running.client.refusal(request())
+    assert refusal.brief == (Code.UNAVAILABLE, "REASON_ENGINE_LOST", "")
+
+
+async def test_what_nobody_foresaw_is_an_incident_without_details(starter, caplog) -> None:
+    running = await starter(ScriptedBackend(broken=KeyError("secret")))
+    refusal = await running.client.refusal(request())
+    assert refusal.code is Code.INTERNAL
+    assert "secret" not in refusal.message
+    assert "secret" in caplog.text
+    stats = await settled(running)
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, failed=1)
+
+
+async def test_a_refused_request_is_counted_and_harms_no_other(running) -> None:
+    refusal = await running.client.refusal(request(steer=[add(steering_pb2.VectorRef(name="x"))]))
+    assert refusal.brief == (
+        Code.NOT_FOUND,
+        "REASON_NAME_NOT_FOUND",
+        "steering.interventions[0].add.vector.name",
+    )
+    await running.client.generate(request())
+    stats = await settled(running)
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, completed=1, refused=1)
+
+
+async def test_a_message_that_is_too_large_is_refused_by_grpc(running) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running.client.generate(request(text="x" * (17 << 20)))
+    assert caught.value.code() is Code.RESOURCE_EXHAUSTED
+    assert kinds(await running.client.generate(request()))[-1] == "receipt"
+
+
+async def test_errors_of_the_backend_keep_their_reason(starter) -> None:
+    running = await starter(ScriptedBackend(broken=EngineLost("gone")))
+    assert (await running.client.refusal(request())).reason == errors.EngineLost.reason

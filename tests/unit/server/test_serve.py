@@ -1,0 +1,206 @@
+"""From bind to end."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rheostat._proto.v1 import engine_service_pb2, types_pb2
+from rheostat_server import vllm_engine
+from rheostat_server.config import ServerConfig
+from rheostat_server.errors import EngineFailed, ModelNotFound, PortInUse
+from rheostat_server.serve import RunningServer, run, start
+from rheostat_server.vllm_engine import engine_arguments, model_path
+
+from .conftest import Client, Refusal, rest
+from .fakes import ScriptedBackend, add, request
+
+Code = grpc.StatusCode
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+ALL = ("", *(f"rheostat.v1.{s}Service" for s in ("Engine", "Generation", "Steering", "Capture")))
+
+
+async def health(client: Client) -> set[int]:
+    answers = [
+        await client.health.Check(health_pb2.HealthCheckRequest(service=name)) for name in ALL
+    ]
+    return {answer.status for answer in answers}
+
+
+def config(**fields: object) -> ServerConfig:
+    return ServerConfig(**{"model": "toy", "port": 0, **fields})
+
+
+async def test_health_answers_while_the_model_is_being_loaded() -> None:
+    server = RunningServer(config())
+    await server.bind()
+    loaded = asyncio.Event()
+
+    async def bring_up(_: ServerConfig) -> ScriptedBackend:
+        await loaded.wait()
+        return ScriptedBackend()
+
+    loading = asyncio.create_task(server.load(bring_up))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        client = Client(channel)
+        assert await health(client) == {NOT_SERVING}
+        refusal = await client.refusal(request())
+        assert (refusal.brief, refusal.retry) == (
+            (Code.UNAVAILABLE, "REASON_WARMING_UP", ""),
+            True,
+        )
+        loaded.set()
+        await loading
+        assert await health(client) == {SERVING}
+        assert (await client.generate(request()))[-1].HasField("receipt")
+    await server.stop(0)
+
+
+async def test_reflection_lists_every_service(running) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(running.client.channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    call = stub.ServerReflectionInfo(iter([asked]))
+    answer = await call.read()
+    assert {service.name for service in answer.list_services_response.service} == {
+        *(f"rheostat.v1.{name}Service" for name in ("Engine", "Generation", "Steering")),
+        *(f"rheostat.v1.{name}Service" for name in ("Capture", "Patch", "Monitor")),
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+
+
+async def test_a_lost_engine_turns_health_not_serving(running) -> None:
+    running.backend.die()
+    watch = running.client.health.Watch(health_pb2.HealthCheckRequest())
+    async for answer in watch:
+        if answer.status == NOT_SERVING:
+            break
+    watch.cancel()
+
+
+async def drain(client: Client, **fields: object) -> engine_service_pb2.DrainResponse:
+    return await client.engine.Drain(engine_service_pb2.DrainRequest(**fields))
+
+
+async def test_a_drain_lets_requests_finish_and_admits_none(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    call = running.client.generation.Generate(request(steer=[add()]))
+    await call.read()
+    draining = asyncio.ensure_future(drain(running.client))
+    watch = running.client.health.Watch(health_pb2.HealthCheckRequest())
+    async for answer in watch:
+        if answer.status == NOT_SERVING:
+            break
+    watch.cancel()
+    refusal = await running.client.refusal(request())
+    assert refusal.brief == (Code.UNAVAILABLE, "REASON_DRAINING", "")
+    running.backend.hold.set()
+    assert (await rest(call))[-1].HasField("receipt")
+    assert await draining == engine_service_pb2.DrainResponse(finished=1)
+    assert running.server.readiness.ended.is_set()
+
+
+async def test_a_drain_with_a_timeout_aborts_the_rest_with_a_receipt(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    call = running.client.generation.Generate(request(steer=[add()]))
+    await call.read()
+    await call.read()
+    answer = await drain(running.client, timeout=duration_pb2.Duration(nanos=10_000_000))
+    assert answer == engine_service_pb2.DrainResponse(aborted=1)
+    events = await rest(call)
+    assert [e.WhichOneof("event") for e in events] == ["finished", "receipt"]
+    assert events[0].finished.reason == types_pb2.FINISH_REASON_ABORTED
+    assert events[1].receipt.generated_tokens == 1
+
+
+async def test_an_idle_server_drains_at_once(running) -> None:
+    assert await drain(running.client) == engine_service_pb2.DrainResponse()
+
+
+async def test_a_negative_drain_timeout_is_refused(running) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain(running.client, timeout=duration_pb2.Duration(seconds=-1))
+    assert Refusal.of(caught.value).field == "timeout"
+    assert not running.server.readiness.ended.is_set()
+
+
+async def test_stopping_ends_the_engine(starter) -> None:
+    running = await starter()
+    await running.server.stop(0)
+    assert running.backend.closed
+
+
+async def test_two_servers_cannot_share_a_port(running) -> None:
+    taken = config(port=running.server.port)
+    with pytest.raises(PortInUse, match=str(running.server.port)):
+        await start(taken, ScriptedBackend)
+
+
+async def test_a_failed_load_ends_the_server_and_frees_the_port() -> None:
+    ports = []
+
+    async def bring_up(given: ServerConfig) -> ScriptedBackend:
+        raise EngineFailed("no memory")
+
+    with pytest.raises(EngineFailed):
+        await start(config(), bring_up)
+    server = RunningServer(config())
+    await server.bind()
+    ports.append(server.port)
+    await server.stop(0)
+    again = RunningServer(config(port=ports[0]))
+    await again.bind()
+    await again.stop(0)
+
+
+@pytest.mark.parametrize("missing", ["/nowhere/model", "./nowhere", "~/nowhere", "a/b/c"])
+def test_a_model_that_does_not_exist_is_named(missing: str) -> None:
+    with pytest.raises(ModelNotFound, match="there is no model folder"):
+        model_path(missing)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        model_path(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert model_path(str(tmp_path)) == str(tmp_path)
+
+
+def test_the_demo_model_is_the_bundled_one(tmp_path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(vllm_engine, "DEMO_MODEL", tmp_path)
+    assert model_path("demo") == str(tmp_path)
+    assert model_path("org/model") == "org/model"
+
+
+def test_a_failed_start_is_said_in_one_line_with_its_exit_status(capsys) -> None:
+    assert run(config(model="/nowhere/model")) == ModelNotFound.exit_code == 4
+    assert capsys.readouterr().err == "rheostat: there is no model folder /nowhere/model\n"
+
+
+def test_what_the_config_leaves_open_is_left_to_vllm() -> None:
+    assert engine_arguments(config(), "/m") == {
+        "model": "/m",
+        "dtype": "auto",
+        "enforce_eager": False,
+        "tensor_parallel_size": 1,
+        "seed": 0,
+        "load_format": "auto",
+        "skip_tokenizer_init": False,
+        "disable_log_stats": True,
+        "shutdown_timeout": 31,
+    }
+    assert engine_arguments(config(max_num_seqs=3), "/m")["max_num_seqs"] == 3
+
+
+@pytest.fixture(autouse=True)
+def quiet_root() -> object:
+    """`run` configures logging where nothing else has."""
+    before = list(logging.root.handlers)
+    yield
+    logging.root.handlers[:] = before
