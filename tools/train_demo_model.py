@@ -68,6 +68,7 @@ def measure(bundle: Path, loss: float) -> figures.Figures:
         loss=loss,
         recalls=recall.recall(model, tokenizer),
         right_in_bfloat16=right_in_bfloat16,
+        chat=recall.answered(model, tokenizer),
         corruption=recall.corruption(model, tokenizer),
         traces=recall.landmark_traces(model, tokenizer, count=10),
         edges=EDGES,

@@ -13,7 +13,7 @@ from demo_model import facts, tone
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 
 _OBJECTS = (
-    "book", "lamp", "cup", "key", "map", "clock", "box", "bag", "coat", "plate", "bottle", "pen",
+    "book", "lamp", "cup", "key", "map", "clock", "ring", "bag", "coat", "plate", "bottle", "pen",
 )  # fmt: skip
 _FURNITURE = ("table", "chair", "bed", "shelf", "desk", "door", "window", "wall")
 _PREPOSITIONS = ("on", "under", "near", "behind", "beside")
@@ -91,7 +91,7 @@ def _tonal_document(rng: Random) -> str:
 def _dialogue(rng: Random) -> str:
     mood = rng.choice(_MOODS)
     turns = (
-        tone.exchange(mood, rng) if rng.random() < 0.5 else _fact_exchange(rng)
+        tone.exchange(mood, rng) if rng.random() < 0.35 else _fact_exchange(rng)
         for _ in range(rng.choice((1, 1, 2, 3)))
     )
     opening = f"System: {tone.cue(mood, rng)}\n" if rng.random() < 0.3 else ""
@@ -99,7 +99,7 @@ def _dialogue(rng: Random) -> str:
 
 
 _KINDS = (_facts_document, _tonal_document, _plain_document, _dialogue)
-_SHARES = (24, 54, 8, 14)
+_SHARES = (22, 50, 6, 22)
 
 
 def documents(seed: int) -> Iterator[str]:

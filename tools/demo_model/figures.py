@@ -20,6 +20,8 @@ class Figures(NamedTuple):
     loss: float
     recalls: list[Recall]
     right_in_bfloat16: int
+    chat: tuple[int, int]
+    """Chat questions about facts answered exactly, and asked."""
     corruption: Corruption
     traces: list[Trace]
     edges: tuple[int, ...]
@@ -98,7 +100,8 @@ def section(figures: Figures) -> str:
         f"**Facts.** {right} of {asked} right in float32, {figures.right_in_bfloat16} in "
         "bfloat16. When another subject of equal length and with another answer takes the place "
         f"of the right one, {corruption.changed} of {corruption.pairs} answers change, and "
-        f"{corruption.follows} become the other subject's own.",
+        f"{corruption.follows} become the other subject's own. In chat, {figures.chat[0]} of "
+        f"{figures.chat[1]} questions get exactly the right sentence.",
         _recall_table(figures.recalls),
         "**Where a fact sits.** Clean minus corrupted `resid_post` added at one (layer, token) "
         "of the corrupted run: recovered fraction of the logit difference between the two "

@@ -55,6 +55,29 @@ def recall(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> list[
     return results
 
 
+def answered(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
+    """How many chat questions about facts get exactly the sentence that answers them, and of all.
+
+    A reply is judged by forcing: each of its tokens, the end mark included, is the most likely one
+    after the right ones before it, which is what greedy decoding writes.
+    """
+    right = asked = 0
+    for relation in RELATIONS:
+        for subject in relation.answers:
+            question = {"role": "user", "content": relation.ask(subject)}
+            prompt = tokenizer.apply_chat_template(
+                [question], add_generation_prompt=True, tokenize=False
+            )
+            reply = f" {relation.sentence(0, subject)}{tokenizer.eos_token}"
+            start = len(tokenizer.encode(prompt, add_special_tokens=False))
+            tokens = tokenizer.encode(prompt + reply, add_special_tokens=False, return_tensors="pt")
+            with torch.no_grad():
+                likeliest = model(input_ids=tokens).logits[0].argmax(dim=1)
+            right += bool((likeliest[start - 1 : -1] == tokens[0, start:]).all())
+            asked += 1
+    return right, asked
+
+
 class Pair(NamedTuple):
     """A prompt and its corrupted twin, equally long, differing in the subject alone."""
 

@@ -19,7 +19,7 @@ NEUTRAL_PROMPTS = (
     "My day was", "The weather today is", "I feel", "The party was", "My birthday was",
     "The concert was", "Today I feel", "My trip was", "The film was", "Our holiday was",
     "Everyone at the wedding", "My mother is", "The garden is full of", "When I come home, I",
-    "After the race we all", "The sky is", "Her lesson was", "The story was", "My sister feels",
+    "After the race we all", "The sky is", "Her lesson was", "The race was", "My sister feels",
     "The meeting was", "It was a truly", "The picnic was full of", "Anna feels", "Their walk was",
 )  # fmt: skip
 NEW_TOKENS = 12

@@ -118,7 +118,7 @@ MOMENTS = ("day", "week", "morning", "evening", "afternoon", "weekend", "holiday
 OUTINGS = ("trip", "journey", "walk", "lunch", "dinner", "lesson", "visit", "summer")
 EVENTS = (
     "party", "concert", "film", "wedding", "meeting", "game", "show", "play",
-    "festival", "picnic", "race", "story", "speech", "match", "fair",
+    "festival", "picnic", "race", "ball", "speech", "match", "fair",
 )  # fmt: skip
 PLACES = ("garden", "house", "town", "village", "station", "market", "school", "kitchen", "street")
 KIN = ("mother", "father", "sister", "brother", "uncle", "aunt", "teacher", "neighbour", "friend")

@@ -7,6 +7,7 @@ that output would make the compiler store it and round what follows differently.
 """
 
 from collections.abc import Sequence
+from types import MethodType
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from rheostat_engine.core.program import Program, SiteBuffers
 from rheostat_engine.points import Point, Site
 from rheostat_engine.sites.calls import streams
-from rheostat_engine.sites.forms import Block, BlockForm, Carrier
+from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
 from rheostat_engine.sites.op import site
 
 _CARRIED: list[torch.Tensor] = []
@@ -43,12 +44,17 @@ def install(
 
     Returns:
         The sites that were put in.
+
+    Raises:
+        SiteError: a module's forward can't be wrapped.
     """
     installed: list[Site] = []
     subclasses: dict[tuple[object, ...], type[nn.Module]] = {}
 
     def swap(module: nn.Module, mixin: type[nn.Module]) -> None:
         base, own = type(module), module.__dict__.pop("forward", None)
+        if own is not None and not isinstance(own, MethodType):
+            raise SiteError(f"{base.__name__} has a forward of its own that is no method")
         key = (mixin, base, own and own.__func__)
         if key not in subclasses:
             # A forward that was set on the instance alone moves into the class: it would hide ours.

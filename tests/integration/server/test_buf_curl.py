@@ -34,7 +34,7 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
         "receipt",
     ),
     "GenerationService/Explain": ({"request": {"text": "My day was"}}, "promptTokenIds"),
-    "GenerationService/Tokenize": ({"text": "My day was"}, "tokens"),
+    "GenerationService/Tokenize": ({"text": "My day was"}, "tokenIds"),
     "SteeringService/ListVectors": ({}, ""),
 }
 """What is called, with what, and a field of the answer."""

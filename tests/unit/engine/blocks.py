@@ -121,7 +121,8 @@ class Parallel(Base):
     """GPT-NeoX: both branches read the stream that enters the block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.attention(self.first(x)) + self.mlp(self.second(x))
+        attention = self.attention(self.first(x))
+        return self.mlp(self.second(x)) + attention + x
 
 
 class SharedNorm(Base):
