@@ -89,7 +89,9 @@ class CapacityLedger:
             ("capture rows", capture, capture, self._capture_rows),
         )
         shortages = [
-            Shortage(resource, needed, self._limits[resource] - used, alone <= self._limits[resource])
+            Shortage(
+                resource, needed, self._limits[resource] - used, alone <= self._limits[resource]
+            )
             for resource, alone, needed, used in demands
             if used + needed > self._limits[resource]
         ]
@@ -114,13 +116,14 @@ class CapacityLedger:
 def step_capture_rows(plan: Plan, *, prompt_len: int, max_step_tokens: int) -> int:
     """The most ring rows that one step can need for a plan: its densest chunk times its sites.
 
-    A chunk is at most `max_step_tokens` long; after a preemption it may hold generated tokens
-    too, so that generated positions count like those of the prompt.
+    A chunk of the prompt is at most `max_step_tokens` long. Generated tokens come one in a step; a
+    preempted request that computes them again has had their rows delivered already.
     """
     total = 0
     for capture in plan.captures:
-        selected = sum(end - start for start, end in capture.spans)
-        total += len(capture.sites) * min(selected, max_step_tokens)
+        in_prompt = sum(max(0, min(end, prompt_len) - start) for start, end in capture.spans)
+        generated = any(end > prompt_len for _, end in capture.spans)
+        total += len(capture.sites) * max(min(in_prompt, max_step_tokens), int(generated))
     return total
 
 

@@ -130,7 +130,8 @@ class Plan:
         )
         if not all(math.isfinite(a.scale) for a in plan.additions):
             raise ValueError("this is no plan: a scale is not finite")
-        if not all(_in_order(one.spans) for one in (*plan.additions, *plan.captures)):
+        spans = [*(a.spans for a in plan.additions), *(c.spans for c in plan.captures)]
+        if not all(map(_in_order, spans)):
             raise ValueError("this is no plan: spans are not ascending and apart")
         return plan
 

@@ -4,7 +4,6 @@ Invariant: the settings ride in vLLM's `additional_config`, which enters vLLM's 
 graph that was compiled without our sites is therefore never loaded in place of one with them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +20,7 @@ class EngineSettings:
     """ZeroMQ address that the server binds and every worker connects to."""
     bank_bytes: int = 256 * _MIB
     """Device memory for the rows that steering adds."""
-    capture_bytes: int = 256 * _MIB
+    capture_bytes: int = 512 * _MIB
     """Device memory for the ring that captured rows pass through."""
     slots: int = 4096
     """How many distinct configurations of rows may be in use at once."""

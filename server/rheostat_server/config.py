@@ -37,7 +37,8 @@ class ServerConfig:
     """Fraction of the device's memory that vLLM may take. None: vLLM's choice."""
 
     kv_cache_memory_bytes: int | None = None
-    """Bytes of the KV cache; goes before `gpu_memory_utilization`. None: vLLM's choice."""
+    """Bytes of the KV cache; goes before `gpu_memory_utilization`. None: vLLM's choice on a GPU, up
+    to 4 GiB on a CPU."""
 
     block_size: int | None = None
     """Tokens per block of the KV cache. None: vLLM's choice."""
@@ -57,7 +58,7 @@ class ServerConfig:
     bank_bytes: int = 256 * _MIB
     """Device memory for the rows that steering adds."""
 
-    capture_bytes: int = 256 * _MIB
+    capture_bytes: int = 512 * _MIB
     """Device memory for the ring that captured rows pass through."""
 
     vector_store_bytes: int = 1024 * _MIB

@@ -38,11 +38,11 @@ async def start_backend(config: ServerConfig) -> "VllmBackend":
         EngineFailed: vLLM did not come up.
     """
     loaded = await asyncio.to_thread(load_engine, config)
-    reports = await loaded.llm.collective_rpc("rheostat_describe")
     try:
+        reports = await ask_workers(loaded.llm, "rheostat_describe")
         sites = ModelSites.from_reports(cast(list[Mapping[str, object]], reports))
-    except ValueError as error:
-        loaded.llm.shutdown()
+    except (EngineLost, ValueError) as error:
+        await asyncio.to_thread(loaded.llm.shutdown)
         raise EngineFailed(str(error)) from error
     return VllmBackend(config, loaded, sites)
 
@@ -148,13 +148,11 @@ class VllmBackend:
             os.rmdir(os.path.dirname(self._settings.channel.removeprefix("ipc://")))
 
     async def _call(self, method: str, *args: object) -> object:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
-            return await self._llm.collective_rpc(method, args=args)
-        except EngineDeadError as error:
-            self._lost(_LOST)
-            raise EngineLost(_LOST) from error
+            return await ask_workers(self._llm, method, *args)
+        except EngineLost as error:
+            self._lost(error.message)
+            raise
 
     async def _watch_engine(self) -> None:
         while not self._llm.errored:
@@ -188,6 +186,23 @@ class VllmBackend:
             skip_reading_prefix_cache=job.plan.captures_prompt(len(job.prompt)) or None,
             extra_args={EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
         )
+
+
+async def ask_workers(llm: "AsyncLLM", method: str, *args: object) -> object:
+    """Calls a method of every worker. An answer that a dead engine owes is not waited for.
+
+    Raises:
+        EngineLost: the engine is gone.
+    """
+    answer = asyncio.ensure_future(llm.collective_rpc(method, args=args))
+    try:
+        while not answer.done():
+            await asyncio.wait({answer}, timeout=_HEARTBEAT)
+            if llm.errored:
+                raise EngineLost(_LOST)
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def _payload(vectors: Sequence[Vector]) -> dict[str, tuple[tuple[int, int], bytes]]:

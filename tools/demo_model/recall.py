@@ -69,8 +69,10 @@ def answered(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tup
                 [question], add_generation_prompt=True, tokenize=False
             )
             reply = f" {relation.sentence(0, subject)}{tokenizer.eos_token}"
-            start = len(tokenizer.encode(prompt, add_special_tokens=False))
-            tokens = tokenizer.encode(prompt + reply, add_special_tokens=False, return_tensors="pt")
+            start = len(tokenizer.encode(f"{prompt}", add_special_tokens=False))
+            tokens = tokenizer.encode(
+                f"{prompt}{reply}", add_special_tokens=False, return_tensors="pt"
+            )
             with torch.no_grad():
                 likeliest = model(input_ids=tokens).logits[0].argmax(dim=1)
             right += bool((likeliest[start - 1 : -1] == tokens[0, start:]).all())

@@ -44,19 +44,27 @@ class Case(NamedTuple):
     engine: OfflineEngine
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+COMPILED = ["granite", "llama"]
+"""One of each form, compiled; `test_invariants` compares more of what is compiled."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((name, True) for name in sorted(CONFIGS)), *((name, False) for name in COMPILED)],
+    ids=lambda param: f"{param[0]}-{'eager' if param[1] else 'compiled'}",
+)
 def case(
     request: pytest.FixtureRequest, start: Callable[..., OfflineEngine], models_root: Path
 ) -> Case:
     """The reference runs first: vLLM's Transformers backend changes Hugging Face's classes."""
-    name = request.param
+    name, eager = request.param
     reference = HfReference(name, build(name, models_root))
     plain = reference.run(PROMPT)
     steered = {
         site: reference.run(PROMPT, [Add(site, SCALE * VECTOR[0], TOUCHED)])
         for site in steered_sites(name)
     }
-    engine = start(name)
+    engine = start(name, enforce_eager=eager)
     engine.load({DIGEST: VECTOR})
     return Case(name, plain, steered, engine)
 

@@ -23,9 +23,7 @@ VECTORS = {
 
 def make(rows: int = 9, slots: int = 9, dtype: torch.dtype = torch.float32) -> Bank:
     """A bank of three sites."""
-    return Bank(
-        sites=3, rows=rows, slots=slots, width=8, dtype=dtype, device=torch.device("cpu")
-    )
+    return Bank(sites=3, rows=rows, slots=slots, width=8, dtype=dtype, device=torch.device("cpu"))
 
 
 def at(site: int, *addends: tuple[bytes, int, float]) -> tuple[int, RowKey]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Addition, Capture, CapacityLedger, Plan, Shortage
+from rheostat_engine import Addition, CapacityLedger, Capture, Plan, Shortage
 from rheostat_engine.capacity import step_capture_rows
 from rheostat_engine.core.bank import Bank, BankError
 from rheostat_engine.plan import combine, segment
@@ -97,15 +97,14 @@ def test_once_all_are_released_nothing_is_held(many: list[Plan | int]) -> None:
     assert used == (0, 0, 0, 0)
 
 
-@given(plans(), st.integers(1, LIMIT))
-def test_no_chunk_of_a_request_needs_more_ring_rows_than_were_reserved(
-    plan: Plan, chunk: int
+@given(plans(), st.integers(1, LIMIT), st.integers(1, LIMIT))
+def test_no_step_of_a_request_needs_more_ring_rows_than_were_reserved(
+    plan: Plan, prompt_len: int, chunk: int
 ) -> None:
-    reserved = step_capture_rows(plan, prompt_len=LIMIT, max_step_tokens=chunk)
-    needed = [
-        sum(len(captured(plan, p)) for p in range(start, start + chunk))
-        for start in range(LIMIT + 2)
-    ]
+    reserved = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=chunk)
+    chunks = [range(s, min(s + chunk, prompt_len)) for s in range(prompt_len)]
+    generated = [range(position, position + 1) for position in range(prompt_len, LIMIT + 2)]
+    needed = [sum(len(captured(plan, p)) for p in step) for step in [*chunks, *generated]]
     assert max(needed) <= reserved
 
 
@@ -152,5 +151,5 @@ def test_a_plan_that_does_not_fit_reserves_nothing() -> None:
 def test_an_id_that_is_held_is_not_admitted_again() -> None:
     ledger = CapacityLedger(bank_rows=5, slots=5, capture_rows=5)
     ledger.admit(Plan("a"), prompt_len=1, max_step_tokens=1)
-    with pytest.raises(ValueError, match="^request 'a' is already admitted$"):
+    with pytest.raises(ValueError, match=r"^request 'a' is already admitted$"):
         ledger.admit(Plan("a"), prompt_len=1, max_step_tokens=1)

@@ -105,7 +105,7 @@ def test_a_region_never_overlaps_one_that_has_not_left_and_waits_for_no_other(
     for wanted, leaves in steps:
         under_way = [copy for copy in copies if not copy.done]
         region = ring.reserve(min(wanted, ring.capacity))
-        assert 1 <= region.start
+        assert region.start >= 1
         assert region.end <= rows
         assert region.end - region.start == min(wanted, ring.capacity)
         assert {c.region for c in under_way if c.done} == {

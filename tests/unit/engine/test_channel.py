@@ -39,9 +39,7 @@ def released(
     lost: int = 0,
     preemptions: int = 0,
 ) -> Head:
-    return ReleasedHead(
-        rank, number, request_id, [3, 0], captured or {}, lost, preemptions, (2, 9)
-    )
+    return ReleasedHead(rank, number, request_id, [3, 0], captured or {}, lost, preemptions, (2, 9))
 
 
 def int64(*values: int) -> bytes:
@@ -52,9 +50,7 @@ def rows(
     site: int = 2, count: int = 2, *, rank: int = 0, number: int = 1, dtype: str = "float32"
 ) -> Head:
     """One block of two columns from position 5 on."""
-    return RowsHead(
-        rank, dtype, 2, [[site]], int64(number), int64(0), int64(5), int64(count)
-    )
+    return RowsHead(rank, dtype, 2, [[site]], int64(number), int64(0), int64(5), int64(count))
 
 
 def payload(count: int = 2) -> bytes:

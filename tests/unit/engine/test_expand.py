@@ -31,9 +31,7 @@ def instructions(draw: st.DrawFn) -> Compact:
 def test_instructions_are_expanded_token_by_token_and_site_by_site(
     steps: list[Compact], seed: int
 ) -> None:
-    program = Program(
-        sites=SITES, tokens=TOKENS, bank=torch.zeros(9, 2), ring=torch.zeros(40, 2)
-    )
+    program = Program(sites=SITES, tokens=TOKENS, bank=torch.zeros(9, 2), ring=torch.zeros(40, 2))
     row_of = torch.randint(
         0, 9, (SITES, SLOTS), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
     )

@@ -101,7 +101,7 @@ def test_every_site_of_a_model_runs_exactly_once(kind: type[Base]) -> None:
 
 
 def test_only_the_models_first_block_has_a_site_at_its_entry() -> None:
-    made, installed = sited(Decoder(Pair, LAYERS), entry=False)
+    _, installed = sited(Decoder(Pair, LAYERS), entry=False)
     assert Site(Point.RESID_PRE, 0) not in installed
     assert sorted(site.index for site in installed) == list(range(1, site_count(LAYERS)))
 
@@ -160,7 +160,7 @@ def test_a_forward_that_is_no_method_is_refused_by_name() -> None:
     layer = model.layers[1]
     own = layer.forward
     layer.forward = lambda x: own(x)
-    with pytest.raises(SiteError, match="^Single has a forward of its own that is no method$"):
+    with pytest.raises(SiteError, match=r"^Single has a forward of its own that is no method$"):
         sited(model)
 
 

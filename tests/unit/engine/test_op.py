@@ -61,12 +61,14 @@ def test_the_op_equals_a_loop_over_tokens(
         return torch.randn(rows, 4, generator=generator).to(dtype)
 
     h, bank, ring = noise(tokens), noise(3), noise(10)
-    carried = [noise(tokens).to(data.draw(st.sampled_from([dtype, torch.float32]))) for _ in range(parts)]
+    carried = [
+        noise(tokens).to(data.draw(st.sampled_from([dtype, torch.float32]))) for _ in range(parts)
+    ]
     add_row = data.draw(st.lists(st.integers(0, 2), min_size=tokens, max_size=tokens))
     places = data.draw(st.permutations(range(1, 10)))
     cap_row = [p if data.draw(st.booleans()) else 0 for p in places[:tokens]]
     mine, mine_ring = h.clone(), ring.clone()
-    buffers = (torch.tensor(one + [2, 9], dtype=torch.int32) for one in (add_row, cap_row))
+    buffers = (torch.tensor([*one, 2, 9], dtype=torch.int32) for one in (add_row, cap_row))
     reference(mine, carried, *buffers, bank, mine_ring)
     naive(h, carried, add_row, cap_row, bank, ring)
     assert torch.equal(mine, h)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ def test_segments_hold_at_each_position_the_spans_that_do(many: tuple[Spans, ...
     starts = [start for start, _ in pieces]
     assert starts[0] == 0
     assert starts == sorted(set(starts))
-    assert all(one[1] != other[1] for one, other in zip(pieces, pieces[1:], strict=False))
+    assert all(one[1] != other[1] for one, other in pairwise(pieces))
     for position in POSITIONS:
         (members,) = [m for start, m in pieces if start <= position][-1:]
         assert members == tuple(i for i, one in enumerate(many) if holds(one, position))

@@ -108,7 +108,7 @@ def test_a_failure_within_the_model_leaves_no_patch_behind() -> None:
         model(stream())
         raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError, match="^out of memory$"):
+    with pytest.raises(RuntimeError, match=r"^out of memory$"):
         probe(model.blocks(), WIDTH, fail)
     assert all("forward" not in module.__dict__ for module in model.modules())
 

@@ -142,9 +142,7 @@ def test_every_token_gets_what_its_plan_says_whatever_the_schedule(data: st.Data
 
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 20))
-def test_what_finds_no_place_in_the_ring_is_counted_as_lost(
-    data: st.DataObject, ring: int
-) -> None:
+def test_what_finds_no_place_in_the_ring_is_counted_as_lost(data: st.DataObject, ring: int) -> None:
     by_id = drawn_plans(data)
     worker = Worker(ring=ring)
     schedule = Schedule(data, {i: data.draw(st.integers(5, LIMIT + 4), "length") for i in by_id})
@@ -301,7 +299,7 @@ WIRES = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.lists(WIRES, min_size=1, max_size=3))
 def test_nothing_that_may_come_in_place_of_a_plan_can_raise_or_stay(wires: list[object]) -> None:
     worker = Worker(rows=3, slots=3, ring=8)

@@ -4,21 +4,15 @@ import asyncio
 
 import grpc
 import numpy as np
-import pytest
 
 from rheostat._proto.v1 import (
-    engine_service_pb2,
     generation_pb2,
-    generation_service_pb2,
     receipt_pb2,
-    steering_pb2,
     tensor_pb2,
     types_pb2,
 )
-from rheostat_server import engine, errors
-from rheostat_server.errors import EngineLost
 
-from .conftest import Refusal, rest
+from .conftest import rest
 from .fakes import (
     GENERATED,
     ONES,
@@ -34,43 +28,15 @@ from .fakes import (
     tensor,
     window,
 )
+from .streams import captured, kinds, settled, tokens
 
 PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
+
+
 Sampling = generation_pb2.Sampling
+
+
 Code = grpc.StatusCode
-
-
-def kinds(events) -> list[str]:
-    return [event.WhichOneof("event") for event in events]
-
-
-def tokens(events, sample: int = 0) -> list[int]:
-    mine = [e.tokens for e in events if e.WhichOneof("event") == "tokens"]
-    return [token for part in mine if part.sample == sample for token in part.token_ids]
-
-
-def captured(events) -> dict[tuple[int, int, int, int, int], list[float]]:
-    """(spec, sample, point, layer, position) -> row."""
-    found = {}
-    for event in events:
-        if event.WhichOneof("event") != "captured":
-            continue
-        part = event.captured
-        values = np.frombuffer(part.tensor.inline, "<f4").reshape(tuple(part.tensor.shape))
-        at = [p for run in part.positions for p in range(run.start, run.start + run.count)]
-        for i, site in enumerate(part.sites):
-            for j, position in enumerate(at):
-                key = (part.spec, part.sample, site.point, site.layer, position)
-                assert key not in found
-                found[key] = values[i, j].tolist()
-    return found
-
-
-async def settled(running) -> engine_service_pb2.GetStatsResponse:
-    """The server's counters once nothing is in flight."""
-    async with asyncio.timeout(10), running.host._changed:
-        await running.host._changed.wait_for(lambda: not running.host.open_requests)
-    return await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
 
 
 async def test_a_plain_request_streams_tokens_and_ends_with_a_receipt(running) -> None:
@@ -244,207 +210,3 @@ async def test_a_running_id_is_refused_and_free_again_afterwards(starter) -> Non
     running.backend.hold.set()
     assert (await rest(call))[-1].HasField("receipt")
     assert kinds(await running.client.generate(request(request_id="same")))[-1] == "receipt"
-
-
-@pytest.mark.parametrize("steer", [[], [add()]])
-async def test_a_client_that_leaves_aborts_its_request_and_frees_everything(starter, steer) -> None:
-    running = await starter(ScriptedBackend(hold=asyncio.Event()))
-    call = running.client.generation.Generate(request(request_id="r", steer=steer))
-    await call.read()
-    await call.read()
-    call.cancel()
-    stats = await settled(running)
-    assert running.backend.aborted == ["r#0"]
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, aborted=1)
-    assert (stats.leaked, running.host.ledger.requests) == (0, 0)
-
-
-async def test_a_deadline_aborts_the_request(starter) -> None:
-    running = await starter(ScriptedBackend(hold=asyncio.Event()))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await running.client.generate(request(request_id="r"), timeout=0.2)
-    assert caught.value.code() is Code.DEADLINE_EXCEEDED
-    stats = await settled(running)
-    assert running.backend.aborted == ["r#0"]
-    assert stats.requests.aborted == 1
-
-
-async def test_an_aborted_request_that_was_never_scheduled_is_freed(starter, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
-    running = await starter(ScriptedBackend(silent=True))
-    call = running.client.generation.Generate(request(steer=[add()]))
-    await call.read()
-    call.cancel()
-    await settled(running)
-    assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
-
-
-async def test_a_request_that_the_engine_cannot_take_up_fails_alone(starter) -> None:
-    running = await starter(ScriptedBackend(install_error="no such vector"))
-    refusal = await running.client.refusal(request(steer=[add()]))
-    assert refusal.brief == (Code.INTERNAL, "REASON_INTERNAL", "")
-    assert "no such vector" not in refusal.message
-    assert kinds(await running.client.generate(request()))[-1] == "receipt"
-    stats = await settled(running)
-    assert (stats.requests.failed, stats.requests.completed) == (1, 1)
-
-
-async def test_no_token_goes_out_before_the_plan_is_in_force(starter) -> None:
-    class Late(ScriptedBackend):
-        async def generate(self, job):
-            events = []
-            deliver, self.deliver = self.deliver, events.append
-            async for delta in super().generate(job):
-                yield delta
-            self.deliver = deliver
-            held.append(events)
-            done.set()
-
-    held, done = [], asyncio.Event()
-    running = await starter(Late())
-    call = running.client.generation.Generate(request(steer=[add()]))
-    assert (await call.read()).HasField("started")
-    next_event = asyncio.ensure_future(call.read())
-    await done.wait()
-    assert not next_event.done()
-    for event in held[0]:
-        running.backend.deliver(event)
-    assert (await next_event).HasField("tokens")
-    assert kinds(await rest(call)) == ["tokens", "finished", "receipt"]
-
-
-async def test_lost_rows_are_named_and_the_call_fails(starter) -> None:
-    running = await starter(ScriptedBackend(lost_positions=frozenset({1, 2})))
-    call = running.client.generation.Generate(
-        request(captures=[capture(site_set(POST, layers=[0, 1]))])
-    )
-    events = []
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rest(call, events)
-    refusal = Refusal.of(caught.value)
-    assert refusal.brief == (Code.DATA_LOSS, "REASON_ROWS_LOST", "")
-    assert refusal.metadata == (("rows", "4"),)
-    assert "--capture-mib" in refusal.message
-    (dropped,) = [e.dropped for e in events if e.WhichOneof("event") == "dropped"]
-    assert (dropped.rows, list(dropped.positions)) == (
-        4,
-        [types_pb2.PositionRun(start=1, count=2)],
-    )
-    assert "receipt" not in kinds(events)
-
-
-async def test_a_reader_that_is_too_slow_fails_with_its_captures(starter) -> None:
-    running = await starter(inline_capture_bytes=WIDTH * 4 * 2)
-    refusal = await running.client.refusal(request(captures=[capture()]))
-    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_CAPTURE_OVERFLOW", "")
-    await settled(running)
-
-
-async def test_a_full_bank_makes_requests_wait_their_turn(starter) -> None:
-    running = await starter(ScriptedBackend(hold=asyncio.Event()))
-    everywhere = site_set(POST)
-    first = running.client.generation.Generate(
-        request(request_id="first", steer=[add(tensor(ONES), sites=everywhere)] * 1)
-    )
-    await first.read()
-    distinct = [
-        add(tensor(ONES), scale=float(scale), where=selector(window(0, 1))) for scale in (2, 3)
-    ]
-    running.host.ledger._limits["bank rows"] = 2
-    second = asyncio.ensure_future(running.client.generate(request(steer=distinct)))
-    await asyncio.wait({second}, timeout=0.05)
-    assert not second.done()
-    running.backend.hold.set()
-    assert (await rest(first))[-1].HasField("receipt")
-    running.host.ledger._limits["bank rows"] = 8
-    assert kinds(await second)[-1] == "receipt"
-
-
-async def test_what_can_never_fit_is_refused_at_once(running) -> None:
-    many = [add(scale=float(i + 1), where=selector(window(0, 1))) for i in range(2)]
-    running.host.ledger._limits["bank rows"] = 0
-    refusal = await running.client.refusal(request(steer=many))
-    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
-    assert not refusal.retry
-    explained = running.client.generation.Explain(
-        generation_service_pb2.ExplainRequest(request=request(steer=many))
-    )
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await explained
-    assert Refusal.of(caught.value).reason == "REASON_BANK_FULL"
-
-
-async def test_room_that_does_not_come_in_time_is_refused_with_advice_to_retry(starter) -> None:
-    running = await starter(ScriptedBackend(hold=asyncio.Event()), capacity_wait=0.01)
-    running.host.ledger._limits["bank rows"] = 1
-    first = running.client.generation.Generate(request(steer=[add()]))
-    await first.read()
-    refusal = await running.client.refusal(request(steer=[add(scale=2.0)]))
-    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
-    assert refusal.retry
-    first.cancel()
-    await settled(running)
-
-
-async def test_too_many_requests_are_refused_with_advice_to_retry(starter, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "WAITING_REQUESTS", -3)
-    running = await starter(ScriptedBackend(hold=asyncio.Event()))
-    first = running.client.generation.Generate(request())
-    await first.read()
-    refusal = await running.client.refusal(request())
-    assert (refusal.code, refusal.reason, refusal.retry) == (
-        Code.RESOURCE_EXHAUSTED,
-        "REASON_QUEUE_FULL",
-        True,
-    )
-    running.backend.hold.set()
-    assert (await rest(first))[-1].HasField("receipt")
-
-
-async def test_a_lost_engine_ends_open_streams_and_refuses_new_ones(starter) -> None:
-    running = await starter(ScriptedBackend(hold=asyncio.Event()))
-    calls = [running.client.generation.Generate(request(steer=s)) for s in ([], [add()])]
-    for call in calls:
-        await call.read()
-        await call.read()
-    running.backend.die()
-    for call in calls:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert Refusal.of(caught.value).brief == (Code.UNAVAILABLE, "REASON_ENGINE_LOST", "")
-    refusal = await running.client.refusal(request())
-    assert refusal.brief == (Code.UNAVAILABLE, "REASON_ENGINE_LOST", "")
-
-
-async def test_what_nobody_foresaw_is_an_incident_without_details(starter, caplog) -> None:
-    running = await starter(ScriptedBackend(broken=KeyError("secret")))
-    refusal = await running.client.refusal(request())
-    assert refusal.code is Code.INTERNAL
-    assert "secret" not in refusal.message
-    assert "secret" in caplog.text
-    stats = await settled(running)
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, failed=1)
-
-
-async def test_a_refused_request_is_counted_and_harms_no_other(running) -> None:
-    refusal = await running.client.refusal(request(steer=[add(steering_pb2.VectorRef(name="x"))]))
-    assert refusal.brief == (
-        Code.NOT_FOUND,
-        "REASON_NAME_NOT_FOUND",
-        "steering.interventions[0].add.vector.name",
-    )
-    await running.client.generate(request())
-    stats = await settled(running)
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, completed=1, refused=1)
-
-
-async def test_a_message_that_is_too_large_is_refused_by_grpc(running) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await running.client.generate(request(text="x" * (17 << 20)))
-    assert caught.value.code() is Code.RESOURCE_EXHAUSTED
-    assert kinds(await running.client.generate(request()))[-1] == "receipt"
-
-
-async def test_errors_of_the_backend_keep_their_reason(starter) -> None:
-    running = await starter(ScriptedBackend(broken=EngineLost("gone")))
-    assert (await running.client.refusal(request())).reason == errors.EngineLost.reason

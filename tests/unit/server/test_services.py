@@ -1,10 +1,7 @@
 """The other rpcs over a real channel."""
 
-import hashlib
-
 import grpc
 import numpy as np
-import pytest
 from google.protobuf import empty_pb2
 
 from rheostat._proto.v1 import (
@@ -16,13 +13,10 @@ from rheostat._proto.v1 import (
     receipt_pb2,
     steering_pb2,
     steering_service_pb2,
-    tensor_pb2,
     types_pb2,
 )
-from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.model_report import build_version
 
-from .conftest import Refusal
 from .fakes import (
     LAYERS,
     PARALLEL,
@@ -36,200 +30,15 @@ from .fakes import (
     tensor,
     window,
 )
+from .uploads import chunk, header, put, refusal_of, values
 
 Code = grpc.StatusCode
+
+
 steering = steering_service_pb2
+
+
 POST = types_pb2.POINT_RESID_POST
-
-
-async def refusal_of(call) -> Refusal:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return Refusal.of(caught.value)
-
-
-def header(rows: int = 1, **fields: object) -> steering.PutVectorsRequest:
-    values = {
-        "dtype": tensor_pb2.DTYPE_FLOAT32,
-        "shape": [rows, WIDTH],
-        "total_bytes": rows * WIDTH * 4,
-        **fields,
-    }
-    return steering.PutVectorsRequest(header=steering.VectorHeader(**values))
-
-
-def chunk(data: bytes) -> steering.PutVectorsRequest:
-    return steering.PutVectorsRequest(chunk=data)
-
-
-def values(value: float = 1.0, rows: int = 1) -> bytes:
-    return np.full((rows, WIDTH), value, dtype="<f4").tobytes()
-
-
-def digest(data: bytes, rows: int = 1) -> bytes:
-    head = f"rheostat.v1 vector float32 {rows}x{WIDTH}\n".encode()
-    return hashlib.sha256(head + data).digest()
-
-
-async def put(client, *messages: steering.PutVectorsRequest) -> steering.PutVectorsResponse:
-    return await client.steering.PutVectors(iter(messages))
-
-
-async def test_an_upload_is_stored_named_and_sent_back(running) -> None:
-    data = values(rows=2)
-    sites = site_set(POST, layers=[0, 1])
-    first = header(2, name="joy", description="glad", sites=sites, digest=digest(data, 2))
-    answer = await put(running.client, first, chunk(data[:5]), chunk(data[5:]))
-    assert answer == steering.PutVectorsResponse(digest=digest(data, 2))
-    for ref in ({"name": "joy"}, {"digest": digest(data, 2)}):
-        parts = [
-            part
-            async for part in running.client.steering.GetVectors(steering.GetVectorsRequest(**ref))
-        ]
-        info = parts[0].info
-        assert (info.digest, info.dtype, list(info.shape)) == (
-            digest(data, 2),
-            tensor_pb2.DTYPE_FLOAT32,
-            [2, WIDTH],
-        )
-        assert b"".join(part.chunk for part in parts[1:]) == data
-        assert info.description == ("glad" if "name" in ref else "")
-        assert info.HasField("sites") == ("name" in ref)
-
-
-async def test_an_upload_twice_is_one_vector_and_a_name_moves(running) -> None:
-    one, two = values(1.0), values(2.0)
-    await put(running.client, header(name="joy"), chunk(one))
-    again = await put(running.client, header(name="joy"), chunk(one))
-    assert again == steering.PutVectorsResponse(digest=digest(one), existed=True)
-    moved = await put(running.client, header(name="joy"), chunk(two))
-    assert moved == steering.PutVectorsResponse(digest=digest(two), previous_digest=digest(one))
-
-
-@pytest.mark.parametrize(
-    ("messages", "code", "reason", "field"),
-    [
-        ([], "INVALID_ARGUMENT", "TRUNCATED_UPLOAD", "header"),
-        ([chunk(b"x")], "INVALID_ARGUMENT", "MISSING_FIELD", "header"),
-        ([steering.PutVectorsRequest()], "INVALID_ARGUMENT", "MISSING_FIELD", ""),
-        ([header(), header()], "INVALID_ARGUMENT", "INVALID_VALUE", "header"),
-        ([header()], "INVALID_ARGUMENT", "TRUNCATED_UPLOAD", "header.total_bytes"),
-        (
-            [header(), chunk(values()[:-1])],
-            "INVALID_ARGUMENT",
-            "TRUNCATED_UPLOAD",
-            "header.total_bytes",
-        ),
-        ([header(), chunk(values() + b"x")], "INVALID_ARGUMENT", "INVALID_VALUE", "chunk"),
-        ([header(), chunk(b"")], "INVALID_ARGUMENT", "INVALID_VALUE", "chunk"),
-        (
-            [header(), chunk(bytes(CHUNK_BYTES + 1))],
-            "INVALID_ARGUMENT",
-            "INVALID_VALUE",
-            "chunk",
-        ),
-        (
-            [header(digest=bytes(32)), chunk(values())],
-            "INVALID_ARGUMENT",
-            "DIGEST_MISMATCH",
-            "header.digest",
-        ),
-        ([header(digest=b"x")], "INVALID_ARGUMENT", "INVALID_VALUE", "header.digest"),
-        ([header(), chunk(values(np.nan))], "INVALID_ARGUMENT", "NON_FINITE", "chunk"),
-        ([header(shape=[WIDTH])], "INVALID_ARGUMENT", "VECTOR_SHAPE", "header.shape"),
-        ([header(shape=[1, WIDTH + 1])], "INVALID_ARGUMENT", "VECTOR_SHAPE", "header.shape"),
-        ([header(shape=[0, WIDTH])], "INVALID_ARGUMENT", "VECTOR_SHAPE", "header.shape"),
-        ([header(shape=[1025, WIDTH])], "INVALID_ARGUMENT", "VECTOR_SHAPE", "header.shape"),
-        ([header(total_bytes=1)], "INVALID_ARGUMENT", "VECTOR_SHAPE", "header.total_bytes"),
-        ([header(dtype=0)], "INVALID_ARGUMENT", "UNKNOWN_ENUM", "header.dtype"),
-        (
-            [header(dtype=tensor_pb2.DTYPE_INT64)],
-            "INVALID_ARGUMENT",
-            "INVALID_VALUE",
-            "header.dtype",
-        ),
-        ([header(name=" ")], "INVALID_ARGUMENT", "INVALID_VALUE", "header.name"),
-        (
-            [header(description="x" * 1025)],
-            "INVALID_ARGUMENT",
-            "INVALID_VALUE",
-            "header.description",
-        ),
-        ([header(100)], "RESOURCE_EXHAUSTED", "STORE_FULL", "header.total_bytes"),
-    ],
-)
-async def test_a_wrong_upload_is_refused_and_stores_nothing(
-    starter, messages, code, reason, field
-) -> None:
-    running = await starter(vector_store_bytes=1000)
-    refusal = await refusal_of(put(running.client, *messages))
-    assert refusal.brief == (Code[code], f"REASON_{reason}", field)
-    assert len(running.host.store) == 0
-
-
-async def test_listings_go_by_name_and_page_by_page(running) -> None:
-    for name in ("b", "a/2", "a/1"):
-        await put(running.client, header(name=name), chunk(values()))
-    await put(running.client, header(), chunk(values(2.0)))
-    list_vectors = running.client.steering.ListVectors
-    names, token = [], ""
-    while True:
-        page = await list_vectors(steering.ListVectorsRequest(page_size=3, page_token=token))
-        names.append([vector.name for vector in page.vectors])
-        token = page.next_page_token
-        if not token:
-            break
-    assert names == [["", "a/1", "a/2"], ["b"]]
-    assert (page.used_bytes, page.capacity_bytes) == (2 * WIDTH * 4, running.host.store.capacity)
-    some = await list_vectors(steering.ListVectorsRequest(name_prefix="a/"))
-    assert [vector.name for vector in some.vectors] == ["a/1", "a/2"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"page_size": 0}, "page_size"),
-        ({"page_size": 1001}, "page_size"),
-        ({"page_token": "%"}, "page_token"),
-        ({"page_token": "YWI="}, "page_token"),
-    ],
-)
-async def test_a_wrong_page_is_refused(running, fields, field) -> None:
-    refusal = await refusal_of(
-        running.client.steering.ListVectors(steering.ListVectorsRequest(**fields))
-    )
-    assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", field)
-
-
-async def test_a_name_is_taken_off_once(running) -> None:
-    await put(running.client, header(name="joy"), chunk(values()))
-    delete = running.client.steering.DeleteName
-    answer = await delete(steering.DeleteNameRequest(name="joy"))
-    assert answer == steering.DeleteNameResponse(digest=digest(values()))
-    refusal = await refusal_of(delete(steering.DeleteNameRequest(name="joy")))
-    assert refusal == Refusal(
-        Code.NOT_FOUND,
-        "REASON_NAME_NOT_FOUND",
-        "name",
-        'no vector has the name "joy"',
-        resource="joy",
-    )
-
-
-@pytest.mark.parametrize(
-    ("ref", "code", "reason", "field"),
-    [
-        ({}, "INVALID_ARGUMENT", "MISSING_FIELD", ""),
-        ({"digest": b"x"}, "INVALID_ARGUMENT", "INVALID_VALUE", "digest"),
-        ({"digest": bytes(32)}, "NOT_FOUND", "VECTOR_NOT_FOUND", "digest"),
-        ({"name": "x"}, "NOT_FOUND", "NAME_NOT_FOUND", "name"),
-    ],
-)
-async def test_a_vector_that_is_not_there_is_refused(running, ref, code, reason, field) -> None:
-    refusal = await refusal_of(
-        running.client.steering.GetVectors(steering.GetVectorsRequest(**ref)).read()
-    )
-    assert refusal.brief == (Code[code], f"REASON_{reason}", field)
 
 
 async def explained(running, message) -> generation_service_pb2.ExplainResponse:

@@ -1,0 +1,62 @@
+"""What the workers report becomes one description of the model."""
+
+import pytest
+
+from rheostat_engine import ModelSites, Point, Site
+
+REPORT: dict[str, object] = {
+    "architecture": "LlamaForCausalLM",
+    "num_layers": 4,
+    "width": 64,
+    "dtype": "bfloat16",
+    "runner": "V2",
+    "refused": {},
+    "bank_rows": 100,
+    "slots": 10,
+    "capture_rows": 50,
+    "reports": True,
+}
+
+
+def test_the_smallest_limits_and_every_refusal_hold() -> None:
+    reports = [
+        REPORT,
+        {**REPORT, "bank_rows": 90, "reports": False},
+        {**REPORT, "capture_rows": 40, "slots": 9, "refused": {"resid_mid": "parallel"}},
+    ]
+    assert ModelSites.from_reports(reports) == ModelSites(
+        architecture="LlamaForCausalLM",
+        num_layers=4,
+        width=64,
+        dtype="bfloat16",
+        runner="V2",
+        refused={Point.RESID_MID: "parallel"},
+        bank_rows=90,
+        slots=9,
+        capture_rows=40,
+        world_size=2,
+    )
+
+
+@pytest.mark.parametrize("key", ["architecture", "num_layers", "width", "dtype", "runner"])
+def test_workers_that_disagree_are_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"^workers disagree about the model's {key}: "):
+        ModelSites.from_reports([REPORT, {**REPORT, key: "other"}])
+
+
+def test_a_site_is_served_unless_its_layer_or_point_is_missing() -> None:
+    sites = ModelSites.from_reports([{**REPORT, "refused": {"resid_mid": "parallel"}}])
+    asked = [
+        Site(Point.RESID_PRE, 0),
+        Site(Point.RESID_POST, 3),
+        Site(Point.RESID_MID, 3),
+        Site(Point.RESID_PRE, 4),
+        Site(Point.RESID_PRE, -1),
+    ]
+    assert [sites.supports(site) for site in asked] == [
+        None,
+        None,
+        "parallel",
+        "layer 4 is not one of the model's 4 layers",
+        "layer -1 is not one of the model's 4 layers",
+    ]

@@ -1,0 +1,49 @@
+"""Requests at the desk where they are checked, without a server."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rheostat._proto.v1 import (
+    steering_pb2,
+)
+from rheostat_server import errors
+from rheostat_server.admission import Admitted, Desk, admit
+from rheostat_server.prompts import Prompts
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors import Name, VectorStore, make_vector
+
+from .fakes import (
+    INFO,
+    SITES,
+    VOCABULARY,
+    WIDTH,
+    CharTokenizer,
+)
+
+
+def desk(sites=SITES, tokenizer=True, capacity=1 << 20) -> Desk:
+    prompts = Prompts(CharTokenizer() if tokenizer else None, VOCABULARY)
+    return Desk(INFO, sites, prompts, VectorStore(capacity, lambda digest: None))
+
+
+def admitted(message, at: Desk | None = None) -> Admitted:
+    return asyncio.run(admit(message, at or desk()))
+
+
+def refused(message, at: Desk | None = None) -> tuple[type, str]:
+    with pytest.raises(errors.RheostatError) as caught:
+        admitted(message, at)
+    return type(caught.value), caught.value.field
+
+
+def stored(at: Desk, rows: int = 1, name: str = "joy", value: float = 2.0):
+    data = np.full((rows, WIDTH), value, dtype="<f4").tobytes()
+    vector = make_vector(FloatType.FLOAT32, rows, WIDTH, data, "v")
+    at.store.put_named(vector, name, Name(vector.digest, "", None))
+    return vector
+
+
+def named(name: str = "joy") -> steering_pb2.VectorRef:
+    return steering_pb2.VectorRef(name=name)

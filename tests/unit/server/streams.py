@@ -1,0 +1,49 @@
+"""Reading a response stream."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from rheostat._proto.v1 import (
+    engine_service_pb2,
+)
+
+
+def kinds(events) -> list[str]:
+    return [event.WhichOneof("event") for event in events]
+
+
+def tokens(events, sample: int = 0) -> list[int]:
+    mine = [e.tokens for e in events if e.WhichOneof("event") == "tokens"]
+    return [token for part in mine if part.sample == sample for token in part.token_ids]
+
+
+def captured(events) -> dict[tuple[int, int, int, int, int], list[float]]:
+    """(spec, sample, point, layer, position) -> row."""
+    found = {}
+    for event in events:
+        if event.WhichOneof("event") != "captured":
+            continue
+        part = event.captured
+        values = np.frombuffer(part.tensor.inline, "<f4").reshape(tuple(part.tensor.shape))
+        at = [p for run in part.positions for p in range(run.start, run.start + run.count)]
+        for i, site in enumerate(part.sites):
+            for j, position in enumerate(at):
+                key = (part.spec, part.sample, site.point, site.layer, position)
+                assert key not in found
+                found[key] = values[i, j].tolist()
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the loop run until something holds."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def settled(running) -> engine_service_pb2.GetStatsResponse:
+    """The server's counters once nothing is in flight."""
+    await until(lambda: not running.host.open_requests)
+    return await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
