@@ -141,7 +141,7 @@ def _load(config: ServerConfig, path: str) -> LoadedEngine:
 
 
 def _modest_memory() -> dict[str, object]:
-    """A KV cache for a machine that does other things too; vLLM's own choice is 92 % of its memory."""
+    """A KV cache for a machine that does other things too; vLLM would take 92 % of its memory."""
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return {}
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -190,9 +190,7 @@ def test_a_client_that_vanishes_in_the_middle(server: Server, engine: rheostat.E
 
 def test_a_deadline_that_passes(engine: rheostat.Engine) -> None:
     vector = engine.vectors.put(GOOD, points="resid_post", layers=2)
-    error = refused(
-        engine, steering=[vector], max_tokens=500, ignore_eos=True, timeout=0.3
-    )
+    error = refused(engine, steering=[vector], max_tokens=500, ignore_eos=True, timeout=0.3)
     assert isinstance(error, rheostat.DeadlineExceeded)
 
 

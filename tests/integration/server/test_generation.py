@@ -1,7 +1,6 @@
 """The whole way, from the client over gRPC through vLLM and back, against Hugging Face's model."""
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -27,8 +26,8 @@ def reference() -> HfReference:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Iterator[hf.PreTrainedTokenizerBase]:
-    yield hf.AutoTokenizer.from_pretrained(MODEL)
+def tokenizer() -> hf.PreTrainedTokenizerBase:
+    return hf.AutoTokenizer.from_pretrained(MODEL)
 
 
 def test_the_model_answers_and_the_receipt_says_that_nothing_was_done(
@@ -63,7 +62,9 @@ def test_captured_rows_and_steered_log_probabilities_equal_hugging_faces(
         assert list(out.activations.positions("resid_post", layer)) == list(range(len(tokens)))
         np.testing.assert_allclose(rows, run.streams[2 * layer + 2], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(out.activations["resid_pre", 0], run.streams[0], atol=1e-5)
-    np.testing.assert_allclose(out.activations["resid_mid", 3], run.streams[7], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        out.activations["resid_mid", 3], run.streams[7], rtol=1e-3, atol=1e-3
+    )
     assert out.logprobs is not None
     for step, token in enumerate(out.token_ids):
         expected = run.logprobs[len(prompt) - 1 + step]
@@ -197,7 +198,9 @@ def test_thirty_requests_at_once_each_get_their_own(server: Server) -> None:
             async def one(i: int) -> rheostat.Generation:
                 return await client.generate(
                     f"{PROMPT[: 10 + i % 20]}",
-                    steering=[rheostat.inline(VECTOR, points="resid_post", layers=i % 6) * float(i)],
+                    steering=[
+                        rheostat.inline(VECTOR, points="resid_post", layers=i % 6) * float(i)
+                    ],
                     capture=Capture("resid_post", layers=5),
                     max_tokens=6,
                     temperature=0,

@@ -36,8 +36,6 @@ from .fakes import (
 )
 
 PRE, MID, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_MID, types_pb2.POINT_RESID_POST
-
-
 Sampling = generation_pb2.Sampling
 
 

@@ -31,11 +31,7 @@ from .fakes import (
 from .streams import captured, kinds, settled, tokens
 
 PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
-
-
 Sampling = generation_pb2.Sampling
-
-
 Code = grpc.StatusCode
 
 

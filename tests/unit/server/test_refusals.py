@@ -31,9 +31,7 @@ from .fakes import (
     window,
 )
 
-PRE, MID, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_MID, types_pb2.POINT_RESID_POST
-
-
+PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
 Sampling = generation_pb2.Sampling
 
 

@@ -19,11 +19,7 @@ from .fakes import (
 from .uploads import chunk, digest, header, put, refusal_of, values
 
 Code = grpc.StatusCode
-
-
 steering = steering_service_pb2
-
-
 POST = types_pb2.POINT_RESID_POST
 
 

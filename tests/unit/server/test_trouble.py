@@ -8,7 +8,6 @@ import pytest
 
 from rheostat._proto.v1 import (
     engine_service_pb2,
-    generation_pb2,
     generation_service_pb2,
     steering_pb2,
     types_pb2,
@@ -30,12 +29,7 @@ from .fakes import (
 )
 from .streams import kinds, settled, until
 
-PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
-
-
-Sampling = generation_pb2.Sampling
-
-
+POST = types_pb2.POINT_RESID_POST
 Code = grpc.StatusCode
 
 
