@@ -65,6 +65,30 @@ class CpuSiteRunner(CPUModelRunner):
         finally:
             runtime.end()
 
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:  # vLLM's, passed through
+        """Samples; a request that isn't done with its prompt draws nothing from its generator.
+
+        vLLM takes such a draw back by moving the generator's offset, which a CPU generator lacks:
+        it raises, and the engine dies of a seeded request whose prompt comes in chunks.
+        """
+        generators = self.input_batch.generators
+        count = self.input_batch.num_reqs
+        unfinished = np.flatnonzero(self.discard_request_mask.np[:count]).tolist()
+        before = {i: generators[i].get_state() for i in unfinished if i in generators}
+        output = super()._sample(logits, spec_decode_metadata)
+        for i, state in before.items():
+            generators[i].set_state(state)
+        return output
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:  # as above
+        """As vLLM's, which finds no generator to move; see `_sample`."""
+        generators = self.input_batch.generators
+        self.input_batch.generators = {}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
     def _batch(self, scheduled: SchedulerOutput) -> Batch:
         count = self.input_batch.num_reqs
         ids = self.input_batch.req_ids[:count]

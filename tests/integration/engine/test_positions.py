@@ -129,3 +129,12 @@ def test_a_capture_of_cached_positions_recomputes_them(
     (outcome,) = engine.run([prompt], [plan], max_tokens=2, skip_cache=False)
     assert sorted(outcome.rows[5]) == list(range(101))
     assert_as_reference(reference, prompt, plan, outcome)
+
+
+def test_a_seeded_request_draws_the_same_however_its_prompt_is_chunked(start: Start) -> None:
+    batch = prompts(3, 30, 40, seed=8)
+    drawn = [
+        [o.token_ids for o in start(**options).run(batch, max_tokens=8, temperature=1.0, seed=5)]
+        for options in ({}, {"max_num_seqs": 4, "max_num_batched_tokens": 7})
+    ]
+    assert drawn[0] == drawn[1]
