@@ -138,6 +138,22 @@ def test_text_token_ids_and_chat_prompts_are_served(
     assert chat.finish_reason == "stop"
 
 
+def test_a_stop_string_ends_a_steered_request_and_cuts_its_rows(engine: rheostat.Engine) -> None:
+    vector = engine.vectors.put(VECTOR, points="resid_post", layers=2)
+    out = engine.generate(
+        PROMPT,
+        steering=[vector * 0.1],
+        capture=Capture("resid_post", layers=2),
+        stop=["."],
+        max_tokens=40,
+        temperature=0,
+    )
+    assert out.finish_reason == "stop"
+    assert "." not in out.text
+    rows = len(out.prompt_token_ids) + len(out.token_ids) - 1
+    assert out.activations["resid_post", 2].shape == (rows, WIDTH)
+
+
 def test_samples_of_one_request_are_steered_and_captured_alike(engine: rheostat.Engine) -> None:
     vector = engine.vectors.put(VECTOR, points="resid_post", layers=2)
     out = engine.generate(
