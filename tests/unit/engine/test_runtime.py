@@ -230,6 +230,16 @@ def test_a_worker_sends_and_counts_rows_of_its_own_sites_alone() -> None:
     assert released == Released("r", (), {1: 2}, 0, 0, (0, 2))
 
 
+def test_the_number_of_a_finished_request_is_given_out_again() -> None:
+    worker = Worker()
+    for _ in range(5):
+        worker.runtime.install("one", steer().to_wire())
+        worker.runtime.install("other", steer().to_wire())
+        worker.runtime.forget("one")
+        worker.runtime.forget("other")
+    assert worker.outlet.numbers == {1, 2}
+
+
 def test_what_nobody_knows_is_forgotten_and_preempted_without_a_word() -> None:
     worker = Worker()
     worker.runtime.preempt("nobody")

@@ -35,9 +35,12 @@ class Outlet:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.numbers: set[int] = set()
         self._merger = EventMerger(1)
 
     def send(self, frame: Frame) -> None:
+        assert not isinstance(frame.head, RowsHead)
+        self.numbers.add(frame.head.number)
         self.events += self._merger.feed(encode_head(frame.head), b"")
 
     def send_rows(self, head: RowsHead, rows: torch.Tensor) -> Fence | None:
