@@ -29,6 +29,12 @@ from rheostat_engine.settings import EngineSettings
 
 _LOG = logging.getLogger(__name__)
 
+_FRAMES = 16
+"""Frames that may wait for the event loop; beyond, the workers wait, then lose rows and say so."""
+
+_PATIENCE = 0.2
+"""Seconds between two looks at whether to stop, while the loop has no room."""
+
 
 class EventMerger:
     """Joins what several workers say of one request."""
@@ -92,6 +98,7 @@ class EventMerger:
                 lost_rows=sum(one.lost_rows for one in heads),
                 preemptions=max(one.preemptions for one in heads),
                 computed=first.computed,
+                recomputed=first.recomputed,
             )
         ]
 
@@ -108,7 +115,7 @@ class WorkerChannel:
         self._merger = EventMerger(ranks)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, _FRAMES)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(settings.channel)
         self._address = settings.channel
@@ -116,6 +123,7 @@ class WorkerChannel:
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind(self._stop_address)
         self._thread: threading.Thread | None = None
+        self._room = threading.Semaphore(_FRAMES)
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
         """Calls `deliver` on `loop` for every event from now on."""
@@ -149,13 +157,23 @@ class WorkerChannel:
                 ready = dict(poller.poll())
                 if stop in ready:
                     return
-                for event in self._events_of(self._socket.recv_multipart()):
-                    loop.call_soon_threadsafe(deliver, event)
+                events = self._events_of(self._socket.recv_multipart())
+                while not self._room.acquire(timeout=_PATIENCE):
+                    if stop.poll(0):
+                        return
+                loop.call_soon_threadsafe(self._hand_over, events, deliver)
         except RuntimeError:
             _LOG.info("the event loop has closed; the side channel stops")
             stop.recv()
         finally:
             stop.close()
+
+    def _hand_over(self, events: list[Event], deliver: Callable[[Event], None]) -> None:
+        try:
+            for event in events:
+                deliver(event)
+        finally:
+            self._room.release()
 
     def _events_of(self, frame: list[bytes]) -> list[Event]:
         try:

@@ -54,6 +54,8 @@ class Released:
     """How often the request was preempted and resumed."""
     computed: tuple[int, int]
     """[start, end) positions that were computed for it; those below start came from the cache."""
+    recomputed: int = 0
+    """Tokens that were computed again after a preemption."""
 
 
 Event = Installed | Rows | Released
@@ -102,6 +104,7 @@ class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     lost_rows: int
     preemptions: int
     computed: tuple[int, int]
+    recomputed: int
 
 
 Head = InstalledHead | RowsHead | ReleasedHead
@@ -123,7 +126,10 @@ def decode_head(data: bytes) -> Head:
 
 
 def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list[Rows]:
-    """The rows of a frame, one event per block and site. Arrays are views of the payload.
+    """The rows of a frame, one event per block and site.
+
+    Arrays are views of the payload if it holds one request's rows, otherwise copies: a reader that
+    is slow must not keep the rows of others alive.
 
     Args:
         head: the frame's head.
@@ -143,11 +149,13 @@ def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list
     )
     if labelled != len(rows):
         raise ValueError(f"a frame of {len(rows)} rows labels {labelled}")
+    shared = len(set(blocks[0])) > 1
     events = []
     at = 0
     for number, which, start, count in zip(*blocks, strict=True):
         positions = np.arange(start, start + count, dtype=np.int32)
         for site in head.classes[which]:
-            events.append(Rows(names[number], site, positions, rows[at : at + count]))
+            data = rows[at : at + count]
+            events.append(Rows(names[number], site, positions, data.copy() if shared else data))
             at += count
     return events

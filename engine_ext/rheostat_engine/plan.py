@@ -23,6 +23,12 @@ Spans = tuple[tuple[int, int], ...]
 RowKey = tuple[tuple[bytes, int, float], ...]
 """What a bank row is made of: (digest, row of the vector, scale) of every addend, sorted."""
 
+Combination = tuple[tuple[int, RowKey], ...]
+"""(site, row key) of everything that is added at one token, ascending by site."""
+
+MAX_EFFORT = 200_000
+"""The most that a plan may cost (`Plan.effort`), so that no plan holds up a step."""
+
 EXTRA_ARG = "rheostat"
 """The key of the plan in `SamplingParams.extra_args`."""
 
@@ -88,18 +94,35 @@ class Plan:
             digest.update(part)
         return digest.hexdigest()
 
+    def pieces(self) -> list[tuple[int, Combination]]:
+        """What is added from which position on: (first position, combination), ascending."""
+        made: dict[tuple[int, ...], Combination] = {}
+        pieces = []
+        for start, active in segment(tuple(a.spans for a in self.additions)):
+            if active not in made:
+                made[active] = combine([self.additions[i] for i in active])
+            pieces.append((start, made[active]))
+        return pieces
+
+    def effort(self) -> int:
+        """What it costs to put the plan in force: its pieces, and what each combination holds."""
+        total = 0
+        for held, sizes in (
+            (tuple(a.spans for a in self.additions), [len(a.rows) for a in self.additions]),
+            (tuple(c.spans for c in self.captures), [len(c.sites) for c in self.captures]),
+        ):
+            pieces = segment(held)
+            combinations = {members for _, members in pieces}
+            total += len(pieces) + sum(sizes[i] for members in combinations for i in members)
+        return total
+
     def row_keys(self) -> frozenset[RowKey]:
         """The distinct bank rows that the plan needs."""
         return frozenset(key for combination in self.combinations() for _, key in combination)
 
-    def combinations(self) -> frozenset[tuple[tuple[int, RowKey], ...]]:
+    def combinations(self) -> frozenset[Combination]:
         """The distinct (site, row) assignments over all positions: one slot each."""
-        found = set()
-        for _, active in segment(tuple(a.spans for a in self.additions)):
-            combination = combine([self.additions[i] for i in active])
-            if combination:
-                found.add(combination)
-        return frozenset(found)
+        return frozenset(combination for _, combination in self.pieces() if combination)
 
     def to_wire(self) -> dict[str, object]:
         """The plan as plain data that vLLM can carry."""
@@ -157,7 +180,7 @@ def segment(spans: tuple[Spans, ...]) -> list[tuple[int, tuple[int, ...]]]:
     return pieces
 
 
-def combine(additions: list[Addition]) -> tuple[tuple[int, RowKey], ...]:
+def combine(additions: list[Addition]) -> Combination:
     """What several additions do together at one token: (site, row key), ascending by site."""
     by_site: dict[int, list[tuple[bytes, int, float]]] = {}
     for addition in additions:

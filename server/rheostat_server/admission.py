@@ -5,15 +5,15 @@ and Explain share this path.
 """
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rheostat._proto.v1 import generation_service_pb2
-from rheostat_engine import ModelSites, Plan
+from rheostat_engine import MAX_EFFORT, Addition, Capture, ModelSites, Plan, Spans
 from rheostat_server import checks
 from rheostat_server.capture_specs import ResolvedCapture, engine_captures, resolve_captures
 from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, Resource
-from rheostat_server.limits import LABELS
+from rheostat_server.limits import LABELS, REQUEST_RANGES
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
 from rheostat_server.prompts import Prompts, PromptTokens
@@ -23,6 +23,12 @@ from rheostat_server.steering import DraftAdd, ResolvedAdd, draft_steering, reso
 from rheostat_server.vectors import Vector, VectorStore
 
 GenerateRequest = generation_service_pb2.GenerateRequest
+
+_SPAN_BYTES = 1024
+"""What `offload` counts for a span of a plan: it is looked at for every other intervention."""
+
+_LOOKS = 1_000_000
+"""Most times that a plan may ask whether an intervention holds a piece of positions: a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Admitted:
     """One per intervention, in order."""
     captures: tuple[ResolvedCapture, ...]
     """One per capture, in order."""
+    plan: Plan
+    """What the engine has to do to every sample, under the request's own id."""
     return_prompt_token_ids: bool
     """Whether Started holds the prompt's tokens."""
 
@@ -71,18 +79,6 @@ class Admitted:
         }
         return tuple(needed.values())
 
-    def plan(self, sample: int) -> Plan:
-        """The plan of one sample."""
-        return Plan(
-            request_id=f"{self.request_id}#{sample}",
-            additions=tuple(
-                addition
-                for addition in (add.addition() for add in self.additions)
-                if addition is not None
-            ),
-            captures=engine_captures(self.captures),
-        )
-
 
 async def admit(request: GenerateRequest, desk: Desk) -> Admitted:
     """Checks a request.
@@ -95,6 +91,7 @@ async def admit(request: GenerateRequest, desk: Desk) -> Admitted:
         checks.matches(request_id, checks.REQUEST_ID, "request_id")
     _refuse_unserved(request)
     _check_labels(request.labels)
+    _check_ranges(request)
     prompt = await desk.prompts.resolve(request, with_text=_looks_for_text(request))
     sampling = resolve_sampling(
         request.sampling,
@@ -107,13 +104,16 @@ async def admit(request: GenerateRequest, desk: Desk) -> Admitted:
     drafts, captures = await offload(
         request.ByteSize() + 4 * len(prompt.token_ids), _draft, request, desk.sites, context
     )
+    request_id = request_id or uuid.uuid4().hex
+    additions = resolve_steering(drafts, desk.store, desk.sites)
     return Admitted(
-        request_id=request_id or uuid.uuid4().hex,
+        request_id=request_id,
         prompt=prompt,
         context=context,
         sampling=sampling,
-        additions=resolve_steering(drafts, desk.store, desk.sites),
+        additions=additions,
         captures=captures,
+        plan=await _plan(request_id, additions, captures),
         return_prompt_token_ids=request.return_prompt_token_ids,
     )
 
@@ -125,6 +125,39 @@ def _draft(
         draft_steering(request.steering, sites, context),
         resolve_captures(request.captures, sites, context),
     )
+
+
+async def _plan(
+    request_id: str, adds: Sequence[ResolvedAdd], captures: Sequence[ResolvedCapture]
+) -> Plan:
+    plan = Plan(
+        request_id=request_id,
+        additions=tuple(
+            addition for addition in (add.addition() for add in adds) if addition is not None
+        ),
+        captures=engine_captures(captures),
+    )
+    spans = sum(map(len, (*_held(plan.additions), *_held(plan.captures))))
+    if not await offload(spans * _SPAN_BYTES, _affordable, plan):
+        raise InvalidValue(
+            "the selectors cut the request into too many different combinations of interventions, "
+            "captures and sites; use fewer",
+            field="steering",
+        )
+    return plan
+
+
+def _affordable(plan: Plan) -> bool:
+    """Whether the engine takes a plan; what would take long to find out is not affordable."""
+    for held in (_held(plan.additions), _held(plan.captures)):
+        edges = {edge for spans in held for span in spans for edge in span}
+        if len(edges) * len(held) > _LOOKS:
+            return False
+    return plan.effort() <= MAX_EFFORT
+
+
+def _held(parts: Sequence[Addition | Capture]) -> list[Spans]:
+    return [part.spans for part in parts]
 
 
 def _looks_for_text(request: GenerateRequest) -> bool:
@@ -149,6 +182,21 @@ def _refuse_unserved(request: GenerateRequest) -> None:
         raise LoraNotFound(
             "no adapters are loaded", field="lora", resource=Resource("lora", request.lora)
         )
+
+
+def _check_ranges(request: GenerateRequest) -> None:
+    selectors = [
+        (f"steering.interventions[{index}].where", intervention.where)
+        for index, intervention in enumerate(request.steering.interventions)
+    ]
+    selectors += [
+        (f"captures[{index}].where", capture.where)
+        for index, capture in enumerate(request.captures)
+    ]
+    total = 0
+    for path, selector in selectors:
+        total += len(selector.include) + len(selector.exclude)
+        checks.at_most(total, REQUEST_RANGES, path, "ranges in the request")
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:

@@ -256,14 +256,8 @@ class EngineHost:
         """Gives back what a request held once the engine has let go of it."""
         tasks = [life.task for life in flight.lives if life.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
-        for life in flight.lives:
-            if life.job.plan.request_id not in self._routes:
-                continue
-            released = await _released_within(life, UNSCHEDULED_GRACE)
-            if not released and life.installed:
-                released = await _released_within(life, RELEASE_GRACE)
-                if not released:
-                    _LOG.error("the engine never released %s", life.job.plan.request_id)
+        held = [life for life in flight.lives if life.job.plan.request_id in self._routes]
+        await asyncio.gather(*(_until_released(life) for life in held))
         self._give_back(flight, pinned)
 
     def _give_back(self, flight: Flight, pinned: list[bytes]) -> None:
@@ -299,6 +293,14 @@ class EngineHost:
         task.add_done_callback(self._settling.discard)
 
 
+async def _until_released(life: Life) -> None:
+    """Returns once the engine has let go of a sample, or can be taken to have done so."""
+    if await _released_within(life, UNSCHEDULED_GRACE) or not life.installed:
+        return
+    if not await _released_within(life, RELEASE_GRACE):
+        _LOG.error("the engine never released %s", life.job.plan.request_id)
+
+
 async def _released_within(life: Life, seconds: float) -> bool:
     try:
         async with asyncio.timeout(seconds):
@@ -316,8 +318,12 @@ def _refusal(shortage: Shortage, *, retry_after: float | None) -> RheostatError:
             field="captures",
             retry_after=retry_after,
         )
+    if shortage.resource == "slots":
+        advice = "Use fewer different combinations of interventions; the number of slots is fixed"
+    else:
+        advice = "Use fewer distinct configurations, or raise the server's --bank-mib"
     return BankFull(
-        f"{text}. Use fewer distinct configurations, or raise the server's --bank-mib",
+        f"{text}. {advice}",
         field="steering",
         retry_after=retry_after,
     )

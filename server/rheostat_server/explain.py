@@ -18,7 +18,7 @@ def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb2.Expl
     Raises:
         ResourceExhausted: it could never run.
     """
-    plan = admitted.plan(0)
+    plan = admitted.plan
     response = _pb.ExplainResponse(
         prompt_tokens=admitted.prompt_len,
         prompt_token_ids=types_pb2.TokenIds(ids=admitted.prompt.token_ids),

@@ -5,17 +5,24 @@ goes in after an error or `close`.
 """
 
 import asyncio
+import itertools
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import NamedTuple
 
-from rheostat_engine import Event, Installed, Released, Rows
+from rheostat_engine import Event, Installed, Plan, Released, Rows
 from rheostat_server.admission import Admitted
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
 
 _LOG = logging.getLogger(__name__)
+
+
+_NUMBERS = itertools.count()
+"""Tells flights apart whose requests have the same id, one after the other."""
 
 
 class Item(NamedTuple):
@@ -56,8 +63,8 @@ class Flight:
         self.failed = False
         self.aborted = False
         self.lives = [
-            Life(Job(admitted.plan(i), admitted.prompt.token_ids, admitted.sampling, i))
-            for i in range(admitted.sampling.samples)
+            Life(Job(plan, admitted.prompt.token_ids, admitted.sampling, sample))
+            for sample, plan in enumerate(_plans(admitted))
         ]
         self._inline_bytes = inline_bytes
         self._waiting_bytes = 0
@@ -151,7 +158,7 @@ class Flight:
         self.fail(
             CaptureOverflow(
                 f"more than {self._inline_bytes} captured bytes wait to be read; read faster, "
-                "capture less, or give the server more inline_capture_bytes",
+                "capture less, or raise the server's --inline-capture-mib",
                 metadata={"rows": str(self._waiting_rows)},
             )
         )
@@ -170,3 +177,10 @@ class Flight:
         except Exception as error:  # a task's end: whatever it is, the request must hear of it
             _LOG.error("sample %s failed", life.job.plan.request_id, exc_info=error)
             self.fail(Defect("the engine could not run the request"))
+
+
+def _plans(admitted: Admitted) -> Iterator[Plan]:
+    """The plan of every sample, under an id that no other flight of this process has."""
+    number = next(_NUMBERS)
+    for sample in range(admitted.sampling.samples):
+        yield replace(admitted.plan, request_id=f"{admitted.request_id}#{sample}@{number}")

@@ -71,6 +71,7 @@ class _Stream:
         self._flight = flight
         self._held_back: list[Item] = []
         self._prompt_logprobs_due = admitted.sampling.prompt_logprobs is not None
+        self._silence = UNSCHEDULED_GRACE
 
     async def responses(self) -> AsyncIterator[Response]:
         """Every message between Started and Receipt."""
@@ -94,18 +95,22 @@ class _Stream:
             )
 
     async def _next(self) -> Item:
-        """What happens next; once all samples have ended the engine has limited time for it."""
+        """What happens next; once all samples have ended the engine has limited time for it.
+
+        Samples of which it says nothing fall silent together: what is waited for one is for all.
+        """
         waiting = [sample.index for sample in self.samples if not sample.done]
         if not all(self._flight.lives[index].ended for index in waiting):
             return await self._flight.next()
         silent = [index for index in waiting if self._flight.never_scheduled(index)]
         try:
-            async with asyncio.timeout(UNSCHEDULED_GRACE if silent else RELEASE_GRACE):
+            async with asyncio.timeout(self._silence if silent else RELEASE_GRACE):
                 return await self._flight.next()
         except TimeoutError as error:
             if not silent:
                 raise Defect("the engine did not report the request's end") from error
-            return Item(silent[0], _never_ran(self._admitted.plan(silent[0])))
+            self._silence = 0.0
+            return Item(silent[0], _never_ran(self._flight.lives[silent[0]].job.plan))
 
     def _take(self, item: Item) -> list[Response]:
         sample, what = self.samples[item.sample], item.what

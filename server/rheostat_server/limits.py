@@ -32,6 +32,9 @@ CAPTURES = 16
 RANGES = 1024
 """Most includes, and most excludes, of a selector."""
 
+REQUEST_RANGES = 4096
+"""Most ranges of all selectors of a request."""
+
 RANGE_TOKEN_IDS = 4096
 """Most token ids of one range."""
 
@@ -53,11 +56,17 @@ STOP_TOKEN_IDS = 128
 CHAT_MESSAGES = 1024
 """Most messages of a chat."""
 
+PROMPT_TOKEN_BYTES = 64
+"""Bytes of text per token of the context length beyond which a prompt is not even tokenised."""
+
 TEMPLATE_VARIABLES = 32
 """Most variables given to a chat template."""
 
 LABELS = 16
 """Most labels of a request."""
+
+NAMES = 65536
+"""Most names in the store of vectors."""
 
 WAITING_REQUESTS = 1024
 """Samples that may wait beyond those that run."""

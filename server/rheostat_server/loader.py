@@ -1,7 +1,8 @@
 """Keeps the workers' vectors in step with the store.
 
 Invariant: a vector that `ensure` returned for is with the workers for as long as the store holds
-it; one that left the store is dropped, unless it came back meanwhile.
+it; one that left the store is dropped, unless it came back meanwhile. What was once sent to the
+workers is noted even if nobody waits for it any more.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ class VectorLoader:
         self._backend = backend
         self._loaded: set[bytes] = set()
         self._turn = asyncio.Lock()
+        self._loads: set[asyncio.Task[None]] = set()
         self._drops: set[asyncio.Task[None]] = set()
 
     async def ensure(self, vectors: Sequence[Vector]) -> None:
@@ -34,23 +36,35 @@ class VectorLoader:
         """
         if all(vector.digest in self._loaded for vector in vectors):
             return
+        task = asyncio.create_task(self._load(vectors))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+        await asyncio.shield(task)
+
+    async def _load(self, vectors: Sequence[Vector]) -> None:
         async with self._turn:
             missing = [vector for vector in vectors if vector.digest not in self._loaded]
             if missing:
                 await self._backend.load_vectors(missing)
                 self._loaded.update(vector.digest for vector in missing)
+        if any(vector.digest not in self.store for vector in missing):
+            self._drop_soon()
 
     def _on_evict(self, digest: bytes) -> None:
-        if digest in self._loaded and not self._drops:
+        if digest in self._loaded:
+            self._drop_soon()
+
+    def _drop_soon(self) -> None:
+        if not self._drops:
             task = asyncio.get_running_loop().create_task(self._drop())
             self._drops.add(task)
             task.add_done_callback(self._drops.discard)
 
     async def _drop(self) -> None:
         async with self._turn:
-            doomed = [digest for digest in self._loaded if digest not in self.store]
-            self._loaded.difference_update(doomed)
-            try:
-                await self._backend.drop_vectors(doomed)
-            except EngineLost:
-                _LOG.info("the engine is gone; %d vectors went with it", len(doomed))
+            while doomed := [digest for digest in self._loaded if digest not in self.store]:
+                self._loaded.difference_update(doomed)
+                try:
+                    await self._backend.drop_vectors(doomed)
+                except EngineLost:
+                    _LOG.info("the engine is gone; %d vectors went with it", len(doomed))

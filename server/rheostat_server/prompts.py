@@ -21,8 +21,9 @@ from rheostat_server.errors import (
     NoChatTemplate,
     NoTokenizer,
     NotSupported,
+    PromptTooLong,
 )
-from rheostat_server.limits import CHAT_MESSAGES, TEMPLATE_VARIABLES
+from rheostat_server.limits import CHAT_MESSAGES, PROMPT_TOKEN_BYTES, TEMPLATE_VARIABLES
 from rheostat_server.tokenizer import (
     ChatTemplateError,
     Offsets,
@@ -57,15 +58,17 @@ class PromptTokens:
 class Prompts:
     """Resolves prompts."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, vocabulary: int, model_tokens: int) -> None:
         """Resolver for a model.
 
         Args:
             tokenizer: the model's, or None: token ids only.
             vocabulary: number of token ids.
+            model_tokens: tokens that the context holds.
         """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
+        self._model_tokens = model_tokens
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     @property
@@ -90,12 +93,18 @@ class Prompts:
             with_text: whether the text of token ids is needed.
 
         Raises:
-            InvalidArgument: the prompt is malformed.
+            InvalidArgument: the prompt is malformed or too long.
             NoTokenizer, NoChatTemplate: this server cannot read this kind of prompt.
             NotSupported: `with_text`, and the tokenizer cannot tell where tokens stand.
         """
         kind = checks.required(message.WhichOneof("prompt"), "", "text, token_ids and chat")
         if kind == "token_ids":
+            if len(message.token_ids.ids) > self._model_tokens:
+                raise PromptTooLong(
+                    f"the prompt has {len(message.token_ids.ids)} tokens; the context holds "
+                    f"{self._model_tokens}",
+                    field=kind,
+                )
             ids = tuple(message.token_ids.ids)
             checks.token_ids(ids, self._vocabulary, "token_ids.ids")
             if not with_text:
@@ -110,6 +119,7 @@ class Prompts:
             text = message.text
         else:
             text = await self._render(tokenizer, message.chat)
+        self._check_length(text, kind)
         encoded = await self._run(lambda: tokenizer.encode(text, special=kind == "text"))
         if not encoded.token_ids:
             raise InvalidValue("the prompt has no tokens", field=kind)
@@ -121,6 +131,16 @@ class Prompts:
                 field=kind,
             )
         return PromptTokens(encoded.token_ids, kind, text, encoded.offsets)
+
+    def _check_length(self, text: str, field: str) -> None:
+        limit = PROMPT_TOKEN_BYTES * self._model_tokens
+        size = len(text.encode(errors="surrogatepass"))
+        if size > limit:
+            raise PromptTooLong(
+                f"the text has {size} bytes; a context of {self._model_tokens} tokens takes at "
+                f"most {limit}",
+                field=field,
+            )
 
     def _required(self, field: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -136,6 +156,8 @@ class Prompts:
                 "this model has no chat template; send text or token_ids", field="chat"
             )
         messages = _messages(chat)
+        said = [part for message in chat.messages for part in (message.role, message.content)]
+        self._check_length("".join([*said, *chat.template_variables.values()]), "chat")
         variables = _variables(chat)
         continue_final = chat.continue_final_message
         if continue_final and chat.add_generation_prompt:

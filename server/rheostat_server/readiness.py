@@ -27,6 +27,7 @@ class Readiness:
         self._services = ("", *services)
         self._host: EngineHost | None = None
         self._losing: asyncio.Task[None] | None = None
+        self._drains: set[asyncio.Task[Drained]] = set()
 
     async def warm_up(self) -> None:
         """Health says NOT_SERVING from now on."""
@@ -58,6 +59,19 @@ class Readiness:
         if self._host is None:
             return Drained(0, 0)
         return await self._host.drain(timeout)
+
+    async def drain_and_end(self, timeout: float | None) -> Drained:
+        """Drains, then ends the server; once begun it does both whoever stops waiting for it."""
+        task = asyncio.create_task(self._drain_and_end(timeout))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+        return await asyncio.shield(task)
+
+    async def _drain_and_end(self, timeout: float | None) -> Drained:
+        try:
+            return await self.drain(timeout)
+        finally:
+            self.end()
 
     def end(self) -> None:
         """Tells whoever runs the server to end it."""

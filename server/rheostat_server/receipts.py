@@ -14,6 +14,7 @@ from rheostat_server.steering import ResolvedAdd, float32
 
 def write_receipt(admitted: Admitted, samples: Sequence[Sample]) -> receipt_pb2.Receipt:
     """The receipt of a request whose samples are done."""
+    ended = [sample.released for sample in samples if sample.released is not None]
     return receipt_pb2.Receipt(
         request_id=admitted.request_id,
         prompt_tokens=admitted.prompt_len,
@@ -21,28 +22,22 @@ def write_receipt(admitted: Admitted, samples: Sequence[Sample]) -> receipt_pb2.
         interventions=_interventions(admitted, samples),
         captures=_captures(admitted, samples),
         cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
-        preemptions=sum(
-            sample.released.preemptions for sample in samples if sample.released is not None
-        ),
+        recomputed_tokens=sum(released.recomputed for released in ended),
+        preemptions=sum(released.preemptions for released in ended),
     )
 
 
 def _interventions(
     admitted: Admitted, samples: Sequence[Sample]
 ) -> list[receipt_pb2.AppliedIntervention]:
-    applied = []
-    place = 0
-    for index, add in enumerate(admitted.additions):
-        acts = add.addition() is not None
-        applied.append(_applied(index, add, samples, place if acts else None))
-        place += acts
-    return applied
+    return [_applied(index, add, samples) for index, add in enumerate(admitted.additions)]
 
 
 def _applied(
-    index: int, add: ResolvedAdd, samples: Sequence[Sample], place: int | None
+    index: int, add: ResolvedAdd, samples: Sequence[Sample]
 ) -> receipt_pb2.AppliedIntervention:
-    """One Add; `place` is its index in the plan, None if the plan does not have it."""
+    """One Add; it has no rows where it would not have changed a bit."""
+    acts = add.addition() is not None
     message = receipt_pb2.AppliedIntervention(
         intervention=receipt_pb2.InterventionRef(
             origin=receipt_pb2.ORIGIN_REQUEST, index=index, op=receipt_pb2.OP_ADD
@@ -51,14 +46,15 @@ def _applied(
     )
     touched = 0
     for sample in samples:
-        if place is None or sample.released is None:
+        if not acts or sample.released is None:
             continue
-        touched += sample.released.tokens_added[place]
-        message.rows.append(_rows(add.spans, sample, *sample.released.computed))
+        rows = _rows(add.spans, sample, *sample.released.computed)
+        touched += sum(run.count for run in rows.positions)
+        message.rows.append(rows)
     for site, row, dose in zip(add.sites, add.rows, add.doses, strict=True):
-        rows = touched if add.vector.peaks[row] > 0 else 0
-        applied = message.sites.add(site=to_wire(site), rows=rows)
-        if rows:
+        count = touched if add.vector.peaks[row] > 0 else 0
+        applied = message.sites.add(site=to_wire(site), rows=count)
+        if count:
             applied.dose.norm = float32(dose)
     return message
 

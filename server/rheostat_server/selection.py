@@ -121,16 +121,18 @@ def needs_text(selector: selector_pb2.Selector) -> bool:
 
 
 def _union(ranges: Sequence[selector_pb2.Range], context: SelectionContext, path: str) -> Spans:
+    seen: set[int] = set()
     return united(
         span
         for index, one in enumerate(ranges)
-        for span in _resolve_range(one, context, f"{path}[{index}]")
+        for span in _resolve_range(one, context, f"{path}[{index}]", seen)
     )
 
 
 def _resolve_range(
-    one: selector_pb2.Range, context: SelectionContext, path: str
+    one: selector_pb2.Range, context: SelectionContext, path: str, seen: set[int]
 ) -> Iterator[tuple[int, int]]:
+    """The spans of a range, without those of token ids that were `seen` in ranges before it."""
     kind = checks.required(
         one.WhichOneof("kind"), path, "phase, positions, generated, token_ids and text"
     )
@@ -149,7 +151,9 @@ def _resolve_range(
         ids = one.token_ids.ids
         checks.at_most(len(ids), RANGE_TOKEN_IDS, field, "token ids")
         checks.token_ids(ids, context.vocabulary, join(field, "ids"))
-        for token in set(ids):
+        fresh = set(ids) - seen
+        seen |= fresh
+        for token in fresh:
             for position in context.positions_by_token.get(token, ()):
                 yield (position, position + 1)
     else:

@@ -146,7 +146,11 @@ class RunningServer:
         """
         backend = await bring_up(self._config)
         self._backend = backend
-        self._prompts = Prompts(backend.tokenizer(), backend.info.vocabulary)
+        self._prompts = Prompts(
+            backend.tokenizer(),
+            vocabulary=backend.info.vocabulary,
+            model_tokens=backend.info.model_tokens,
+        )
         await self.readiness.serve(EngineHost(backend, self._prompts, self._config))
 
     async def stop(self, grace: float | None = None) -> None:

@@ -27,7 +27,7 @@ from rheostat_server.limits import INLINE_VECTOR_BYTES, INTERVENTIONS
 from rheostat_server.selection import EVERYTHING, SelectionContext, resolve_selector
 from rheostat_server.sites import SiteSelection, refuse_double_names, resolve_sites
 from rheostat_server.tensors import FloatType, checked_payload, float_type
-from rheostat_server.vectors import Vector, VectorStore, make_vector
+from rheostat_server.vectors import Vector, VectorStore, make_vector, vector_rows
 
 OPS: Mapping[str, str] = {
     "norm_add": "NormAdd",
@@ -149,16 +149,16 @@ def _draft(
         spans = resolve_selector(intervention.where, context, join(path, "where"))
     add = intervention.add
     scale = checks.finite(add.scale, join(path, "add.scale")) if add.HasField("scale") else 1.0
-    vector = _draft_vector(add, join(path, "add.vector"))
+    vector = _draft_vector(add, model.width, join(path, "add.vector"))
     return DraftAdd(path, selection, spans, scale, vector)
 
 
-def _draft_vector(add: steering_pb2.Add, path: str) -> Vector | steering_pb2.VectorRef:
+def _draft_vector(add: steering_pb2.Add, width: int, path: str) -> Vector | steering_pb2.VectorRef:
     if not add.HasField("vector"):
         raise MissingField("a vector is required", field=path)
     kind = checks.required(add.vector.WhichOneof("ref"), path, "digest, name and inline")
     if kind == "inline":
-        return inline_vector(add.vector.inline, join(path, "inline"))
+        return inline_vector(add.vector.inline, width, join(path, "inline"))
     if kind == "digest" and len(add.vector.digest) != 32:
         raise InvalidValue("a digest has 32 bytes", field=join(path, "digest"))
     if kind == "name":
@@ -166,28 +166,22 @@ def _draft_vector(add: steering_pb2.Add, path: str) -> Vector | steering_pb2.Vec
     return add.vector
 
 
-def inline_vector(tensor: tensor_pb2.Tensor, path: str) -> Vector:
-    """The vector that a tensor in a request holds.
+def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:
+    """The vector of a model of this width that a tensor in a request holds.
 
     Raises:
         InvalidArgument: it is no vector.
         MessageTooLarge: it is too large.
     """
     kind = float_type(tensor.dtype, join(path, "dtype"))
-    data = checked_payload(tensor, path, kind=kind)
-    if len(tensor.shape) != 2 or 0 in tensor.shape:
-        shape = "x".join(str(extent) for extent in tensor.shape)
-        raise VectorShape(
-            f"a vector is [rows, width]; this has shape [{shape}]",
-            field=join(path, "shape"),
-            metadata={"expected": "[rows, width]", "got": f"[{shape}]"},
-        )
-    if len(data) > INLINE_VECTOR_BYTES:
+    if len(tensor.inline) > INLINE_VECTOR_BYTES:
         raise MessageTooLarge(
-            f"{len(data)} bytes; inline vectors have at most {INLINE_VECTOR_BYTES}. Put it first",
+            f"{len(tensor.inline)} bytes; inline vectors have at most {INLINE_VECTOR_BYTES}. "
+            "Put it first",
             field=join(path, "inline"),
         )
-    rows, width = tensor.shape
+    rows = vector_rows(tensor.shape, width, join(path, "shape"))
+    data = checked_payload(tensor, path, kind=kind)
     return make_vector(kind, rows, width, data, join(path, "inline"))
 
 

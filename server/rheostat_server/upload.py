@@ -15,12 +15,14 @@ from rheostat_server.errors import (
     TruncatedUpload,
     VectorShape,
 )
-from rheostat_server.limits import CHUNK_BYTES, VECTOR_BYTES, VECTOR_ROWS
+from rheostat_server.limits import CHUNK_BYTES, LAYERS, VECTOR_BYTES
 from rheostat_server.offload import offload
 from rheostat_server.tensors import FloatType, float_type
-from rheostat_server.vectors import Vector, make_vector
+from rheostat_server.vectors import Vector, make_vector, vector_rows
 
 _DESCRIPTION_BYTES = 1024
+
+_POINTS = 5
 
 
 class Upload(NamedTuple):
@@ -88,6 +90,8 @@ def _check_header(header: steering_service_pb2.VectorHeader, width: int, capacit
         raise InvalidValue("a digest has 32 bytes", field="header.digest")
     if header.name:
         checks.matches(header.name, checks.VECTOR_NAME, "header.name")
+    checks.at_most(len(header.sites.points), _POINTS, "header.sites.points", "points")
+    checks.at_most(len(header.sites.list.layers), LAYERS, "header.sites.list.layers", "layers")
     if len(header.description.encode()) > _DESCRIPTION_BYTES:
         raise InvalidValue(f"has more than {_DESCRIPTION_BYTES} bytes", field="header.description")
     total = header.total_bytes
@@ -103,15 +107,7 @@ def _check_header(header: steering_service_pb2.VectorHeader, width: int, capacit
 
 
 def _check_shape(header: steering_service_pb2.VectorHeader, width: int, kind: FloatType) -> None:
-    shape = list(header.shape)
-    if len(shape) != 2 or not 1 <= shape[0] <= VECTOR_ROWS or shape[1] != width:
-        got = f"[{', '.join(str(extent) for extent in shape)}]"
-        raise VectorShape(
-            f"the shape is {got}; vectors of this model are [1 to {VECTOR_ROWS}, {width}]",
-            field="header.shape",
-            metadata={"expected": f"[1..{VECTOR_ROWS}, {width}]", "got": got},
-        )
-    expected = shape[0] * shape[1] * kind.itemsize
+    expected = vector_rows(header.shape, width, "header.shape") * width * kind.itemsize
     if header.total_bytes != expected:
         raise VectorShape(
             f"dtype and shape want {expected} bytes, total_bytes says {header.total_bytes}",

@@ -8,15 +8,25 @@ Names point at stored vectors only.
 import hashlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from rheostat._proto.v1 import types_pb2
-from rheostat_server.errors import NameNotFound, NonFinite, Resource, StoreFull, VectorNotFound
+from rheostat_server.errors import (
+    NameNotFound,
+    NonFinite,
+    Resource,
+    StoreFull,
+    VectorNotFound,
+    VectorShape,
+)
+from rheostat_server.limits import NAMES, VECTOR_ROWS
 from rheostat_server.tensors import FloatType, widen
+
+_RETRY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,22 @@ class Vector:
     def float32_bytes(self) -> bytes:
         """The elements as float32, widened exactly."""
         return widen(self.data, self.kind).tobytes()
+
+
+def vector_rows(shape: Sequence[int], width: int, path: str) -> int:
+    """The rows of a vector of this shape, which must be [rows, width] of the model.
+
+    Raises:
+        VectorShape: it is not, or has too many rows.
+    """
+    if len(shape) != 2 or not 1 <= shape[0] <= VECTOR_ROWS or shape[1] != width:
+        got = f"[{', '.join(str(extent) for extent in shape[:8])}]"
+        raise VectorShape(
+            f"the shape is {got}; vectors of this model are [1 to {VECTOR_ROWS}, {width}]",
+            field=path,
+            metadata={"expected": f"[1..{VECTOR_ROWS}, {width}]", "got": got},
+        )
+    return shape[0]
 
 
 def make_vector(kind: FloatType, rows: int, width: int, data: bytes, path: str) -> Vector:
@@ -159,10 +185,12 @@ class VectorStore:
         """Stores a vector and puts a name on it, which moves if it was elsewhere.
 
         Raises:
-            StoreFull: held vectors leave too little room.
+            StoreFull: held vectors leave too little room, or there are too many names.
         """
-        existed = self.put(vector)
         before = self._names.get(name)
+        if before is None and len(self._names) >= NAMES:
+            raise StoreFull(f"there are {NAMES} names; take some off", field="header.name")
+        existed = self.put(vector)
         self._names[name] = label
         self._named[vector.digest] += 1
         if before is not None:
@@ -260,17 +288,23 @@ class VectorStore:
 
     def _make_room(self, size: int) -> None:
         free = self.capacity - self._used
+        pinned = 0
         victims = []
         for digest, vector in self._vectors.items():
             if free >= size:
                 break
-            if not self._named[digest] and not self._users[digest]:
-                victims.append(digest)
-                free += vector.size
+            if self._named[digest]:
+                continue
+            if self._users[digest]:
+                pinned += vector.size
+                continue
+            victims.append(digest)
+            free += vector.size
         if free < size:
             raise StoreFull(
                 f"{size} bytes are needed; names and running requests hold all but {free} of "
-                f"{self.capacity}. Take names off, or raise the server's --vector-store-mib"
+                f"{self.capacity}. Take names off, or raise the server's --vector-store-mib",
+                retry_after=_RETRY if free + pinned >= size else None,
             )
         for digest in victims:
             self._used -= self._vectors.pop(digest).size

@@ -1,22 +1,23 @@
 """The engine behind `Backend`: vLLM's AsyncLLM, the workers' methods and the side channel."""
 
 import asyncio
-import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, cast
 
+import zmq
+
 from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import EXTRA_ARG, Event, ModelSites, WorkerChannel
+from rheostat_server.cache_salts import CacheSalts
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.vectors import Vector
-from rheostat_server.vllm_engine import LoadedEngine, load_engine
+from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _HEARTBEAT = 1.0
+
+_LOGPROB_ENTRIES = 2000
+"""Log-probabilities of a prompt beyond which their messages are made on a thread."""
+
 _LOST = "the engine or one of its workers has died; restart the server"
 
 
@@ -41,23 +46,29 @@ async def start_backend(config: ServerConfig) -> "VllmBackend":
     try:
         reports = await ask_workers(loaded.llm, "rheostat_describe")
         sites = ModelSites.from_reports(cast(list[Mapping[str, object]], reports))
-    except (EngineLost, ValueError) as error:
+        return VllmBackend(config, loaded, sites)
+    except (EngineLost, ValueError, zmq.ZMQError) as error:
         await asyncio.to_thread(loaded.llm.shutdown)
+        remove_channel(loaded.settings)
         raise EngineFailed(str(error)) from error
-    return VllmBackend(config, loaded, sites)
 
 
 class VllmBackend:
     """A running vLLM engine with the extension in it."""
 
     def __init__(self, config: ServerConfig, loaded: LoadedEngine, sites: ModelSites) -> None:
-        """Takes over a loaded engine."""
+        """Takes over a loaded engine.
+
+        Raises:
+            zmq.ZMQError: the side channel cannot be bound.
+        """
         self._loaded = loaded
         self._counter = loaded.counter
         self._settings = loaded.settings
         self._sites = sites
         self._info = _model_info(config, loaded)
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
+        self._salts = CacheSalts()
         self._watch: asyncio.Task[None] | None = None
         self._lost: Callable[[str], None] = lambda reason: None
 
@@ -83,7 +94,12 @@ class VllmBackend:
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         """Delivers events on the running loop and watches over the engine."""
         self._lost = lost
-        self._channel.start(asyncio.get_running_loop(), deliver)
+
+        def hear(event: Event) -> None:
+            self._salts.hear(event)
+            deliver(event)
+
+        self._channel.start(asyncio.get_running_loop(), hear)
         self._watch = asyncio.create_task(self._watch_engine())
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -92,14 +108,14 @@ class VllmBackend:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         outputs = self._llm.generate(
-            tokens_input(list(job.prompt), cache_salt=job.plan.cache_salt()),
+            tokens_input(list(job.prompt), cache_salt=self._salts.take(job.plan)),
             self._sampling_params(job),
             job.plan.request_id,
         )
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    yield _delta(job, output)
+                    yield await _delta_of(job, output)
         except EngineDeadError as error:
             self._lost(_LOST)
             raise EngineLost(_LOST) from error
@@ -144,8 +160,7 @@ class VllmBackend:
         await asyncio.to_thread(self._llm.shutdown)
         del self._loaded.llm
         await asyncio.to_thread(self._channel.close)
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(self._settings.channel.removeprefix("ipc://")))
+        remove_channel(self._settings)
 
     async def _call(self, method: str, *args: object) -> object:
         try:
@@ -234,6 +249,13 @@ def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
         vllm_version=vllm.__version__,
         torch_version=torch.__version__,
     )
+
+
+async def _delta_of(job: Job, output: "RequestOutput") -> Delta:
+    entries = len(output.prompt_logprobs or ()) * ((job.sampling.prompt_logprobs or 0) + 1)
+    if entries > _LOGPROB_ENTRIES:
+        return await asyncio.to_thread(_delta, job, output)
+    return _delta(job, output)
 
 
 def _delta(job: Job, output: "RequestOutput") -> Delta:

@@ -4,6 +4,7 @@ The only module, beside `vllm_backend`, that imports vLLM; it does so when calle
 """
 
 import os
+import shutil
 import signal
 import tempfile
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _CPU_KV_BYTES = 4 << 30
 """What the KV cache gets on a CPU, unless told otherwise or memory is short."""
+
+_IPC = "ipc://"
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 """The bundled model."""
@@ -113,17 +116,32 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
 
 
 def _load(config: ServerConfig, path: str) -> LoadedEngine:
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
-    folder = tempfile.mkdtemp(prefix="rheostat-")
     settings = EngineSettings(
-        channel=f"ipc://{folder}/events",
+        channel=f"{_IPC}{tempfile.mkdtemp(prefix='rheostat-')}/events",
         bank_bytes=config.bank_bytes,
         capture_bytes=config.capture_bytes,
     )
+    try:
+        return _start(config, path, settings, device)
+    except BaseException:
+        remove_channel(settings)
+        raise
+
+
+def remove_channel(settings: EngineSettings) -> None:
+    """Removes the side channel's folder, with what is left in it."""
+    shutil.rmtree(os.path.dirname(settings.channel.removeprefix(_IPC)), ignore_errors=True)
+
+
+def _start(
+    config: ServerConfig, path: str, settings: EngineSettings, device: Literal["cpu", "cuda"]
+) -> LoadedEngine:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     arguments: dict[str, Any] = {
         **(_modest_memory() if device == "cpu" else {}),
         **engine_arguments(config, path),

@@ -70,8 +70,9 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
     are one site: either name finds rows that were captured under the other.
     """
 
-    def __init__(self, parts: Mapping[Site, list[Rows]]) -> None:
-        """Join the parts of each site."""
+    def __init__(self, parts: Mapping[Site, list[Rows]], *, asked: bool = True) -> None:
+        """Join the parts of each site; ``asked``: the request had a capture."""
+        self._asked = asked
         self._sites = {site: _joined(rows) for site, rows in sorted(parts.items(), key=_order)}
 
     def __getitem__(self, key: tuple[PointLike, int]) -> FloatArray:
@@ -107,7 +108,7 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         """
         layers = self.layers(point)
         if not layers:
-            raise KeyError(f"no rows of {point_of(point)}; there are {self._known()}")
+            raise KeyError(f"no rows of {point_of(point)}; {self._known()}")
         first = self.positions(point, layers[0])
         if any(not np.array_equal(first, self.positions(point, layer)) for layer in layers):
             raise invalid("captures", f"layers of {point} hold rows of different positions")
@@ -119,11 +120,13 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         if found is None and site.twin is not None:
             found = self._sites.get(site.twin)
         if found is None:
-            raise KeyError(f"no rows of {site}; there are {self._known()}")
+            raise KeyError(f"no rows of {site}; {self._known()}")
         return found
 
     def _known(self) -> str:
-        return ", ".join(str(site) for site in self._sites) or "none at all"
+        if not self._asked:
+            return "no capture= was asked for"
+        return f"there are {', '.join(str(site) for site in self._sites) or 'none at all'}"
 
     def __repr__(self) -> str:
         """Each site with the shape of its rows."""

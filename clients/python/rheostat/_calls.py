@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar, Unpack
 
 import numpy.typing as npt
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from rheostat import _requests
 from rheostat._arrays import ArrayLike, Element, VectorData, vector_data, write_element
@@ -90,11 +92,12 @@ def generate(
     prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> Download[generation_service_pb2.GenerateResponse, Event, Generation]:
     """Run a request."""
+    request = _requests.generate_request(prompt, **options)
     return Download(
         "/rheostat.v1.GenerationService/Generate",
-        _requests.generate_request(prompt, **options),
+        request,
         generation_service_pb2.GenerateResponse,
-        GenerationFold,
+        partial(GenerationFold, captures=bool(request.captures)),
     )
 
 
@@ -139,6 +142,16 @@ def stats() -> Unary[engine_service_pb2.GetStatsResponse, Stats]:
         engine_service_pb2.GetStatsRequest(),
         engine_service_pb2.GetStatsResponse,
         read_stats,
+    )
+
+
+def health() -> Unary[health_pb2.HealthCheckResponse, str]:
+    """Whether the server admits requests: "SERVING" or the name of another status."""
+    return Unary(
+        "/grpc.health.v1.Health/Check",
+        health_pb2.HealthCheckRequest(),
+        health_pb2.HealthCheckResponse,
+        lambda answer: health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status),
     )
 
 

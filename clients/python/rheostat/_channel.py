@@ -1,4 +1,4 @@
-"""How a connection behaves: message limits, keepalive and retries, in this one place.
+"""How a connection behaves: message limits, keepalive and retries, in this one place; and targets.
 
 Only unary calls that change nothing are tried again, and only where no server answered; everything
 else would risk doing a thing twice.
@@ -7,12 +7,18 @@ else would risk doing a thing twice.
 from __future__ import annotations
 
 import json
+import re
+
+from rheostat._errors import invalid
 
 MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message, either way."""
 UNARY_TIMEOUT = 60.0
 """Seconds that calls other than generate and stream may take, unless told otherwise."""
 
+_RESOLVERS = re.compile(r"(dns|unix|unix-abstract|vsock|xds):\D|ipv[46]:")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_HOST_PORT = re.compile(r"([^:/]+|\[[^]/]+\]):([0-9]{1,5})")
 _IDEMPOTENT = (
     ("EngineService", "GetModel"),
     ("EngineService", "GetStats"),
@@ -45,7 +51,27 @@ OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.keepalive_timeout_ms", 15_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 1),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
 )
 """Options of every channel, sync and asyncio."""
+
+
+def checked_target(target: str) -> str:
+    """``target``, if it is "host:port" or names one of gRPC's resolvers, as "unix:/a/socket".
+
+    Raises InvalidRequest for another.
+    """
+    if _RESOLVERS.match(target):
+        return target
+    scheme = _SCHEME.match(target)
+    if scheme is not None:
+        bare = target[scheme.end() :].rstrip("/")
+        raise invalid("target", f"a target has no scheme: write {bare!r}, without {scheme[0]}")
+    found = _HOST_PORT.fullmatch(target)
+    if found is None:
+        raise invalid("target", f"target needs a port, e.g. localhost:50051; {target!r} has none")
+    if not 0 < int(found[2]) < 65536:
+        raise invalid("target", f"a target's port is 1 to 65535, not {found[2]}")
+    return target

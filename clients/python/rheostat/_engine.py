@@ -6,6 +6,7 @@ shared between threads.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Generic, Protocol, Self, TypeVar, Unpack
 import grpc
 import numpy.typing as npt
 
-from rheostat import _calls, _errors
+from rheostat import _calls, _errors, _readiness
 from rheostat._arrays import ArrayLike, Element
 from rheostat._calls import (
     Answer,
@@ -27,12 +28,12 @@ from rheostat._calls import (
     Upload,
     serialize,
 )
-from rheostat._channel import OPTIONS, UNARY_TIMEOUT
+from rheostat._channel import OPTIONS, UNARY_TIMEOUT, checked_target
 from rheostat._explanations import Explanation, Tokenized
 from rheostat._model import ModelInfo, Stats
 from rheostat._points import LayersLike, PointsLike
 from rheostat._proto.v1 import generation_service_pb2
-from rheostat._requests import GenerateOptions, Prompt
+from rheostat._requests import GenerateOptions, Prompt, check_options
 from rheostat._results import Event, Generation
 from rheostat._vectors import Vector, VectorInfo
 
@@ -52,20 +53,21 @@ class _Connection:
     """A channel, and how each shape of call goes over it. Raises `RheostatError` alone."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
-        self.target = target
+        self.target = checked_target(target)
         self.timeout = timeout
         self.channel = grpc.insecure_channel(target, options=OPTIONS)
 
     def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
+        timeout = self.timeout if timeout is None else timeout
         rpc = self.channel.unary_unary(
             call.path,
             request_serializer=serialize,
             response_deserializer=call.answer.FromString,
         )
         try:
-            answer = rpc(call.request, timeout=self.timeout if timeout is None else timeout)
+            answer = rpc(call.request, timeout=timeout)
         except grpc.RpcError as error:
-            raise _errors.from_rpc(error) from None
+            raise _errors.from_rpc(error, self.target, timeout) from None
         return call.read(answer)
 
     def script(self, script: Script[Answer, Result]) -> Result:
@@ -86,7 +88,7 @@ class _Connection:
         try:
             answer = rpc(call.requests, timeout=timeout)
         except grpc.RpcError as error:
-            raise _errors.from_rpc(error) from None
+            raise _errors.from_rpc(error, self.target, timeout) from None
         return call.read(answer)
 
 
@@ -108,6 +110,8 @@ class _Reader(Generic[Answer, Step, Result]):
         self._responses: _Responses[Answer] = rpc(call.request, timeout=timeout)
         self._fold: Fold[Answer, Step, Result] = call.fold()
         self._waiting: deque[Step] = deque()
+        self._target, self._timeout = connection.target, timeout
+        self._begun = False
 
     def __iter__(self) -> Self:
         """The events that have not been read yet."""
@@ -119,7 +123,8 @@ class _Reader(Generic[Answer, Step, Result]):
             try:
                 message = next(self._responses)
             except grpc.RpcError as error:
-                raise _errors.from_rpc(error) from None
+                raise self._failure(error) from None
+            self._begun = True
             self._waiting.extend(self._fold.feed(message))
         return self._waiting.popleft()
 
@@ -132,6 +137,9 @@ class _Reader(Generic[Answer, Step, Result]):
     def cancel(self) -> None:
         """End the call; the server frees what it held. Nothing happens where it has ended."""
         self._responses.cancel()
+
+    def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:
+        return _errors.from_rpc(error, self._target, self._timeout, begun=self._begun)
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -234,6 +242,7 @@ class Engine:
         token or the context's end. For the most likely text, and for what can be repeated, give
         ``temperature=0``; and give ``max_tokens``. ``timeout`` is in seconds; None waits.
         """
+        check_options("generate", options)
         with self.stream(prompt, timeout=timeout, **options) as stream:
             return stream.result()
 
@@ -245,6 +254,7 @@ class Engine:
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """Run a request and read its events as they come. Options as for `generate`."""
+        check_options("stream", options)
         return Stream(self._connection, _calls.generate(prompt, **options), timeout)
 
     def explain(
@@ -255,11 +265,29 @@ class Engine:
         **options: Unpack[GenerateOptions],
     ) -> Explanation:
         """What `generate` would do: sites, positions and doses. Runs nothing."""
+        check_options("explain", options)
         return self._connection.unary(_calls.explain(prompt, **options), timeout)
 
     def tokenize(self, prompt: Prompt) -> Tokenized:
         """The tokens of a text or of messages; the text of token ids."""
         return self._connection.unary(_calls.tokenize(prompt))
+
+    def wait_until_ready(self, timeout: float | None = _readiness.READY_TIMEOUT) -> None:
+        """Wait until the server's health is SERVING, as while it loads its model.
+
+        Raises DeadlineExceeded where it is not after ``timeout`` seconds (None: waits on), and
+        Unavailable where for 10 seconds in a row no server answers.
+        """
+        wait = _readiness.Wait(self._connection.target, timeout)
+        while True:
+            try:
+                health = self._connection.unary(_calls.health(), wait.patience())
+            except (_errors.Unavailable, _errors.DeadlineExceeded) as error:
+                wait.unanswered(error)
+            else:
+                if wait.ready(health):
+                    return
+            time.sleep(_readiness.POLL)
 
     def model(self) -> ModelInfo:
         """The model, its sites and what can be done there."""
@@ -292,7 +320,7 @@ class Engine:
 
 
 def connect(target: str, *, timeout: float | None = UNARY_TIMEOUT) -> Engine:
-    """A client of the server at ``target``, "host:port".
+    """A client of the server at ``target``, "host:port". Raises InvalidRequest for another form.
 
     ``timeout`` is how many seconds calls may take that do not generate; None: as long as they like.
     A generation takes its own timeout.

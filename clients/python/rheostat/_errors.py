@@ -34,6 +34,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "rheostat"
+_WARMING_UP = "REASON_WARMING_UP"
 
 
 class Violation(NamedTuple):
@@ -70,6 +71,7 @@ class RheostatError(Exception):
         metadata: Mapping[str, str] | None = None,
         resource: Resource | None = None,
         retry_after: float | None = None,
+        details: str = "",
     ) -> None:
         super().__init__(message)
         self.message: str = message
@@ -84,6 +86,8 @@ class RheostatError(Exception):
         """What the error is about, where it names one thing."""
         self.retry_after: float | None = retry_after
         """Seconds after which trying again may help; None where the server gave no hint."""
+        self.details: str = details
+        """What gRPC said, where no server did; else ""."""
 
     @property
     def path(self) -> str:
@@ -91,10 +95,11 @@ class RheostatError(Exception):
         return self.violations[0].path if self.violations else ""
 
     def __str__(self) -> str:
-        """The message, the field it concerns and the reason, on one line."""
+        """The message, the field it concerns, the reason and gRPC's words, on one line."""
         where = f" (at {self.path})" if self.path and self.path not in self.message else ""
         reason = f" [{self.reason}]" if self.reason else ""
-        return f"{self.message}{where}{reason}"
+        details = f": {self.details}" if self.details else ""
+        return f"{self.message}{where}{reason}{details}"
 
 
 class InvalidRequest(RheostatError):
@@ -214,15 +219,30 @@ def invalid(path: str, description: str, reason: str = "REASON_INVALID_VALUE") -
     return InvalidRequest(description, reason=reason, violations=(Violation(path, description),))
 
 
-def from_rpc(error: grpc.RpcError) -> RheostatError:
-    """The error of a call that failed, with the details in its trailers."""
+def from_rpc(
+    error: grpc.RpcError, target: str, timeout: float | None, *, begun: bool = False
+) -> RheostatError:
+    """The error of a call to ``target`` that failed, with the details in its trailers.
+
+    ``timeout`` is what the call was given, in seconds; ``begun``: part of the answer had come.
+    """
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return ServerError(str(error))
     code = error.code()
     kind = _BY_CODE.get(code, ServerError)
     details = _Details.of(error.trailing_metadata() or ())
+    said = error.details() or f"the call failed with {code.name}"
+    if not details.reason:  # a server of ours gives one with both of these codes
+        if kind is Unavailable:
+            lost = f"the connection to {target} was lost"
+            return kind(lost if begun else f"no server answers at {target}", details=said)
+        if kind is DeadlineExceeded and timeout is not None:
+            what = "the answer did not end" if begun else "no answer"
+            return kind(f"{what} within the timeout of {timeout:g} s", details=said)
+    if details.reason == _WARMING_UP:
+        said += " (engine.wait_until_ready() waits for it)"
     return kind(
-        error.details() or f"the call failed with {code.name}",
+        said,
         reason=details.reason,
         violations=details.violations,
         metadata=details.metadata,

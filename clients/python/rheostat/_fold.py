@@ -45,7 +45,7 @@ class _Sample:
     rows: dict[Site, list[Rows]] = field(default_factory=dict)
     end: Finished | None = None
 
-    def closed(self) -> Sample:
+    def closed(self, captures: bool) -> Sample:
         if self.end is None:
             raise ServerError("the stream ended with a sample that never finished")
         return Sample(
@@ -53,7 +53,7 @@ class _Sample:
             token_ids=tuple(self.token_ids),
             finish_reason=self.end.reason,
             logprobs=tuple(self.logprobs),
-            activations=Activations(self.rows),
+            activations=Activations(self.rows, asked=captures),
             stop=self.end.stop,
             first_token_after=self.end.first_token_after,
             finished_after=self.end.finished_after,
@@ -63,8 +63,9 @@ class _Sample:
 class GenerationFold:
     """From `GenerateResponse` messages to events and a `Generation`."""
 
-    def __init__(self) -> None:
-        """An empty one."""
+    def __init__(self, captures: bool = True) -> None:
+        """An empty one, of a request with or without captures."""
+        self._captures = captures
         self._started = Started("", "", ())
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._samples: dict[int, _Sample] = {}
@@ -114,7 +115,9 @@ class GenerationFold:
             request_id=self._started.request_id,
             model=self._started.model,
             prompt_token_ids=self._started.prompt_token_ids,
-            samples=tuple(self._samples[number].closed() for number in sorted(self._samples)),
+            samples=tuple(
+                self._samples[number].closed(self._captures) for number in sorted(self._samples)
+            ),
             receipt=self._receipt,
             prompt_logprobs=self._prompt_logprobs,
         )

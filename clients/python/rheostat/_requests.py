@@ -122,6 +122,13 @@ class GenerateOptions(TypedDict, total=False):
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request. Default: the server makes one."""
 
 
+def check_options(method: str, options: Mapping[str, object]) -> None:
+    """Raise TypeError where ``method`` does not have one of the options."""
+    for name in options:
+        if name not in GenerateOptions.__optional_keys__:
+            raise TypeError(f"{method}() has no option {name!r}; see rheostat.GenerateOptions")
+
+
 _SamplingNumber: TypeAlias = Literal[
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "n", "logprobs",
     "prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty",

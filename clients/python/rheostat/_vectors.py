@@ -199,7 +199,7 @@ def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
     """The message, in the caller's order; None for none."""
     if steering is None:
         return None
-    many = (steering,) if isinstance(steering, Vector | Steer) else tuple(steering)
+    many = _each(steering)
     if not many:
         return None
     return steering_pb2.Steering(
@@ -210,6 +210,23 @@ def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
             for number, one in enumerate(many)
         ]
     )
+
+
+def _each(steering: object) -> tuple[Vector | Steer, ...]:
+    """The additions. Raises InvalidRequest for what is none, saying what makes one of it."""
+    alone = isinstance(steering, Vector | Steer | str) or hasattr(steering, "__array__")
+    many = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
+    found: list[Vector | Steer] = []
+    for number, one in enumerate(many):
+        if isinstance(one, Vector | Steer):
+            found.append(one)
+            continue
+        if isinstance(one, str):
+            kind, remedy = "a name", f'rheostat.named("{one}", points=..., layers=...)'
+        else:
+            kind, remedy = type(one).__name__, "rheostat.inline(array, points=..., layers=...)"
+        raise invalid(f"steering[{number}]", f"steering takes vectors, not {kind}: use {remedy}")
+    return tuple(found)
 
 
 def inline(

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import numpy.typing as npt
 
-from rheostat import _calls, _errors
+from rheostat import _calls, _errors, _readiness
 from rheostat._arrays import ArrayLike, Element
 from rheostat._calls import (
     Answer,
@@ -28,12 +28,12 @@ from rheostat._calls import (
     Upload,
     serialize,
 )
-from rheostat._channel import OPTIONS, UNARY_TIMEOUT
+from rheostat._channel import OPTIONS, UNARY_TIMEOUT, checked_target
 from rheostat._explanations import Explanation, Tokenized
 from rheostat._model import ModelInfo, Stats
 from rheostat._points import LayersLike, PointsLike
 from rheostat._proto.v1 import generation_service_pb2
-from rheostat._requests import GenerateOptions, Prompt
+from rheostat._requests import GenerateOptions, Prompt, check_options
 from rheostat._results import Event, Generation
 from rheostat._vectors import Vector, VectorInfo
 
@@ -46,7 +46,7 @@ class _Connection:
     """A channel, and how each shape of call goes over it. Raises `RheostatError` alone."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
-        self.target = target
+        self.target = checked_target(target)
         self.timeout = timeout
         self._channel: grpc.aio.Channel | None = None
 
@@ -58,15 +58,16 @@ class _Connection:
         return self._channel
 
     async def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
+        timeout = self.timeout if timeout is None else timeout
         rpc = self.channel.unary_unary(
             call.path,
             request_serializer=serialize,
             response_deserializer=call.answer.FromString,
         )
         try:
-            answer = await rpc(call.request, timeout=self.timeout if timeout is None else timeout)
+            answer = await rpc(call.request, timeout=timeout)
         except grpc.RpcError as error:
-            raise _errors.from_rpc(error) from None
+            raise _errors.from_rpc(error, self.target, timeout) from None
         return call.read(answer)
 
     async def script(self, script: Script[Answer, Result]) -> Result:
@@ -87,7 +88,7 @@ class _Connection:
         try:
             answer = await rpc(call.requests, timeout=timeout)
         except grpc.RpcError as error:
-            raise _errors.from_rpc(error) from None
+            raise _errors.from_rpc(error, self.target, timeout) from None
         return call.read(answer)
 
     async def close(self) -> None:
@@ -114,6 +115,8 @@ class _Reader(Generic[Answer, Step, Result]):
         self._responses: AsyncIterator[Answer] = aiter(self._call)
         self._fold: Fold[Answer, Step, Result] = call.fold()
         self._waiting: deque[Step] = deque()
+        self._target, self._timeout = connection.target, timeout
+        self._begun = False
         self._cancelled = False
 
     def __aiter__(self) -> Self:
@@ -126,11 +129,12 @@ class _Reader(Generic[Answer, Step, Result]):
             try:
                 message = await anext(self._responses)
             except grpc.RpcError as error:
-                raise _errors.from_rpc(error) from None
+                raise self._failure(error) from None
             except asyncio.CancelledError:
                 if self._cancelled:  # by `cancel`, not by the task's own cancellation
                     raise _errors.Cancelled("the call was cancelled here") from None
                 raise
+            self._begun = True
             self._waiting.extend(self._fold.feed(message))
         return self._waiting.popleft()
 
@@ -143,6 +147,9 @@ class _Reader(Generic[Answer, Step, Result]):
     def cancel(self) -> None:
         """End the call; the server frees what it held. Nothing happens where it has ended."""
         self._cancelled = self._call.cancel() or self._cancelled
+
+    def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:
+        return _errors.from_rpc(error, self._target, self._timeout, begun=self._begun)
 
     async def __aenter__(self) -> Self:
         """Itself."""
@@ -230,6 +237,7 @@ class Engine:
         **options: Unpack[GenerateOptions],
     ) -> Generation:
         """Run a request to its end, as `rheostat.Engine.generate`."""
+        check_options("generate", options)
         async with self.stream(prompt, timeout=timeout, **options) as stream:
             return await stream.result()
 
@@ -241,6 +249,7 @@ class Engine:
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """Run a request and read its events as they come. Options as for `generate`."""
+        check_options("stream", options)
         return Stream(self._connection, _calls.generate(prompt, **options), timeout)
 
     async def explain(
@@ -251,11 +260,25 @@ class Engine:
         **options: Unpack[GenerateOptions],
     ) -> Explanation:
         """What `generate` would do: sites, positions and doses. Runs nothing."""
+        check_options("explain", options)
         return await self._connection.unary(_calls.explain(prompt, **options), timeout)
 
     async def tokenize(self, prompt: Prompt) -> Tokenized:
         """The tokens of a text or of messages; the text of token ids."""
         return await self._connection.unary(_calls.tokenize(prompt))
+
+    async def wait_until_ready(self, timeout: float | None = _readiness.READY_TIMEOUT) -> None:
+        """Wait until the server's health is SERVING, as `rheostat.Engine.wait_until_ready`."""
+        wait = _readiness.Wait(self._connection.target, timeout)
+        while True:
+            try:
+                health = await self._connection.unary(_calls.health(), wait.patience())
+            except (_errors.Unavailable, _errors.DeadlineExceeded) as error:
+                wait.unanswered(error)
+            else:
+                if wait.ready(health):
+                    return
+            await asyncio.sleep(_readiness.POLL)
 
     async def model(self) -> ModelInfo:
         """The model, its sites and what can be done there."""

@@ -32,6 +32,10 @@ from rheostat_engine.sites.probe import probe
 _LOG = logging.getLogger(__name__)
 
 
+_WAITING = 4
+"""How many times the ring's bytes may wait on the host for the server."""
+
+
 @dataclass(frozen=True)
 class Assembled:
     """A worker's sites."""
@@ -94,7 +98,11 @@ def assemble(
         program=program,
         bank=bank,
         expander=Expander(program, bank.row_of, tokens),
-        outlet=Outlet(Delivery(settings.channel), device) if reports else None,
+        outlet=(
+            Outlet(Delivery(settings.channel), device, limit=_WAITING * settings.capture_bytes)
+            if reports
+            else None
+        ),
         rank=rank,
         sites=expected,
     )

@@ -75,6 +75,11 @@ class SiteGraph(_CudaGraph):
             self._enable()
         super().replay()
 
+    def __del__(self) -> None:
+        """Frees the second graph; torch frees the first."""
+        if getattr(self, "_without", None) is not None:
+            runtime.cudaGraphExecDestroy(self._without)
+
     def _enable(self) -> None:
         executable = runtime.cudaGraphExec_t(self.raw_cuda_graph_exec())
         mask = self._active.mask

@@ -21,7 +21,7 @@ def refuse_unserved(config: VllmConfig) -> None:
         is not None,
         "pooling models: serve a generative model": model.runner_type != "generate",
         "encoder-decoder models: serve a decoder-only model": model.is_encoder_decoder,
-        "dual-batch overlap: serve with enable_dbo=False": bool(parallel.enable_dbo),
+        "dual-batch overlap: serve with enable_dbo=False": bool(parallel.use_ubatching),
         "data parallelism: start one server for each replica": parallel.data_parallel_size > 1,
         "prefill context parallelism: serve with prefill_context_parallel_size=1": (
             parallel.prefill_context_parallel_size > 1

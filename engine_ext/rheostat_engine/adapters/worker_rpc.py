@@ -64,3 +64,10 @@ class SiteRpc:
             "lost_rows": runtime.lost_rows,
             "steps": dict(runtime.steps),
         }
+
+    def shutdown(self) -> None:
+        """As vLLM's, after the last rows have been sent."""
+        assembled = getattr(getattr(self, "model_runner", None), "sites", None)
+        if assembled is not None:
+            assembled.runtime.close()
+        super().shutdown()  # type: ignore[misc]  # stands before one of vLLM's workers

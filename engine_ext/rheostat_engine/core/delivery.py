@@ -1,7 +1,8 @@
 """Captured rows and words about requests leave the worker here, on a thread of their own.
 
 Invariant: everything leaves in the order in which it was handed over; handing over never waits for
-the device nor for the server.
+the device nor for the server. A server that falls behind stops the thread, not the step; whoever
+hands over rows asks `pending_bytes` first, so that what waits stays bounded.
 """
 
 import logging
@@ -16,6 +17,10 @@ from rheostat_engine.core.capture import Fence
 from rheostat_engine.events import Head, encode_head
 
 _LOG = logging.getLogger(__name__)
+
+
+_FRAMES = 16
+"""Frames that ZeroMQ may hold before the thread waits."""
 
 
 class Frame(NamedTuple):
@@ -36,18 +41,30 @@ class Delivery:
         self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _FRAMES)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
+        self._lock = threading.Lock()
+        self._pending = 0
         self._thread = threading.Thread(target=self._run, name="rheostat-delivery", daemon=True)
         self._thread.start()
 
     def send(self, frame: Frame) -> None:
         """Hands a frame over."""
+        self._count(_bytes(frame))
         self._queue.put(frame)
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of rows that were handed over and have not left."""
+        return self._pending
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._pending += change
+
     def close(self) -> None:
-        """Sends what has been handed over, then stops."""
+        """Sends what has been handed over, then stops; a server that is behind may miss some."""
         self._queue.put(None)
         self._thread.join(timeout=5)
 
@@ -56,8 +73,13 @@ class Delivery:
             if frame.ready is not None:
                 frame.ready.synchronize()
             self._socket.send_multipart([encode_head(frame.head), _raw(frame.rows)], copy=False)
+            self._count(-_bytes(frame))
         self._socket.close()
         self._context.term()
+
+
+def _bytes(frame: Frame) -> int:
+    return 0 if frame.rows is None else frame.rows.nbytes
 
 
 def _raw(rows: torch.Tensor | None) -> memoryview:

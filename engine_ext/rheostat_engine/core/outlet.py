@@ -14,10 +14,22 @@ from rheostat_engine.events import RowsHead
 class Outlet:
     """Rows and events of one worker, on their way to the server."""
 
-    def __init__(self, delivery: Delivery, device: torch.device) -> None:
-        """Rows are copied on a stream of their own where the device has streams."""
+    def __init__(self, delivery: Delivery, device: torch.device, *, limit: int) -> None:
+        """Rows are copied on a stream of their own where the device has streams.
+
+        Args:
+            delivery: the way out.
+            device: where the rows come from.
+            limit: bytes of rows that may wait for the server.
+        """
         self._delivery = delivery
+        self._limit = limit
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of rows that may still be handed over now."""
+        return max(0, self._limit - self._delivery.pending_bytes)
 
     def send(self, frame: Frame) -> None:
         """Hands over a frame without rows."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rheostat_engine.core.bank import Bank, BankError, Vectors
 from rheostat_engine.core.capture import Blocks, Region, Ring, cut_blocks, place
+from rheostat_engine.core.classes import CaptureClasses
 from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.outlet import Outlet
@@ -22,7 +23,7 @@ from rheostat_engine.core.program import Program
 from rheostat_engine.core.segments import Int64, PositionTable
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.events import InstalledHead, RowsHead
-from rheostat_engine.plan import Plan, combine, segment
+from rheostat_engine.plan import MAX_EFFORT, Plan, segment
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class _Held:
     plan: Plan
     number: int
     slots: tuple[int, ...]
+    classes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class SiteRuntime:
         self.program = program
         self.bank = bank
         self.vectors: dict[bytes, npt.NDArray[np.float32]] = {}
-        self.steps: dict[str, int] = {"idle": 0, "active": 0}
+        self.steps: dict[str, int] = {"plain": 0, "light": 0}
         self.captured_rows = 0
         self.lost_rows = 0
         self._expander = expander
@@ -92,8 +94,7 @@ class SiteRuntime:
         self._numbers_made = 0
         self._slots = PositionTable()
         self._classes = PositionTable()
-        self._class_numbers: dict[tuple[int, ...], int] = {}
-        self._class_sites = np.full((1, program.add_row.shape[0]), -1, np.int32)
+        self._capture_classes = CaptureClasses(program.add_row.shape[0])
         self._tallies = Tallies(sites)
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
@@ -151,9 +152,7 @@ class SiteRuntime:
         number = held.number
         self._slots.drop(number)
         self._classes.drop(number)
-        if not len(self._classes):
-            self._class_numbers.clear()
-            self._class_sites = self._class_sites[:1]
+        self._capture_classes.release(held.classes)
         for slot in held.slots:
             self.bank.release(slot)
         self._last_ids = ()
@@ -164,7 +163,7 @@ class SiteRuntime:
         """Says what the forward pass that comes next does; call `end` after it."""
         numbers = self._numbers(batch.request_ids) if self._held else None
         if numbers is None or not numbers.any():
-            self.steps["idle"] += 1
+            self.steps["plain"] += 1
             return
         scheduled = batch.scheduled.astype(np.int64)
         computed = batch.computed.astype(np.int64)
@@ -180,9 +179,9 @@ class SiteRuntime:
             base, captured_sites = self._reserve(blocks)
             mask = mask | captured_sites
         if not mask.any():
-            self.steps["idle"] += 1
+            self.steps["plain"] += 1
             return
-        self.steps["active"] += 1
+        self.steps["light"] += 1
         self._expander.write(_padded(slots, blocks, base, batch.padded_tokens))
         self.program.active.set(mask)
 
@@ -197,29 +196,34 @@ class SiteRuntime:
         if fence is not None:
             self._ring.leaves(pending.region, fence)
 
+    def close(self) -> None:
+        """Sends what has been handed over; nothing more may come."""
+        if self._outlet is not None:
+            self._outlet.close()
+
     def _install(self, request_id: str, plan: Plan) -> None:
         sites = self.program.add_row.shape[0]
         named = [site for a in plan.additions for site, _ in a.rows]
         named += [site for c in plan.captures for site in c.sites]
         if any(not 0 <= site < sites for site in named):
             raise BankError(f"the plan names a site that is not one of the model's {sites}")
-        pieces = segment(tuple(a.spans for a in plan.additions))
-        combinations = [combine([plan.additions[i] for i in active]) for _, active in pieces]
-        slots = self.bank.acquire(combinations, self.vectors)
+        if plan.effort() > MAX_EFFORT:
+            raise BankError(f"the plan is too fragmented: {plan.effort()} is over {MAX_EFFORT}")
+        pieces = plan.pieces()
+        slots = self.bank.acquire([combination for _, combination in pieces], self.vectors)
         number = self._new_number()
         if any(slots):
             starts = [start for start, _ in pieces]
             self._slots.put(number, list(zip(starts, slots, strict=True)))
+        classes: list[int] = []
         if plan.captures and self._outlet is not None:
-            self._classes.put(
-                number,
-                [
-                    (start, self._class_of(self._captured_by(plan, active)))
-                    for start, active in segment(tuple(c.spans for c in plan.captures))
-                ],
-            )
+            cuts = segment(tuple(c.spans for c in plan.captures))
+            sets = [self._captured_by(plan, active) for _, active in cuts]
+            classes = self._capture_classes.acquire(sets)
+            starts = [start for start, _ in cuts]
+            self._classes.put(number, list(zip(starts, classes, strict=True)))
         self._tallies.start(number)
-        self._held[request_id] = _Held(plan, number, tuple(slots))
+        self._held[request_id] = _Held(plan, number, tuple(slots), tuple(classes))
         self._last_ids = ()
 
     def _new_number(self) -> int:
@@ -231,20 +235,6 @@ class SiteRuntime:
 
     def _captured_by(self, plan: Plan, members: tuple[int, ...]) -> frozenset[int]:
         return self._sites.intersection(s for i in members for s in plan.captures[i].sites)
-
-    def _class_of(self, sites: frozenset[int]) -> int:
-        if not sites:
-            return 0
-        key = tuple(sorted(sites))
-        known = self._class_numbers.get(key)
-        if known is not None:
-            return known
-        ranks = np.full((1, self._class_sites.shape[1]), -1, np.int32)
-        ranks[0, list(key)] = np.arange(len(key))
-        self._class_sites = np.concatenate([self._class_sites, ranks])
-        number = len(self._class_sites) - 1
-        self._class_numbers[key] = number
-        return number
 
     def _numbers(self, request_ids: Sequence[str]) -> Int64:
         if list(request_ids) != self._last_ids:
@@ -267,12 +257,12 @@ class SiteRuntime:
     def _reserve(
         self, blocks: Blocks
     ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.bool_]]:
-        offsets, rows, total = place(blocks, self._class_sites, self._ring.capacity)
+        offsets, rows, total = place(blocks, self._capture_classes.ranks, self._room())
         captured = offsets >= 0
         fits: npt.NDArray[np.bool_] = np.logical_or.reduce(captured, axis=1)
         sites: npt.NDArray[np.bool_] = np.logical_or.reduce(captured, axis=0)
         if not fits.all():
-            self._tallies.lose(blocks, ~fits, self._class_sites)
+            self._tallies.lose(blocks, ~fits, self._capture_classes.ranks)
             self.lost_rows += int(rows[~fits].sum())
         self.captured_rows += total
         if not total:
@@ -292,8 +282,14 @@ class SiteRuntime:
         self._pending = _Captured(region, head)
         return np.where(captured, offsets + region.start, 0).astype(np.int32), sites
 
+    def _room(self) -> int:
+        if self._outlet is None:
+            return self._ring.capacity
+        row = self.program.ring.shape[1] * self.program.ring.dtype.itemsize
+        return min(self._ring.capacity, self._outlet.free_bytes // row)
+
     def _sites_of_class(self, number: int) -> list[int]:
-        return [int(site) for site in np.flatnonzero(self._class_sites[number] >= 0)]
+        return [int(site) for site in np.flatnonzero(self._capture_classes.ranks[number] >= 0)]
 
     def _send(self, frame: Frame) -> None:
         if self._outlet is not None:

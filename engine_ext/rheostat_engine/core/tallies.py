@@ -28,6 +28,8 @@ class Tallies:
         """First position that was computed."""
         self.computed_end: Int64 = np.zeros(1, np.int64)
         """One past the last position that was computed, the furthest ever."""
+        self.computed_tokens: Int64 = np.zeros(1, np.int64)
+        """Tokens computed, each as often as it was."""
         self.preemptions: Int64 = np.zeros(1, np.int64)
         """Preemptions."""
         self._lost: dict[int, Counter[int]] = {}
@@ -40,12 +42,14 @@ class Tallies:
         grow = max(missing, len(self.computed_end))
         self.computed_start = np.pad(self.computed_start, (0, grow))
         self.computed_end = np.pad(self.computed_end, (0, grow))
+        self.computed_tokens = np.pad(self.computed_tokens, (0, grow))
         self.preemptions = np.pad(self.preemptions, (0, grow))
 
     def start(self, number: int) -> None:
         """A request takes the number."""
         self.computed_start[number] = OPEN_END
         self.computed_end[number] = 0
+        self.computed_tokens[number] = 0
         self.preemptions[number] = 0
         self._lost.pop(number, None)
 
@@ -54,6 +58,7 @@ class Tallies:
         self.computed_start[numbers] = np.minimum(self.computed_start[numbers], start)
         self.computed_end[numbers] = np.maximum(self.computed_end[numbers], end)
         self.computed_end[0] = 0
+        self.computed_tokens[numbers] += end - start
 
     def lose(
         self, blocks: Blocks, lost: npt.NDArray[np.bool_], class_sites: npt.NDArray[np.int32]
@@ -84,6 +89,7 @@ class Tallies:
             lost_rows=lost.total(),
             preemptions=int(self.preemptions[number]),
             computed=(start, end),
+            recomputed=int(self.computed_tokens[number]) - (end - start),
         )
 
 

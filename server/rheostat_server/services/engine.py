@@ -74,8 +74,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         timeout = None
         if request.HasField("timeout"):
             timeout = _seconds(request.timeout)
-        drained = await self._readiness.drain(timeout)
-        self._readiness.end()
+        drained = await self._readiness.drain_and_end(timeout)
         return _pb.DrainResponse(finished=drained.finished, aborted=drained.aborted)
 
 

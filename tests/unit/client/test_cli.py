@@ -15,6 +15,7 @@ from rheostat._cli import _child, main
 from rheostat._cli._common import CommandError, layers, points
 from rheostat._cli._progress import Phase
 from rheostat._cli.generate import dose
+from rheostat._errors import InvalidRequest
 from rheostat._proto.v1 import (
     engine_service_pb2,
     generation_service_pb2,
@@ -307,3 +308,20 @@ def test_output_that_nobody_reads_any_more_ends_quietly(server):
     child.stdout.close()
     assert (child.stderr.read(), child.wait(30)) == (b"", 1)
     child.stderr.close()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http", "٣"])
+def test_a_port_that_cannot_be_is_refused(capsys, port):
+    with pytest.raises(SystemExit) as raised:
+        main(["serve", "demo", f"--port={port}"])
+    assert raised.value.code == 2
+    message = f"argument --port: a port is a number from 0 to 65535, not {port!r}\n"
+    assert capsys.readouterr().err.endswith(message)
+
+
+def test_a_target_without_a_port_is_wrongly_asked(capsys):
+    message = "target needs a port, e.g. localhost:50051; 'localhost' has none"
+    assert main(["info", "--target", "localhost"]) == 2
+    assert capsys.readouterr().err == f"rheostat: {message} [REASON_INVALID_VALUE]\n"
+    with pytest.raises(InvalidRequest, match=message):
+        _child.wait_until_serving("localhost")

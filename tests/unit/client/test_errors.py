@@ -9,7 +9,7 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 
 import rheostat
-from rheostat._proto.v1 import engine_service_pb2, errors_pb2
+from rheostat._proto.v1 import engine_service_pb2, errors_pb2, generation_service_pb2
 
 ERRORS_PROTO = Path(__file__).parents[3] / "proto" / "rheostat" / "v1" / "errors.proto"
 CLASSES = {
@@ -56,7 +56,9 @@ def test_every_reason_raises_the_class_of_its_code(server, refusal, reason, code
         engine.generate("x")
     error = raised.value
     assert (type(error), error.code.name) == (CLASSES[code], code)
-    assert (error.reason, error.message, error.metadata) == (reason, "so it is", {"layers": "8"})
+    hint = " (engine.wait_until_ready() waits for it)" if reason == "REASON_WARMING_UP" else ""
+    assert (error.reason, error.metadata) == (reason, {"layers": "8"})
+    assert (error.message, error.details) == (f"so it is{hint}", "")
 
 
 def test_all_details_are_kept(client, server, refusal):
@@ -119,8 +121,45 @@ def test_a_defect_without_a_known_code_is_a_server_error(client, server, refusal
 
 def test_no_server_at_the_target_is_unavailable(client, server):
     server.stop()
-    with pytest.raises(rheostat.Unavailable):
+    with pytest.raises(rheostat.Unavailable) as raised:
         client.run(lambda engine: engine.generate("x"))
+    error = raised.value
+    assert error.message == f"no server answers at {server.target}"
+    assert "failed to connect" in error.details
+    assert str(error) == f"{error.message}: {error.details}"
+
+
+def test_a_connection_that_ends_within_an_answer_is_lost(client, server, refusal):
+    started = generation_service_pb2.GenerateResponse(started={})
+    server.on("Generate", [started, refusal(grpc.StatusCode.UNAVAILABLE, "reset")])
+    with pytest.raises(rheostat.Unavailable) as raised:
+        client.run(lambda engine: engine.generate("x"))
+    assert str(raised.value) == f"the connection to {server.target} was lost: reset"
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([], "no answer within the timeout of 60 s"),
+        (
+            [generation_service_pb2.GenerateResponse(started={})],
+            "the answer did not end within the timeout of 60 s",
+        ),
+    ],
+)
+def test_a_timeout_that_passes_is_named(client, server, refusal, events, message):
+    passed = refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    server.on("Generate", [*events, passed])
+    with pytest.raises(rheostat.DeadlineExceeded) as raised:
+        client.run(lambda engine: engine.generate("x", timeout=60))
+    assert (raised.value.message, raised.value.details) == (message, "Deadline Exceeded")
+
+
+def test_the_clients_own_timeout_is_named_where_a_call_has_none(client, server, refusal):
+    server.on("Tokenize", refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+    with pytest.raises(rheostat.DeadlineExceeded) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    assert raised.value.message == "no answer within the timeout of 10 s"
 
 
 def test_reading_the_model_is_tried_again_while_no_server_answers(client, server, refusal):

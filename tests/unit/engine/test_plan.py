@@ -152,3 +152,14 @@ def test_what_is_no_plan_is_refused(wire: object) -> None:
     Plan.from_wire(WIRE)
     with pytest.raises(ValueError, match="plan"):
         Plan.from_wire(wire)
+
+
+def test_effort_counts_pieces_and_what_each_combination_holds() -> None:
+    one = Addition(bytes(32), ((0, 0), (2, 0)), 1.0, ((0, 4), (6, 8)))
+    two = Addition(bytes(32), ((1, 0),), 1.0, ((2, 8),))
+    plan = Plan("r", (one, two), (Capture((1, 2, 3), ((5, 6),)),))
+    # Pieces of the additions begin at 0, 2, 4, 6 and 8, of the captures at 0, 5 and 6; the
+    # combinations are {one}, {one, two}, {two} and nothing, and {capture} and nothing.
+    assert plan.effort() == 5 + 3 + (2 + 3 + 1) + 3
+    assert [start for start, _ in plan.pieces()] == [0, 2, 4, 6, 8]
+    assert plan.pieces()[1][1] == plan.pieces()[3][1]

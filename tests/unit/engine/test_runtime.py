@@ -54,6 +54,7 @@ class Schedule:
         self.first = dict(self._next)
         self.furthest = dict.fromkeys(lengths, 0)
         self.preemptions: Counter[str] = Counter()
+        self.computed: Counter[str] = Counter()
         self._waiting = list(lengths)
         self._running: list[str] = []
 
@@ -83,6 +84,7 @@ class Schedule:
             for request_id, start, count in batch:
                 self._next[request_id] = start + count
                 self.furthest[request_id] = max(self.furthest[request_id], start + count)
+                self.computed[request_id] += count
                 if start + count == self._lengths[request_id]:
                     worker.runtime.forget(request_id)
                     self._running.remove(request_id)
@@ -113,6 +115,7 @@ def check_events(worker: Worker, plan: Plan, request_id: str, schedule: Schedule
         lost_rows=len(wanted) - len(rows),
         preemptions=schedule.preemptions[request_id],
         computed=(start, end),
+        recomputed=schedule.computed[request_id] - (end - start),
     )
     return len(wanted) - len(rows)
 
@@ -167,7 +170,7 @@ def test_a_step_in_which_nothing_happens_is_idle() -> None:
     for start in range(0, 6, 2):
         worker.step([("a", start, 2), ("b", start, 2)])
     worker.step([("b", 6, 1)])
-    assert worker.runtime.steps == {"idle": 3, "active": 2}
+    assert worker.runtime.steps == {"plain": 3, "light": 2}
 
 
 @pytest.mark.parametrize(
@@ -321,3 +324,21 @@ def test_nothing_that_may_come_in_place_of_a_plan_can_raise_or_stay(wires: list[
         worker.runtime.forget(request_id)
     assert held(worker) == EMPTY
     assert not worker.padding_touched
+
+
+def test_rows_that_the_server_is_too_slow_for_are_lost_and_counted() -> None:
+    worker = Worker()
+    worker.outlet.free_bytes = 0
+    worker.runtime.install("v", Plan("r", (), (Capture((1, 2), ((0, 2),)),)).to_wire())
+    worker.step([("v", 0, 3)])
+    worker.runtime.forget("v")
+    (released,) = [event for event in worker.outlet.events if isinstance(event, Released)]
+    assert (released.captured, released.lost_rows) == ({}, 4)
+
+
+def test_a_plan_that_would_hold_up_a_step_is_refused() -> None:
+    worker = Worker()
+    spans = tuple((2 * i, 2 * i + 1) for i in range(150_000))
+    worker.runtime.install("v", Plan("r", (), (Capture((1,), spans),)).to_wire())
+    (installed,) = [event for event in worker.outlet.events if isinstance(event, Installed)]
+    assert installed.error.startswith("the plan is too fragmented")

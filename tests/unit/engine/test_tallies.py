@@ -43,6 +43,7 @@ def test_a_request_is_counted_from_its_first_to_its_furthest_position() -> None:
         lost_rows=0,
         preemptions=1,
         computed=(2, 10),
+        recomputed=4,
     )
 
 
@@ -56,6 +57,7 @@ def test_a_request_that_was_never_computed_got_nothing() -> None:
         lost_rows=0,
         preemptions=0,
         computed=(0, 0),
+        recomputed=0,
     )
 
 

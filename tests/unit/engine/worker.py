@@ -36,6 +36,7 @@ class Outlet:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.numbers: set[int] = set()
+        self.free_bytes = 1 << 30
         self._merger = EventMerger(1)
 
     def send(self, frame: Frame) -> None:

@@ -85,7 +85,7 @@ def test_the_wheel_holds_the_files_of_the_three_packages_and_no_others(
         path.relative_to(root / folder).as_posix()
         for folder in ROOTS
         for path in (root / folder).rglob("*")
-        if path.is_file() and not {"__pycache__", "README.md"} & {*path.parts}
+        if path.is_file() and "__pycache__" not in path.parts
         if not any(part.endswith(".egg-info") for part in path.parts)
     }
     assert packed == sources

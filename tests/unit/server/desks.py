@@ -24,7 +24,11 @@ from .fakes import (
 
 
 def desk(sites=SITES, tokenizer=True, capacity=1 << 20) -> Desk:
-    prompts = Prompts(CharTokenizer() if tokenizer else None, VOCABULARY)
+    prompts = Prompts(
+        CharTokenizer() if tokenizer else None,
+        vocabulary=VOCABULARY,
+        model_tokens=INFO.model_tokens,
+    )
     return Desk(INFO, sites, prompts, VectorStore(capacity, lambda digest: None))
 
 

@@ -109,6 +109,8 @@ class ScriptedBackend:
     lost_positions: frozenset[int] = frozenset()
     overrun: int = 0
     """Steps that run beyond the last token before the engine notices."""
+    recomputed: int = 0
+    """Tokens that every sample computes again."""
     broken: Exception | None = None
     silent: bool = False
     """Never schedules anything."""
@@ -197,6 +199,7 @@ class ScriptedBackend:
                 lost_rows=len(lost),
                 preemptions=0,
                 computed=(0, computed),
+                recomputed=self.recomputed,
             )
         )
 

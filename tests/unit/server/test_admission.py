@@ -17,6 +17,7 @@ from rheostat_server.vectors import make_vector
 
 from .desks import admitted, desk, named, refused, stored
 from .fakes import (
+    INFO,
     LAYERS,
     ONES,
     PARALLEL,
@@ -43,7 +44,7 @@ def test_defaults_are_filled_in() -> None:
     got = admitted(request(text="ab", sampling=None))
     assert got.prompt.token_ids == (1, 97, 98)
     assert got.sampling == SamplingSettings(max_tokens=61)
-    assert got.plan(0) == Plan(f"{got.request_id}#0")
+    assert got.plan == Plan(got.request_id)
     assert len(got.request_id) == 32
 
 
@@ -62,8 +63,8 @@ def test_a_request_becomes_a_plan_of_integers() -> None:
         at,
     )
     ones = make_vector(FloatType.FLOAT32, 1, WIDTH, ONES.tobytes(), "v")
-    assert got.plan(1) == Plan(
-        "r#1",
+    assert got.plan == Plan(
+        "r",
         additions=(
             Addition(vector.digest, ((1, 0), (2, 0), (5, 1), (6, 1)), 0.5, ((0, OPEN_END),)),
             Addition(ones.digest, ((4, 0),), 1.0, ((0, 3),)),
@@ -86,7 +87,7 @@ def test_name_digest_and_inline_are_one_vector() -> None:
     inline = tensor(np.full((1, WIDTH), 2.0))
     digest = steering_pb2.VectorRef(digest=vector.digest)
     plans = [
-        replace(admitted(request(steer=[add(ref)]), at).plan(0), request_id="")
+        replace(admitted(request(steer=[add(ref)]), at).plan, request_id="")
         for ref in (named(), digest, inline)
     ]
     assert plans[0] == plans[1] == plans[2]
@@ -104,7 +105,7 @@ def test_name_digest_and_inline_are_one_vector() -> None:
 )
 def test_what_changes_no_bit_is_not_in_the_plan(idle) -> None:
     got = admitted(request(request_id="r", steer=[idle]))
-    assert got.plan(0) == Plan("r#0")
+    assert got.plan == Plan("r")
     assert len(got.additions) == 1
 
 
@@ -118,7 +119,7 @@ def test_captures_that_overlap_are_copied_once() -> None:
             ],
         )
     )
-    assert got.plan(0).captures == (
+    assert got.plan.captures == (
         Capture((0, 4), ((1, 3),)),
         Capture((2,), ((0, 3),)),
     )
@@ -209,7 +210,7 @@ def test_without_a_chat_template_chats_are_refused() -> None:
     at = desk()
     plain = CharTokenizer()
     plain.has_chat_template = False
-    at = replace(at, prompts=Prompts(plain, VOCABULARY))
+    at = replace(at, prompts=Prompts(plain, vocabulary=VOCABULARY, model_tokens=INFO.model_tokens))
     assert refused(request(chat=types_pb2.Chat()), at) == (errors.NoChatTemplate, "chat")
 
 

@@ -74,7 +74,8 @@ async def test_samples_run_with_plans_and_seeds_of_their_own(running) -> None:
     )
     assert [tokens(events, i) for i in range(3)] == [[13, 14, 15]] * 3
     jobs = sorted(running.backend.jobs, key=lambda job: job.sample)
-    assert [job.plan.request_id for job in jobs] == ["r#0", "r#1", "r#2"]
+    ids = [job.plan.request_id for job in jobs]
+    assert [plan_id.split("@")[0] for plan_id in ids] == ["r#0", "r#1", "r#2"]
     assert [job.sampling.seed_of(job.sample) for job in jobs] == [7, 8, 9]
     receipt = events[-1].receipt
     assert receipt.generated_tokens == 9
@@ -206,3 +207,14 @@ async def test_a_running_id_is_refused_and_free_again_afterwards(starter) -> Non
     running.backend.hold.set()
     assert (await rest(call))[-1].HasField("receipt")
     assert kinds(await running.client.generate(request(request_id="same")))[-1] == "receipt"
+
+
+async def test_a_step_too_many_does_not_count(starter) -> None:
+    running = await starter(ScriptedBackend(overrun=1, recomputed=7))
+    events = await running.client.generate(request(steer=[add()]))
+    receipt = events[-1].receipt
+    assert receipt.recomputed_tokens == 7
+    assert [site.rows for site in receipt.interventions[0].sites] == [4]
+    assert list(receipt.interventions[0].rows[0].positions) == [
+        types_pb2.PositionRun(start=0, count=4)
+    ]

@@ -14,9 +14,9 @@ from rheostat._proto.v1 import (
     tensor_pb2,
     types_pb2,
 )
-from rheostat_server import errors
+from rheostat_server import admission, errors
 
-from .desks import named, refused
+from .desks import admitted, named, refused
 from .fakes import (
     LAYERS,
     ONES,
@@ -54,6 +54,17 @@ STEER = "steering.interventions[0]"
             request(token_ids=types_pb2.TokenIds(ids=[1, 128])),
             errors.UnknownToken,
             "token_ids.ids[1]",
+        ),
+        (request(token_ids=types_pb2.TokenIds(ids=[128] * 65)), errors.PromptTooLong, "token_ids"),
+        (request(text="é" * 2049), errors.PromptTooLong, "text"),
+        (
+            request(
+                chat=types_pb2.Chat(
+                    messages=[types_pb2.ChatMessage(role="nobody", content="x" * 4097)]
+                )
+            ),
+            errors.PromptTooLong,
+            "chat",
         ),
         (request(text="x" * 63), errors.PromptTooLong, "text"),
         (request(text="x" * 70), errors.PromptTooLong, "text"),
@@ -186,7 +197,16 @@ def test_a_wrong_request_is_refused_by_field(message, error, field) -> None:
         (add(named("gone")), errors.NameNotFound, "add.vector.name"),
         (add(tensor(np.ones(WIDTH))), errors.VectorShape, "add.vector.inline.shape"),
         (add(tensor(np.ones((0, WIDTH)))), errors.VectorShape, "add.vector.inline.shape"),
-        (add(tensor(np.ones((1, WIDTH + 1)))), errors.VectorShape, "add.vector"),
+        (
+            add(tensor(np.ones((1, WIDTH + 1)))),
+            errors.VectorShape,
+            "add.vector.inline.shape",
+        ),
+        (
+            add(tensor(np.ones((1025, WIDTH)), crc32c=7)),
+            errors.VectorShape,
+            "add.vector.inline.shape",
+        ),
         (add(tensor(np.ones((2, WIDTH)))), errors.VectorShape, "add.vector"),
         (
             add(tensor(np.array([[1, 2, np.nan, 4]]))),
@@ -274,3 +294,28 @@ def test_a_wrong_capture_is_refused_by_field(fields, error, field) -> None:
 )
 def test_wrong_sampling_is_refused_by_field(fields, error, field) -> None:
     assert refused(request(sampling=Sampling(**fields))) == (error, f"sampling.{field}")
+
+
+def test_selectors_that_cut_a_request_into_too_many_combinations_are_refused(monkeypatch) -> None:
+    steer = [add(where=selector(window(i, i + 1))) for i in range(3)]
+    monkeypatch.setattr(admission, "MAX_EFFORT", 8)
+    admitted(request(steer=steer))
+    monkeypatch.setattr(admission, "MAX_EFFORT", 7)
+    assert refused(request(steer=steer)) == (errors.InvalidValue, "steering")
+
+
+def test_what_would_take_long_to_weigh_is_refused_unweighed(monkeypatch) -> None:
+    steer = [add(where=selector(window(i, i + 1))) for i in range(3)]
+    monkeypatch.setattr(admission, "_LOOKS", 11)
+    assert refused(request(steer=steer)) == (errors.InvalidValue, "steering")
+
+
+def test_the_ranges_of_a_request_are_limited_over_all_its_selectors() -> None:
+    many = selector(*[window(0, 1)] * 1024)
+    steer = [add(where=many), add(where=many)]
+    admitted(request(steer=steer, captures=[capture(where=many), capture(where=many)]))
+    captures = [capture(where=many), capture(where=many), capture(where=selector(window()))]
+    assert refused(request(text="x", steer=steer, captures=captures)) == (
+        errors.InvalidValue,
+        "captures[2].where",
+    )

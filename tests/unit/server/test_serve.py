@@ -118,6 +118,18 @@ async def test_a_drain_with_a_timeout_aborts_the_rest_with_a_receipt(starter) ->
     assert events[1].receipt.generated_tokens == 1
 
 
+async def test_a_drain_whose_caller_leaves_goes_on_to_the_end(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    call = running.client.generation.Generate(request(steer=[add()]))
+    await call.read()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running.client.engine.Drain(engine_service_pb2.DrainRequest(), timeout=0.2)
+    assert caught.value.code() is Code.DEADLINE_EXCEEDED
+    running.backend.hold.set()
+    assert (await rest(call))[-1].HasField("receipt")
+    await asyncio.wait_for(running.server.readiness.ended.wait(), 10)
+
+
 async def test_an_idle_server_drains_at_once(running) -> None:
     assert await drain(running.client) == engine_service_pb2.DrainResponse()
 

@@ -233,3 +233,9 @@ async def test_an_unknown_method_is_grpcs_own_matter(running) -> None:
     )
     refusal = await refusal_of(call(empty_pb2.Empty()))
     assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "")
+
+
+async def test_tokenize_refuses_what_no_context_holds(running) -> None:
+    request = generation_service_pb2.TokenizeRequest(text="x" * 4097)
+    refusal = await refusal_of(running.client.generation.Tokenize(request))
+    assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_PROMPT_TOO_LONG", "text")

@@ -103,6 +103,18 @@ async def test_an_upload_twice_is_one_vector_and_a_name_moves(running) -> None:
             "INVALID_VALUE",
             "header.description",
         ),
+        (
+            [header(sites=site_set(*[POST] * 6))],
+            "INVALID_ARGUMENT",
+            "INVALID_VALUE",
+            "header.sites.points",
+        ),
+        (
+            [header(sites=site_set(POST, layers=range(1025)))],
+            "INVALID_ARGUMENT",
+            "INVALID_VALUE",
+            "header.sites.list.layers",
+        ),
         ([header(100)], "RESOURCE_EXHAUSTED", "STORE_FULL", "header.total_bytes"),
     ],
 )

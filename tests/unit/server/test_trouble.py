@@ -8,11 +8,12 @@ import pytest
 
 from rheostat._proto.v1 import (
     engine_service_pb2,
+    generation_pb2,
     generation_service_pb2,
     steering_pb2,
     types_pb2,
 )
-from rheostat_server import engine, errors
+from rheostat_server import engine, errors, generation
 from rheostat_server.errors import EngineLost
 
 from .conftest import Refusal, rest
@@ -41,7 +42,7 @@ async def test_a_client_that_leaves_aborts_its_request_and_frees_everything(star
     await call.read()
     call.cancel()
     stats = await settled(running)
-    assert running.backend.aborted == ["r#0"]
+    assert [plan_id.split("@")[0] for plan_id in running.backend.aborted] == ["r#0"]
     assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, aborted=1)
     assert (stats.leaked, running.host.ledger.requests) == (0, 0)
 
@@ -52,7 +53,7 @@ async def test_a_deadline_aborts_the_request(starter) -> None:
         await running.client.generate(request(request_id="r"), timeout=0.2)
     assert caught.value.code() is Code.DEADLINE_EXCEEDED
     stats = await settled(running)
-    assert running.backend.aborted == ["r#0"]
+    assert [plan_id.split("@")[0] for plan_id in running.backend.aborted] == ["r#0"]
     assert stats.requests.aborted == 1
 
 
@@ -125,6 +126,7 @@ async def test_a_reader_that_is_too_slow_fails_with_its_captures(starter) -> Non
     running = await starter(inline_capture_bytes=WIDTH * 4 * 2)
     refusal = await running.client.refusal(request(captures=[capture()]))
     assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_CAPTURE_OVERFLOW", "")
+    assert "--inline-capture-mib" in refusal.message
     await settled(running)
 
 
@@ -246,3 +248,50 @@ async def test_a_message_that_is_too_large_is_refused_by_grpc(running) -> None:
 async def test_errors_of_the_backend_keep_their_reason(starter) -> None:
     running = await starter(ScriptedBackend(broken=EngineLost("gone")))
     assert (await running.client.refusal(request())).reason == errors.EngineLost.reason
+
+
+async def test_late_events_of_a_request_never_reach_another_with_its_id(running) -> None:
+    for _ in range(2):
+        await running.client.generate(request(request_id="r", steer=[add()]))
+        await settled(running)
+    first, second = (job.plan.request_id for job in running.backend.jobs)
+    assert first != second
+
+
+async def test_all_samples_are_waited_for_at_once(starter, monkeypatch) -> None:
+    barrier = asyncio.Barrier(3)
+
+    async def released_within(life, seconds) -> bool:
+        await barrier.wait()
+        return True
+
+    monkeypatch.setattr(engine, "_released_within", released_within)
+    running = await starter(ScriptedBackend(silent=True))
+    sampling = generation_pb2.Sampling(max_tokens=2, n=3, temperature=1.0)
+    call = running.client.generation.Generate(request(steer=[add()], sampling=sampling))
+    await call.read()
+    call.cancel()
+    await settled(running)
+    assert running.host.ledger.requests == 0
+
+
+async def test_too_few_slots_are_called_what_they_are(starter) -> None:
+    running = await starter(ScriptedBackend(sites=replace(SITES, slots=1)))
+    many = request(steer=[add(where=selector(window(0, 1))), add(scale=2.0)])
+    refusal = await running.client.refusal(many)
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
+    assert refusal.message == (
+        "the request needs 2 more slots; 1 are free. Use fewer different combinations of "
+        "interventions; the number of slots is fixed"
+    )
+
+
+async def test_a_drain_ends_samples_that_were_never_scheduled(starter, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
+    running = await starter(ScriptedBackend(silent=True))
+    sampling = generation_pb2.Sampling(max_tokens=2, n=3, temperature=1.0)
+    call = running.client.generation.Generate(request(steer=[add()], sampling=sampling))
+    await call.read()
+    await running.host.drain(0)
+    assert kinds(await rest(call)) == ["finished", "finished", "finished", "receipt"]

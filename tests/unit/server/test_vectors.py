@@ -3,6 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
+from rheostat_server import vectors
 from rheostat_server.errors import NameNotFound, NonFinite, StoreFull, VectorNotFound
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, PutResult, Vector, VectorStore, make_vector
@@ -64,8 +65,9 @@ def test_the_least_recently_used_vector_without_a_holder_goes(store, evicted) ->
 def test_named_and_used_vectors_stay_and_a_full_store_says_so(store, evicted) -> None:
     store.put_named(vector(1), "joy", name(vector(1)))
     store.pin(vector(2))
-    with pytest.raises(StoreFull):
+    with pytest.raises(StoreFull) as caught:
         store.put(vector(3))
+    assert caught.value.retry_after == 1.0
     store.unpin(vector(2).digest)
     store.put(vector(3))
     assert evicted == [vector(2).digest]
@@ -133,3 +135,20 @@ def test_a_listing_has_a_line_per_name_and_one_for_the_unnamed() -> None:
         ("b", vector(1).digest, 0),
     ]
     assert [e.name for e in store.entries("a")] == ["a"]
+
+
+def test_a_store_that_names_fill_gives_no_hope(store) -> None:
+    store.put_named(vector(1), "joy", name(vector(1)))
+    store.put_named(vector(2), "fear", name(vector(2)))
+    with pytest.raises(StoreFull) as caught:
+        store.put(vector(3))
+    assert caught.value.retry_after is None
+
+
+def test_names_are_limited_but_may_move(store, monkeypatch) -> None:
+    monkeypatch.setattr(vectors, "NAMES", 1)
+    store.put_named(vector(1), "joy", name(vector(1)))
+    with pytest.raises(StoreFull):
+        store.put_named(vector(2), "fear", name(vector(2)))
+    assert len(store) == 1
+    assert not store.put_named(vector(2), "joy", name(vector(2))).existed

@@ -1,14 +1,22 @@
 """Questions to the workers, with a stand-in for vLLM's engine."""
 
 import asyncio
+import sys
+import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
-from rheostat_server import vllm_backend
-from rheostat_server.errors import EngineLost
-from rheostat_server.vllm_backend import ask_workers
+from rheostat_engine import EngineSettings
+from rheostat_server import vllm_backend, vllm_engine
+from rheostat_server.config import ServerConfig
+from rheostat_server.errors import EngineFailed, EngineLost
+from rheostat_server.host import Delta
+from rheostat_server.vllm_backend import ask_workers, start_backend
+from rheostat_server.vllm_engine import LoadedEngine, QueueCounter
 
+from .fakes import INFO, SITES
 from .streams import until
 
 
@@ -53,3 +61,61 @@ async def test_a_dead_engine_is_not_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
     with pytest.raises(EngineLost):
         await ask_workers(Engine(dead=True), "count")
+
+
+async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp_path) -> None:
+    class Ended(Engine):
+        ended = False
+
+        def shutdown(self) -> None:
+            self.ended = True
+
+    async def describe(llm, method) -> list[object]:
+        return []
+
+    llm = Ended()
+    settings = EngineSettings(f"ipc://{tmp_path}/{'x' * 200}/events", 1, 1)
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu")
+    monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
+    monkeypatch.setattr(vllm_backend, "ask_workers", describe)
+    monkeypatch.setattr(
+        vllm_backend, "ModelSites", SimpleNamespace(from_reports=lambda reports: SITES)
+    )
+    monkeypatch.setattr(vllm_backend, "_model_info", lambda config, loaded: INFO)
+    with pytest.raises(EngineFailed):
+        await start_backend(ServerConfig(model="demo"))
+    assert llm.ended
+
+
+def test_an_engine_that_does_not_come_up_leaves_no_folder(monkeypatch, tmp_path) -> None:
+    def fail(config, path, settings, device) -> None:
+        made.extend(tmp_path.glob("rheostat-*"))
+        raise RuntimeError("no memory")
+
+    made = []
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(vllm_engine.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(vllm_engine, "_start", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        vllm_engine._load(ServerConfig(model="demo"), "demo")
+    assert len(made) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("entries", "off_the_loop"), [(1000, False), (1001, True)])
+async def test_many_prompt_logprobs_are_written_off_the_loop(
+    monkeypatch, entries: int, off_the_loop: bool
+) -> None:
+    threads = []
+
+    def delta(job, output) -> Delta:
+        threads.append(threading.get_ident())
+        return Delta(text="x")
+
+    monkeypatch.setattr(vllm_backend, "_delta", delta)
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
+    output = SimpleNamespace(prompt_logprobs=[None] * entries)
+    assert await vllm_backend._delta_of(job, output) == Delta(text="x")
+    assert (threads != [threading.get_ident()]) == off_the_loop

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rheostat._cli import demo, generate, info, serve, vectors
 from rheostat._cli._common import CommandError
-from rheostat._errors import InvalidRequest, RheostatError, Unavailable
+from rheostat._errors import InvalidRequest, RheostatError
 
 _INTERRUPTED = 130
 
@@ -38,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidRequest as error:
         return _failed(str(error), 2)
     except RheostatError as error:
-        silent = isinstance(error, Unavailable) and not error.reason
-        return _failed(f"no server answers at {args.target}: {error}" if silent else str(error), 1)
+        return _failed(str(error), 1)
     except CommandError as error:
         return _failed(str(error), error.code)
 

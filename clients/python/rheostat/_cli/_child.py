@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2
 
+from rheostat._channel import checked_target
 from rheostat._cli._common import CommandError
 from rheostat._cli._progress import Phase
 
@@ -64,10 +65,10 @@ def wait_until_serving(
     """Return once the server's health is SERVING.
 
     ``check`` may raise to give up. Raises CommandError where nothing answers for ``unreachable``
-    seconds, or where it answers but is not ready within 15 minutes.
+    seconds, or where it answers but is not ready within 15 minutes; InvalidRequest for no target.
     """
     began = answered = time.monotonic()
-    with grpc.insecure_channel(target) as channel:
+    with grpc.insecure_channel(checked_target(target)) as channel:
         ask = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

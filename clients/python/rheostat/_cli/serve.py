@@ -22,7 +22,7 @@ def add(commands: Subparsers) -> None:
     # not given leaves that field's own default.
     text = parser.add_argument_group("where it listens")
     text.add_argument("--host", help="address (default: 127.0.0.1)")
-    text.add_argument("--port", type=int, help="port; 0: any free one (default: 50051)")
+    text.add_argument("--port", type=_port, help="port; 0: any free one (default: 50051)")
     engine = parser.add_argument_group("how the model runs")
     engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
     engine.add_argument("--max-model-len", type=int, metavar="TOKENS")
@@ -37,8 +37,20 @@ def add(commands: Subparsers) -> None:
     memory.add_argument("--kv-cache-memory-mib", type=int, metavar="MIB", help="KV cache")
     memory.add_argument("--bank-mib", type=int, metavar="MIB", help="rows that steering adds")
     memory.add_argument("--capture-mib", type=int, metavar="MIB", help="ring of captured rows")
+    memory.add_argument(
+        "--inline-capture-mib",
+        type=int,
+        metavar="MIB",
+        help="captured rows of one request that may wait to be read",
+    )
     memory.add_argument("--vector-store-mib", type=int, metavar="MIB", help="stored vectors")
     parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number from 0 to 65535, not {text!r}")
+    return int(text)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
