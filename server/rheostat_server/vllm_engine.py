@@ -102,14 +102,14 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
         return _load(config, path)
     except OSError as error:
         raise ModelNotFound(
-            f"cannot read the model {config.model}: {_first_line(error)}"
+            f"cannot read the model {config.model}: {_what_happened(error)}"
         ) from error
     except Exception as error:  # vLLM and torch raise all kinds; each means that nothing came up
         text = str(error)
         if "Invalid repository ID or local directory" in text:
             raise ModelNotFound(f"there is no model {config.model}") from error
         raise EngineFailed(
-            f"vLLM could not start with the model {config.model}: {_first_line(error)}"
+            f"vLLM could not start with the model {config.model}: {_what_happened(error)}"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -222,6 +222,10 @@ def _logger_factory(counter: QueueCounter) -> "type[StatLoggerBase]":
     return Logger
 
 
-def _first_line(error: Exception) -> str:
+def _what_happened(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    # Pydantic counts its findings first; what is wrong stands in the lines below.
+    told = " ".join(lines[1:3]) if "validation error" in lines[0] else lines[0]
+    return told[:400]
