@@ -6,11 +6,11 @@ from rheostat_server.vllm_engine import _what_happened
 def test_a_validation_error_is_told_by_what_is_wrong_not_by_its_count() -> None:
     error = ValueError(
         "1 validation error for ModelConfig\n"
-        "  Value error, User-specified max_model_len (999999) is greater than 2048 [type=value_error]\n"
+        "  Value error, max_model_len (999999) is greater than 2048 [type=value_error]\n"
         "    For further information visit https://errors.pydantic.dev"
     )
     assert _what_happened(error).startswith(
-        "Value error, User-specified max_model_len (999999) is greater than 2048"
+        "Value error, max_model_len (999999) is greater than 2048"
     )
 
 
