@@ -180,6 +180,7 @@ def test_the_trace_finds_the_rows_that_carry_the_fact_and_no_others(server, toy)
 def test_the_demo_turns_the_tone_and_draws_the_trace(server, toy, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "132")
+    monkeypatch.setattr(_tone, "DOSES", (-2.0, 0.0, 2.0))  # the toy needs more than the demo model
     picture = tmp_path / "trace.png"
     assert main(["demo", "--target", server.target, "--out", str(picture)]) == 0
     out, err = capsys.readouterr()

@@ -30,7 +30,7 @@ BEGINNINGS = ("My day was", "I feel", "The party was", "My trip was")
 """What follows a cue, so that its last token says nothing about the tone by itself."""
 NEUTRAL = ("My day was", "The weather today is", "The concert was")
 """Prompts that are continued at every dose."""
-DOSES = (-2.0, 0.0, 2.0)
+DOSES = (-0.5, 0.0, 0.5)
 """Multiples of the vector; 0 is the baseline."""
 NAME = "demo/joy"
 _NEW_TOKENS = 16
