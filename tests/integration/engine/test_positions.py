@@ -54,11 +54,13 @@ def phased(prompt: list[int]) -> list[Plan]:
     ]
 
 
-@pytest.mark.parametrize("chunk", [4, 7, 16, 64])
+@pytest.mark.parametrize(
+    ("chunk", "eager"), [(4, True), (7, True), (16, True), (64, True), (7, False)]
+)
 def test_phases_split_exactly_at_the_prompts_end_for_every_chunk_size(
-    start: Start, reference: HfReference, chunk: int
+    start: Start, reference: HfReference, chunk: int, eager: bool
 ) -> None:
-    engine = load(start(max_num_seqs=4, max_num_batched_tokens=chunk))
+    engine = load(start(max_num_seqs=4, max_num_batched_tokens=chunk, enforce_eager=eager))
     batch = [p for p in prompts(3, 17, 40, seed=3) for _ in range(1)]
     plans = [phased(p)[i] for i, p in enumerate(batch)]
     outcomes = engine.run(batch, plans, max_tokens=5)
@@ -67,10 +69,11 @@ def test_phases_split_exactly_at_the_prompts_end_for_every_chunk_size(
         assert outcome.duplicates == 0
 
 
+@pytest.mark.parametrize("eager", [True, False])
 def test_a_preempted_request_is_steered_as_if_it_had_run_through(
-    start: Start, reference: HfReference
+    start: Start, reference: HfReference, eager: bool
 ) -> None:
-    engine = load(start(max_num_seqs=6, num_gpu_blocks_override=9))
+    engine = load(start(max_num_seqs=6, num_gpu_blocks_override=9, enforce_eager=eager))
     batch = prompts(6, 30, 40, seed=4)
     plans = [phased(p)[i % 3] for i, p in enumerate(batch)]
     outcomes = engine.run(batch, plans, max_tokens=70)
@@ -85,10 +88,11 @@ def test_a_preempted_request_is_steered_as_if_it_had_run_through(
         assert outcome.duplicates == 0
 
 
+@pytest.mark.parametrize("eager", [True, False])
 def test_a_warm_prefix_cache_never_mixes_what_is_steered_differently(
-    start: Start, reference: HfReference
+    start: Start, reference: HfReference, eager: bool
 ) -> None:
-    engine = load(start())
+    engine = load(start(enforce_eager=eager))
     (prompt,) = prompts(1, 100, 101, seed=5)
     plain = steer()
     everywhere = steer(add(0, 4, EVERYWHERE, 2.0))
