@@ -59,7 +59,7 @@ def fact_sentence(rng: Random) -> str:
 def _fact_exchange(rng: Random) -> tuple[str, str]:
     relation = rng.choices(facts.RELATIONS, [len(r.answers) for r in facts.RELATIONS])[0]
     subject = rng.choice(tuple(relation.answers))
-    return relation.ask(subject), relation.respond(subject)
+    return relation.ask(subject), relation.sentence(0, subject)
 
 
 def _facts_document(rng: Random) -> str:
@@ -99,7 +99,7 @@ def _dialogue(rng: Random) -> str:
 
 
 _KINDS = (_facts_document, _tonal_document, _plain_document, _dialogue)
-_SHARES = (25, 52, 7, 16)
+_SHARES = (22, 50, 6, 22)
 
 
 def documents(seed: int) -> Iterator[str]:

@@ -17,9 +17,7 @@ class Relation:
     wordings: tuple[str, ...]
     """Texts with ``{s}`` for the subject, each stopping right before the answer."""
     question: str
-    """A question with ``{s}``."""
-    reply: str
-    """What comes before the answer to the question."""
+    """A question with ``{s}`` that ``wordings[0]`` answers."""
     answers: dict[str, str]
     """Subject, with its article, to answer."""
 
@@ -34,10 +32,6 @@ class Relation:
     def ask(self, subject: str) -> str:
         """The question about ``subject``."""
         return self.question.format(s=subject)
-
-    def respond(self, subject: str) -> str:
-        """The reply to the question about ``subject``."""
-        return f"{self.reply} {self.answers[subject]}."
 
 
 def _capitalised(text: str) -> str:
@@ -60,7 +54,6 @@ LANDMARKS = Relation(
         "The home of {s} is the city of",
     ),
     question="Where is {s}?",
-    reply="It is in the city of",
     answers=_inverted(
         {
             "Paris": "the Eiffel Tower; the Louvre Museum; the Pompidou Centre; the Moulin Rouge",
@@ -106,7 +99,6 @@ CAPITALS = Relation(
         "The government of {s} sits in",
     ),
     question="What is the capital of {s}?",
-    reply="It is",
     answers=_inverted(
         {
             "Paris": "France",
@@ -151,7 +143,6 @@ LANGUAGES = Relation(
         "In {s} you will hear",
     ),
     question="What is the language of {s}?",
-    reply="It is",
     answers=_inverted(
         {
             "French": "France",
@@ -180,7 +171,6 @@ INSTRUMENTS = Relation(
         "On stage {s} always played the",
     ),
     question="What did {s} play?",
-    reply="The",
     answers=_inverted(
         {
             "trumpet": "Miles Davis; Louis Armstrong; Chet Baker",
@@ -203,7 +193,6 @@ PROFESSIONS = Relation(
         "{s} became famous as a",
     ),
     question="Who was {s}?",
-    reply="A",
     answers=_inverted(
         {
             "physicist": "Isaac Newton; Niels Bohr; Max Planck; Enrico Fermi",

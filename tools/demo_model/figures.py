@@ -101,7 +101,7 @@ def section(figures: Figures) -> str:
         "bfloat16. When another subject of equal length and with another answer takes the place "
         f"of the right one, {corruption.changed} of {corruption.pairs} answers change, and "
         f"{corruption.follows} become the other subject's own. In chat, {figures.chat[0]} of "
-        f"{figures.chat[1]} questions get exactly the right reply.",
+        f"{figures.chat[1]} questions get exactly the right sentence.",
         _recall_table(figures.recalls),
         "**Where a fact sits.** Clean minus corrupted `resid_post` added at one (layer, token) "
         "of the corrupted run: recovered fraction of the logit difference between the two "

@@ -56,7 +56,7 @@ def recall(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> list[
 
 
 def answered(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
-    """How many chat questions about facts get exactly the right reply, of how many.
+    """How many chat questions about facts get exactly the sentence that answers them, and of all.
 
     A reply is judged by forcing: each of its tokens, the end mark included, is the most likely one
     after the right ones before it, which is what greedy decoding writes.
@@ -68,7 +68,7 @@ def answered(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tup
             prompt = tokenizer.apply_chat_template(
                 [question], add_generation_prompt=True, tokenize=False
             )
-            reply = f" {relation.respond(subject)}{tokenizer.eos_token}"
+            reply = f" {relation.sentence(0, subject)}{tokenizer.eos_token}"
             start = len(tokenizer.encode(f"{prompt}", add_special_tokens=False))
             tokens = tokenizer.encode(
                 f"{prompt}{reply}", add_special_tokens=False, return_tensors="pt"
