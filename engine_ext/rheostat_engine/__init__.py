@@ -3,24 +3,46 @@
 Importing this package imports neither torch nor vLLM; the workers load the parts that do.
 """
 
-from rheostat_engine.capacity import CapacityLedger, Shortage
+from rheostat_engine.amend import amend
+from rheostat_engine.block_keys import BlockKeys
+from rheostat_engine.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.channel import WorkerChannel
-from rheostat_engine.events import Event, Installed, Released, Rows
+from rheostat_engine.composition import MAX_EFFORT, MAX_STEPS, MAX_TOKEN_SETS, compose, effort
+from rheostat_engine.events import Dose, Event, Installed, Released, Rows
 from rheostat_engine.model_sites import ModelSites
-from rheostat_engine.plan import EXTRA_ARG, MAX_EFFORT, OPEN_END, Addition, Capture, Plan, Spans
+from rheostat_engine.plan import (
+    EXTRA_ARG,
+    OPEN_END,
+    Act,
+    Band,
+    Capture,
+    Condition,
+    Kind,
+    Plan,
+    Spans,
+    TokenSet,
+)
 from rheostat_engine.points import Point, Site, site_count
 from rheostat_engine.settings import EngineSettings, engine_kwargs
 
 __all__ = [
     "EXTRA_ARG",
     "MAX_EFFORT",
+    "MAX_STEPS",
+    "MAX_TOKEN_SETS",
     "OPEN_END",
-    "Addition",
+    "Act",
+    "Band",
+    "BlockKeys",
+    "Capacity",
     "CapacityLedger",
     "Capture",
+    "Condition",
+    "Dose",
     "EngineSettings",
     "Event",
     "Installed",
+    "Kind",
     "ModelSites",
     "Plan",
     "Point",
@@ -29,7 +51,11 @@ __all__ = [
     "Shortage",
     "Site",
     "Spans",
+    "TokenSet",
     "WorkerChannel",
+    "amend",
+    "compose",
+    "effort",
     "engine_kwargs",
     "site_count",
 ]

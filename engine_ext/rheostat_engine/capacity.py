@@ -1,25 +1,42 @@
-"""Who may still enter: a ledger of bank rows, slots and capture rows, kept at admission.
+"""Who may still enter: a ledger of what the engine can hold, kept at admission.
 
 Invariant: as long as every plan passes through `admit` before it reaches the engine and is
-released only after the worker has let go of it, the worker's bank and ring never overflow. Rows and
-slots are counted by content, exactly as the worker shares them.
+released only after the worker has let go of it, the worker's tables and ring never overflow.
+Everything is counted by content, exactly as the worker shares it.
 """
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-from rheostat_engine.plan import Plan, RowKey
+from rheostat_engine.composition import Piece, compose, only_adds
+from rheostat_engine.plan import Kind, Plan
 
-Combination = tuple[tuple[int, RowKey], ...]
-_Key = TypeVar("_Key")
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the engine can hold at the same time."""
+
+    bank_rows: int
+    """Distinct rows that are added."""
+    directions: int
+    """Distinct unit vectors of the other ops."""
+    steps: int
+    """Steps of distinct programs that do more than add."""
+    slots: int
+    """Distinct configurations."""
+    token_rules: int
+    """Distinct sets of token ids that decide about generated tokens."""
+    capture_rows: int
+    """Rows that one step can capture."""
 
 
 class Shortage(NamedTuple):
     """Why a plan doesn't fit."""
 
     resource: str
-    """"bank rows", "slots" or "capture rows"."""
+    """A field of `Capacity`."""
     needed: int
     """How many more the plan needs."""
     free: int
@@ -30,41 +47,36 @@ class Shortage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    rows: frozenset[RowKey]
-    combinations: frozenset[Combination]
+    keys: Mapping[tuple[str, Hashable], int]
     capture_rows: int
 
 
 class CapacityLedger:
     """Counts what the admitted plans hold."""
 
-    def __init__(self, *, bank_rows: int, slots: int, capture_rows: int) -> None:
-        """All limits are those that the worker reports (`ModelSites`)."""
-        self._limits = {"bank rows": bank_rows, "slots": slots, "capture rows": capture_rows}
-        self._rows: Counter[RowKey] = Counter()
-        self._combinations: Counter[Combination] = Counter()
-        self._capture_rows = 0
+    def __init__(self, capacity: Capacity) -> None:
+        """Nothing is held. `capacity` is what the worker reports (`ModelSites`)."""
+        self._limits: dict[str, int] = asdict(capacity)
+        self._users: Counter[tuple[str, Hashable]] = Counter()
+        self._used: Counter[str] = Counter()
         self._held: dict[str, _Holding] = {}
-
-    @property
-    def bank_rows_used(self) -> int:
-        """Distinct rows that admitted plans hold."""
-        return len(self._rows)
-
-    @property
-    def slots_used(self) -> int:
-        """Distinct combinations that admitted plans hold."""
-        return len(self._combinations)
-
-    @property
-    def capture_rows_used(self) -> int:
-        """Ring rows that one step may need for the admitted plans."""
-        return self._capture_rows
 
     @property
     def requests(self) -> int:
         """Plans admitted and not released."""
         return len(self._held)
+
+    def used(self, resource: str) -> int:
+        """How much of a resource, a field of `Capacity`, admitted plans hold."""
+        return self._used[resource]
+
+    def new_keys(self, plan: Plan, resource: str) -> int:
+        """How much of a resource a plan needs beyond what admitted plans hold."""
+        return sum(
+            weight
+            for key, weight in needs(plan).items()
+            if key[0] == resource and key not in self._users
+        )
 
     def admit(self, plan: Plan, *, prompt_len: int, max_step_tokens: int) -> Shortage | None:
         """Reserves what `plan` needs, or says what is missing and reserves nothing.
@@ -76,31 +88,28 @@ class CapacityLedger:
         """
         if plan.request_id in self._held:
             raise ValueError(f"request {plan.request_id!r} is already admitted")
-        rows, combinations = plan.row_keys(), plan.combinations()
+        keys = needs(plan)
         capture = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
-        demands = (
-            ("bank rows", len(rows), len(rows - self._rows.keys()), len(self._rows)),
-            (
-                "slots",
-                len(combinations),
-                len(combinations - self._combinations.keys()),
-                len(self._combinations),
-            ),
-            ("capture rows", capture, capture, self._capture_rows),
-        )
+        alone: Counter[str] = Counter(capture_rows=capture)
+        fresh: Counter[str] = Counter(capture_rows=capture)
+        for key, weight in keys.items():
+            alone[key[0]] += weight
+            fresh[key[0]] += weight if key not in self._users else 0
         shortages = [
             Shortage(
-                resource, needed, self._limits[resource] - used, alone <= self._limits[resource]
+                resource,
+                fresh[resource],
+                limit - self._used[resource],
+                alone[resource] <= limit,
             )
-            for resource, alone, needed, used in demands
-            if used + needed > self._limits[resource]
+            for resource, limit in self._limits.items()
+            if self._used[resource] + fresh[resource] > limit
         ]
         if shortages:
             return min(shortages, key=lambda shortage: shortage.ever)
-        self._rows.update(rows)
-        self._combinations.update(combinations)
-        self._capture_rows += capture
-        self._held[plan.request_id] = _Holding(rows, combinations, capture)
+        self._users.update(keys.keys())
+        self._used.update(fresh)
+        self._held[plan.request_id] = _Holding(keys, capture)
         return None
 
     def release(self, request_id: str) -> None:
@@ -108,9 +117,24 @@ class CapacityLedger:
         holding = self._held.pop(request_id, None)
         if holding is None:
             return
-        _give_back(self._rows, holding.rows)
-        _give_back(self._combinations, holding.combinations)
-        self._capture_rows -= holding.capture_rows
+        for key, weight in holding.keys.items():
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                self._used[key[0]] -= weight
+        self._used["capture_rows"] -= holding.capture_rows
+
+
+def needs(plan: Plan) -> dict[tuple[str, Hashable], int]:
+    """What a plan takes of each resource: (resource, content) and how much of it that is.
+
+    Raises:
+        ValueError: no engine can compose it (see `compose`).
+    """
+    keys: dict[tuple[str, Hashable], int] = {}
+    for piece in compose(plan.acts):
+        _count_piece(piece, keys)
+    return keys
 
 
 def step_capture_rows(plan: Plan, *, prompt_len: int, max_step_tokens: int) -> int:
@@ -127,8 +151,18 @@ def step_capture_rows(plan: Plan, *, prompt_len: int, max_step_tokens: int) -> i
     return total
 
 
-def _give_back(counter: Counter[_Key], keys: frozenset[_Key]) -> None:
-    for key in keys:
-        counter[key] -= 1
-        if not counter[key]:
-            del counter[key]
+def _count_piece(piece: Piece, keys: dict[tuple[str, Hashable], int]) -> None:
+    if piece.sets:
+        keys["token_rules", piece.sets] = 1
+    for variant in piece.variants:
+        if not variant.combination:
+            continue
+        keys["slots", variant.combination] = 1
+        for _, program in variant.combination:
+            for step in program:
+                if step.kind is Kind.ADD:
+                    keys["bank_rows", step.addends] = 1
+                else:
+                    keys["directions", step.direction] = 1
+            if not only_adds(program):
+                keys["steps", program] = len(program)

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from rheostat_engine.events import (
+    Dose,
     Event,
     Installed,
     InstalledHead,
@@ -93,7 +94,8 @@ class EventMerger:
         return [
             Released(
                 request_id=head.request_id,
-                tokens_added=tuple(first.tokens_added),
+                doses=tuple(sorted(Dose(*dose) for one in heads for dose in one.doses)),
+                measured=all(one.measured for one in heads),
                 captured=captured,
                 lost_rows=sum(one.lost_rows for one in heads),
                 preemptions=max(one.preemptions for one in heads),

@@ -6,6 +6,7 @@ frame is a msgpack head and a payload of raw rows; nothing in it is executed or 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,13 +40,32 @@ class Rows:
     """The rows, [n, width]."""
 
 
+class Dose(NamedTuple):
+    """What an act did at one site, measured on the device. Norms are L2, of float32 rows."""
+
+    act: int
+    """Index of the act in the plan."""
+    site: int
+    """Site index."""
+    rows: int
+    """Rows on which it acted, each computation of a token counted."""
+    change: float
+    """Sum over the rows of |change|."""
+    relative: float
+    """Sum over the rows of |change| / |x|, x the row before the act."""
+    relative_max: float
+    """Largest |change| / |x|."""
+
+
 @dataclass(frozen=True)
 class Released:
     """The worker holds nothing of the request any more."""
 
     request_id: str
-    tokens_added: tuple[int, ...]
-    """Per addition of the plan: tokens that were computed under it, each counted once."""
+    doses: tuple[Dose, ...]
+    """What its acts did, by act, then site; sites without rows are missing."""
+    measured: bool
+    """Whether every row that was touched was measured."""
     captured: dict[int, int]
     """Rows sent, by site index."""
     lost_rows: int
@@ -99,7 +119,8 @@ class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     rank: int
     number: int
     request_id: str
-    tokens_added: list[int]
+    doses: list[tuple[int, int, int, float, float, float]]
+    measured: bool
     captured: dict[int, int]
     lost_rows: int
     preemptions: int

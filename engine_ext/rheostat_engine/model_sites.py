@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from rheostat_engine.capacity import Capacity
 from rheostat_engine.points import Point, Site
 
 
@@ -27,12 +28,8 @@ class ModelSites:
     """vLLM's model runner: "V1" or "V2"."""
     refused: Mapping[Point, str]
     """Points that this model lacks, with the reason."""
-    bank_rows: int
-    """Distinct rows that can be added at the same time."""
-    slots: int
-    """Distinct configurations of rows that can be in use at the same time."""
-    capture_rows: int
-    """Rows that one step can capture."""
+    capacity: Capacity
+    """What the engine can hold at the same time."""
     world_size: int
     """Worker processes that report."""
 
@@ -64,8 +61,10 @@ class ModelSites:
             dtype=str(first["dtype"]),
             runner=str(first["runner"]),
             refused=refused,
-            bank_rows=min(cast(int, r["bank_rows"]) for r in reports),
-            slots=min(cast(int, r["slots"]) for r in reports),
-            capture_rows=min(cast(int, r["capture_rows"]) for r in reports),
+            capacity=_least([cast(Mapping[str, int], r["capacity"]) for r in reports]),
             world_size=sum(1 for r in reports if r["reports"]),
         )
+
+
+def _least(capacities: Sequence[Mapping[str, int]]) -> Capacity:
+    return Capacity(**{key: min(one[key] for one in capacities) for key in capacities[0]})

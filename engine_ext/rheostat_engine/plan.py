@@ -1,16 +1,16 @@
 """A request's interventions, resolved and validated at admission: integers, digests and scales.
 
-Invariant: a plan speaks of absolute token positions only. Phases, windows and spans are resolved
-before, so that chunking, preemption and batching can change nothing about which tokens it touches.
-The plan rides into the worker with the request itself (`SamplingParams.extra_args`).
+Invariant: a plan speaks of absolute token positions and token ids only. Phases, windows and spans
+are resolved before, so that chunking, preemption and batching can change nothing about which tokens
+it touches. The plan rides into the worker with the request itself (`SamplingParams.extra_args`).
 """
 
-import hashlib
 import math
-import struct
-from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import itemgetter
+from enum import IntEnum
+from itertools import pairwise
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -20,31 +20,79 @@ OPEN_END = 2**31 - 1
 Spans = tuple[tuple[int, int], ...]
 """Half-open [start, end) token positions, ascending, disjoint, not touching."""
 
-RowKey = tuple[tuple[bytes, int, float], ...]
-"""What a bank row is made of: (digest, row of the vector, scale) of every addend, sorted."""
-
-Combination = tuple[tuple[int, RowKey], ...]
-"""(site, row key) of everything that is added at one token, ascending by site."""
-
-MAX_EFFORT = 200_000
-"""The most that a plan may cost (`Plan.effort`), so that no plan holds up a step."""
+TokenSet = tuple[int, ...]
+"""Token ids, ascending, each once."""
 
 EXTRA_ARG = "rheostat"
 """The key of the plan in `SamplingParams.extra_args`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """x + scale * v at some sites, for the tokens at some positions."""
+class Kind(IntEnum):
+    """How an act changes a row x of the stream. Norms are L2; u is a row v made a unit vector."""
 
-    digest: bytes
-    """SHA-256 that names the vector's content."""
-    rows: tuple[tuple[int, int], ...]
-    """(site index, row of the vector that is added there), ascending by site."""
-    scale: float
-    """Factor on the vector; finite."""
+    ADD = 1
+    """x + scale * v."""
+    NORM_ADD = 2
+    """x + scale * |x| * u."""
+    PULL = 3
+    """For each direction in turn x + strength * (clip(x.u, low, high) - x.u) * u.
+
+    This is ablation (low = high = 0), clamping (a band) and, with low = high = 0 and strength
+    1 - f, scaling by f along u."""
+
+
+class Band(NamedTuple):
+    """Where a pull wants a coordinate, and how much of the way it goes."""
+
+    low: float
+    """Lower bound, or -inf."""
+    high: float
+    """Upper bound, or inf; at least `low`."""
+    strength: float
+    """Part of the way; finite."""
+
+
+class Condition(NamedTuple):
+    """Positions of which only some tokens are selected."""
+
     spans: Spans
-    """Positions that are touched."""
+    """The positions."""
+    tokens: TokenSet
+    """Token ids, at least one."""
+    among: bool
+    """Whether the selected tokens are those with such an id, or all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One intervention: a change of the stream at some sites, for some tokens."""
+
+    kind: Kind
+    vectors: tuple[bytes, ...]
+    """SHA-256 of its vectors' content: one, or a pull's directions in order."""
+    rows: tuple[tuple[int, tuple[int, ...]], ...]
+    """(site index, row of each vector that is used there), ascending by site."""
+    spans: Spans
+    """Positions that are touched, whatever their token."""
+    scale: float = 1.0
+    """ADD, NORM_ADD: factor; finite."""
+    bands: tuple[Band, ...] = ()
+    """PULL: one per vector."""
+    orthogonal: bool = False
+    """PULL: whether each direction is first made orthogonal to those before it, so that together
+    they act on the directions' span."""
+    conditions: tuple[Condition, ...] = ()
+    """Further positions, which are touched only under some tokens; apart from `spans` and from each
+    other."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether it can change anything."""
+        if self.kind is Kind.PULL:
+            strong = any(band.strength != 0 for band in self.bands)
+        else:
+            strong = self.scale != 0
+        return strong and bool(self.rows) and bool(self.spans or self.conditions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,77 +111,36 @@ class Plan:
 
     request_id: str
     """The server's name of the request; events come back under it."""
-    additions: tuple[Addition, ...] = ()
-    """Additions, in the order of the request. Where several meet, they are summed in float32."""
+    acts: tuple[Act, ...] = ()
+    """Interventions, in the order in which they act at a site."""
     captures: tuple[Capture, ...] = ()
-    """Captures. Where several meet, a row is copied once."""
+    """Captures. Where several meet, a row is copied once. They see the stream after all acts."""
+    epoch: int = 0
+    """Part of the prefix cache's keys of every touched block; see `BlockKeys`."""
+    private_from: int | None = None
+    """Position from which on no other request may use the KV; None: it may be shared."""
 
     @property
     def touches_kv(self) -> bool:
         """Whether the request's KV differs from that of the same tokens without interventions."""
-        return any(a.scale != 0 and a.rows and a.spans for a in self.additions)
+        return self.private_from is not None or any(act.acts for act in self.acts)
 
     def captures_prompt(self, prompt_len: int) -> bool:
         """Whether a captured position lies in a prompt of `prompt_len` tokens."""
         return any(c.sites and c.spans and c.spans[0][0] < prompt_len for c in self.captures)
 
-    def cache_salt(self) -> str | None:
-        """Content key of everything that touches KV; None where nothing does.
-
-        Equal additions at equal absolute positions give equal keys whatever their order and
-        names. Absolute positions make it safe to share between prompts of different length.
-        """
-        if not self.touches_kv:
-            return None
-        parts = sorted(
-            _encode_addition(a) for a in self.additions if a.scale != 0 and a.rows and a.spans
-        )
-        digest = hashlib.sha256(b"rheostat plan 1")
-        for part in parts:
-            digest.update(struct.pack("<q", len(part)))
-            digest.update(part)
-        return digest.hexdigest()
-
-    def pieces(self) -> list[tuple[int, Combination]]:
-        """What is added from which position on: (first position, combination), ascending."""
-        made: dict[tuple[int, ...], Combination] = {}
-        pieces = []
-        for start, active in segment(tuple(a.spans for a in self.additions)):
-            if active not in made:
-                made[active] = combine([self.additions[i] for i in active])
-            pieces.append((start, made[active]))
-        return pieces
-
-    def effort(self) -> int:
-        """What it costs to put the plan in force: its pieces, and what each combination holds."""
-        total = 0
-        for held, sizes in (
-            (tuple(a.spans for a in self.additions), [len(a.rows) for a in self.additions]),
-            (tuple(c.spans for c in self.captures), [len(c.sites) for c in self.captures]),
-        ):
-            pieces = segment(held)
-            combinations = {members for _, members in pieces}
-            total += len(pieces) + sum(sizes[i] for members in combinations for i in members)
-        return total
-
-    def row_keys(self) -> frozenset[RowKey]:
-        """The distinct bank rows that the plan needs."""
-        return frozenset(key for combination in self.combinations() for _, key in combination)
-
-    def combinations(self) -> frozenset[Combination]:
-        """The distinct (site, row) assignments over all positions: one slot each."""
-        return frozenset(combination for _, combination in self.pieces() if combination)
-
     def to_wire(self) -> dict[str, object]:
         """The plan as plain data that vLLM can carry."""
-        return {
-            "id": self.request_id,
-            "add": [
-                [a.digest, [list(r) for r in a.rows], a.scale, [list(s) for s in a.spans]]
-                for a in self.additions
-            ],
-            "capture": [[list(c.sites), [list(s) for s in c.spans]] for c in self.captures],
-        }
+        wire: dict[str, object] = {"id": self.request_id}
+        if self.acts:
+            wire["acts"] = [_act_to_wire(act) for act in self.acts]
+        if self.captures:
+            wire["capture"] = [[list(c.sites), _plain(c.spans)] for c in self.captures]
+        if self.epoch:
+            wire["epoch"] = self.epoch
+        if self.private_from is not None:
+            wire["private_from"] = self.private_from
+        return wire
 
     @classmethod
     def from_wire(cls, wire: object) -> "Plan":
@@ -148,59 +155,129 @@ class Plan:
             raise ValueError(f"this is no plan: {error}") from error
         plan = cls(
             request_id=plain.id,
-            additions=tuple(Addition(*one) for one in plain.add),
+            acts=tuple(
+                Act(
+                    kind=one.kind,
+                    vectors=one.vectors,
+                    rows=one.rows,
+                    spans=one.spans,
+                    scale=one.scale,
+                    bands=tuple(
+                        Band(
+                            -math.inf if low is None else low,
+                            math.inf if high is None else high,
+                            strength,
+                        )
+                        for low, high, strength in one.bands
+                    ),
+                    orthogonal=one.orthogonal,
+                    conditions=tuple(Condition(*condition) for condition in one.conditions),
+                )
+                for one in plain.acts
+            ),
             captures=tuple(Capture(*one) for one in plain.capture),
+            epoch=plain.epoch,
+            private_from=plain.private_from,
         )
-        if not all(math.isfinite(a.scale) for a in plan.additions):
-            raise ValueError("this is no plan: a scale is not finite")
-        spans = [*(a.spans for a in plan.additions), *(c.spans for c in plan.captures)]
-        if not all(map(_in_order, spans)):
+        for act in plan.acts:
+            _check(act)
+        if not all(_in_order(capture.spans) for capture in plan.captures):
             raise ValueError("this is no plan: spans are not ascending and apart")
         return plan
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class _WireAct(msgspec.Struct):
+    kind: Kind
+    vectors: tuple[_Digest, ...]
+    rows: tuple[tuple[_Number, tuple[_Number, ...]], ...]
+    spans: Spans
+    scale: float = 1.0
+    bands: tuple[tuple[float | None, float | None, float], ...] = ()
+    orthogonal: bool = False
+    conditions: tuple[tuple[Spans, tuple[_Number, ...], bool], ...] = ()
+
+
 class _Wire(msgspec.Struct):
     id: str
-    add: list[tuple[bytes, tuple[tuple[int, int], ...], float, Spans]]
-    capture: list[tuple[tuple[int, ...], Spans]]
+    acts: tuple[_WireAct, ...] = ()
+    capture: list[tuple[tuple[_Number, ...], Spans]] = []
+    epoch: _Number = 0
+    private_from: _Number | None = None
 
 
-def segment(spans: tuple[Spans, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Cuts the positions where membership changes.
-
-    Returns (start, members) for each piece from position 0 on, ascending by start, where members
-    are the indices of the spans that hold the piece. The last piece has no end.
-    """
-    cuts = sorted({0, *(edge for one in spans for span in one for edge in span)} - {OPEN_END})
-    pieces: list[tuple[int, tuple[int, ...]]] = []
-    for start in cuts:
-        members = tuple(i for i, one in enumerate(spans) if _holds(one, start))
-        if not pieces or pieces[-1][1] != members:
-            pieces.append((start, members))
-    return pieces
-
-
-def combine(additions: list[Addition]) -> Combination:
-    """What several additions do together at one token: (site, row key), ascending by site."""
-    by_site: dict[int, list[tuple[bytes, int, float]]] = {}
-    for addition in additions:
-        if addition.scale == 0:
-            continue
-        for site, row in addition.rows:
-            by_site.setdefault(site, []).append((addition.digest, row, addition.scale))
-    return tuple((site, tuple(sorted(by_site[site]))) for site in sorted(by_site))
+def _act_to_wire(act: Act) -> dict[str, object]:
+    wire: dict[str, object] = {
+        "kind": int(act.kind),
+        "vectors": list(act.vectors),
+        "rows": [[site, list(rows)] for site, rows in act.rows],
+        "spans": _plain(act.spans),
+    }
+    if act.kind is Kind.PULL:
+        wire["bands"] = [
+            [_finite(band.low), _finite(band.high), band.strength] for band in act.bands
+        ]
+        wire["orthogonal"] = act.orthogonal
+    else:
+        wire["scale"] = act.scale
+    if act.conditions:
+        wire["conditions"] = [
+            [_plain(one.spans), list(one.tokens), one.among] for one in act.conditions
+        ]
+    return wire
 
 
-def _encode_addition(addition: Addition) -> bytes:
-    rows = b"".join(struct.pack("<qq", *row) for row in addition.rows)
-    spans = b"".join(struct.pack("<qq", *span) for span in addition.spans)
-    head = struct.pack("<dqq", addition.scale, len(addition.rows), len(addition.spans))
-    return addition.digest + head + rows + spans
+def _plain(spans: Spans) -> list[list[int]]:
+    return [[start, end] for start, end in spans]
 
 
-def _holds(spans: Spans, position: int) -> bool:
-    after = bisect_right(spans, position, key=itemgetter(0))
-    return after > 0 and position < spans[after - 1][1]
+def _finite(bound: float) -> float | None:
+    return bound if math.isfinite(bound) else None
+
+
+def _check(act: Act) -> None:
+    """Raises ValueError for an act that no admission would have let through."""
+    problem = ""
+    if not act.vectors or any(len(rows) != len(act.vectors) for _, rows in act.rows):
+        problem = "rows and vectors don't fit"
+    elif act.kind is Kind.PULL and len(act.bands) != len(act.vectors):
+        problem = "bands and vectors don't fit"
+    elif act.kind is not Kind.PULL and (len(act.vectors) != 1 or act.bands):
+        problem = "it takes one vector and no bands"
+    elif not math.isfinite(act.scale):
+        problem = "its scale is not finite"
+    elif not all(_possible(band) for band in act.bands):
+        problem = "a band is empty or its strength not finite"
+    elif not all(map(_in_order, (act.spans, *(one.spans for one in act.conditions)))):
+        problem = "spans are not ascending and apart"
+    elif not _apart([act.spans, *(one.spans for one in act.conditions)]):
+        problem = "conditions hold positions twice"
+    elif not all(one.tokens and _ascending(one.tokens) for one in act.conditions):
+        problem = "token ids are missing or not ascending"
+    if problem:
+        raise ValueError(f"this is no plan: {act.kind.name}: {problem}")
+
+
+def _possible(band: Band) -> bool:
+    held = band.low <= band.high and band.low < math.inf and band.high > -math.inf
+    return held and math.isfinite(band.strength)
+
+
+def _apart(many: Iterable[Spans]) -> bool:
+    pairs = sorted(pair for spans in many for pair in spans)
+    return all(one[1] <= other[0] for one, other in pairwise(pairs))
+
+
+def _ascending(numbers: Iterable[int]) -> bool:
+    last = -1
+    for number in numbers:
+        if number <= last:
+            return False
+        last = number
+    return True
 
 
 def _in_order(spans: Spans) -> bool:

@@ -7,8 +7,10 @@ graph that was compiled without our sites is therefore never loaded in place of 
 from dataclasses import dataclass
 from typing import Literal
 
+from rheostat_engine.capacity import Capacity
+
 _MIB = 1 << 20
-_SITE_PROGRAM = 1
+_SITE_PROGRAM = 2
 """Rises whenever what we put into the compiled graph changes."""
 
 
@@ -19,17 +21,39 @@ class EngineSettings:
     channel: str
     """ZeroMQ address that the server binds and every worker connects to."""
     bank_bytes: int = 256 * _MIB
-    """Device memory for the rows that steering adds."""
+    """Device memory for rows that are added; a quarter of it holds the other ops' directions."""
     capture_bytes: int = 512 * _MIB
     """Device memory for the ring that captured rows pass through."""
     slots: int = 4096
-    """How many distinct configurations of rows may be in use at once."""
+    """How many distinct configurations may be in use at once."""
+    steps: int = 65536
+    """How many steps all programs together may have that do more than add."""
+    token_rules: int = 32
+    """How many distinct rules about token ids may be in use at once."""
 
     def compute_hash(self) -> str:
         """What vLLM's compile cache must tell apart; the channel is not part of it."""
         return (
             f"rheostat sites {_SITE_PROGRAM}, bank {self.bank_bytes}, "
-            f"capture {self.capture_bytes}, slots {self.slots}"
+            f"capture {self.capture_bytes}, slots {self.slots}, steps {self.steps}"
+        )
+
+    def capacity(self, *, width: int, itemsize: int) -> Capacity:
+        """What fits into that memory.
+
+        Args:
+            width: W.
+            itemsize: bytes of an element of the stream.
+        """
+        row = width * itemsize
+        directions = self.bank_bytes // 4
+        return Capacity(
+            bank_rows=max(1, (self.bank_bytes - directions) // row - 1),
+            directions=max(1, directions // (width * 4) - 1),
+            steps=self.steps,
+            slots=self.slots - 1,
+            token_rules=self.token_rules,
+            capture_rows=max(1, self.capture_bytes // row - 1),
         )
 
     @classmethod
@@ -55,5 +79,6 @@ def engine_kwargs(settings: EngineSettings, *, device: Literal["cpu", "cuda"]) -
     worker = {"cpu": "CpuSiteWorker", "cuda": "GpuSiteWorker"}[device]
     return {
         "worker_cls": f"rheostat_engine.adapters.worker_{device}.{worker}",
+        "scheduler_cls": "rheostat_engine.adapters.scheduler.site_scheduler",
         "additional_config": settings,
     }

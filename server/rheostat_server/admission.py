@@ -6,29 +6,34 @@ and Explain share this path.
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from rheostat._proto.v1 import generation_service_pb2
-from rheostat_engine import MAX_EFFORT, Addition, Capture, ModelSites, Plan, Spans
-from rheostat_server import checks
-from rheostat_server.capture_specs import ResolvedCapture, engine_captures, resolve_captures
+from rheostat._proto.v1 import generation_service_pb2, receipt_pb2, steering_pb2
+from rheostat_engine import ModelSites, Plan
+from rheostat_server import checks, directions
+from rheostat_server.baseline import Baseline, compared_logprobs
+from rheostat_server.capture_specs import ResolvedCapture, resolve_captures
 from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, Resource
-from rheostat_server.limits import LABELS, REQUEST_RANGES
+from rheostat_server.global_steering import GlobalSteering
+from rheostat_server.limits import LABELS
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
+from rheostat_server.planning import check_ranges, compile_plan
 from rheostat_server.prompts import Prompts, PromptTokens
 from rheostat_server.sampling import SamplingSettings, resolve_sampling
 from rheostat_server.selection import SelectionContext, needs_text
-from rheostat_server.steering import DraftAdd, ResolvedAdd, draft_steering, resolve_steering
+from rheostat_server.steering import (
+    Draft,
+    Intervention,
+    check_sums,
+    check_vectors,
+    draft_steering,
+    look_up,
+)
+from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
 
 GenerateRequest = generation_service_pb2.GenerateRequest
-
-_SPAN_BYTES = 1024
-"""What `offload` counts for a span of a plan: it is looked at for every other intervention."""
-
-_LOOKS = 1_000_000
-"""Most times that a plan may ask whether an intervention holds a piece of positions: a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class Desk:
     """Its tokenizer."""
     store: VectorStore
     """The stored vectors."""
+    server_wide: GlobalSteering = field(default_factory=GlobalSteering)
+    """The server-wide steering that holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +64,39 @@ class Admitted:
     """What its selectors were resolved against."""
     sampling: SamplingSettings
     """How to sample."""
-    additions: tuple[ResolvedAdd, ...]
-    """One per intervention, in order."""
+    interventions: tuple[Intervention, ...]
+    """The server-wide ones, then the request's, in order."""
     captures: tuple[ResolvedCapture, ...]
     """One per capture, in order."""
     plan: Plan
     """What the engine has to do to every sample, under the request's own id."""
+    vectors: tuple[Vector, ...]
+    """Every vector that the plan needs, each once."""
+    lora: str
+    """Adapter; empty: none."""
+    server_wide: GlobalSteering
+    """The server-wide steering that it runs under."""
     return_prompt_token_ids: bool
     """Whether Started holds the prompt's tokens."""
+    waits: bool
+    """Whether it waits while others hold what it needs."""
+    baseline: Baseline | None
+    """What runs beside it for comparison, if asked for."""
 
     @property
     def prompt_len(self) -> int:
         """P."""
         return len(self.prompt.token_ids)
 
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        """Every vector that the engine needs, each once."""
-        needed = {
-            add.vector.digest: add.vector for add in self.additions if add.addition() is not None
-        }
-        return tuple(needed.values())
 
-
-async def admit(request: GenerateRequest, desk: Desk) -> Admitted:
+async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = False) -> Admitted:
     """Checks a request.
+
+    Args:
+        request: as it came.
+        desk: what it is checked against.
+        changeable: whether its steering may change while it runs: what it generates is then shared
+            with no other request.
 
     Raises:
         RheostatError: it cannot run; the error says why, and which field is concerned.
@@ -90,8 +105,10 @@ async def admit(request: GenerateRequest, desk: Desk) -> Admitted:
     if request_id:
         checks.matches(request_id, checks.REQUEST_ID, "request_id")
     _refuse_unserved(request)
+    _check_lora(request.lora, desk.info.loras)
     _check_labels(request.labels)
-    _check_ranges(request)
+    waits = _waits(request)
+    check_ranges(request.steering, request.captures)
     prompt = await desk.prompts.resolve(request, with_text=_looks_for_text(request))
     sampling = resolve_sampling(
         request.sampling,
@@ -101,63 +118,60 @@ async def admit(request: GenerateRequest, desk: Desk) -> Admitted:
         has_tokenizer=desk.prompts.has_tokenizer,
     )
     context = SelectionContext(prompt, sampling.max_tokens, desk.info.vocabulary)
-    drafts, captures = await offload(
-        request.ByteSize() + 4 * len(prompt.token_ids), _draft, request, desk.sites, context
-    )
+    own = await resolve_steering(request.steering, desk, context, receipt_pb2.ORIGIN_REQUEST)
+    size = sum(spec.ByteSize() for spec in request.captures) + 4 * len(prompt.token_ids)
+    captures = await offload(size, resolve_captures, request.captures, desk.sites, context)
+    server_wide = await resolve_global(desk, context)
+    interventions = (*server_wide, *own)
+    check_sums(interventions, FloatType(desk.sites.dtype))
     request_id = request_id or uuid.uuid4().hex
-    additions = resolve_steering(drafts, desk.store, desk.sites)
+    compiled = await compile_plan(request_id, interventions, captures)
+    baseline = None
+    if request.with_baseline:
+        without = await compile_plan(request_id, server_wide, captures)
+        compared = compared_logprobs(sampling, desk.info.logprobs)
+        baseline = Baseline(without.plan, compared, desk.info.model_tokens)
     return Admitted(
         request_id=request_id,
         prompt=prompt,
         context=context,
         sampling=sampling,
-        additions=additions,
+        interventions=interventions,
         captures=captures,
-        plan=await _plan(request_id, additions, captures),
+        plan=replace(compiled.plan, private_from=context.prompt_len if changeable else None),
+        lora=request.lora,
+        vectors=compiled.vectors,
+        server_wide=desk.server_wide,
         return_prompt_token_ids=request.return_prompt_token_ids,
+        waits=waits,
+        baseline=baseline,
     )
 
 
-def _draft(
-    request: GenerateRequest, sites: ModelSites, context: SelectionContext
-) -> tuple[list[DraftAdd], tuple[ResolvedCapture, ...]]:
-    return (
-        draft_steering(request.steering, sites, context),
-        resolve_captures(request.captures, sites, context),
-    )
+async def resolve_steering(
+    steering: steering_pb2.Steering,
+    desk: Desk,
+    context: SelectionContext,
+    origin: receipt_pb2.Origin.ValueType,
+) -> tuple[Intervention, ...]:
+    """Interventions of a request, each checked by itself; see `check_sums` and `compile_plan`.
+
+    Raises:
+        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: one cannot be.
+    """
+    size = steering.ByteSize() + 4 * context.prompt_len
+    drafts: list[Draft] = await offload(size, draft_steering, steering, desk.sites, context)
+    found = look_up(drafts, desk.store, desk.sites, origin)
+    await offload(directions.work([one.op for one in found]), check_vectors, drafts, found)
+    return found
 
 
-async def _plan(
-    request_id: str, adds: Sequence[ResolvedAdd], captures: Sequence[ResolvedCapture]
-) -> Plan:
-    plan = Plan(
-        request_id=request_id,
-        additions=tuple(
-            addition for addition in (add.addition() for add in adds) if addition is not None
-        ),
-        captures=engine_captures(captures),
-    )
-    spans = sum(map(len, (*_held(plan.additions), *_held(plan.captures))))
-    if not await offload(spans * _SPAN_BYTES, _affordable, plan):
-        raise InvalidValue(
-            "the selectors cut the request into too many different combinations of interventions, "
-            "captures and sites; use fewer",
-            field="steering",
-        )
-    return plan
-
-
-def _affordable(plan: Plan) -> bool:
-    """Whether the engine takes a plan; what would take long to find out is not affordable."""
-    for held in (_held(plan.additions), _held(plan.captures)):
-        edges = {edge for spans in held for span in spans for edge in span}
-        if len(edges) * len(held) > _LOOKS:
-            return False
-    return plan.effort() <= MAX_EFFORT
-
-
-def _held(parts: Sequence[Addition | Capture]) -> list[Spans]:
-    return [part.spans for part in parts]
+async def resolve_global(desk: Desk, context: SelectionContext) -> tuple[Intervention, ...]:
+    """The server-wide interventions in a request."""
+    if not desk.server_wide.ops:
+        return ()
+    size = desk.server_wide.steering.ByteSize() + 4 * context.prompt_len
+    return await offload(size, desk.server_wide.resolve, context)
 
 
 def _looks_for_text(request: GenerateRequest) -> bool:
@@ -173,30 +187,22 @@ def _refuse_unserved(request: GenerateRequest) -> None:
         )
     if request.rules:
         raise NotSupported("rules are not served yet; send the request without", field="rules")
-    if request.with_baseline:
-        raise NotSupported(
-            "baselines are not served yet; send the request a second time without steering",
-            field="with_baseline",
-        )
-    if request.lora:
+
+
+def _check_lora(name: str, known: Sequence[str]) -> None:
+    if name and name not in known:
         raise LoraNotFound(
-            "no adapters are loaded", field="lora", resource=Resource("lora", request.lora)
+            f"the server has {', '.join(known) if known else 'no adapters'}",
+            field="lora",
+            resource=Resource("lora", name),
         )
 
 
-def _check_ranges(request: GenerateRequest) -> None:
-    selectors = [
-        (f"steering.interventions[{index}].where", intervention.where)
-        for index, intervention in enumerate(request.steering.interventions)
-    ]
-    selectors += [
-        (f"captures[{index}].where", capture.where)
-        for index, capture in enumerate(request.captures)
-    ]
-    total = 0
-    for path, selector in selectors:
-        total += len(selector.include) + len(selector.exclude)
-        checks.at_most(total, REQUEST_RANGES, path, "ranges in the request")
+def _waits(request: GenerateRequest) -> bool:
+    if not request.HasField("when_full"):
+        return True
+    checks.known_enum(request.when_full, generation_service_pb2.WhenFull.values(), "when_full")
+    return request.when_full == generation_service_pb2.WHEN_FULL_WAIT
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:

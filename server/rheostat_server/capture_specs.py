@@ -11,6 +11,7 @@ from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
 from rheostat_server.selection import (
     EVERYTHING,
+    Selection,
     SelectionContext,
     clipped,
     resolve_selector,
@@ -26,8 +27,8 @@ class ResolvedCapture:
 
     sites: tuple[Site, ...]
     """Every name under which rows come, by layer, then point."""
-    spans: Spans
-    """Which tokens."""
+    selection: Selection
+    """Which tokens. The engine copies every row within its reach; see `CaptureStream`."""
     kind: FloatType
     """Element type of the delivered rows."""
 
@@ -37,8 +38,9 @@ class ResolvedCapture:
         return tuple(sorted({site.index for site in self.sites}))
 
     def payload_bytes(self, *, row_end: int, width: int) -> int:
-        """Bytes of payload if every position below `row_end` is computed."""
-        positions = sum(end - start for start, end in clipped(self.spans, 0, row_end))
+        """Bytes of payload if every position below `row_end` that is known is computed."""
+        known = clipped(self.selection.known, 0, row_end)
+        positions = sum(end - start for start, end in known)
         return positions * len(self.sites) * width * self.kind.itemsize
 
 
@@ -62,7 +64,7 @@ def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
     by_site: dict[int, list[tuple[int, int]]] = {}
     for capture in captures:
         for index in capture.indices:
-            by_site.setdefault(index, []).extend(capture.spans)
+            by_site.setdefault(index, []).extend(capture.selection.reach)
     by_spans: dict[Spans, list[int]] = {}
     for index in sorted(by_site):
         spans = united(by_site[index])
@@ -80,13 +82,13 @@ def _resolve(
     _check_encoding(spec, path)
     _check_enum_options(spec, path)
     sites = resolve_sites(spec.sites, model, join(path, "sites")).sites
-    spans = EVERYTHING
+    selection = EVERYTHING
     if spec.HasField("where"):
-        spans = resolve_selector(spec.where, context, join(path, "where"))
+        selection = resolve_selector(spec.where, context, join(path, "where"))
     kind = FloatType(model.dtype)
     if spec.HasField("dtype"):
         kind = float_type(spec.dtype, join(path, "dtype"))
-    return ResolvedCapture(sites, spans, kind)
+    return ResolvedCapture(sites, selection, kind)
 
 
 def _check_target(spec: capture_pb2.CaptureSpec, path: str) -> None:

@@ -2,7 +2,8 @@
 
 Invariants: per capture and site each position comes once, ascending; a row leaves only when the
 token after it is known, since the last sampled token has no row; all sites of a chunk have the same
-positions. A position that one site has and another skipped is lost.
+positions. A position that one site has and another skipped is lost. Which generated tokens are
+selected by id is known here: the engine copies rows by position alone, and rows of others end here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,18 +49,25 @@ class Block(NamedTuple):
 class CaptureStream:
     """Joins the rows of one sample's captures."""
 
-    def __init__(self, captures: Sequence[ResolvedCapture], held: FloatType) -> None:
-        """Captures of a request whose rows come as `held`."""
-        self._specs = [_SpecRows(i, capture, held) for i, capture in enumerate(captures)]
+    def __init__(
+        self, captures: Sequence[ResolvedCapture], held: FloatType, prompt_len: int
+    ) -> None:
+        """Captures of a request of `prompt_len` prompt tokens, whose rows come as `held`."""
+        self._specs = [
+            _SpecRows(index, capture, held, prompt_len) for index, capture in enumerate(captures)
+        ]
 
     def feed(self, rows: Rows) -> None:
         """Takes rows of one site."""
         for spec in self._specs:
             spec.feed(rows)
 
-    def ready(self, end: int) -> list[Block]:
-        """The rows below position `end` that all sites of their capture have, about 1 MiB each."""
-        return [block for spec in self._specs for block in spec.ready(end)]
+    def ready(self, generated: Sequence[int], end: int) -> list[Block]:
+        """The rows below position `end` that all sites of their capture have, about 1 MiB each.
+
+        `generated` are the sample's tokens, at least those below `end`.
+        """
+        return [block for spec in self._specs for block in spec.ready(generated, end)]
 
     def delivered(self, spec: int) -> Spans:
         """Positions of a capture that `ready` has given out."""
@@ -73,13 +81,17 @@ class CaptureStream:
 class _SpecRows:
     """Rows of one capture."""
 
-    def __init__(self, index: int, capture: ResolvedCapture, held: FloatType) -> None:
+    def __init__(
+        self, index: int, capture: ResolvedCapture, held: FloatType, prompt_len: int
+    ) -> None:
         self.delivered: Spans = ()
         self._index = index
         self._capture = capture
         self._held = held
-        self._starts = np.array([start for start, _ in capture.spans], dtype=np.int64)
-        self._ends = np.array([end for _, end in capture.spans], dtype=np.int64)
+        self._prompt_len = prompt_len
+        reach = capture.selection.reach
+        self._starts = np.array([start for start, _ in reach], dtype=np.int64)
+        self._ends = np.array([end for _, end in reach], dtype=np.int64)
         self._waiting: dict[int, list[tuple[Positions, RawArray]]] = {
             site: [] for site in capture.indices
         }
@@ -101,10 +113,14 @@ class _SpecRows:
         self._waiting[rows.site].append((positions, data))
         self._next[rows.site] = int(positions[-1]) + 1
 
-    def ready(self, end: int) -> Iterator[Block]:
+    def ready(self, generated: Sequence[int], end: int) -> Iterator[Block]:
         frontier = min(end, *self._next.values())
         taken = {site: self._take(site, frontier) for site in self._waiting}
         positions = _common([held for held, _ in taken.values()])
+        if self._capture.selection.conditions and len(positions):
+            first, past = int(positions[0]), int(positions[-1]) + 1
+            held = self._capture.selection.held(self._prompt_len, generated, first, past)
+            positions = positions[_within(positions, held)]
         if not len(positions):
             return
         rows = {
@@ -154,6 +170,15 @@ class _SpecRows:
                 )
 
 
+def _within(positions: Positions, spans: Spans) -> npt.NDArray[np.bool_]:
+    """Which of some positions lie in spans."""
+    starts = np.array([start for start, _ in spans], dtype=np.int64)
+    ends = np.array([end for _, end in spans], dtype=np.int64)
+    return np.searchsorted(starts, positions, side="right") > np.searchsorted(
+        ends, positions, side="right"
+    )
+
+
 def _common(parts: Sequence[Positions]) -> Positions:
     """The positions that all have; usually all have the same."""
     if all(np.array_equal(part, parts[0]) for part in parts[1:]):
@@ -175,11 +200,14 @@ def wire_runs(spans: Spans) -> list[types_pb2.PositionRun]:
     return [types_pb2.PositionRun(start=start, count=end - start) for start, end in spans]
 
 
-def to_captured(block: Block, sample: int, token_ids: Sequence[int]) -> capture_pb2.Captured:
+def to_captured(
+    block: Block, sample: int, token_ids: Sequence[int], *, baseline: bool = False
+) -> capture_pb2.Captured:
     """The message of a block; `token_ids` are those at its positions."""
     return capture_pb2.Captured(
         spec=block.spec,
         sample=sample,
+        baseline=baseline,
         sites=[to_wire(site) for site in block.sites],
         positions=wire_runs(runs(block.positions)),
         token_ids=token_ids,

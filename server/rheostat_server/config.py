@@ -61,8 +61,15 @@ class ServerConfig:
     capture_bytes: int = 512 * _MIB
     """Device memory for the ring that captured rows pass through."""
 
+    loras: tuple[tuple[str, str], ...] = ()
+    """(name, folder) of each LoRA adapter that requests may name."""
+
     vector_store_bytes: int = 1024 * _MIB
     """Memory of the server for stored vectors."""
+
+    vector_dir: str | None = None
+    """Folder that keeps stored vectors and their names over restarts, of this server alone. None:
+    they go with the server."""
 
     inline_capture_bytes: int = 512 * _MIB
     """Captured bytes of one request that may wait for a slow reader; beyond, it fails."""

@@ -7,29 +7,31 @@ ends and none enters.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rheostat_engine import CapacityLedger, Event, Plan, Shortage
+from rheostat_engine import CapacityLedger, Event, Installed, Plan
 from rheostat_server.admission import Admitted, Desk
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import (
-    BankFull,
-    CaptureOverflow,
+    CacheSuspect,
     Draining,
     DuplicateRequest,
     EngineLost,
     QueueFull,
     Resource,
-    RheostatError,
 )
 from rheostat_server.flight import Flight, Life
+from rheostat_server.global_steering import ServerWide
 from rheostat_server.host import Backend
+from rheostat_server.keeper import VectorKeeper
 from rheostat_server.limits import WAITING_REQUESTS
+from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
 from rheostat_server.prompts import Prompts
+from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ RELEASE_GRACE = 60.0
 UNSCHEDULED_GRACE = 2.0
 """Seconds after which a request of which the engine said nothing counts as never scheduled."""
 
-_RETRY = 1.0
+_ENDING = "the server is ending; it admits nothing more"
 
 
 @dataclass
@@ -71,18 +73,24 @@ class EngineHost:
         self.prompts = prompts
         self.loader = VectorLoader(backend, config.vector_store_bytes)
         self.store = self.loader.store
+        self.keeper = VectorKeeper(self.store)
         self.counts = Counts()
         self.lost = ""
         self.draining = False
-        self.ledger = CapacityLedger(
-            bank_rows=self.sites.bank_rows,
-            slots=self.sites.slots,
-            capture_rows=self.sites.capture_rows,
+        self.line = Line(
+            self.sites.capacity,
+            step_tokens=self.info.step_tokens,
+            patience=config.capacity_wait,
         )
+        self.server_wide = ServerWide(
+            self.info, self.sites, self.loader, self.line.refuse_what_never_fits
+        )
+        self.epoch = 0
+        """Part of every plan that starts; raised when the prefix cache may hold what it should
+        not."""
         self._config = config
         self._flights: dict[str, Flight] = {}
-        self._routes: dict[str, tuple[Flight, int]] = {}
-        self._turn = asyncio.Lock()
+        self._routes: dict[str, tuple[Flight, Life]] = {}
         self._changed = asyncio.Condition()
         self._settling: set[asyncio.Task[None]] = set()
         self._on_lost: Callable[[], None] = lambda: None
@@ -90,7 +98,12 @@ class EngineHost:
     @property
     def desk(self) -> Desk:
         """What requests are checked against."""
-        return Desk(self.info, self.sites, self.prompts, self.store)
+        return Desk(self.info, self.sites, self.prompts, self.store, self.server_wide.current)
+
+    @property
+    def ledger(self) -> CapacityLedger:
+        """What requests hold of the engine's capacity."""
+        return self.line.ledger
 
     @property
     def open_requests(self) -> int:
@@ -114,16 +127,12 @@ class EngineHost:
         self._check_open(admitted)
         flight = Flight(admitted, inline_bytes=self._config.inline_capture_bytes)
         self._flights[admitted.request_id] = flight
-        pinned: list[bytes] = []
         try:
-            for vector in admitted.vectors:
-                self.store.pin(vector)
-                pinned.append(vector.digest)
-            await self.loader.ensure(admitted.vectors)
+            await self.hold(flight, admitted.vectors)
             await self._reserve(flight)
             self._check_serving()
             self.counts.admitted += 1
-            flight.start(self.backend)
+            flight.start(self.backend, flight.lives, epoch=self.epoch)
             yield flight
         except Exception:
             flight.failed = True
@@ -132,35 +141,46 @@ class EngineHost:
             self._count(flight)
             flight.close()
             if flight.settled:
-                self._give_back(flight, pinned)
+                self._give_back(flight)
             else:
-                task = asyncio.create_task(self._settle(flight, pinned))
+                task = asyncio.create_task(self._settle(flight))
                 self._settling.add(task)
                 task.add_done_callback(self._settling.discard)
 
-    def new_bank_rows(self, plan: Plan, prompt_len: int) -> int:
-        """Bank rows that a plan would need beyond those that are held.
+    def new_bank_rows(self, admitted: Admitted) -> int:
+        """Bank rows that a request, without its baseline, would need beyond those that are held.
 
         Raises:
-            BankFull, CaptureOverflow: it could never be admitted.
+            BankFull, CaptureOverflow: it could never run.
         """
-        probe = Plan(f"{plan.request_id} probe", plan.additions, plan.captures)
-        before = self.ledger.bank_rows_used
-        shortage = self._admit(probe, prompt_len)
-        if shortage is None:
-            needed = self.ledger.bank_rows_used - before
-            self.ledger.release(probe.request_id)
-            return needed
-        if not shortage.ever:
-            raise _refusal(shortage, retry_after=None)
-        return shortage.needed if shortage.resource == "bank rows" else len(plan.row_keys())
+        room = _room(Flight(admitted, inline_bytes=0))
+        self.line.refuse_what_never_fits(room, admitted.prompt_len)
+        return self.ledger.new_keys(admitted.plan, "bank_rows")
+
+    async def hold(self, flight: Flight, vectors: Sequence[Vector]) -> None:
+        """Keeps vectors in the store until a flight ends; returns once the workers have them.
+
+        Raises:
+            StoreFull: there is no room for them.
+            EngineLost: the engine is gone.
+        """
+        for vector in vectors:
+            self.store.pin(vector)
+            flight.pinned.append(vector.digest)
+        await self.loader.ensure(vectors)
+
+    def launch(self, flight: Flight, life: Life) -> None:
+        """Runs something more in a flight, which needs nothing that the flight does not hold."""
+        flight.lives.append(life)
+        self._route(flight, life)
+        flight.start(self.backend, [life], epoch=self.epoch)
 
     async def drain(self, timeout: float | None) -> Drained:
         """Lets nothing in and waits for what runs; after `timeout` seconds aborts the rest."""
         self.draining = True
+        self.line.close(Draining(_ENDING))
         running = len(self._flights)
         _LOG.info("draining, %d requests in flight", running)
-        await self._notify()
         try:
             async with asyncio.timeout(timeout):
                 await self._until_empty()
@@ -188,62 +208,63 @@ class EngineHost:
             )
         samples = sum(len(flight.lives) for flight in self._flights.values())
         if samples >= self.info.running_samples + WAITING_REQUESTS:
-            raise QueueFull(f"{samples} samples run or wait", retry_after=_RETRY)
+            raise QueueFull(f"{samples} samples run or wait", retry_after=RETRY)
 
     def _check_serving(self) -> None:
         if self.lost:
             raise EngineLost(self.lost)
         if self.draining:
-            raise Draining("the server is ending; it admits nothing more")
+            raise Draining(_ENDING)
 
     async def _reserve(self, flight: Flight) -> None:
-        """Enters the ledger in turn, waiting for others to leave it if they must."""
-        planned = [life for life in flight.lives if life.job.has_plan]
-        if not planned:
-            return
-        shortage: Shortage | None = None
-        try:
-            async with asyncio.timeout(self._config.capacity_wait), self._turn, self._changed:
-                while (shortage := self._enter(flight, planned)) is not None:
-                    if not shortage.ever or self.ledger.requests == 0:
-                        raise _refusal(shortage, retry_after=None)
-                    await self._changed.wait()
-                    self._check_serving()
-        except TimeoutError as error:
-            if shortage is None:
-                raise BankFull(
-                    "others wait for bank rows too; none came free in time", retry_after=_RETRY
-                ) from error
-            raise _refusal(shortage, retry_after=_RETRY) from error
+        """Reserves what a flight needs of the engine, in turn."""
+        room = _room(flight)
+        if room:
+            await self.line.enter(
+                room,
+                prompt_len=flight.admitted.prompt_len,
+                wait=flight.admitted.waits,
+                held=flight.reserved,
+            )
+        for life in flight.lives:
+            self._route(flight, life)
 
-    def _enter(self, flight: Flight, planned: list[Life]) -> Shortage | None:
-        entered: list[str] = []
-        for life in planned:
-            shortage = self._admit(life.job.plan, flight.admitted.prompt_len)
-            if shortage is not None:
-                for plan_id in entered:
-                    self.ledger.release(plan_id)
-                return shortage
-            entered.append(life.job.plan.request_id)
-        for life in planned:
-            self._routes[life.job.plan.request_id] = (flight, life.job.sample)
-        return None
-
-    def _admit(self, plan: Plan, prompt_len: int) -> Shortage | None:
-        return self.ledger.admit(plan, prompt_len=prompt_len, max_step_tokens=self.info.step_tokens)
+    def _route(self, flight: Flight, life: Life) -> None:
+        if life.job.has_plan:
+            self._routes[life.plan_id] = (flight, life)
 
     def _deliver(self, event: Event) -> None:
         route = self._routes.get(event.request_id)
         if route is None:
             _LOG.warning("an event of %s, which nobody waits for", event.request_id)
-            return
-        flight, sample = route
-        flight.deliver(sample, event)
+        else:
+            flight, life = route
+            flight.deliver(life, event)
+        if isinstance(event, Installed) and event.error:
+            self._doubt_cache()
+
+    def _doubt_cache(self) -> None:
+        """Lets nobody use blocks that were computed while their plan was not in force.
+
+        Later requests look under other keys. Those that run may have read such a block already.
+        """
+        self.epoch += 1
+        _LOG.warning("the prefix cache is in doubt: epoch %d", self.epoch)
+        for flight in self._flights.values():
+            if flight.touches_kv:
+                flight.fail(
+                    CacheSuspect(
+                        "the engine could not take up the plan of another request; this one may "
+                        "have read what that one left in the prefix cache. Send it again",
+                        retry_after=RETRY,
+                    )
+                )
 
     def _lose(self, reason: str) -> None:
         if self.lost:
             return
         self.lost = reason
+        self.line.close(EngineLost(reason))
         _LOG.error("the engine is lost: %s", reason)
         for flight in self._flights.values():
             flight.fail(EngineLost(reason))
@@ -252,21 +273,21 @@ class EngineHost:
         self._on_lost()
         self._notify_soon()
 
-    async def _settle(self, flight: Flight, pinned: list[bytes]) -> None:
+    async def _settle(self, flight: Flight) -> None:
         """Gives back what a request held once the engine has let go of it."""
         tasks = [life.task for life in flight.lives if life.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
-        held = [life for life in flight.lives if life.job.plan.request_id in self._routes]
+        held = [life for life in flight.lives if life.plan_id in self._routes]
         await asyncio.gather(*(_until_released(life) for life in held))
-        self._give_back(flight, pinned)
+        self._give_back(flight)
 
-    def _give_back(self, flight: Flight, pinned: list[bytes]) -> None:
+    def _give_back(self, flight: Flight) -> None:
         for life in flight.lives:
-            if self._routes.pop(life.job.plan.request_id, None) is not None:
-                self.ledger.release(life.job.plan.request_id)
-        for digest in pinned:
+            self._routes.pop(life.plan_id, None)
+        for digest in flight.pinned:
             self.store.unpin(digest)
         del self._flights[flight.admitted.request_id]
+        self.line.leave(flight.reserved)
         self._notify_soon()
 
     def _count(self, flight: Flight) -> None:
@@ -293,12 +314,24 @@ class EngineHost:
         task.add_done_callback(self._settling.discard)
 
 
+def _room(flight: Flight) -> list[Plan]:
+    """What the samples of a flight need together.
+
+    They share what their acts take, and give it back together: the first one's are counted.
+    """
+    return [
+        life.job.plan if life.sample == 0 else replace(life.job.plan, acts=())
+        for life in flight.lives
+        if life.job.has_plan
+    ]
+
+
 async def _until_released(life: Life) -> None:
     """Returns once the engine has let go of a sample, or can be taken to have done so."""
     if await _released_within(life, UNSCHEDULED_GRACE) or not life.installed:
         return
     if not await _released_within(life, RELEASE_GRACE):
-        _LOG.error("the engine never released %s", life.job.plan.request_id)
+        _LOG.error("the engine never released %s", life.plan_id)
 
 
 async def _released_within(life: Life, seconds: float) -> bool:
@@ -308,22 +341,3 @@ async def _released_within(life: Life, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _refusal(shortage: Shortage, *, retry_after: float | None) -> RheostatError:
-    text = f"the request needs {shortage.needed} more {shortage.resource}; {shortage.free} are free"
-    if shortage.resource == "capture rows":
-        return CaptureOverflow(
-            f"{text}. Capture fewer sites or tokens, or raise the server's --capture-mib",
-            field="captures",
-            retry_after=retry_after,
-        )
-    if shortage.resource == "slots":
-        advice = "Use fewer different combinations of interventions; the number of slots is fixed"
-    else:
-        advice = "Use fewer distinct configurations, or raise the server's --bank-mib"
-    return BankFull(
-        f"{text}. {advice}",
-        field="steering",
-        retry_after=retry_after,
-    )

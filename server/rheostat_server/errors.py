@@ -5,15 +5,16 @@
     │   ├── MissingField · InvalidValue · UnknownEnum · NonFinite
     │   ├── EmptySelector · InvalidPosition · SpanNotFound · SpanAmbiguous
     │   ├── UnknownLayer · UnknownToken · PromptTooLong
-    │   └── TensorPayload · VectorShape · DigestMismatch · TruncatedUpload
+    │   └── TensorPayload · VectorShape · ZeroVector · DigestMismatch · TruncatedUpload
     ├── AlreadyExists ── DuplicateRequest
-    ├── NotFound ── VectorNotFound · NameNotFound · LoraNotFound
+    ├── NotFound ── VectorNotFound · NameNotFound · RequestNotFound · LoraNotFound
     ├── FailedPrecondition
-    │   └── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
+    │   ├── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
+    │   └── VersionConflict
     ├── ResourceExhausted ── BankFull · QueueFull · StoreFull · MessageTooLarge · CaptureOverflow
     ├── DataLoss ── RowsLost
     ├── DeadlineExceeded ── DeadlinePassed
-    ├── Unavailable ── WarmingUp · Draining · EngineLost
+    ├── Unavailable ── WarmingUp · Draining · EngineLost · CacheSuspect
     ├── Unimplemented ── NotImplementedHere
     └── Internal ── Defect
 
@@ -199,6 +200,12 @@ class VectorShape(InvalidArgument):
     reason = "REASON_VECTOR_SHAPE"
 
 
+class ZeroVector(InvalidArgument):
+    """A vector that is normalised is zero."""
+
+    reason = "REASON_ZERO_VECTOR"
+
+
 class DigestMismatch(InvalidArgument):
     """An upload's bytes do not have the digest that its header gives."""
 
@@ -235,6 +242,12 @@ class NameNotFound(NotFound):
     reason = "REASON_NAME_NOT_FOUND"
 
 
+class RequestNotFound(NotFound):
+    """No such request is running."""
+
+    reason = "REASON_REQUEST_NOT_FOUND"
+
+
 class LoraNotFound(NotFound):
     """No such adapter is loaded."""
 
@@ -269,6 +282,12 @@ class NoChatTemplate(FailedPrecondition):
     """The model has no chat template."""
 
     reason = "REASON_NO_CHAT_TEMPLATE"
+
+
+class VersionConflict(FailedPrecondition):
+    """The server-wide steering has another version."""
+
+    reason = "REASON_VERSION_CONFLICT"
 
 
 class BankFull(ResourceExhausted):
@@ -331,6 +350,12 @@ class EngineLost(Unavailable):
     reason = "REASON_ENGINE_LOST"
 
 
+class CacheSuspect(Unavailable):
+    """The request may have read KV that was computed without the plan that it was cached under."""
+
+    reason = "REASON_CACHE_SUSPECT"
+
+
 class NotImplementedHere(Unimplemented):
     """This server does not have this rpc or feature."""
 
@@ -365,3 +390,9 @@ class EngineFailed(StartupError):
     """The engine did not come up."""
 
     exit_code = 5
+
+
+class VectorDirFailed(StartupError):
+    """The folder of vectors cannot be used."""
+
+    exit_code = 6

@@ -8,15 +8,19 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from enum import Enum
 from typing import NamedTuple
 
+from rheostat._proto.v1 import monitor_pb2
 from rheostat_engine import Event, Installed, Plan, Released, Rows
 from rheostat_server.admission import Admitted
+from rheostat_server.baseline import watched_sampling
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
+from rheostat_server.steering import Intervention
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,27 +28,68 @@ _LOG = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 """Tells flights apart whose requests have the same id, one after the other."""
 
+Notice = monitor_pb2.UpdateApplied | monitor_pb2.UpdateRefused
+"""What became of an update."""
 
-class Item(NamedTuple):
-    """Something that happened to a sample."""
 
-    sample: int
-    what: Delta | Event
+class Role(Enum):
+    """What something runs for."""
+
+    OWN = ""
+    """A sample of the request."""
+    BASELINE = "b"
+    """The same sample without the request's steering."""
+    SCORE = "s"
+    """The baseline reading what a sample has generated."""
+
+
+class Amendment(NamedTuple):
+    """A change of a sample's steering while it ran."""
+
+    update_id: int
+    """The update."""
+    first: int
+    """The first position on which it acts."""
+    interventions: tuple[Intervention, ...]
+    """What acts from there on, server-wide ones first."""
 
 
 class Life:
     """One sample in the engine."""
 
-    def __init__(self, job: Job) -> None:
-        """A sample that has not started."""
+    def __init__(self, job: Job, role: Role, sample: int) -> None:
+        """A sample that has not started.
+
+        Args:
+            job: as the engine gets it.
+            role: what it runs for.
+            sample: which of the request's samples it is or concerns.
+        """
         self.job = job
+        self.role = role
+        self.sample = sample
+        self.amendments: list[Amendment] = []
         self.task: asyncio.Task[None] | None = None
         self.ended = False
         self.heard = False
         self.installed = False
+        self.known = asyncio.Event()
+        """Set once the engine holds it or never will."""
         self.released = asyncio.Event()
         if not job.has_plan:
             self.released.set()
+
+    @property
+    def plan_id(self) -> str:
+        """Under which the engine knows it."""
+        return self.job.plan.request_id
+
+
+class Item(NamedTuple):
+    """Something that happened to a sample."""
+
+    life: Life
+    what: Delta | Event
 
 
 class Flight:
@@ -62,15 +107,27 @@ class Flight:
         self.completed = False
         self.failed = False
         self.aborted = False
+        self.unanswered = 0
+        """Updates whose answer `next` has not given out."""
+        self.pinned: list[bytes] = []
+        """Vectors that the store keeps for it."""
+        self.reserved: list[str] = []
+        """Under which the ledger holds something for it."""
+        self._number = next(_NUMBERS)
         self.lives = [
-            Life(Job(plan, admitted.prompt.token_ids, admitted.sampling, sample))
-            for sample, plan in enumerate(_plans(admitted))
+            *self._samples(Role.OWN, admitted.plan),
+            *(self._samples(Role.BASELINE, admitted.baseline.plan) if admitted.baseline else ()),
         ]
         self._inline_bytes = inline_bytes
         self._waiting_bytes = 0
         self._waiting_rows = 0
-        self._queue: asyncio.Queue[Item | RheostatError] = asyncio.Queue()
+        self._queue: asyncio.Queue[Item | Notice | RheostatError] = asyncio.Queue()
         self._closed = False
+
+    @property
+    def own(self) -> list[Life]:
+        """The request's samples."""
+        return [life for life in self.lives if life.role is Role.OWN]
 
     @property
     def idle(self) -> bool:
@@ -85,17 +142,29 @@ class Flight:
             for life in self.lives
         )
 
-    def never_scheduled(self, sample: int) -> bool:
+    @property
+    def touches_kv(self) -> bool:
+        """Whether something of it runs whose KV interventions change."""
+        return any(life.task is not None and life.job.plan.touches_kv for life in self.lives)
+
+    def never_scheduled(self, life: Life) -> bool:
         """Whether a sample was aborted before the engine said anything of it."""
-        life = self.lives[sample]
         return self.aborted and not life.installed and not life.heard
 
-    def start(self, backend: Backend) -> None:
-        """Starts every sample."""
-        for life in self.lives:
-            life.task = asyncio.create_task(self._pump(life, backend))
+    def plan_id(self, sample: int | str, role: Role = Role.OWN) -> str:
+        """An id that no plan of another flight of this process has."""
+        return f"{self.admitted.request_id}#{sample}{role.value}@{self._number}"
 
-    async def next(self) -> Item:
+    def start(self, backend: Backend, lives: Sequence[Life], *, epoch: int) -> None:
+        """Starts samples, whose KV is cached under an epoch; see `Plan.epoch`."""
+        for life in lives:
+            if self._closed:
+                life.released.set()
+            else:
+                life.job = replace(life.job, plan=replace(life.job.plan, epoch=epoch))
+                life.task = asyncio.create_task(self._pump(life, backend))
+
+    async def next(self) -> Item | Notice:
         """What happened next.
 
         Raises:
@@ -104,16 +173,18 @@ class Flight:
         item = await self._queue.get()
         if isinstance(item, RheostatError):
             raise item
-        if isinstance(item.what, Rows):
+        if not isinstance(item, Item):
+            self.unanswered -= 1
+        elif isinstance(item.what, Rows):
             self._waiting_bytes -= item.what.data.nbytes
             self._waiting_rows -= len(item.what.data)
         return item
 
-    def deliver(self, sample: int, event: Event) -> None:
+    def deliver(self, life: Life, event: Event) -> None:
         """Takes an event of the side channel."""
-        life = self.lives[sample]
         if isinstance(event, Installed):
             life.installed = True
+            life.known.set()
             if event.error:
                 _LOG.error("plan %s is not in force: %s", event.request_id, event.error)
                 self.fail(Defect("the engine could not take up the request's plan"))
@@ -124,7 +195,11 @@ class Flight:
             self._waiting_rows += len(event.data)
             if self._waiting_bytes > self._inline_bytes:
                 self._overflow()
-        self._put(Item(sample, event))
+        self._put(Item(life, event))
+
+    def answer(self, notice: Notice) -> None:
+        """Says what became of an update."""
+        self._put(notice)
 
     def fail(self, error: RheostatError) -> None:
         """Ends the request with an error; the first one counts."""
@@ -137,18 +212,40 @@ class Flight:
         for life in self.lives:
             if not life.ended:
                 life.ended = True
+                life.known.set()
                 if life.task is not None:
                     life.task.cancel()
-                self._put(Item(life.job.sample, Delta(ending=Ending.ABORTED)))
+                self._put(Item(life, Delta(ending=Ending.ABORTED)))
 
     def close(self) -> None:
         """Stops the samples and takes nothing more."""
         self._closed = True
         for life in self.lives:
+            life.known.set()
             if life.task is not None:
                 life.task.cancel()
 
-    def _put(self, item: Item | RheostatError) -> None:
+    def _samples(self, role: Role, plan: Plan) -> list[Life]:
+        admitted = self.admitted
+        sampling = admitted.sampling
+        if role is Role.OWN and admitted.baseline is not None:
+            sampling = watched_sampling(sampling, admitted.baseline)
+        return [
+            Life(
+                Job(
+                    replace(plan, request_id=self.plan_id(sample, role)),
+                    admitted.prompt.token_ids,
+                    sampling,
+                    sample,
+                    admitted.lora,
+                ),
+                role,
+                sample,
+            )
+            for sample in range(sampling.samples)
+        ]
+
+    def _put(self, item: Item | Notice | RheostatError) -> None:
         if not self._closed:
             self._queue.put_nowait(item)
 
@@ -169,18 +266,13 @@ class Flight:
                 async for delta in deltas:
                     life.heard = True
                     life.ended = delta.ending is not None
-                    self._put(Item(life.job.sample, delta))
+                    self._put(Item(life, delta))
             if not life.ended:
                 raise Defect("the engine ended a sample without saying why")
         except RheostatError as error:
             self.fail(error)
         except Exception as error:  # a task's end: whatever it is, the request must hear of it
-            _LOG.error("sample %s failed", life.job.plan.request_id, exc_info=error)
+            _LOG.error("sample %s failed", life.plan_id, exc_info=error)
             self.fail(Defect("the engine could not run the request"))
-
-
-def _plans(admitted: Admitted) -> Iterator[Plan]:
-    """The plan of every sample, under an id that no other flight of this process has."""
-    number = next(_NUMBERS)
-    for sample in range(admitted.sampling.samples):
-        yield replace(admitted.plan, request_id=f"{admitted.request_id}#{sample}@{number}")
+        finally:
+            life.known.set()

@@ -6,7 +6,7 @@ reason, aborts the request in the engine.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 
 from rheostat._proto.v1 import capture_pb2, generation_pb2, types_pb2
 from rheostat_engine import Installed, Plan, Released, Rows
@@ -14,36 +14,54 @@ from rheostat_server.admission import Admitted
 from rheostat_server.capture_stream import to_captured, wire_runs
 from rheostat_server.engine import RELEASE_GRACE, UNSCHEDULED_GRACE, EngineHost
 from rheostat_server.errors import Defect, RowsLost
-from rheostat_server.flight import Flight, Item
+from rheostat_server.flight import Flight, Item, Life, Notice, Role
 from rheostat_server.host import Delta
 from rheostat_server.offload import offload
-from rheostat_server.receipts import write_receipt
+from rheostat_server.receipts import receipt_work, write_receipt
 from rheostat_server.sample import Response, Sample
-from rheostat_server.selection import clipped
+from rheostat_server.scoring import Score, scoring_life
 from rheostat_server.tensors import FloatType
 
 _LOG = logging.getLogger(__name__)
 
+Companion = Callable[[Flight], Coroutine[None, None, None]]
+"""Runs beside a stream until the stream ends."""
 
-async def run(admitted: Admitted, host: EngineHost) -> AsyncGenerator[Response, None]:
+
+async def run(
+    admitted: Admitted, host: EngineHost, companion: Companion | None = None
+) -> AsyncGenerator[Response | Notice, None]:
     """Runs a request and says what happens.
+
+    Args:
+        admitted: the request.
+        host: where it runs.
+        companion: what changes it meanwhile; there are no notices without.
 
     Raises:
         RheostatError: it could not begin, or failed.
     """
     async with host.fly(admitted) as flight:
         yield _started(admitted, host)
-        stream = _Stream(admitted, flight, FloatType(host.sites.dtype))
-        async for response in stream.responses():
-            yield response
-        yield Response(receipt=write_receipt(admitted, stream.samples))
+        stream = _Stream(admitted, flight, host)
+        beside = asyncio.create_task(companion(flight)) if companion is not None else None
+        try:
+            async for response in stream.responses():
+                yield response
+        finally:
+            if beside is not None:
+                beside.cancel()
+                await asyncio.wait({beside})
+        work = receipt_work(admitted, stream.own)
+        receipt = await offload(work, write_receipt, admitted, stream.own)
+        yield Response(receipt=receipt)
         flight.completed = True
     _LOG.info(
         "request %s: %d prompt tokens, %d generated, %d interventions, %d captures",
         admitted.request_id,
         admitted.prompt_len,
-        sum(len(sample.tokens) for sample in stream.samples),
-        len(admitted.additions),
+        sum(len(sample.tokens) for sample in stream.own),
+        len(admitted.interventions),
         len(admitted.captures),
     )
 
@@ -63,30 +81,47 @@ def _started(admitted: Admitted, host: EngineHost) -> Response:
 class _Stream:
     """Turns what happens in a flight into messages."""
 
-    def __init__(self, admitted: Admitted, flight: Flight, held: FloatType) -> None:
-        self.samples = [
-            Sample(admitted, life.job, held, flight.admitted_at) for life in flight.lives
-        ]
+    def __init__(self, admitted: Admitted, flight: Flight, host: EngineHost) -> None:
+        held = FloatType(host.sites.dtype)
+        self._samples = {
+            life: Sample(admitted, life, held, flight.admitted_at) for life in flight.lives
+        }
+        self._scores: dict[Life, Score] = {}
         self._admitted = admitted
         self._flight = flight
+        self._host = host
         self._held_back: list[Item] = []
-        self._prompt_logprobs_due = admitted.sampling.prompt_logprobs is not None
+        wanted = admitted.sampling.prompt_logprobs is not None
+        self._prompt_logprobs_due = {life.role for life in flight.lives if wanted}
         self._silence = UNSCHEDULED_GRACE
 
-    async def responses(self) -> AsyncIterator[Response]:
+    @property
+    def own(self) -> list[Sample]:
+        """The request's own samples, in order."""
+        return [self._samples[life] for life in self._flight.own]
+
+    async def responses(self) -> AsyncIterator[Response | Notice]:
         """Every message between Started and Receipt."""
-        while not all(sample.done for sample in self.samples):
+        while self._flight.unanswered or self._open():
             item = await self._next()
+            if not isinstance(item, Item):
+                yield item
+                continue
             for response in self._take(item):
                 yield response
+            if item.life in self._scores and self._scores[item.life].done:
+                found = await self._scores[item.life].divergence(self._admitted.prompt_len)
+                if found is not None:
+                    yield Response(divergence=found)
             if self._flight.idle:
                 async for response in self._captured():
                     yield response
         async for response in self._captured():
             yield response
+        lost = 0
         for response in self._dropped():
+            lost += response.dropped.rows
             yield response
-        lost = sum(s.released.lost_rows for s in self.samples if s.released is not None)
         if lost:
             raise RowsLost(
                 f"{lost} captured rows are lost: the ring was full. Capture fewer sites or "
@@ -94,15 +129,20 @@ class _Stream:
                 metadata={"rows": str(lost)},
             )
 
-    async def _next(self) -> Item:
+    def _open(self) -> list[Life]:
+        """All of which something may still come."""
+        tracks: dict[Life, Sample | Score] = {**self._samples, **self._scores}
+        return [life for life, track in tracks.items() if not track.done]
+
+    async def _next(self) -> Item | Notice:
         """What happens next; once all samples have ended the engine has limited time for it.
 
         Samples of which it says nothing fall silent together: what is waited for one is for all.
         """
-        waiting = [sample.index for sample in self.samples if not sample.done]
-        if not all(self._flight.lives[index].ended for index in waiting):
+        waiting = self._open()
+        if self._flight.unanswered or not all(life.ended for life in waiting):
             return await self._flight.next()
-        silent = [index for index in waiting if self._flight.never_scheduled(index)]
+        silent = [life for life in waiting if self._flight.never_scheduled(life)]
         try:
             async with asyncio.timeout(self._silence if silent else RELEASE_GRACE):
                 return await self._flight.next()
@@ -110,10 +150,14 @@ class _Stream:
             if not silent:
                 raise Defect("the engine did not report the request's end") from error
             self._silence = 0.0
-            return Item(silent[0], _never_ran(self._flight.lives[silent[0]].job.plan))
+            return Item(silent[0], _never_ran(silent[0].job.plan))
 
     def _take(self, item: Item) -> list[Response]:
-        sample, what = self.samples[item.sample], item.what
+        life, what = item
+        if life in self._scores:
+            self._scores[life].take(what)
+            return []
+        sample = self._samples[life]
         if isinstance(what, Rows):
             sample.captures.feed(what)
             return []
@@ -130,42 +174,62 @@ class _Stream:
         """Lets out the deltas whose sample is in force and that nothing else must precede."""
         responses: list[Response] = []
         kept: list[Item] = []
-        if self._prompt_logprobs_due:
-            self._held_back.sort(key=lambda item: item.sample)
+        due = self._prompt_logprobs_due
+        if due:
+            self._held_back.sort(key=lambda item: item.life.sample)
         for item in self._held_back:
-            sample, delta = self.samples[item.sample], item.what
+            life, delta = item
+            sample = self._samples[life]
             assert isinstance(delta, Delta)
-            in_force = sample.installed or self._flight.never_scheduled(item.sample)
-            if not in_force or (self._prompt_logprobs_due and item.sample > 0):
+            in_force = sample.installed or self._flight.never_scheduled(life)
+            if not in_force or (life.role in due and life.sample > 0):
                 kept.append(item)
                 continue
-            self._prompt_logprobs_due = False
+            due.discard(life.role)
             responses += sample.take(delta)
+            if sample.ended:
+                responses += self._compare(life, sample)
         self._held_back = kept
         return responses
 
+    def _compare(self, life: Life, sample: Sample) -> list[Response]:
+        """Lets the baseline read a sample of the request's own that has ended."""
+        baseline = self._admitted.baseline
+        if baseline is None or life.role is not Role.OWN or self._flight.aborted:
+            return []
+        reader = scoring_life(self._flight, baseline, sample)
+        if reader is None:
+            return [Response(divergence=generation_pb2.Divergence(sample=sample.index))]
+        self._scores[reader] = Score(sample, reader)
+        self._host.launch(self._flight, reader)
+        return []
+
     async def _captured(self) -> AsyncIterator[Response]:
-        for sample in self.samples:
-            for block in sample.captures.ready(sample.row_end):
+        for life, sample in self._samples.items():
+            baseline = life.role is Role.BASELINE
+            for block in sample.captures.ready(sample.tokens, sample.row_end):
                 tokens = sample.token_ids(block.positions.tolist())
-                message = await offload(block.size, to_captured, block, sample.index, tokens)
+                message = await offload(
+                    block.size, to_captured, block, sample.index, tokens, baseline=baseline
+                )
                 yield Response(captured=message)
 
     def _dropped(self) -> list[Response]:
         """For samples that lost rows: which."""
         responses = []
-        for sample in self.samples:
+        for life, sample in self._samples.items():
             if sample.released is None or not sample.released.lost_rows:
                 continue
             start, end = sample.released.computed
             for spec, capture in enumerate(self._admitted.captures):
-                selected = clipped(capture.spans, start, min(end, sample.row_end))
+                selected = sample.held(capture.selection, start, min(end, sample.row_end))
                 missing = sample.captures.missing(spec, selected)
                 count = sum(stop - begin for begin, stop in missing)
                 if count:
                     dropped = capture_pb2.Dropped(
                         spec=spec,
                         sample=sample.index,
+                        baseline=life.role is Role.BASELINE,
                         rows=count * len(capture.sites),
                         positions=wire_runs(missing),
                     )
@@ -177,7 +241,8 @@ def _never_ran(plan: Plan) -> Released:
     """What the engine would say of a sample that was aborted before it was scheduled."""
     return Released(
         request_id=plan.request_id,
-        tokens_added=(0,) * len(plan.additions),
+        doses=(),
+        measured=True,
         captured={},
         lost_rows=0,
         preemptions=0,

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from rheostat._proto.v1 import generation_pb2
-from rheostat_engine import Event, ModelSites, Plan
+from rheostat_engine import Act, Event, ModelSites, Plan
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sampling import SamplingSettings
 from rheostat_server.tokenizer import Tokenizer
@@ -62,7 +62,8 @@ class Job:
     @property
     def has_plan(self) -> bool:
         """Whether the engine does anything to it, and thus sends events."""
-        return bool(self.plan.additions or self.plan.captures)
+        plan = self.plan
+        return bool(plan.acts or plan.captures) or plan.private_from is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,22 @@ class Backend(Protocol):
 
         Raises:
             EngineLost: the engine is gone.
+        """
+
+    async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
+        """Puts `acts` in place of a running sample's from its next step on.
+
+        Args:
+            plan_id: id of the sample's plan.
+            acts: what is done to it from then on; their vectors are loaded.
+            not_before: position before which nothing changes.
+
+        Returns:
+            The first position on which they act; None where the engine does not hold the sample.
+
+        Raises:
+            EngineLost: the engine is gone.
+            Defect: a worker could not take the acts up.
         """
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:

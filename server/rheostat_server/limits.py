@@ -26,6 +26,9 @@ VECTOR_ROWS = 1024
 INTERVENTIONS = 256
 """Most interventions of a request."""
 
+DIRECTIONS = 8
+"""Most directions of an op."""
+
 CAPTURES = 16
 """Most captures of a request."""
 
@@ -67,6 +70,21 @@ LABELS = 16
 
 NAMES = 65536
 """Most names in the store of vectors."""
+
+DERIVED_PROMPTS = 1024
+"""Most prompts of each of the two sets of a contrast."""
+
+DERIVED_BYTES = 1024 * MIB
+"""Bytes of rows that all contrasts together may hold."""
+
+UPDATES = 256
+"""Most changes of steering that a session can carry out."""
+
+WAITING_UPDATES = 16
+"""Most changes of steering that may wait in a session."""
+
+UNREAD_ANSWERS = 1024
+"""Most answers to a session's messages that may wait for its client to read them."""
 
 WAITING_REQUESTS = 1024
 """Samples that may wait beyond those that run."""

@@ -25,6 +25,8 @@ class ModelInfo:
     """Whether the model is compiled."""
     prefix_caching: bool
     """Whether prefix caching is on."""
+    loras: tuple[str, ...]
+    """Names of its adapters."""
     tensor_parallel: int
     """Tensor-parallel ranks."""
     pipeline_parallel: int

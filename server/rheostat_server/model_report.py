@@ -3,25 +3,19 @@
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from google.protobuf import duration_pb2
+
 from rheostat._proto.v1 import engine_service_pb2, receipt_pb2, types_pb2
 from rheostat_engine import ModelSites, Point, Site
 from rheostat_server import limits
 from rheostat_server.engine import EngineHost
 from rheostat_server.model_info import ModelInfo
+from rheostat_server.ops import NO_REPLACE, SERVED
 from rheostat_server.sites import BRANCH_REFUSAL, BRANCHES, ENGINE_POINTS
-from rheostat_server.steering import ONLY_ADD, OPS
 from rheostat_server.tensors import FloatType
 
 _pb = engine_service_pb2
 
-_OP_VALUES = {
-    "add": receipt_pb2.OP_ADD,
-    "norm_add": receipt_pb2.OP_NORM_ADD,
-    "ablate": receipt_pb2.OP_ABLATE,
-    "clamp": receipt_pb2.OP_CLAMP,
-    "scale": receipt_pb2.OP_SCALE,
-    "replace": receipt_pb2.OP_REPLACE,
-}
 _NO_GATE = "gates are not served yet"
 
 
@@ -34,12 +28,13 @@ def report_model(host: EngineHost) -> engine_service_pb2.GetModelResponse:
         layers=sites.num_layers,
         width=sites.width,
         vocabulary=info.vocabulary,
+        loras=info.loras,
         dtype=FloatType(sites.dtype).wire,
         sites=_groups(sites),
         has_tokenizer=host.prompts.has_tokenizer,
         has_chat_template=host.prompts.has_chat_template,
         engine=_engine(info, sites),
-        limits=_limits(info, sites),
+        limits=_limits(host),
         build_version=build_version(),
         api_version="rheostat.v1",
     )
@@ -78,15 +73,13 @@ def _group(
     def ability(why_not: str) -> engine_service_pb2.Ability:
         return _pb.Ability(served=not why_not, why_not=why_not)
 
-    ops = {"add": "", **{op: f"{name} {ONLY_ADD}" for op, name in OPS.items()}}
+    ops = {**dict.fromkeys(SERVED.values(), ""), receipt_pb2.OP_REPLACE: NO_REPLACE}
     return _pb.SiteGroup(
         point=point,
         layers=layers,
         capture=ability(refusal),
         ops=[
-            _pb.OpAbility(
-                op=_OP_VALUES[op], ability=ability(refusal or why_not), gate=ability(_NO_GATE)
-            )
+            _pb.OpAbility(op=op, ability=ability(refusal or why_not), gate=ability(_NO_GATE))
             for op, why_not in ops.items()
         ],
     )
@@ -106,17 +99,21 @@ def _engine(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Engine:
     )
 
 
-def _limits(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Limits:
+def _limits(host: EngineHost) -> engine_service_pb2.Limits:
+    info, sites = host.info, host.sites
+    wait = duration_pb2.Duration()
+    wait.FromMilliseconds(int(host.line.patience * 1000))
     return _pb.Limits(
         model_tokens=info.model_tokens,
         running_requests=info.running_samples,
         waiting_requests=limits.WAITING_REQUESTS,
-        bank_rows=sites.bank_rows,
-        capture_rows_per_step=sites.capture_rows,
+        bank_rows=sites.capacity.bank_rows,
+        capture_rows_per_step=sites.capacity.capture_rows,
         control_message_bytes=limits.CONTROL_MESSAGE_BYTES,
         tensor_message_bytes=limits.TENSOR_MESSAGE_BYTES,
         vector_bytes=limits.VECTOR_BYTES,
         inline_vector_bytes=limits.INLINE_VECTOR_BYTES,
         samples=limits.SAMPLES,
         logprobs=info.logprobs,
+        capacity_wait=wait,
     )

@@ -4,14 +4,18 @@ Invariant: nothing of a sample goes out before the engine says that its plan is 
 """
 
 import time
+from collections.abc import Sequence
 
 from google.protobuf import duration_pb2
 
 from rheostat._proto.v1 import generation_pb2, generation_service_pb2, types_pb2
-from rheostat_engine import Released
+from rheostat_engine import Released, Spans
 from rheostat_server.admission import Admitted
+from rheostat_server.baseline import asked_for
 from rheostat_server.capture_stream import CaptureStream
-from rheostat_server.host import Delta, Ending, Job
+from rheostat_server.flight import Amendment, Life, Role
+from rheostat_server.host import Delta, Ending
+from rheostat_server.selection import Selection
 from rheostat_server.tensors import FloatType
 
 Response = generation_service_pb2.GenerateResponse
@@ -26,23 +30,27 @@ _REASONS = {
 class Sample:
     """A sample of a request in flight."""
 
-    def __init__(self, admitted: Admitted, job: Job, held: FloatType, admitted_at: float) -> None:
+    def __init__(self, admitted: Admitted, life: Life, held: FloatType, admitted_at: float) -> None:
         """A sample of which nothing is known.
 
         Args:
             admitted: the request.
-            job: the sample.
+            life: the sample in the engine, one of the request's own or of its baseline.
             held: element type of captured rows.
             admitted_at: when the request was admitted, by `time.monotonic`.
         """
-        self.index = job.sample
+        self.index = life.sample
         self.tokens: list[int] = []
+        self.readings: list[generation_pb2.TokenLogprobs] = []
+        """One per token, if the sample is to be compared."""
         self.cached_tokens = 0
-        self.installed = not job.has_plan
+        self.installed = not life.job.has_plan
         self.ended = False
         self.released: Released | None = None
-        self.captures = CaptureStream(admitted.captures, held)
-        self._has_plan = job.has_plan
+        self.captures = CaptureStream(admitted.captures, held, admitted.prompt_len)
+        self._life = life
+        self._baseline = life.role is Role.BASELINE
+        self._compared = life.role is Role.OWN and admitted.baseline is not None
         self._admitted = admitted
         self._admitted_at = admitted_at
         self._first_token_at: float | None = None
@@ -51,7 +59,12 @@ class Sample:
     @property
     def done(self) -> bool:
         """Whether nothing more can come."""
-        return self.ended and (self.released is not None or not self._has_plan)
+        return self.ended and (self.released is not None or not self._life.job.has_plan)
+
+    @property
+    def amendments(self) -> Sequence[Amendment]:
+        """How its steering was changed while it ran, in turn."""
+        return self._life.amendments
 
     @property
     def row_end(self) -> int:
@@ -64,11 +77,17 @@ class Sample:
         length = len(prompt)
         return [prompt[p] if p < length else self.tokens[p - length] for p in positions]
 
+    def held(self, selection: Selection, start: int, end: int) -> Spans:
+        """The positions of [start, end) at which a selection holds this sample's token."""
+        return selection.held(self._admitted.prompt_len, self.tokens, start, end)
+
     def take(self, delta: Delta) -> list[Response]:
         """What a delta has to say to the client."""
         responses = []
         if delta.prompt_logprobs is not None:
-            reading = generation_pb2.PromptLogprobs(tokens=delta.prompt_logprobs)
+            reading = generation_pb2.PromptLogprobs(
+                tokens=delta.prompt_logprobs, baseline=self._baseline
+            )
             responses.append(Response(prompt_logprobs=reading))
         if delta.token_ids or delta.text:
             responses.append(Response(tokens=self._tokens(delta)))
@@ -81,12 +100,17 @@ class Sample:
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self.cached_tokens = delta.cached_tokens
+        logprobs = delta.logprobs
+        if self._compared:
+            self.readings += logprobs
+            logprobs = asked_for(logprobs, self._admitted.sampling.logprobs)
         message = generation_pb2.Tokens(
             sample=self.index,
+            baseline=self._baseline,
             offset=len(self.tokens),
             token_ids=delta.token_ids,
             text=delta.text,
-            logprobs=delta.logprobs,
+            logprobs=logprobs,
         )
         self.tokens += delta.token_ids
         self._logprob_sum += sum(reading.token.logprob for reading in delta.logprobs)
@@ -95,6 +119,7 @@ class Sample:
     def _finished(self, delta: Delta, ending: Ending) -> generation_pb2.Finished:
         message = generation_pb2.Finished(
             sample=self.index,
+            baseline=self._baseline,
             reason=_REASONS[ending],
             tokens=len(self.tokens),
             finished_after=self._since_admission(time.monotonic()),

@@ -1,15 +1,17 @@
-"""Selectors resolved against a prompt: exact half-open spans of absolute positions.
+"""Selectors resolved against a prompt: positions, and conditions on the tokens that are generated.
 
 Invariant: what is selected depends on positions and tokens alone, never on schedule. Includes
-unite, excludes subtract, an absent selector is every token.
+unite, excludes subtract and win, an absent selector is every token. The prompt's tokens are known,
+so only generated positions are ever conditional.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from rheostat._proto.v1 import selector_pb2, types_pb2
-from rheostat_engine import OPEN_END, Spans
+from rheostat_engine import OPEN_END, Condition, Spans
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import (
@@ -24,9 +26,6 @@ from rheostat_server.errors import (
 from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES
 from rheostat_server.prompts import PromptTokens
 
-EVERYTHING: Spans = ((0, OPEN_END),)
-"""Every token."""
-
 
 @dataclass(frozen=True)
 class SelectionContext:
@@ -38,6 +37,9 @@ class SelectionContext:
     """Tokens that may be generated."""
     vocabulary: int
     """Number of token ids."""
+    server_wide: bool = False
+    """Whether it is server-wide steering's: windows that the prompt does not have select nothing,
+    and there are no spans of text."""
 
     @property
     def prompt_len(self) -> int:
@@ -93,26 +95,89 @@ def clipped(spans: Spans, start: int, end: int) -> Spans:
     return tuple((a, b) for a, b in pairs if a < b)
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which tokens of a request are selected."""
+
+    spans: Spans
+    """Positions, whatever their token."""
+    conditions: tuple[Condition, ...] = ()
+    """Further generated positions, selected only under some tokens; apart from all others."""
+
+    @property
+    def reach(self) -> Spans:
+        """Every position that may be selected."""
+        return united((*self.spans, *(span for one in self.conditions for span in one.spans)))
+
+    @property
+    def known(self) -> Spans:
+        """Positions that are selected unless a token forbids it."""
+        barred = (one.spans for one in self.conditions if not one.among)
+        return united((*self.spans, *(span for spans in barred for span in spans)))
+
+    @cached_property
+    def _token_sets(self) -> tuple[frozenset[int], ...]:
+        return tuple(frozenset(one.tokens) for one in self.conditions)
+
+    def held(self, prompt_len: int, generated: Sequence[int], start: int, end: int) -> Spans:
+        """The selected positions of [start, end).
+
+        Args:
+            prompt_len: P.
+            generated: the tokens from position P on. Positions beyond them are selected if that
+                does not depend on the token.
+            start: first position.
+            end: one past the last.
+        """
+        found = list(clipped(self.spans, start, end))
+        known = prompt_len + len(generated)
+        for one, ids in zip(self.conditions, self._token_sets, strict=True):
+            found += [
+                (position, position + 1)
+                for a, b in clipped(one.spans, start, min(end, known))
+                for position in range(a, b)
+                if (generated[position - prompt_len] in ids) == one.among
+            ]
+        return united(found)
+
+
+EVERYTHING = Selection(((0, OPEN_END),))
+"""Every token."""
+
+
 def resolve_selector(
     selector: selector_pb2.Selector, context: SelectionContext, path: str
-) -> Spans:
-    """The positions of a selector that is present.
+) -> Selection:
+    """The tokens of a selector that is present.
 
     Raises:
         InvalidArgument: a range is malformed, empty or not in the prompt.
-        NotSupported: it picks generated tokens by id.
+        NotSupported: where the prompt's tokens stand in its text is not known.
     """
     if not selector.include and not selector.exclude:
         raise EmptySelector("a selector needs at least one range", field=path)
     include_path, exclude_path = join(path, "include"), join(path, "exclude")
     checks.at_most(len(selector.include), RANGES, include_path, "ranges")
     checks.at_most(len(selector.exclude), RANGES, exclude_path, "ranges")
-    included = EVERYTHING
+    include = _Union(EVERYTHING.spans, frozenset())
     if selector.include:
-        included = _union(selector.include, context, include_path)
-    excluded = _union(selector.exclude, context, exclude_path)
-    _refuse_generated_ids(selector, included, excluded, context, path)
-    return subtracted(included, excluded)
+        include = _unite(selector.include, context, include_path)
+    exclude = _unite(selector.exclude, context, exclude_path)
+    length = context.prompt_len
+    allowed = subtracted(EVERYTHING.spans, exclude.spans)
+    by_position = subtracted(include.spans, exclude.spans)
+    generated = clipped(by_position, length, OPEN_END)
+    by_token = subtracted(clipped(allowed, length, OPEN_END), generated)
+    conditions = [
+        Condition(spans, tuple(sorted(ids)), among)
+        for spans, ids, among in (
+            (generated, exclude.ids, False),
+            (by_token, include.ids - exclude.ids, True),
+        )
+        if spans and ids
+    ]
+    spans = clipped(by_position, 0, length) if exclude.ids else by_position
+    return Selection(spans, tuple(conditions))
 
 
 def needs_text(selector: selector_pb2.Selector) -> bool:
@@ -120,19 +185,27 @@ def needs_text(selector: selector_pb2.Selector) -> bool:
     return any(r.WhichOneof("kind") == "text" for r in (*selector.include, *selector.exclude))
 
 
-def _union(ranges: Sequence[selector_pb2.Range], context: SelectionContext, path: str) -> Spans:
+class _Union(NamedTuple):
+    """What ranges name: positions, and ids of generated tokens."""
+
+    spans: Spans
+    ids: frozenset[int]
+
+
+def _unite(ranges: Sequence[selector_pb2.Range], context: SelectionContext, path: str) -> _Union:
     seen: set[int] = set()
-    return united(
+    spans = united(
         span
         for index, one in enumerate(ranges)
         for span in _resolve_range(one, context, f"{path}[{index}]", seen)
     )
+    return _Union(spans, frozenset(seen))
 
 
 def _resolve_range(
     one: selector_pb2.Range, context: SelectionContext, path: str, seen: set[int]
 ) -> Iterator[tuple[int, int]]:
-    """The spans of a range, without those of token ids that were `seen` in ranges before it."""
+    """The spans of a range; of token ids, which join `seen`, those of the prompt, and only once."""
     kind = checks.required(
         one.WhichOneof("kind"), path, "phase, positions, generated, token_ids and text"
     )
@@ -164,33 +237,45 @@ def _window(window: selector_pb2.Window, context: SelectionContext, path: str) -
     length = context.prompt_len
     start = window.start if window.HasField("start") else 0
     end = window.end if window.HasField("end") else length
+    problem = _no_window(start, end, context)
+    if problem is None:
+        return start + length if start < 0 else start, end + length if end < 0 else end
+    if context.server_wide:
+        return _NOTHING
+    name, text = problem
+    raise InvalidPosition(text, field=join(path, name) if name else path)
+
+
+_NOTHING = (0, 0)
+
+
+def _no_window(start: int, end: int, context: SelectionContext) -> tuple[str, str] | None:
+    """The field concerned and why a window holds no row of the prompt; None if it holds some."""
+    length = context.prompt_len
     for name, value in (("start", start), ("end", end)):
         if value < -length:
-            raise InvalidPosition(
-                f"{value} lies before a prompt of {length} tokens", field=join(path, name)
-            )
-    start = start + length if start < 0 else start
-    end = end + length if end < 0 else end
-    if start >= end:
-        raise InvalidPosition(
-            f"positions {start} to {end} hold none; the prompt has {length} tokens", field=path
+            return name, f"{value} lies before a prompt of {length} tokens"
+    first = start + length if start < 0 else start
+    past = end + length if end < 0 else end
+    if first >= past:
+        return "", f"positions {first} to {past} hold none; the prompt has {length} tokens"
+    if first >= context.row_end:
+        return "", (
+            f"position {first} is never an input: the prompt has {length} tokens and at most "
+            f"{context.max_tokens} are generated, the last of which is none"
         )
-    if start >= context.row_end:
-        raise InvalidPosition(
-            f"position {start} is never an input: the prompt has {length} tokens and at most "
-            f"{context.max_tokens} are generated, the last of which is none",
-            field=path,
-        )
-    return start, end
+    return None
 
 
 def _generated(
     window: selector_pb2.GeneratedWindow, context: SelectionContext, path: str
 ) -> tuple[int, int]:
-    start = context.prompt_len + window.start
-    end = min(context.prompt_len + window.end, OPEN_END) if window.HasField("end") else OPEN_END
-    if start >= end:
+    if window.HasField("end") and window.start >= window.end:
         raise InvalidPosition("the window of generated tokens is empty", field=path)
+    start = min(context.prompt_len + window.start, OPEN_END)
+    end = min(context.prompt_len + window.end, OPEN_END) if window.HasField("end") else OPEN_END
+    if start >= end and not context.server_wide:
+        raise InvalidPosition("no request has so many tokens", field=path)
     return start, end
 
 
@@ -199,6 +284,11 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
         raise MissingField("a text is required", field=join(path, "text"))
     if len(span.text.encode()) > SPAN_BYTES:
         raise InvalidValue(f"has more than {SPAN_BYTES} bytes", field=join(path, "text"))
+    if context.server_wide:
+        raise InvalidValue(
+            "server-wide steering has no prompt to find a text in; select token ids or positions",
+            field=path,
+        )
     text, offsets = context.prompt.text, context.prompt.offsets
     if text is None or offsets is None:
         raise NotSupported(
@@ -223,26 +313,3 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
     if not held:
         raise SpanNotFound("no token of the prompt holds a character of the text", field=path)
     return held[0], held[-1] + 1
-
-
-def _refuse_generated_ids(
-    selector: selector_pb2.Selector,
-    included: Spans,
-    excluded: Spans,
-    context: SelectionContext,
-    path: str,
-) -> None:
-    """Token ids concern generated tokens too, unless other ranges confine them to the prompt."""
-    generated: Spans = ((context.prompt_len, OPEN_END),)
-    unconfined = subtracted(generated, excluded)
-    for name, ranges, reached in (
-        ("include", selector.include, unconfined),
-        ("exclude", selector.exclude, subtracted(unconfined, subtracted(EVERYTHING, included))),
-    ):
-        for index, one in enumerate(ranges):
-            if reached and one.WhichOneof("kind") == "token_ids":
-                raise NotSupported(
-                    "token ids of generated tokens cannot be selected yet; exclude the generated "
-                    "phase, or select positions",
-                    field=f"{path}.{name}[{index}].token_ids",
-                )

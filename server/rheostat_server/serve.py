@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -42,6 +43,7 @@ from rheostat_server.rpc import Calls, ErrorInterceptor
 from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
 from rheostat_server.services.steering import SteeringService
+from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vllm_backend import start_backend
 from rheostat_server.vllm_engine import model_path
 
@@ -99,6 +101,8 @@ class RunningServer:
         )
         self._backend: Backend | None = None
         self._prompts: Prompts | None = None
+        self._files: VectorFiles | None = None
+        self._host: EngineHost | None = None
 
     async def bind(self) -> None:
         """Listens; health says NOT_SERVING, rpcs answer that the model is being loaded.
@@ -142,8 +146,11 @@ class RunningServer:
         """Loads the model and serves.
 
         Raises:
-            StartupError: there is no such model, or the engine does not come up.
+            StartupError: there is no such model, the engine does not come up, or the folder of
+                vectors cannot be used.
         """
+        if self._config.vector_dir is not None:
+            self._files = VectorFiles(Path(self._config.vector_dir))
         backend = await bring_up(self._config)
         self._backend = backend
         self._prompts = Prompts(
@@ -151,7 +158,10 @@ class RunningServer:
             vocabulary=backend.info.vocabulary,
             model_tokens=backend.info.model_tokens,
         )
-        await self.readiness.serve(EngineHost(backend, self._prompts, self._config))
+        self._host = EngineHost(backend, self._prompts, self._config)
+        if self._files is not None:
+            await self._host.keeper.restore(self._files, backend.sites.width)
+        await self.readiness.serve(self._host)
 
     async def stop(self, grace: float | None = None) -> None:
         """Drains for `grace` seconds (default: the config's), then ends everything."""
@@ -163,8 +173,12 @@ class RunningServer:
         await self._server.stop(_LAST_WORDS)
         if self._prompts is not None:
             self._prompts.close()
+        if self._host is not None:
+            await self._host.keeper.settle()
         if self._backend is not None:
             await self._backend.close()
+        if self._files is not None:
+            self._files.close()
         _LOG.info("ended")
 
 

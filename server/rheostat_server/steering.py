@@ -1,100 +1,71 @@
-"""Steering resolved into additions.
+"""Steering resolved into acts, server-wide interventions first, then the request's.
 
-In two stages: `draft_steering` checks all that the request says by itself and may run on a thread;
-`resolve_steering` looks vectors up in the store and settles rows and doses.
+In three stages: `draft_steering` checks all that the request says by itself and may run on a
+thread; `look_up` finds the vectors in the store, on the event loop; `check_vectors` looks into them
+and may run on a thread again.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from rheostat._proto.v1 import steering_pb2, tensor_pb2
-from rheostat_engine import Addition, ModelSites, Site, Spans
-from rheostat_server import checks
+from rheostat._proto.v1 import receipt_pb2, steering_pb2
+from rheostat_engine import Act, ModelSites
+from rheostat_server import checks, directions
 from rheostat_server.checks import join
-from rheostat_server.errors import (
-    InvalidValue,
-    MessageTooLarge,
-    MissingField,
-    NonFinite,
-    NotSupported,
-    OpNotServed,
-    VectorShape,
-)
-from rheostat_server.limits import INLINE_VECTOR_BYTES, INTERVENTIONS
-from rheostat_server.selection import EVERYTHING, SelectionContext, resolve_selector
+from rheostat_server.errors import MissingField, NonFinite, NotSupported, VectorShape
+from rheostat_server.limits import INTERVENTIONS
+from rheostat_server.ops import OpDraft, ResolvedOp, VectorDraft, check_served, draft_op
+from rheostat_server.selection import EVERYTHING, Selection, SelectionContext, resolve_selector
 from rheostat_server.sites import SiteSelection, refuse_double_names, resolve_sites
-from rheostat_server.tensors import FloatType, checked_payload, float_type
-from rheostat_server.vectors import Vector, VectorStore, make_vector, vector_rows
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors import Vector, VectorStore
 
-OPS: Mapping[str, str] = {
-    "norm_add": "NormAdd",
-    "ablate": "Ablate",
-    "clamp": "Clamp",
-    "scale": "Scale",
-    "replace": "Replace",
-}
-"""Ops of the contract that are not served yet."""
-
-ONLY_ADD = "is not served yet; Add is"
-"""Why, and what can be done."""
+INTERVENTION_PATH = "steering.interventions"
 
 
 @dataclass(frozen=True, slots=True)
-class DraftAdd:
-    """An Add whose vector is not looked up yet."""
+class Draft:
+    """An intervention whose vectors are not looked up yet."""
 
-    path: str
-    """Path of the intervention."""
-    selection: SiteSelection
+    op: OpDraft
+    """What it does."""
+    sites: SiteSelection
     """Where."""
-    spans: Spans
+    selection: Selection
     """Which tokens."""
-    scale: float
-    """Factor, a float32."""
-    vector: Vector | steering_pb2.VectorRef
-    """The vector if it came inline, otherwise what to look up."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedAdd:
-    """An Add, resolved."""
+@dataclass(frozen=True)
+class Intervention:
+    """An intervention, resolved: one of the server-wide steering or of the request's."""
 
-    sites: tuple[Site, ...]
-    """Where, by layer, then point."""
-    spans: Spans
+    origin: receipt_pb2.Origin.ValueType
+    """Where it came from."""
+    index: int
+    """Which one there."""
+    op: ResolvedOp
+    """What it does where."""
+    selection: Selection
     """Which tokens."""
-    vector: Vector
-    """What is added."""
-    scale: float
-    """Factor."""
-    rows: tuple[int, ...]
-    """The vector's row at each of the sites."""
+
+    @cached_property
+    def act(self) -> Act | None:
+        """What the engine has to do: None where no bit would change."""
+        return self.op.act(self.selection)
 
     @property
-    def doses(self) -> tuple[float, ...]:
-        """|scale * v| at each of the sites."""
-        return tuple(abs(self.scale) * self.vector.norms[row] for row in self.rows)
-
-    def addition(self) -> Addition | None:
-        """What the engine has to do: None where nothing would change a bit."""
-        acting = tuple(
-            sorted(
-                (site.index, row)
-                for site, row in zip(self.sites, self.rows, strict=True)
-                if self.vector.peaks[row] > 0
-            )
-        )
-        if self.scale == 0 or not acting or not self.spans:
-            return None
-        return Addition(self.vector.digest, acting, self.scale, self.spans)
+    def ref(self) -> receipt_pb2.InterventionRef:
+        """Its name in answers."""
+        return receipt_pb2.InterventionRef(origin=self.origin, index=self.index, op=self.op.op)
 
 
 def draft_steering(
     steering: steering_pb2.Steering, model: ModelSites, context: SelectionContext
-) -> list[DraftAdd]:
+) -> list[Draft]:
     """Checks a request's steering as far as the request itself goes.
 
     Raises:
@@ -102,7 +73,7 @@ def draft_steering(
         FailedPrecondition: something is not served.
         MessageTooLarge: an inline vector is too large.
     """
-    path = "steering.interventions"
+    path = INTERVENTION_PATH
     checks.at_most(len(steering.interventions), INTERVENTIONS, path, "interventions")
     return [
         _draft(intervention, model, context, f"{path}[{index}]")
@@ -110,19 +81,68 @@ def draft_steering(
     ]
 
 
-def resolve_steering(
-    drafts: Sequence[DraftAdd], store: VectorStore, model: ModelSites
-) -> tuple[ResolvedAdd, ...]:
-    """Looks the vectors up and checks that they fit.
+def look_up(
+    drafts: Sequence[Draft],
+    store: VectorStore,
+    model: ModelSites,
+    origin: receipt_pb2.Origin.ValueType,
+) -> tuple[Intervention, ...]:
+    """Finds the vectors.
 
     Raises:
         NotFound: a vector is not stored or a name not known.
         VectorShape: a vector does not fit model or layers.
-        NonFinite: what would be added is not finite in the model's dtype.
+        ZeroVector: a vector that is normalised is zero.
     """
-    resolved = tuple(_resolve(draft, store, model) for draft in drafts)
-    _check_overflow(drafts, resolved, FloatType(model.dtype))
-    return resolved
+    return tuple(
+        Intervention(origin, index, _look_up(draft, store, model), draft.selection)
+        for index, draft in enumerate(drafts)
+    )
+
+
+def vector_paths(draft: Draft) -> list[str]:
+    """The paths of an intervention's vectors."""
+    return [vector.path for vector in draft.op.vectors]
+
+
+def check_vectors(drafts: Sequence[Draft], interventions: Sequence[Intervention]) -> None:
+    """Looks into the vectors that were found for `drafts`.
+
+    Raises:
+        InvalidValue: directions are linearly dependent.
+    """
+    for draft, intervention in zip(drafts, interventions, strict=True):
+        directions.check_independent(intervention.op, vector_paths(draft))
+
+
+def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
+    """Refuses sums that could leave the range of the dtype in which the engine holds them.
+
+    Raises:
+        NonFinite: one could; the path is that of the addend that is too much.
+    """
+    reached: dict[int, float] = {}
+    server_wide: set[int] = set()
+    for one in interventions:
+        op = one.op
+        if op.op != receipt_pb2.OP_ADD:
+            continue
+        (vector,) = op.vectors
+        for site, (row,) in zip(op.sites, op.rows, strict=True):
+            added = abs(op.scale) * vector.peaks[row]
+            total = reached.get(site.index, 0.0) + added
+            reached[site.index] = total
+            if one.origin == receipt_pb2.ORIGIN_GLOBAL:
+                server_wide.add(site.index)
+            if not total < kind.largest:
+                beside = ""
+                if site.index in server_wide and one.origin != receipt_pb2.ORIGIN_GLOBAL:
+                    beside = " together with what server-wide steering adds there"
+                raise NonFinite(
+                    f"what is added at {site.point.value} {site.layer} reaches {total:.4g}{beside},"
+                    f" which is not finite in the model's {kind.value}",
+                    field=join(op.path, "scale"),
+                )
 
 
 def _draft(
@@ -130,103 +150,63 @@ def _draft(
     model: ModelSites,
     context: SelectionContext,
     path: str,
-) -> DraftAdd:
-    op = checks.required(
-        intervention.WhichOneof("op"), path, "add, norm_add, ablate, clamp, scale and replace"
-    )
-    if op in OPS:
-        raise OpNotServed(f"{OPS[op]} {ONLY_ADD}", field=join(path, op))
+) -> Draft:
+    check_served(intervention, path)
     if intervention.HasField("gate"):
         raise NotSupported(
             "gates are not served yet; send the intervention without one", field=join(path, "gate")
         )
     if not intervention.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))
-    selection = resolve_sites(intervention.sites, model, join(path, "sites"))
-    refuse_double_names(selection, join(path, "sites"))
-    spans = EVERYTHING
+    sites = resolve_sites(intervention.sites, model, join(path, "sites"))
+    refuse_double_names(sites, join(path, "sites"))
+    selection = EVERYTHING
     if intervention.HasField("where"):
-        spans = resolve_selector(intervention.where, context, join(path, "where"))
-    add = intervention.add
-    scale = checks.finite(add.scale, join(path, "add.scale")) if add.HasField("scale") else 1.0
-    vector = _draft_vector(add, model.width, join(path, "add.vector"))
-    return DraftAdd(path, selection, spans, scale, vector)
+        selection = resolve_selector(intervention.where, context, join(path, "where"))
+    return Draft(draft_op(intervention, model.width, path), sites, selection)
 
 
-def _draft_vector(add: steering_pb2.Add, width: int, path: str) -> Vector | steering_pb2.VectorRef:
-    if not add.HasField("vector"):
-        raise MissingField("a vector is required", field=path)
-    kind = checks.required(add.vector.WhichOneof("ref"), path, "digest, name and inline")
-    if kind == "inline":
-        return inline_vector(add.vector.inline, width, join(path, "inline"))
-    if kind == "digest" and len(add.vector.digest) != 32:
-        raise InvalidValue("a digest has 32 bytes", field=join(path, "digest"))
-    if kind == "name":
-        checks.matches(add.vector.name, checks.VECTOR_NAME, join(path, "name"))
-    return add.vector
+def _look_up(draft: Draft, store: VectorStore, model: ModelSites) -> ResolvedOp:
+    layers = draft.sites.layers
+    place = {layer: index for index, layer in enumerate(layers)}
+    vectors = [_vector(one, store, model, len(layers)) for one in draft.op.vectors]
+    op = ResolvedOp(
+        op=draft.op.op,
+        path=draft.op.path,
+        sites=draft.sites.sites,
+        vectors=tuple(vectors),
+        rows=tuple(
+            tuple(place[site.layer] if vector.rows > 1 else 0 for vector in vectors)
+            for site in draft.sites.sites
+        ),
+        scale=draft.op.scale,
+        bands=draft.op.bands,
+    )
+    directions.check_not_zero(op, vector_paths(draft))
+    return op
 
 
-def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:
-    """The vector of a model of this width that a tensor in a request holds.
-
-    Raises:
-        InvalidArgument: it is no vector.
-        MessageTooLarge: it is too large.
-    """
-    kind = float_type(tensor.dtype, join(path, "dtype"))
-    if len(tensor.inline) > INLINE_VECTOR_BYTES:
-        raise MessageTooLarge(
-            f"{len(tensor.inline)} bytes; inline vectors have at most {INLINE_VECTOR_BYTES}. "
-            "Put it first",
-            field=join(path, "inline"),
-        )
-    rows = vector_rows(tensor.shape, width, join(path, "shape"))
-    data = checked_payload(tensor, path, kind=kind)
-    return make_vector(kind, rows, width, data, join(path, "inline"))
-
-
-def _resolve(draft: DraftAdd, store: VectorStore, model: ModelSites) -> ResolvedAdd:
-    path = join(draft.path, "add.vector")
-    vector = draft.vector
+def _vector(draft: VectorDraft, store: VectorStore, model: ModelSites, layers: int) -> Vector:
+    path, vector = draft
     if not isinstance(vector, Vector):
         if vector.WhichOneof("ref") == "digest":
             vector = store.get(vector.digest, join(path, "digest"))
         else:
             field = join(path, "name")
             vector = store.get(store.named(vector.name, field).digest, field)
-    layers = draft.selection.layers
     if vector.width != model.width:
         raise VectorShape(
             f"the vector has width {vector.width}; the model's stream has {model.width}",
             field=path,
             metadata={"expected": str(model.width), "got": str(vector.width)},
         )
-    if vector.rows not in (1, len(layers)):
+    if vector.rows not in (1, layers):
         raise VectorShape(
-            f"the vector has {vector.rows} rows for {len(layers)} layers; it needs 1 or one each",
+            f"the vector has {vector.rows} rows for {layers} layers; it needs 1 or one each",
             field=path,
-            metadata={"expected": str(len(layers)), "got": str(vector.rows)},
+            metadata={"expected": str(layers), "got": str(vector.rows)},
         )
-    row_of = {layer: (i if vector.rows > 1 else 0) for i, layer in enumerate(layers)}
-    rows = tuple(row_of[site.layer] for site in draft.selection.sites)
-    return ResolvedAdd(draft.selection.sites, draft.spans, vector, draft.scale, rows)
-
-
-def _check_overflow(
-    drafts: Sequence[DraftAdd], resolved: Sequence[ResolvedAdd], kind: FloatType
-) -> None:
-    """Refuses sums that could leave the range of the dtype in which the engine holds them."""
-    reached: dict[int, float] = {}
-    for draft, add in zip(drafts, resolved, strict=True):
-        for site, row in zip(add.sites, add.rows, strict=True):
-            total = reached.get(site.index, 0.0) + abs(add.scale) * add.vector.peaks[row]
-            reached[site.index] = total
-            if not total < kind.largest:
-                raise NonFinite(
-                    f"what is added at {site.point.value} {site.layer} reaches {total:.4g}, which "
-                    f"is not finite in the model's {kind.value}",
-                    field=join(draft.path, "add.scale"),
-                )
+    return vector
 
 
 def float32(value: float) -> float:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from rheostat._proto.v1 import steering_service_pb2
 from rheostat_server import checks
+from rheostat_server.checks import join
 from rheostat_server.errors import (
     DigestMismatch,
     InvalidValue,
@@ -75,6 +76,20 @@ async def receive(
     return Upload(header, vector)
 
 
+def check_label(name: str, description: str, path: str) -> None:
+    """Checks a name, which may be empty, and what is kept with it.
+
+    Raises:
+        InvalidValue: it is no name, or the description is too long.
+    """
+    if name:
+        checks.matches(name, checks.VECTOR_NAME, join(path, "name"))
+    if len(description.encode()) > _DESCRIPTION_BYTES:
+        raise InvalidValue(
+            f"has more than {_DESCRIPTION_BYTES} bytes", field=join(path, "description")
+        )
+
+
 def _append(data: bytearray, chunk: bytes, total: int) -> None:
     if not 1 <= len(chunk) <= CHUNK_BYTES:
         raise InvalidValue(f"a chunk has 1 to {CHUNK_BYTES} bytes", field="chunk")
@@ -88,12 +103,9 @@ def _check_header(header: steering_service_pb2.VectorHeader, width: int, capacit
     _check_shape(header, width, kind)
     if header.digest and len(header.digest) != hashlib.sha256().digest_size:
         raise InvalidValue("a digest has 32 bytes", field="header.digest")
-    if header.name:
-        checks.matches(header.name, checks.VECTOR_NAME, "header.name")
+    check_label(header.name, header.description, "header")
     checks.at_most(len(header.sites.points), _POINTS, "header.sites.points", "points")
     checks.at_most(len(header.sites.list.layers), LAYERS, "header.sites.list.layers", "layers")
-    if len(header.description.encode()) > _DESCRIPTION_BYTES:
-        raise InvalidValue(f"has more than {_DESCRIPTION_BYTES} bytes", field="header.description")
     total = header.total_bytes
     if total > VECTOR_BYTES:
         raise MessageTooLarge(

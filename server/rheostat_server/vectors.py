@@ -1,14 +1,15 @@
 """The store of vectors: immutable content known by its digest, with names as movable labels.
 
-Invariants: a vector that a name or a running request holds is never evicted, so a name that moves
-or goes leaves running requests what they started with. The bytes held never exceed the budget.
-Names point at stored vectors only.
+Invariants: a vector that a name, a running request or the server-wide steering holds is never
+evicted, so a name that moves or goes leaves them what they started with. The bytes held never
+exceed the budget. Names point at stored vectors only.
 """
 
 import hashlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,13 +141,18 @@ class VectorStore:
             on_evict: told the digest of every vector that leaves.
         """
         self.capacity = capacity
-        self._on_evict = on_evict
+        self._on_evict = [on_evict]
         self._vectors: OrderedDict[bytes, Vector] = OrderedDict()
         self._stored_at: dict[bytes, float] = {}
         self._names: dict[str, Name] = {}
         self._named: Counter[bytes] = Counter()
         self._users: Counter[bytes] = Counter()
+        self._kept: Counter[bytes] = Counter()
         self._used = 0
+
+    def follow(self, on_evict: Callable[[bytes], None]) -> None:
+        """Tells another of every vector that leaves."""
+        self._on_evict.append(on_evict)
 
     def __len__(self) -> int:
         """How many vectors are stored."""
@@ -165,6 +171,15 @@ class VectorStore:
     def pins(self) -> int:
         """How many uses by running requests there are."""
         return self._users.total()
+
+    @property
+    def names(self) -> Mapping[str, Name]:
+        """Every name, as it is now."""
+        return dict(self._names)
+
+    def stored_at(self, digest: bytes) -> float:
+        """When a vector that is here was stored, in seconds since the epoch."""
+        return self._stored_at[digest]
 
     def put(self, vector: Vector) -> bool:
         """Stores a vector; True if it was there before.
@@ -187,9 +202,8 @@ class VectorStore:
         Raises:
             StoreFull: held vectors leave too little room, or there are too many names.
         """
+        self.check_name(name)
         before = self._names.get(name)
-        if before is None and len(self._names) >= NAMES:
-            raise StoreFull(f"there are {NAMES} names; take some off", field="header.name")
         existed = self.put(vector)
         self._names[name] = label
         self._named[vector.digest] += 1
@@ -197,6 +211,46 @@ class VectorStore:
             self._unname(before.digest)
         moved = before is not None and before.digest != vector.digest
         return PutResult(existed, before.digest if before is not None and moved else b"")
+
+    def check_name(self, name: str) -> None:
+        """Refuses one name too many.
+
+        Raises:
+            StoreFull: there are too many names.
+        """
+        if name not in self._names and len(self._names) >= NAMES:
+            raise StoreFull(f"there are {NAMES} names; take some off", field="header.name")
+
+    def restore(self, vector: Vector, stored_at: float, labels: Mapping[str, Name]) -> None:
+        """Stores a vector that was stored before, with its names.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        self.put(vector)
+        self._stored_at[vector.digest] = stored_at
+        for name, label in labels.items():
+            self.put_named(vector, name, label)
+
+    @contextmanager
+    def held(self, vector: Vector) -> Iterator[bool]:
+        """Stores a vector and keeps it while the context lasts; gives whether it was there before.
+
+        A context that fails leaves no vector that was not there and that nobody else holds.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        existed = wanted = vector.digest in self
+        self.keep([vector])
+        try:
+            yield existed
+            wanted = True
+        finally:
+            self.let_go([vector])
+            digest = vector.digest
+            if not (wanted or self._named[digest] or self._users[digest] or self._kept[digest]):
+                self._evict(digest)
 
     def get(self, digest: bytes, path: str) -> Vector:
         """A vector by digest.
@@ -253,6 +307,27 @@ class VectorStore:
         if not self._users[digest]:
             del self._users[digest]
 
+    def keep(self, vectors: Sequence[Vector]) -> None:
+        """Holds vectors for the server-wide steering, storing those that are not there.
+
+        Raises:
+            StoreFull: held vectors leave too little room; none of these is held then.
+        """
+        kept: list[Vector] = []
+        try:
+            for vector in vectors:
+                self.put(vector)
+                self._kept[vector.digest] += 1
+                kept.append(vector)
+        except StoreFull:
+            self.let_go(kept)
+            raise
+
+    def let_go(self, vectors: Sequence[Vector]) -> None:
+        """Ends one `keep`."""
+        self._kept.subtract(vector.digest for vector in vectors)
+        self._kept += Counter()
+
     def entry(self, name: str, digest: bytes, path: str) -> Entry:
         """The line of one vector under a name, or under none if `name` is empty."""
         return self._entry(name, self.get(digest, path))
@@ -293,7 +368,7 @@ class VectorStore:
         for digest, vector in self._vectors.items():
             if free >= size:
                 break
-            if self._named[digest]:
+            if self._named[digest] or self._kept[digest]:
                 continue
             if self._users[digest]:
                 pinned += vector.size
@@ -302,11 +377,16 @@ class VectorStore:
             free += vector.size
         if free < size:
             raise StoreFull(
-                f"{size} bytes are needed; names and running requests hold all but {free} of "
-                f"{self.capacity}. Take names off, or raise the server's --vector-store-mib",
+                f"{size} bytes are needed; names, running requests and server-wide steering hold "
+                f"all but {free} of {self.capacity}. Take names off, or raise the server's "
+                "--vector-store-mib",
                 retry_after=_RETRY if free + pinned >= size else None,
             )
         for digest in victims:
-            self._used -= self._vectors.pop(digest).size
-            del self._stored_at[digest]
-            self._on_evict(digest)
+            self._evict(digest)
+
+    def _evict(self, digest: bytes) -> None:
+        self._used -= self._vectors.pop(digest).size
+        del self._stored_at[digest]
+        for tell in self._on_evict:
+            tell(digest)

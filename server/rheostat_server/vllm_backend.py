@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, cast
 import zmq
 
 from rheostat._proto.v1 import generation_pb2
-from rheostat_engine import EXTRA_ARG, Event, ModelSites, WorkerChannel
-from rheostat_server.cache_salts import CacheSalts
+from rheostat_engine import EXTRA_ARG, Act, Event, ModelSites, Plan, WorkerChannel
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
@@ -22,6 +21,7 @@ from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channe
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.logprobs import Logprob
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -68,7 +68,6 @@ class VllmBackend:
         self._sites = sites
         self._info = _model_info(config, loaded)
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
-        self._salts = CacheSalts()
         self._watch: asyncio.Task[None] | None = None
         self._lost: Callable[[str], None] = lambda reason: None
 
@@ -94,12 +93,7 @@ class VllmBackend:
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         """Delivers events on the running loop and watches over the engine."""
         self._lost = lost
-
-        def hear(event: Event) -> None:
-            self._salts.hear(event)
-            deliver(event)
-
-        self._channel.start(asyncio.get_running_loop(), hear)
+        self._channel.start(asyncio.get_running_loop(), deliver)
         self._watch = asyncio.create_task(self._watch_engine())
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -108,9 +102,10 @@ class VllmBackend:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         outputs = self._llm.generate(
-            tokens_input(list(job.prompt), cache_salt=self._salts.take(job.plan)),
+            tokens_input(list(job.prompt)),
             self._sampling_params(job),
             job.plan.request_id,
+            lora_request=self._lora(job.lora),
         )
         try:
             async with aclosing(outputs):
@@ -119,6 +114,21 @@ class VllmBackend:
         except EngineDeadError as error:
             self._lost(_LOST)
             raise EngineLost(_LOST) from error
+
+    async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
+        """Puts `acts` in place of a running sample's from its next step on."""
+        wire = Plan(plan_id, acts).to_wire()
+        answers = cast(
+            list[dict[str, object]],
+            await self._call("rheostat_update", plan_id, wire, not_before),
+        )
+        for answer in answers:
+            if answer["error"]:
+                raise Defect(f"a worker did not take an update up: {answer['error']}")
+        first, *others = (cast(int, answer["first"]) for answer in answers)
+        if any(other != first for other in others):
+            raise Defect("the workers took an update up at different positions")
+        return None if first < 0 else first
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
         """Hands vectors to every worker."""
@@ -173,6 +183,14 @@ class VllmBackend:
         while not self._llm.errored:
             await asyncio.sleep(_HEARTBEAT)
         self._lost(_LOST)
+
+    def _lora(self, name: str) -> "LoRARequest | None":
+        from vllm.lora.request import LoRARequest
+
+        if not name:
+            return None
+        lora = self._loaded.loras[name]
+        return LoRARequest(lora.name, lora.number, lora.path)
 
     def _sampling_params(self, job: Job) -> "SamplingParams":
         from vllm import SamplingParams
@@ -244,6 +262,7 @@ def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
         device=loaded.device,
         compiled=bool(settings.compilation_config.mode),
         prefix_caching=bool(settings.cache_config.enable_prefix_caching),
+        loras=tuple(loaded.loras),
         tensor_parallel=settings.parallel_config.tensor_parallel_size,
         pipeline_parallel=settings.parallel_config.pipeline_parallel_size,
         vllm_version=vllm.__version__,

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -16,6 +17,7 @@ from rheostat_engine import EngineSettings, engine_kwargs
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import EngineFailed, ModelNotFound
 from rheostat_server.host import QueueStats
+from rheostat_server.loras import Lora, lora_arguments, read_loras
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +66,8 @@ class LoadedEngine:
     """What the scheduler reports."""
     device: str
     """"cpu" or "cuda"."""
+    loras: Mapping[str, Lora]
+    """Its adapters, by name."""
 
 
 def model_path(model: str) -> str:
@@ -91,6 +95,7 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
         EngineFailed: vLLM did not come up.
     """
     path = model_path(config.model)
+    loras = read_loras(config.loras)
     # Ctrl-C reaches every process of the terminal. Processes inherit what their maker blocks: the
     # engine's must not hear it, so that the server can drain them. Starting multiprocessing's
     # tracker would unblock the signal again, so it comes first.
@@ -99,7 +104,7 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
     # The server has threads by now, gRPC's among them, and forking a threaded process is not safe.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     try:
-        return _load(config, path)
+        return _load(config, path, loras)
     except OSError as error:
         raise ModelNotFound(
             f"cannot read the model {config.model}: {_what_happened(error)}"
@@ -115,7 +120,7 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _load(config: ServerConfig, path: str) -> LoadedEngine:
+def _load(config: ServerConfig, path: str, loras: tuple[Lora, ...]) -> LoadedEngine:
     from vllm.platforms import current_platform
 
     device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
@@ -125,7 +130,7 @@ def _load(config: ServerConfig, path: str) -> LoadedEngine:
         capture_bytes=config.capture_bytes,
     )
     try:
-        return _start(config, path, settings, device)
+        return _start(config, path, settings, device, loras)
     except BaseException:
         remove_channel(settings)
         raise
@@ -137,7 +142,11 @@ def remove_channel(settings: EngineSettings) -> None:
 
 
 def _start(
-    config: ServerConfig, path: str, settings: EngineSettings, device: Literal["cpu", "cuda"]
+    config: ServerConfig,
+    path: str,
+    settings: EngineSettings,
+    device: Literal["cpu", "cuda"],
+    loras: tuple[Lora, ...],
 ) -> LoadedEngine:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -146,6 +155,7 @@ def _start(
         **(_modest_memory() if device == "cpu" else {}),
         **engine_arguments(config, path),
         **engine_kwargs(settings, device=device),
+        **lora_arguments(loras, cpu=device == "cpu"),
     }
     counter = QueueCounter()
     return LoadedEngine(
@@ -155,6 +165,7 @@ def _start(
         settings,
         counter,
         device,
+        {lora.name: lora for lora in loras},
     )
 
 

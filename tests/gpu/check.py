@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration" / "engine"))
 
 from models import build
 from offline import OfflineEngine, Outcome, bfloat16_to_float32
 
-from rheostat_engine import OPEN_END, Addition, Capture, Plan
+from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
 from rheostat_server.bench.shapes import write_shape
 
 EVERYWHERE = ((0, OPEN_END),)
@@ -38,6 +39,127 @@ def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
 def same(one: Outcome, other: Outcome) -> bool:
     """Whether tokens and log-probabilities are equal in every bit."""
     return one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
+def check_kernels() -> dict[str, Any]:
+    """The compiled kernel against its plain twin, on random programs."""
+    from rheostat_engine.core.program import SiteBuffers
+    from rheostat_engine.sites.kernels import launch_site
+    from rheostat_engine.sites.reference import run_site
+
+    results: dict[str, Any] = {}
+    tokens, width = 97, 2560
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        for carried in (None, dtype, torch.float32):
+            ints = torch.zeros(64, 4, dtype=torch.int32)
+            for step in range(1, 64):
+                kind = step % 3 + 1
+                ends = step % 4 == 0
+                ints[step] = torch.tensor([kind, step % 7 + 1, 0 if ends else step + 1, step % 2])
+            ints[63, 2] = 0
+            floats = torch.randn(64, 4)
+            floats[:, 0], floats[:, 1] = floats[:, :2].min(1).values, floats[:, :2].max(1).values
+            made = SiteBuffers(
+                code=torch.randint(-62, 8, (tokens,), dtype=torch.int32),
+                cap_row=torch.where(torch.arange(tokens) % 3 == 0, torch.arange(tokens), 0).int(),
+                cell=torch.randint(0, 40, (tokens,), dtype=torch.int32),
+                rows=torch.randn(8, width, dtype=dtype),
+                directions=torch.nn.functional.normalize(torch.randn(8, width)),
+                ints=ints,
+                floats=floats,
+                doses=torch.zeros(64, 4),
+                ring=torch.zeros(tokens, width, dtype=dtype),
+            )
+            h = torch.randn(tokens, width, dtype=dtype)
+            rest = None if carried is None else torch.randn(tokens, width, dtype=carried)
+            ours = SiteBuffers(*(one.cuda() for one in made))
+            h2, rest2 = h.cuda(), None if rest is None else rest.cuda()
+            run_site(h, rest, made)
+            launch_site(h2, rest2, ours)
+            results[f"{dtype} carried {carried}: worst difference of h, ring, doses"] = [
+                float((one.float() - two.cpu().float()).abs().max() / one.float().abs().max())
+                for one, two in ((h, h2), (made.ring, ours.ring), (made.doses, ours.doses))
+            ]
+    return results
+
+
+def acts_at(site: int) -> dict[str, Act]:
+    """One act of every kind at a site."""
+    one, both = ((site, (0,)),), ((site, (0, 1)),)
+    return {
+        "add": Act(Kind.ADD, (VECTOR,), one, EVERYWHERE, 0.5),
+        "norm_add": Act(Kind.NORM_ADD, (VECTOR,), one, EVERYWHERE, 0.25),
+        "ablate two": Act(
+            Kind.PULL,
+            (VECTOR, VECTOR),
+            both,
+            EVERYWHERE,
+            bands=(Band(0.0, 0.0, 1.0),) * 2,
+            orthogonal=True,
+        ),
+        "clamp": Act(Kind.PULL, (VECTOR,), one, EVERYWHERE, bands=(Band(0.1, 0.2, 0.5),)),
+        "scale": Act(Kind.PULL, (VECTOR,), one, EVERYWHERE, bands=(Band(0.0, 0.0, -2.0),)),
+    }
+
+
+def expected(act: Act, vector: Any, x: Any) -> Any:
+    """What an act makes of rows of the stream, in float64."""
+    rows = vector[list(act.rows[0][1])].astype(np.float64)
+    if act.kind is Kind.ADD:
+        return x + act.scale * rows[0]
+    units = np.linalg.qr(rows.T)[0].T
+    units *= np.sign((units * rows).sum(1, keepdims=True))
+    if act.kind is Kind.NORM_ADD:
+        return x + act.scale * np.linalg.norm(x, axis=1, keepdims=True) * units[0]
+    for unit, band in zip(units, act.bands, strict=True):
+        along = x @ unit
+        x = x + np.outer(band.strength * (along.clip(band.low, band.high) - along), unit)
+    return x
+
+
+def check_ops(
+    engine: OfflineEngine, vector: Any, site: int, batch: list[list[int]], sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """Every op in a mixed batch against numpy, its doses, and token ids against positions."""
+    results: dict[str, Any] = {}
+    spans = ((0, 40),)
+    watch = Capture((site,), spans)
+    before = engine.run(batch[:1], [Plan("", (), (watch,))], **sampling)[0]
+    x = bfloat16_to_float32(before.stream(site)).astype(np.float64)
+    acts = acts_at(site)
+    plans = [Plan("", (act,), (watch,)) for act in acts.values()]
+    mixed = engine.run([batch[0]] * len(plans), plans, **sampling)
+    for (name, act), outcome in zip(acts.items(), mixed, strict=True):
+        assert outcome.released is not None
+        got = bfloat16_to_float32(outcome.stream(site)).astype(np.float64)
+        want = expected(act, vector, x)
+        error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        results[f"{name}: relative difference to numpy"] = error
+        (dose,) = outcome.released.doses
+        moved = np.linalg.norm(want - x, axis=1)
+        results[f"{name}: rows measured, relative dose over numpy's (prompt)"] = [
+            dose.rows,
+            dose.relative / dose.rows / float((moved / np.linalg.norm(x, axis=1)).mean()),
+        ]
+    plain = engine.run(batch[:1], [None], **sampling)[0]
+    token = plain.token_ids[2]
+    rule = Act(
+        Kind.ADD,
+        (VECTOR,),
+        ((site, (0,)),),
+        (),
+        5.0,
+        conditions=(Condition(((40, OPEN_END),), (token,), True),),
+    )
+    (ruled,) = engine.run(batch[:1], [Plan("", (rule,))], **sampling)
+    assert ruled.released is not None
+    held = [dose.rows for dose in ruled.released.doses]
+    results["generated tokens with an id: rows, and how many the text has"] = [
+        held,
+        ruled.token_ids[:-1].count(token),
+    ]
+    return results
 
 
 def check_model(
@@ -58,7 +180,7 @@ def check_model(
     results["stock equals itself"] = all(map(same, plain, again))
     idle = ours.run(batch, **sampling)
     results["idle requests bit-identical to stock"] = f"{sum(map(same, plain, idle))}/24"
-    vector = np.random.default_rng(1).normal(size=(1, width)).astype(np.float32)
+    vector = np.random.default_rng(1).normal(size=(2, width)).astype(np.float32)
     ours.load({VECTOR: vector})
     middle = layers - layers % 2
     for name, sites in {
@@ -66,9 +188,9 @@ def check_model(
         "resid_mid": (middle + 1,),
         "every site": tuple(range(2 * layers + 1)),
     }.items():
-        rows = tuple((s, 0) for s in sites)
-        steer = Plan("", (Addition(VECTOR, rows, 1.0, EVERYWHERE),))
-        zero = Plan("", (Addition(VECTOR, rows, 0.0, EVERYWHERE),))
+        rows = tuple((s, (0,)) for s in sites)
+        steer = Plan("", (Act(Kind.ADD, (VECTOR,), rows, EVERYWHERE),))
+        zero = Plan("", (Act(Kind.ADD, (VECTOR,), rows, EVERYWHERE, 0.0),))
         plans = [steer if i % 4 == 0 else zero if i % 4 == 1 else None for i in range(24)]
         mixed = ours.run(batch, plans, **sampling)
         mates = [i for i in range(24) if i % 4]
@@ -78,6 +200,7 @@ def check_model(
         results[f"requests steered at {name} that changed"] = (
             f"{sum(not same(plain[i], mixed[i]) for i in range(0, 24, 4))}/6"
         )
+    results |= check_ops(ours, vector, middle, batch, sampling)
     everything = Plan("", (), (Capture(tuple(range(2 * layers + 1)), EVERYWHERE),))
     some = [everything if i < 2 else None for i in range(24)]
     compiled = ours.run(batch, some, **sampling)
@@ -118,7 +241,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", choices=["small", "8b"])
     arguments = parser.parse_args()
-    results = {}
+    results = {"kernels": check_kernels()}
     shared = {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.5, "max_model_len": 512, "block_size": 32}
     with tempfile.TemporaryDirectory() as scratch:

@@ -15,7 +15,8 @@
 
 from rheostat import aio
 from rheostat._activations import Activations, Rows
-from rheostat._engine import Engine, Stream, Vectors, connect
+from rheostat._derivations import Derivation, DerivedRow
+from rheostat._engine import Engine, Session, Steering, Stream, Vectors, connect
 from rheostat._errors import (
     Aborted,
     AlreadyExists,
@@ -45,6 +46,9 @@ from rheostat._explanations import (
     TextSpan,
     Tokenized,
 )
+from rheostat._files import load_vector, save_vector
+from rheostat._global_steering import GlobalSteering
+from rheostat._interventions import Ablate, Add, Band, Clamp, Intervention, NormAdd, Scale
 from rheostat._model import Ability, EngineInfo, Limits, ModelInfo, SiteGroup, Stats
 from rheostat._points import Point, Site
 from rheostat._receipts import (
@@ -58,35 +62,46 @@ from rheostat._receipts import (
 )
 from rheostat._requests import Capture, ChatMessage, GenerateOptions
 from rheostat._results import (
+    Divergence,
     Event,
     Finished,
     Generation,
     PromptLogprobs,
     Sample,
+    Samples,
     Started,
     TokenLogprob,
     TokenLogprobs,
     Tokens,
 )
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
-from rheostat._vectors import Steer, Vector, VectorInfo, inline, named
+from rheostat._sessions import SessionEvent, UpdateApplied, UpdateRefused
+from rheostat._steering import ablate, band, clamp, norm_add, scale
+from rheostat._vectors import Vector, VectorInfo, inline, named
 
 __all__ = [
     "Ability",
+    "Ablate",
     "Aborted",
     "Activations",
+    "Add",
     "AlreadyExists",
     "AppliedIntervention",
     "AppliedRows",
     "AppliedSite",
+    "Band",
     "CacheKey",
     "Cancelled",
     "Capture",
     "CaptureReceipt",
     "CapturedSite",
     "ChatMessage",
+    "Clamp",
     "DataLoss",
     "DeadlineExceeded",
+    "Derivation",
+    "DerivedRow",
+    "Divergence",
     "Dose",
     "Engine",
     "EngineInfo",
@@ -95,9 +110,12 @@ __all__ = [
     "Finished",
     "GenerateOptions",
     "Generation",
+    "GlobalSteering",
+    "Intervention",
     "InvalidRequest",
     "Limits",
     "ModelInfo",
+    "NormAdd",
     "NotFound",
     "OutOfRange",
     "PermissionDenied",
@@ -112,14 +130,18 @@ __all__ = [
     "RheostatError",
     "Rows",
     "Sample",
+    "Samples",
+    "Scale",
     "Selection",
     "Selector",
     "ServerError",
+    "Session",
+    "SessionEvent",
     "Site",
     "SiteGroup",
     "Started",
     "Stats",
-    "Steer",
+    "Steering",
     "Stream",
     "TextSpan",
     "TokenLogprob",
@@ -129,16 +151,25 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
+    "UpdateApplied",
+    "UpdateRefused",
     "Vector",
     "VectorInfo",
     "Vectors",
     "Violation",
+    "ablate",
     "aio",
+    "band",
+    "clamp",
     "connect",
     "generated",
     "inline",
+    "load_vector",
     "named",
+    "norm_add",
     "positions",
+    "save_vector",
+    "scale",
     "span",
     "token_ids",
     "window",

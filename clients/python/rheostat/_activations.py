@@ -32,11 +32,13 @@ class Rows:
     """Input token at each position, int64 [rows]."""
     values: FloatArray
     """The stream, float32 [rows, width]."""
+    baseline: bool = False
+    """Whether they are of the baseline."""
 
     def __repr__(self) -> str:
         """Sample, site and shape."""
-        shape = list(self.values.shape)
-        return f"Rows(sample={self.sample}, {Site(self.point, self.layer)}, shape={shape})"
+        of = f"{'baseline ' if self.baseline else ''}sample={self.sample}"
+        return f"Rows({of}, {Site(self.point, self.layer)}, shape={list(self.values.shape)})"
 
 
 def read_captured(message: capture_pb2.Captured) -> list[Rows]:
@@ -52,7 +54,15 @@ def read_captured(message: capture_pb2.Captured) -> list[Rows]:
         )
     sites = [read_site(site) for site in message.sites]
     return [
-        Rows(message.sample, site.point, site.layer, positions, token_ids, values[number])
+        Rows(
+            message.sample,
+            site.point,
+            site.layer,
+            positions,
+            token_ids,
+            values[number],
+            message.baseline,
+        )
         for number, site in enumerate(sites)
     ]
 
@@ -149,4 +159,4 @@ def _joined(parts: list[Rows]) -> Rows:
     token_ids = np.concatenate([part.token_ids for part in parts])[first]
     values = np.concatenate([part.values for part in parts])[first]
     head = parts[0]
-    return Rows(head.sample, head.point, head.layer, positions, token_ids, values)
+    return Rows(head.sample, head.point, head.layer, positions, token_ids, values, head.baseline)

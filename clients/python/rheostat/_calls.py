@@ -6,7 +6,7 @@ a call is written twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar, Unpack
@@ -17,13 +17,24 @@ from grpc_health.v1 import health_pb2
 
 from rheostat import _requests
 from rheostat._arrays import ArrayLike, Element, VectorData, vector_data, write_element
+from rheostat._derivations import Derivation, DeriveMethod, derive_request, read_derivation
+from rheostat._errors import invalid
 from rheostat._explanations import Explanation, Tokenized, read_explanation, read_tokenized
 from rheostat._fold import DownloadFold, GenerationFold
+from rheostat._global_steering import GlobalSteering, read_global
 from rheostat._model import ModelInfo, Stats, read_model, read_stats
-from rheostat._points import LayersLike, PointsLike, site_set
-from rheostat._proto.v1 import engine_service_pb2, generation_service_pb2, steering_service_pb2
+from rheostat._points import LayersLike, PointsLike, layers_of, site_set
+from rheostat._proto.v1 import (
+    engine_service_pb2,
+    generation_service_pb2,
+    steering_pb2,
+    steering_service_pb2,
+)
 from rheostat._requests import GenerateOptions, Prompt
 from rheostat._results import Event, Generation
+from rheostat._selectors import SelectorLike
+from rheostat._sessions import SessionEvent, SessionFold, Updates
+from rheostat._steering import SteeringLike, steering_to_wire
 from rheostat._vectors import Vector, VectorInfo, defaults, read_info
 
 Answer = TypeVar("Answer", bound=Message)
@@ -57,6 +68,8 @@ class Unary(Generic[Answer, Result]):
     request: Message
     answer: type[Answer]
     read: Callable[[Answer], Result]
+    waits: bool = False
+    """Whether it runs prompts, so that the connection's timeout does not hold for it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,16 @@ class Download(Generic[Answer, Step, Result]):
     fold: Callable[[], Fold[Answer, Step, Result]]
 
 
+@dataclass(frozen=True)
+class Dialogue(Generic[Answer, Step, Result]):
+    """Many requests, of which the first is known, and many answers."""
+
+    path: str
+    start: generation_service_pb2.GenerateRequest
+    answer: type[Answer]
+    fold: Callable[[Updates], Fold[Answer, Step, Result]]
+
+
 Script: TypeAlias = Generator[Unary[Answer, Answer], Answer, Result]
 """Unary calls of which each depends on the answer before: yields calls, is sent answers."""
 
@@ -97,7 +120,20 @@ def generate(
         "/rheostat.v1.GenerationService/Generate",
         request,
         generation_service_pb2.GenerateResponse,
-        partial(GenerationFold, captures=bool(request.captures)),
+        partial(GenerationFold, request),
+    )
+
+
+def session(
+    prompt: Prompt, **options: Unpack[GenerateOptions]
+) -> Dialogue[generation_service_pb2.SessionResponse, SessionEvent, Generation]:
+    """Run a request that can be changed."""
+    request = _requests.generate_request(prompt, **options)
+    return Dialogue(
+        "/rheostat.v1.GenerationService/Session",
+        request,
+        generation_service_pb2.SessionResponse,
+        lambda updates: SessionFold(updates, GenerationFold(request)),
     )
 
 
@@ -156,18 +192,27 @@ def health() -> Unary[health_pb2.HealthCheckResponse, str]:
 
 
 def put_vector(
-    array: ArrayLike | npt.ArrayLike,
+    array: ArrayLike | npt.ArrayLike | Vector,
     *,
     points: PointsLike | None,
     layers: LayersLike | None,
     name: str | None,
-    description: str,
+    description: str | None,
     dtype: Element | None,
     progress: Progress | None,
 ) -> Upload[steering_service_pb2.PutVectorsResponse, Vector]:
     """Store a vector."""
-    data = vector_data(array, dtype)
     at_points, at_layers = defaults(points, layers)
+    if isinstance(array, Vector):
+        at_points, at_layers = at_points or array.points, at_layers or array.layers
+        name = array.name if name is None else name
+        description = array.description if description is None else description
+        if array.rows is None or dtype not in (None, array.rows.element):
+            data = vector_data(array.values, dtype)
+        else:
+            data = array.rows
+    else:
+        data = vector_data(array, dtype)
     digest = data.digest
     header = steering_service_pb2.VectorHeader(
         dtype=write_element(data.element),
@@ -175,10 +220,13 @@ def put_vector(
         digest=digest,
         total_bytes=len(data.data),
         name="" if name is None else _requests.vector_name(name),
-        description=description,
+        description=description or "",
         sites=None if at_points is None or at_layers is None else site_set(at_points, at_layers),
     )
-    vector = Vector(digest.hex(), name, data.shape, data.element, at_points, at_layers)
+    vector = Vector(
+        digest.hex(), name, data.shape, data.element, at_points, at_layers,
+        description=description or "",
+    )  # fmt: skip
     return Upload(
         "/rheostat.v1.SteeringService/PutVectors",
         _pieces(header, data, progress),
@@ -237,6 +285,39 @@ def list_vectors(
             return found
 
 
+def derive_vectors(
+    positive: Iterable[Prompt],
+    negative: Iterable[Prompt],
+    *,
+    points: PointsLike,
+    layers: LayersLike,
+    where: SelectorLike,
+    method: DeriveMethod,
+    name: str | None,
+    description: str,
+    lora: str | None,
+) -> Unary[steering_service_pb2.DeriveVectorsResponse, Derivation]:
+    """Make vectors of two sets of prompts."""
+    at_layers = layers_of(layers)
+    return Unary(
+        "/rheostat.v1.SteeringService/DeriveVectors",
+        derive_request(
+            positive,
+            negative,
+            points=points,
+            layers=at_layers,
+            where=where,
+            method=method,
+            name=name,
+            description=description,
+            lora=lora,
+        ),
+        steering_service_pb2.DeriveVectorsResponse,
+        partial(read_derivation, layers=at_layers),
+        waits=True,
+    )
+
+
 def delete_name(name: str) -> Unary[steering_service_pb2.DeleteNameResponse, str]:
     """Take a name off its vector; gives the digest that it was on."""
     return Unary(
@@ -244,4 +325,31 @@ def delete_name(name: str) -> Unary[steering_service_pb2.DeleteNameResponse, str
         steering_service_pb2.DeleteNameRequest(name=_requests.vector_name(name)),
         steering_service_pb2.DeleteNameResponse,
         lambda answer: answer.digest.hex(),
+    )
+
+
+def set_global(
+    steering: SteeringLike, expected_version: int | None
+) -> Unary[steering_service_pb2.SetGlobalResponse, int]:
+    """Replace the server-wide steering; gives its version."""
+    if expected_version is not None and expected_version < 0:
+        raise invalid("expected_version", f"versions count from 0; {expected_version} is none")
+    return Unary(
+        "/rheostat.v1.SteeringService/SetGlobal",
+        steering_service_pb2.SetGlobalRequest(
+            steering=steering_to_wire(steering) or steering_pb2.Steering(),
+            expected_version=expected_version,
+        ),
+        steering_service_pb2.SetGlobalResponse,
+        lambda answer: answer.version,
+    )
+
+
+def get_global() -> Unary[steering_service_pb2.GetGlobalResponse, GlobalSteering]:
+    """The server-wide steering."""
+    return Unary(
+        "/rheostat.v1.SteeringService/GetGlobal",
+        steering_service_pb2.GetGlobalRequest(),
+        steering_service_pb2.GetGlobalResponse,
+        read_global,
     )

@@ -24,6 +24,7 @@ _IDEMPOTENT = (
     ("EngineService", "GetStats"),
     ("GenerationService", "Explain"),
     ("GenerationService", "Tokenize"),
+    ("SteeringService", "GetGlobal"),
     ("SteeringService", "ListVectors"),
 )
 _SERVICE_CONFIG = {

@@ -7,173 +7,101 @@ shared between threads.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar, Unpack
+from typing import Self, Unpack
 
 import grpc
 import numpy.typing as npt
 
 from rheostat import _calls, _errors, _readiness
 from rheostat._arrays import ArrayLike, Element
-from rheostat._calls import (
-    Answer,
-    Download,
-    Fold,
-    Progress,
-    Result,
-    Script,
-    Unary,
-    Upload,
-    serialize,
-)
-from rheostat._channel import OPTIONS, UNARY_TIMEOUT, checked_target
+from rheostat._calls import Dialogue, Progress
+from rheostat._channel import UNARY_TIMEOUT
+from rheostat._connection import Connection, Reader
+from rheostat._derivations import Derivation, DeriveMethod
+from rheostat._errors import RheostatError
 from rheostat._explanations import Explanation, Tokenized
+from rheostat._global_steering import GlobalSteering
 from rheostat._model import ModelInfo, Stats
 from rheostat._points import LayersLike, PointsLike
 from rheostat._proto.v1 import generation_service_pb2
 from rheostat._requests import GenerateOptions, Prompt, check_options
 from rheostat._results import Event, Generation
+from rheostat._selectors import SelectorLike
+from rheostat._sessions import SessionEvent, Updates
+from rheostat._steering import SteeringLike
 from rheostat._vectors import Vector, VectorInfo
 
-Step = TypeVar("Step")
-_Message = TypeVar("_Message", covariant=True)
+
+class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
+    """A generation while it runs: an iterator of events; ``result()`` gives the `Generation`."""
 
 
-class _Responses(Protocol[_Message]):
-    """A running call: its messages, and its end."""
+class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
+    """A generation that can be changed while it runs: as `Stream`, and threads may change it.
 
-    def __iter__(self) -> Iterator[_Message]: ...
-    def __next__(self) -> _Message: ...
-    def cancel(self) -> bool: ...
-
-
-class _Connection:
-    """A channel, and how each shape of call goes over it. Raises `RheostatError` alone."""
-
-    def __init__(self, target: str, timeout: float | None) -> None:
-        self.target = checked_target(target)
-        self.timeout = timeout
-        self.channel = grpc.insecure_channel(target, options=OPTIONS)
-
-    def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
-        timeout = self.timeout if timeout is None else timeout
-        rpc = self.channel.unary_unary(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
-        try:
-            answer = rpc(call.request, timeout=timeout)
-        except grpc.RpcError as error:
-            raise _errors.from_rpc(error, self.target, timeout) from None
-        return call.read(answer)
-
-    def script(self, script: Script[Answer, Result]) -> Result:
-        try:
-            call = next(script)
-            while True:
-                call = script.send(self.unary(call))
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-    def upload(self, call: Upload[Answer, Result], timeout: float | None) -> Result:
-        rpc = self.channel.stream_unary(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
-        try:
-            answer = rpc(call.requests, timeout=timeout)
-        except grpc.RpcError as error:
-            raise _errors.from_rpc(error, self.target, timeout) from None
-        return call.read(answer)
-
-
-class _Reader(Generic[Answer, Step, Result]):
-    """A response stream while it is read: events as they come, then the whole."""
+    Every update that `steer` takes is answered by one event, `UpdateApplied` or `UpdateRefused`,
+    before the `Receipt`.
+    """
 
     def __init__(
         self,
-        connection: _Connection,
-        call: Download[Answer, Step, Result],
+        connection: Connection,
+        call: Dialogue[generation_service_pb2.SessionResponse, SessionEvent, Generation],
         timeout: float | None,
     ) -> None:
-        """Start the call. It ends by itself after ``timeout`` seconds; None: never."""
-        rpc = connection.channel.unary_stream(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
-        self._responses: _Responses[Answer] = rpc(call.request, timeout=timeout)
-        self._fold: Fold[Answer, Step, Result] = call.fold()
-        self._waiting: deque[Step] = deque()
-        self._target, self._timeout = connection.target, timeout
-        self._begun = False
+        """Made by `Engine`; starts the call."""
+        requests: SimpleQueue[generation_service_pb2.SessionRequest | None] = SimpleQueue()
+        self._updates = Updates(call.start, requests.put)
+        responses = connection.dialogue(call, iter(requests.get, None), timeout)
+        if not responses.add_callback(self._updates.close):  # it has ended already
+            self._updates.close()
+        super().__init__(connection, responses, call.fold(self._updates), timeout)
 
-    def __iter__(self) -> Self:
-        """The events that have not been read yet."""
-        return self
+    def steer(self, steering: SteeringLike) -> int:
+        """Replace the request's steering, and give the update's id.
 
-    def __next__(self) -> Step:
-        """The next event; waits for it."""
-        while not self._waiting:
-            try:
-                message = next(self._responses)
-            except grpc.RpcError as error:
-                raise self._failure(error) from None
-            self._begun = True
-            self._waiting.extend(self._fold.feed(message))
-        return self._waiting.popleft()
+        It acts from the server's next step on, never before the first generated token, and replaces
+        what the request had; ``None`` or ``[]`` leaves the server-wide steering alone. Returns at
+        once; an event answers it. Raises InvalidRequest for what can be seen to be wrong here, and
+        Refused once the request has ended.
+        """
+        return self._updates.steer(steering)
 
-    def result(self) -> Result:
-        """Read to the end and give the whole, events already read included."""
-        for _ in self:
-            pass
-        return self._fold.result()
+    def stop(self) -> None:
+        """End the request: finish reason "aborted", and the receipt still comes.
+
+        Nothing happens where it has ended.
+        """
+        self._updates.stop()
 
     def cancel(self) -> None:
         """End the call; the server frees what it held. Nothing happens where it has ended."""
-        self._responses.cancel()
+        self._updates.close()
+        super().cancel()
 
-    def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:
-        return _errors.from_rpc(error, self._target, self._timeout, begun=self._begun)
-
-    def __enter__(self) -> Self:
-        """Itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Cancel what has not ended."""
-        self.cancel()
-
-
-class Stream(_Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
-    """A generation while it runs: an iterator of events; ``result()`` gives the `Generation`."""
+    def _failure(self, error: grpc.RpcError) -> RheostatError:
+        self._updates.close()
+        return super()._failure(error)
 
 
 class Vectors:
     """The server's store of vectors."""
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: Connection) -> None:
         """Made by `Engine`."""
         self._connection = connection
 
     def put(
         self,
-        array: ArrayLike | npt.ArrayLike,
+        array: ArrayLike | npt.ArrayLike | Vector,
         *,
         points: PointsLike | None = None,
         layers: LayersLike | None = None,
         name: str | None = None,
-        description: str = "",
+        description: str | None = None,
         dtype: Element | None = None,
         progress: Progress | None = None,
         timeout: float | None = None,
@@ -186,8 +114,9 @@ class Vectors:
         ``dtype="bfloat16"`` reads uint16 as bits. ``points`` and ``layers`` are where the handle
         acts by default; with a name and both given, the server keeps them for others to see. A name
         that is on another vector moves here. Without a name the server may evict the vector once
-        no request uses it. Raises InvalidRequest for another rank and for elements that are not
-        finite.
+        no request uses it. A `Vector` that holds its numbers, as from `load_vector`, brings its own
+        name, description, points and layers for those that are not given. Raises InvalidRequest for
+        another rank and for elements that are not finite.
         """
         call = _calls.put_vector(
             array,
@@ -204,7 +133,52 @@ class Vectors:
         self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
     ) -> Vector:
         """Fetch a vector with its numbers (``vector.values``), by name or digest."""
-        return _Reader(self._connection, _calls.get_vector(name, digest), timeout).result()
+        call = _calls.get_vector(name, digest)
+        responses = self._connection.download(call, timeout)
+        return Reader(self._connection, responses, call.fold(), timeout).result()
+
+    def derive(
+        self,
+        positive: Iterable[Prompt],
+        negative: Iterable[Prompt],
+        *,
+        points: PointsLike,
+        layers: LayersLike,
+        where: SelectorLike = None,
+        method: DeriveMethod = "difference_of_means",
+        name: str | None = None,
+        description: str = "",
+        lora: str | None = None,
+        timeout: float | None = None,
+    ) -> Derivation:
+        """Make vectors that tell two sets of prompts apart, store them, and say how well they do.
+
+        The server runs every prompt and takes its rows at the points and layers on the tokens
+        ``where`` (default: the last prompt token), averaged per prompt. A row of a vector, one per
+        layer, is then the mean of the positive prompts' less that of the negative ones'
+        ("difference_of_means"; Rimsky et al., 2023), or the first principal component of the
+        pairwise differences, of norm 1 ("principal_component"; Zou et al., 2023), for which the
+        sets pair up in order. With several points there is one vector per point, and "/resid_pre"
+        etc. is appended to ``name``. Without a name the server may evict a vector.
+
+        To steer at the best layer alone, derive there once more:
+        ``derive(..., layers=derivation.best.site.layer, name="joy")``.
+
+        ``timeout`` is in seconds; None waits. Raises InvalidRequest that names the prompt
+        (``positive[3].text``) where one cannot run.
+        """
+        call = _calls.derive_vectors(
+            positive,
+            negative,
+            points=points,
+            layers=layers,
+            where=where,
+            method=method,
+            name=name,
+            description=description,
+            lora=lora,
+        )
+        return self._connection.unary(call, timeout)
 
     def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors by name, those whose name begins with ``prefix``; "": unnamed ones too."""
@@ -215,6 +189,27 @@ class Vectors:
         return self._connection.unary(_calls.delete_name(name))
 
 
+class Steering:
+    """The server-wide steering. Every request runs under it; setting it takes role steer_global."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Made by `Engine`."""
+        self._connection = connection
+
+    def set_global(self, steering: SteeringLike, expected_version: int | None = None) -> int:
+        """Replace it as a whole, for requests admitted from then on, and give its new version.
+
+        ``None`` or ``[]`` clears it. With ``expected_version`` it is replaced only where that is
+        the version that holds; else Refused is raised, with reason "REASON_VERSION_CONFLICT" and
+        the version that does in ``metadata["version"]``.
+        """
+        return self._connection.unary(_calls.set_global(steering, expected_version))
+
+    def get_global(self) -> GlobalSteering:
+        """What holds. Its interventions can be set again, changed or not."""
+        return self._connection.unary(_calls.get_global())
+
+
 class Engine:
     """A connection to a Rheostat server. Every method raises `RheostatError` alone.
 
@@ -223,11 +218,14 @@ class Engine:
 
     vectors: Vectors
     """The server's store of vectors."""
+    steering: Steering
+    """The server-wide steering."""
 
     def __init__(self, target: str, *, timeout: float | None = UNARY_TIMEOUT) -> None:
         """See `connect`."""
-        self._connection = _Connection(target, timeout)
+        self._connection = Connection(target, timeout)
         self.vectors = Vectors(self._connection)
+        self.steering = Steering(self._connection)
 
     def generate(
         self,
@@ -255,7 +253,20 @@ class Engine:
     ) -> Stream:
         """Run a request and read its events as they come. Options as for `generate`."""
         check_options("stream", options)
-        return Stream(self._connection, _calls.generate(prompt, **options), timeout)
+        call = _calls.generate(prompt, **options)
+        responses = self._connection.download(call, timeout)
+        return Stream(self._connection, responses, call.fold(), timeout)
+
+    def session(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Session:
+        """Run a request whose steering can be replaced while it runs. Options as for `generate`."""
+        check_options("session", options)
+        return Session(self._connection, _calls.session(prompt, **options), timeout)
 
     def explain(
         self,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rheostat._notebook import table
 from rheostat._points import Site, read_site
 from rheostat._proto.v1 import generation_service_pb2
-from rheostat._receipts import read_reference, read_runs, show_runs
+from rheostat._receipts import Reference, read_reference, read_runs, show_runs
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,26 @@ class Selection:
     excluded_token_ids: tuple[int, ...] = ()
     """Generated tokens with these ids are not selected."""
 
+    def __str__(self) -> str:
+        """As "positions 0-4, 7, generated tokens 13 but not 42"."""
+        told = f"positions {show_runs(self.positions)}"
+        if self.token_ids:
+            told += f", generated tokens {', '.join(map(str, self.token_ids))}"
+        if self.excluded_token_ids:
+            told += f" but not {', '.join(map(str, self.excluded_token_ids))}"
+        return told
+
 
 @dataclass(frozen=True)
 class ResolvedIntervention:
     """One intervention, resolved."""
 
     origin: str
-    """Where it comes from: "request", "global", ..."""
+    """Where it comes from: "global", "request", "patch", "rule"."""
     index: int
     """Index in the list there."""
     op: str
-    """What it does: "add", ..."""
+    """What it does: "add", "norm_add", "ablate", "clamp", "scale", "replace"."""
     sites: tuple[Site, ...]
     """Where, by layer, then point."""
     selection: Selection
@@ -41,7 +50,10 @@ class ResolvedIntervention:
     digests: tuple[str, ...]
     """Digests of its vectors, hex."""
     doses: Mapping[Site, float]
-    """Norm of what is added, in the units of the stream, by site."""
+    """By site, the norm of what is added: of "add" in the units of the stream, of "norm_add" in
+    norms of the stream. Empty for other ops, whose dose depends on the stream."""
+    rule: str = ""
+    """The rule, where ``origin`` is "rule"."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +110,24 @@ class Explanation:
 def _told(one: Explanation) -> list[tuple[str, str]]:
     rows = [("prompt", f"{len(one.prompt_token_ids)} tokens")]
     for done in one.interventions:
+        unit = " of the stream" if done.op == "norm_add" else ""
         sites = ", ".join(
-            f"{site} (dose {done.doses[site]:.3g})" if site in done.doses else str(site)
+            f"{site} (dose {done.doses[site]:.3g}{unit})" if site in done.doses else str(site)
             for site in done.sites
         )
-        told = f"{sites}; positions {show_runs(done.selection.positions)}"
-        rows.append((f"{done.op} ({done.origin} {done.index})", told))
+        which = Reference(done.origin, done.index, done.op, done.rule)
+        rows.append((str(which), f"{sites}; {done.selection}"))
     for capture in one.captures:
         sites = ", ".join(str(site) for site in capture.sites)
-        told = f"{sites}; positions {show_runs(capture.selection.positions)}; {capture.bytes} bytes"
-        rows.append((f"capture {capture.index}", told))
+        rows.append(
+            (f"capture {capture.index}", f"{sites}; {capture.selection}; {capture.bytes} bytes")
+        )
+    for key in one.cache_keys:
+        told = "private" if key.private else key.digest[:12]
+        rows.append((f"cache key from position {key.position}", told))
     rows.append(("bank rows", f"{one.new_bank_rows} new"))
+    if one.global_version:
+        rows.append(("server-wide steering", f"version {one.global_version}"))
     return rows
 
 
@@ -137,11 +156,12 @@ def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explana
 def _read_intervention(
     message: generation_service_pb2.ResolvedIntervention,
 ) -> ResolvedIntervention:
-    origin, number, op = read_reference(message.intervention)
+    which = read_reference(message.intervention)
     return ResolvedIntervention(
-        origin=origin,
-        index=number,
-        op=op,
+        origin=which.origin,
+        index=which.index,
+        op=which.op,
+        rule=which.rule,
         sites=tuple(read_site(site) for site in message.sites),
         selection=_read_selection(message.selection),
         digests=tuple(digest.hex() for digest in message.digests),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, TypeAlias, cast
+
+import numpy as np
 
 from rheostat._activations import Activations, Rows, read_captured
 from rheostat._errors import DataLoss, ServerError
@@ -21,18 +23,32 @@ from rheostat._proto.v1 import (
 )
 from rheostat._receipts import Receipt, read_receipt, read_word
 from rheostat._results import (
+    Divergence,
     Event,
     Finished,
     FinishReason,
     Generation,
     PromptLogprobs,
     Sample,
+    Samples,
     Started,
     TokenLogprob,
     TokenLogprobs,
     Tokens,
 )
 from rheostat._vectors import Vector, read_vector
+
+_Response: TypeAlias = (
+    generation_service_pb2.GenerateResponse | generation_service_pb2.SessionResponse
+)
+"""They name the events that they share alike."""
+
+
+class _Key(NamedTuple):
+    """Which sample."""
+
+    baseline: bool
+    number: int
 
 
 @dataclass
@@ -44,6 +60,7 @@ class _Sample:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     rows: dict[Site, list[Rows]] = field(default_factory=dict)
     end: Finished | None = None
+    divergence: Divergence | None = None
 
     def closed(self, captures: bool) -> Sample:
         if self.end is None:
@@ -57,22 +74,24 @@ class _Sample:
             stop=self.end.stop,
             first_token_after=self.end.first_token_after,
             finished_after=self.end.finished_after,
+            divergence=self.divergence,
         )
 
 
 class GenerationFold:
-    """From `GenerateResponse` messages to events and a `Generation`."""
+    """From messages to events and a `Generation`. The baseline is kept apart throughout."""
 
-    def __init__(self, captures: bool = True) -> None:
-        """An empty one, of a request with or without captures."""
-        self._captures = captures
+    def __init__(self, request: generation_service_pb2.GenerateRequest) -> None:
+        """An empty one, of this request."""
+        self._captures = bool(request.captures)
+        self._with_baseline = request.with_baseline
         self._started = Started("", "", ())
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self._samples: dict[int, _Sample] = {}
+        self._prompt_logprobs: dict[bool, tuple[TokenLogprobs, ...]] = {}
+        self._samples: dict[_Key, _Sample] = {}
         self._received: Counter[tuple[int, Site]] = Counter()
         self._receipt: Receipt | None = None
 
-    def feed(self, message: generation_service_pb2.GenerateResponse) -> list[Event]:
+    def feed(self, message: _Response) -> list[Event]:
         """The message's events; none for kinds of event that this client does not know."""
         match message.WhichOneof("event"):
             case "started":
@@ -81,22 +100,29 @@ class GenerationFold:
                 self._started = Started(one.request_id, one.model, ids)
                 return [self._started]
             case "prompt_logprobs":
-                tokens = tuple(_read_logprobs(one) for one in message.prompt_logprobs.tokens)
-                self._prompt_logprobs = tokens
-                return [PromptLogprobs(tokens)]
+                told = message.prompt_logprobs
+                tokens = tuple(_read_logprobs(one) for one in told.tokens)
+                self._prompt_logprobs[told.baseline] = tokens
+                return [PromptLogprobs(tokens, told.baseline)]
             case "tokens":
                 return [self._tokens(message.tokens)]
             case "captured":
                 rows = read_captured(message.captured)
                 for part in rows:
                     site = Site(part.point, part.layer)
-                    self._received[message.captured.spec, site] += len(part.positions)
-                    self._sample(part.sample).rows.setdefault(site, []).append(part)
+                    if not part.baseline:  # which the receipt does not count
+                        self._received[message.captured.spec, site] += len(part.positions)
+                    sample = self._sample(part.baseline, part.sample)
+                    sample.rows.setdefault(site, []).append(part)
                 return list(rows)
             case "finished":
                 end = _read_finished(message.finished)
-                self._sample(end.sample).end = end
+                self._sample(end.baseline, end.sample).end = end
                 return [end]
+            case "divergence":
+                divergence = _read_divergence(message.divergence)
+                self._sample(False, divergence.sample).divergence = divergence
+                return [divergence]
             case "receipt":
                 self._receipt = read_receipt(message.receipt)
                 return [self._receipt]
@@ -105,22 +131,33 @@ class GenerationFold:
     def result(self) -> Generation:
         """The whole, once the stream has ended with OK.
 
-        Raises ServerError where the receipt or a sample's end is missing, DataLoss where fewer rows
-        came than the receipt counts.
+        Raises ServerError where the receipt, the baseline or a sample's end is missing, DataLoss
+        where fewer rows came than the receipt counts.
         """
         if self._receipt is None:
             raise ServerError("the stream ended without a receipt")
         self._check_rows(self._receipt)
+        baseline = self._closed(True)
+        if self._with_baseline and not baseline:
+            raise ServerError("the stream ended without the baseline that was asked for")
         return Generation(
             request_id=self._started.request_id,
             model=self._started.model,
             prompt_token_ids=self._started.prompt_token_ids,
-            samples=tuple(
-                self._samples[number].closed(self._captures) for number in sorted(self._samples)
-            ),
+            samples=self._closed(False),
             receipt=self._receipt,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs.get(False, ()),
+            baseline=(
+                Samples(samples=baseline, prompt_logprobs=self._prompt_logprobs.get(True, ()))
+                if baseline
+                else None
+            ),
         )
+
+    def _closed(self, baseline: bool) -> tuple[Sample, ...]:
+        """The samples in order, of the baseline or else of the request itself."""
+        keys = sorted(key for key in self._samples if key.baseline is baseline)
+        return tuple(self._samples[key].closed(self._captures) for key in keys)
 
     def _check_rows(self, receipt: Receipt) -> None:
         for capture in receipt.captures:
@@ -133,16 +170,18 @@ class GenerationFold:
                         metadata={"rows": str(one.rows - came)},
                     )
 
-    def _sample(self, number: int) -> _Sample:
-        return self._samples.setdefault(number, _Sample())
+    def _sample(self, baseline: bool, number: int) -> _Sample:
+        return self._samples.setdefault(_Key(baseline, number), _Sample())
 
     def _tokens(self, message: generation_pb2.Tokens) -> Tokens:
         logprobs = tuple(_read_logprobs(one) for one in message.logprobs)
-        sample = self._sample(message.sample)
+        sample = self._sample(message.baseline, message.sample)
         sample.text.append(message.text)
         sample.token_ids.extend(message.token_ids)
         sample.logprobs.extend(logprobs)
-        return Tokens(message.sample, message.text, tuple(message.token_ids), logprobs)
+        return Tokens(
+            message.sample, message.text, tuple(message.token_ids), logprobs, message.baseline
+        )
 
 
 def _read_logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
@@ -169,6 +208,17 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
         stop=stop,
         first_token_after=message.first_token_after.ToTimedelta().total_seconds(),
         finished_after=message.finished_after.ToTimedelta().total_seconds(),
+        baseline=message.baseline,
+    )
+
+
+def _read_divergence(message: generation_pb2.Divergence) -> Divergence:
+    return Divergence(
+        sample=message.sample,
+        kl=np.array(message.kl, np.float32),
+        compared=np.array(message.compared, np.float32),
+        baseline_logprobs=np.array(message.baseline_logprobs, np.float32),
+        mean_kl=message.mean_kl,
     )
 
 

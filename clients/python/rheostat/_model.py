@@ -85,6 +85,8 @@ class Limits:
     """Largest ``n``."""
     logprobs: int
     """Largest ``logprobs`` and ``prompt_logprobs``."""
+    capacity_wait: float
+    """Seconds that a request waits for bank rows at most, see ``when_full``."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
             inline_vector_bytes=limits.inline_vector_bytes,
             samples=limits.samples,
             logprobs=limits.logprobs,
+            capacity_wait=limits.capacity_wait.ToTimedelta().total_seconds(),
         ),
         build_version=message.build_version,
         api_version=message.api_version,

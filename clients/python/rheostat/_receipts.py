@@ -52,17 +52,21 @@ class AppliedIntervention:
     """An intervention as it happened."""
 
     origin: str
-    """Where it came from: "request", "global", "patch", "rule", "update"."""
+    """Where it came from: "global", "request", "patch", "rule", "update"."""
     index: int
     """Index in the list there."""
     op: str
-    """What it does: "add", ..."""
+    """What it does: "add", "norm_add", "ablate", "clamp", "scale", "replace"."""
     digests: tuple[str, ...]
     """Digests of its vectors, hex."""
     sites: tuple[AppliedSite, ...]
     """Where it acted, by layer, then point."""
     rows: tuple[AppliedRows, ...]
     """On which tokens."""
+    rule: str = ""
+    """The rule, where ``origin`` is "rule"."""
+    update_id: int | None = None
+    """The session's update, where ``origin`` is "update"."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class CaptureReceipt:
     """Index in the request's captures."""
     sites: tuple[CapturedSite, ...]
     """Rows by site, by layer, then point."""
+    run: str = ""
+    """Run that the rows were stored in, where they were."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,8 @@ class Receipt:
     """Steps that it took part in, by graph variant."""
     global_version: int = 0
     """Version of the server-wide steering that it ran under."""
+    updates: int = 0
+    """Updates of its session that were carried out."""
 
     def __str__(self) -> str:
         """One line per fact."""
@@ -133,15 +141,22 @@ def _told(receipt: Receipt) -> list[tuple[str, str]]:
         )
     ]
     for done in receipt.interventions:
-        rows.append((f"{done.op} ({done.origin} {done.index})", _told_intervention(done)))
+        which = Reference(done.origin, done.index, done.op, done.rule, done.update_id)
+        rows.append((str(which), _told_intervention(done)))
     for capture in receipt.captures:
         lost = sum(site.dropped_rows for site in capture.sites)
         count = sum(site.rows for site in capture.sites)
         told = f"{count} rows of {_sites(site.site for site in capture.sites)}"
-        rows.append((f"capture {capture.index}", told + (f", {lost} lost" if lost else "")))
+        told += f", {lost} lost" if lost else ""
+        told += f", stored in run {capture.run}" if capture.run else ""
+        rows.append((f"capture {capture.index}", told))
     if receipt.steps:
         steps = ", ".join(f"{count} {variant}" for variant, count in receipt.steps.items())
         rows.append(("steps", steps))
+    if receipt.global_version:
+        rows.append(("server-wide steering", f"version {receipt.global_version}"))
+    if receipt.updates:
+        rows.append(("updates", f"{receipt.updates} carried out"))
     return rows
 
 
@@ -152,9 +167,11 @@ def _told_intervention(done: AppliedIntervention) -> str:
     doses = [site.dose for site in done.sites if site.dose is not None]
     if doses:
         told += f", dose {_between([dose.norm for dose in doses])}"
-        relative = [dose.relative_mean for dose in doses if dose.relative_mean is not None]
-        if relative:
-            told += f" ({_between([100 * part for part in relative])} % of the stream)"
+        means = [100 * dose.relative_mean for dose in doses if dose.relative_mean is not None]
+        most = [100 * dose.relative_max for dose in doses if dose.relative_max is not None]
+        if means:
+            told += f" ({_between(means)} % of the stream"
+            told += f", at most {max(most):.3g} %)" if most else ")"
     samples = Counter((one.positions, one.cached_positions) for one in done.rows)
     for (positions, cached), count in samples.items():
         told += f", positions {show_runs(positions)}"
@@ -202,10 +219,31 @@ def read_word(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).lower()
 
 
-def read_reference(message: receipt_pb2.InterventionRef) -> tuple[str, int, str]:
-    """Origin, index and op of an intervention."""
-    origin = read_word(receipt_pb2.Origin.Name(message.origin), "ORIGIN_")
-    return origin, message.index, read_word(receipt_pb2.Op.Name(message.op), "OP_")
+@dataclass(frozen=True)
+class Reference:
+    """Which intervention."""
+
+    origin: str
+    index: int
+    op: str
+    rule: str = ""
+    update_id: int | None = None
+
+    def __str__(self) -> str:
+        """As "add (request 0)", "clamp (update 3, 1)"."""
+        of = self.rule if self.update_id is None else str(self.update_id)
+        return f"{self.op} ({self.origin} {f'{of}, ' if of else ''}{self.index})"
+
+
+def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
+    """Which intervention a message names."""
+    return Reference(
+        read_word(receipt_pb2.Origin.Name(message.origin), "ORIGIN_"),
+        message.index,
+        read_word(receipt_pb2.Op.Name(message.op), "OP_"),
+        message.rule,
+        message.update_id or None,
+    )
 
 
 def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
@@ -222,6 +260,7 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
                     CapturedSite(read_site(site.site), site.rows, site.dropped_rows)
                     for site in one.sites
                 ),
+                one.run,
             )
             for one in message.captures
         ),
@@ -230,15 +269,18 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
         preemptions=message.preemptions,
         steps={one.variant: one.steps for one in message.steps},
         global_version=message.global_version,
+        updates=message.updates,
     )
 
 
 def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedIntervention:
-    origin, number, op = read_reference(message.intervention)
+    which = read_reference(message.intervention)
     return AppliedIntervention(
-        origin=origin,
-        index=number,
-        op=op,
+        origin=which.origin,
+        index=which.index,
+        op=which.op,
+        rule=which.rule,
+        update_id=which.update_id,
         digests=tuple(digest.hex() for digest in message.digests),
         sites=tuple(
             AppliedSite(

@@ -23,7 +23,7 @@ from rheostat._proto.v1 import (
 )
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
-from rheostat._vectors import SteeringLike, steering_to_wire
+from rheostat._steering import SteeringLike, steering_to_wire
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -75,14 +75,23 @@ CaptureLike: TypeAlias = Capture | Iterable[Capture] | None
 """One capture, several, or none."""
 
 
+WhenFull: TypeAlias = Literal["wait", "refuse"]
+"""What a request does that does not fit beside those that run."""
+
+_WHEN_FULL: dict[str, generation_service_pb2.WhenFull.ValueType] = {
+    "wait": generation_service_pb2.WHEN_FULL_WAIT,
+    "refuse": generation_service_pb2.WHEN_FULL_REFUSE,
+}
+
+
 class GenerateOptions(TypedDict, total=False):
-    """What generate, stream and explain take beside the prompt.
+    """What generate, stream, session and explain take beside the prompt.
 
     What is left out is left to the server; the defaults given here are its own.
     """
 
     steering: SteeringLike
-    """Additions, in order. Default: none."""
+    """Interventions, in the order in which they act. Default: none but the server-wide ones."""
     capture: CaptureLike
     """Rows to bring back. Default: none."""
     max_tokens: int | None
@@ -120,6 +129,16 @@ class GenerateOptions(TypedDict, total=False):
     """Go on past the model's end token. Default: False."""
     request_id: str | None
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request. Default: the server makes one."""
+    with_baseline: bool
+    """Also run the request without its steering, with the same sampling, and say how far apart the
+    two are: `Generation.baseline` and `Generation.divergence`. Server-wide steering stays.
+    Default: False."""
+    lora: str | None
+    """Name of a loaded adapter. Default: none."""
+    when_full: WhenFull | None
+    """What to do while others hold what the request's steering needs: "wait" for it, at most
+    the server's own limit and the timeout, or "refuse", which raises ResourceExhausted at once with
+    ``retry_after``. It never runs unsteered. Default: "wait"."""
 
 
 def check_options(method: str, options: Mapping[str, object]) -> None:
@@ -157,6 +176,9 @@ def generate_request(
     frequency_penalty: float | None = None,
     ignore_eos: bool = False,
     request_id: str | None = None,
+    with_baseline: bool = False,
+    lora: str | None = None,
+    when_full: WhenFull | None = None,
 ) -> generation_service_pb2.GenerateRequest:
     """The request. Raises InvalidRequest for what can be seen to be wrong without the model."""
     numbers: dict[_SamplingNumber, float | None] = {
@@ -176,21 +198,37 @@ def generate_request(
     }
     if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
         raise invalid("request_id", "a request id is 1 to 128 of [A-Za-z0-9._:-]")
+    if lora == "":
+        raise invalid("lora", "the adapter's name is empty")
     request = generation_service_pb2.GenerateRequest(
         request_id=request_id or "",
         sampling=_sampling(numbers, stop, stop_token_ids, ignore_eos),
         steering=steering_to_wire(steering),
         captures=_captures(capture),
+        lora=lora or "",
+        with_baseline=with_baseline,
         return_prompt_token_ids=True,
+        when_full=None if when_full is None else _when_full(when_full),
     )
-    _put_prompt(request, prompt)
+    put_prompt(request, prompt)
     return request
+
+
+def _when_full(word: str) -> generation_service_pb2.WhenFull.ValueType:
+    found = _WHEN_FULL.get(word)
+    if found is None:
+        raise invalid(
+            "when_full",
+            f"when_full is {' or '.join(map(repr, _WHEN_FULL))}, not {word!r}",
+            "REASON_UNKNOWN_ENUM",
+        )
+    return found
 
 
 def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
     """What to tokenise, or for token ids to decode."""
     request = generation_service_pb2.TokenizeRequest()
-    _put_prompt(request, prompt)
+    put_prompt(request, prompt)
     return request
 
 
@@ -223,26 +261,31 @@ def _captures(capture: CaptureLike) -> list[capture_pb2.CaptureSpec]:
     return [one.to_wire() for one in many]
 
 
-def _put_prompt(
-    request: generation_service_pb2.GenerateRequest | generation_service_pb2.TokenizeRequest,
+def put_prompt(
+    request: (
+        generation_service_pb2.GenerateRequest
+        | generation_service_pb2.TokenizeRequest
+        | types_pb2.Prompt
+    ),
     prompt: Prompt,
+    path: str = "prompt",
 ) -> None:
-    """Fill the request's oneof ``prompt``."""
+    """Fill the message's oneof ``prompt``; ``path`` names it in errors."""
     if isinstance(prompt, str):
         if not prompt:
-            raise invalid("prompt", "the prompt is empty", "REASON_MISSING_FIELD")
+            raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
         request.text = prompt
         return
     many = list(prompt)
     if not many:
-        raise invalid("prompt", "the prompt is empty", "REASON_MISSING_FIELD")
+        raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
     if isinstance(many[0], Mapping):
         request.chat.messages.extend(_message(one, number) for number, one in enumerate(many))
         return
     try:
         request.token_ids.ids.extend(index(one) for one in many)  # type: ignore[arg-type]  # checked
     except (TypeError, ValueError) as error:
-        raise invalid("prompt", f"a prompt is text, token ids or messages: {error}") from None
+        raise invalid(path, f"a prompt is text, token ids or messages: {error}") from None
 
 
 def _message(message: object, number: int) -> types_pb2.ChatMessage:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._activations import Activations, Rows
+from rheostat._arrays import FloatArray
 from rheostat._notebook import passage, table
 from rheostat._receipts import Receipt
 
@@ -60,6 +61,8 @@ class PromptLogprobs:
 
     tokens: tuple[TokenLogprobs, ...]
     """Entry i belongs to position i + 1; the first token has none."""
+    baseline: bool = False
+    """Whether they are of the baseline."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Tokens:
     """The tokens."""
     logprobs: tuple[TokenLogprobs, ...]
     """One per token, if asked for."""
+    baseline: bool = False
+    """Whether they are of the baseline."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,41 @@ class Finished:
     """Seconds from admission to the first token."""
     finished_after: float
     """Seconds from admission to the end."""
+    baseline: bool = False
+    """Whether it is one of the baseline."""
 
 
-Event: TypeAlias = Started | PromptLogprobs | Tokens | Rows | Finished | Receipt
+@dataclass(frozen=True, eq=False, repr=False)
+class Divergence:
+    """How far a sample's distributions lie from those that the baseline has for the same tokens.
+
+    The baseline, which is the request without its steering, reads the sample's own tokens here. A
+    sample that fills the context lacks its last one; an aborted sample has no divergence.
+    """
+
+    sample: int
+    """Sample, from 0."""
+    kl: FloatArray
+    """Float32 [tokens]: lower bounds, in nats, of KL(sample's distribution || baseline's), over the
+    tokens that both sides list as most likely and one class for all others."""
+    compared: FloatArray
+    """Float32 [tokens], 0 to 1: the sample's probability of the tokens that both sides list. At 1
+    the bound is exact."""
+    baseline_logprobs: FloatArray
+    """Float32 [tokens]: ln p of the sample's tokens under the baseline."""
+    mean_kl: float
+    """Mean of ``kl``, in nats."""
+
+    def __repr__(self) -> str:
+        """The mean, and how much of it is exact."""
+        compared = float(self.compared.min()) if len(self.compared) else 1.0
+        return (
+            f"Divergence(sample={self.sample}, mean_kl={self.mean_kl:.4g} nats over "
+            f"{len(self.kl)} tokens, compared at least {compared:.4g})"
+        )
+
+
+Event: TypeAlias = Started | PromptLogprobs | Tokens | Rows | Finished | Divergence | Receipt
 """What a stream yields. The `Receipt` comes last."""
 
 
@@ -116,6 +153,8 @@ class Sample:
     """Seconds from admission to the first token."""
     finished_after: float = 0.0
     """Seconds from admission to the end."""
+    divergence: Divergence | None = None
+    """How far it lies from the baseline, if that was asked for."""
 
     def __repr__(self) -> str:
         """Text, tokens and how it ended."""
@@ -125,20 +164,12 @@ class Sample:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Generation:
-    """The whole result of a request. Text, tokens and activations are those of its first sample."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Samples:
+    """What came of a prompt. Text, tokens and activations are those of the first sample."""
 
-    request_id: str
-    """The request."""
-    model: str
-    """The model's name."""
-    prompt_token_ids: tuple[int, ...]
-    """The prompt's tokens."""
     samples: tuple[Sample, ...]
     """All samples, as many as ``n``."""
-    receipt: Receipt
-    """What was really done."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
     """Entry i belongs to position i + 1; empty if not asked for."""
 
@@ -168,8 +199,35 @@ class Generation:
         return self.samples[0].activations
 
     def __repr__(self) -> str:
-        """Id and samples."""
-        return f"Generation({self.request_id!r}, {', '.join(map(repr, self.samples))})"
+        """The samples."""
+        return f"Samples({', '.join(map(repr, self.samples))})"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Generation(Samples):
+    """The whole result of a request."""
+
+    request_id: str
+    """The request."""
+    model: str
+    """The model's name."""
+    prompt_token_ids: tuple[int, ...]
+    """The prompt's tokens."""
+    receipt: Receipt
+    """What was really done; the baseline is not counted."""
+    baseline: Samples | None = None
+    """The same request without its steering; None unless asked for ``with_baseline``."""
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """How far the first sample lies from the baseline, if that was asked for."""
+        return self.samples[0].divergence
+
+    def __repr__(self) -> str:
+        """Id, samples and baseline."""
+        parts = [repr(self.request_id), *map(repr, self.samples)]
+        parts += [] if self.baseline is None else [f"baseline={self.baseline!r}"]
+        return f"Generation({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -178,5 +236,12 @@ class Generation:
         ]
         if self.activations:
             rows.append(("activations", repr(self.activations)))
+        if self.baseline is not None:
+            rows += [("baseline", sample.text) for sample in self.baseline.samples]
+        rows += [
+            ("divergence", f"sample {one.sample}: mean KL {one.mean_kl:.4g} nats")
+            for one in (sample.divergence for sample in self.samples)
+            if one is not None
+        ]
         texts = "".join(passage(sample.text) for sample in self.samples)
         return texts + table(("generation", self.request_id), rows) + self.receipt._repr_html_()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Literal, NamedTuple, TypeAlias
 
-from rheostat._errors import invalid
+from rheostat._errors import ServerError, invalid
 from rheostat._proto.v1 import selector_pb2, types_pb2
 
 PhaseName: TypeAlias = Literal["prompt", "generated", "all"]
@@ -206,3 +206,32 @@ def to_wire(selector: Selector) -> selector_pb2.Selector | None:
         include=[one.to_wire() for one in selector.include],
         exclude=[one.to_wire() for one in selector.exclude],
     )
+
+
+def from_wire(message: selector_pb2.Selector) -> Selector:
+    """The selector of a message; one without ranges, as an absent one reads, is every token."""
+    return Selector(
+        tuple(_read_range(one) for one in message.include),
+        tuple(_read_range(one) for one in message.exclude),
+    )
+
+
+def _read_range(message: selector_pb2.Range) -> _Range:
+    match message.WhichOneof("kind"):
+        case "phase":
+            return _Phase("prompt" if message.phase == types_pb2.PHASE_PROMPT else "generated")
+        case "positions":
+            at = message.positions
+            return _Window(
+                at.start if at.HasField("start") else None, at.end if at.HasField("end") else None
+            )
+        case "generated":
+            window = message.generated
+            return _Generated(window.start, window.end if window.HasField("end") else None)
+        case "token_ids":
+            return _TokenIds(tuple(message.token_ids.ids))
+        case "text":
+            text = message.text
+            return _Span(text.text, text.occurrence if text.HasField("occurrence") else None)
+        case kind:
+            raise ServerError(f"the server sent a selector of an unknown kind, {kind}")

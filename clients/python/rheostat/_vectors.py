@@ -1,21 +1,19 @@
-"""Vectors and what is done with them: an immutable handle, and a dose of it at sites and tokens.
+"""Vectors: immutable handles on numbers, by digest, by name or by value.
 
-A handle stands for numbers, by digest, by name or by value; arithmetic on it never touches the
-numbers, it makes a `Steer` whose scale the server applies.
+Arithmetic on a handle never touches the numbers; it makes an `Add` whose scale the server applies.
 """
 
 from __future__ import annotations
 
 import datetime
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeAlias
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, FloatArray, VectorData, read_element, vector_data
 from rheostat._errors import Refused, invalid
+from rheostat._interventions import Add
 from rheostat._points import (
     Layers,
     LayersLike,
@@ -25,18 +23,16 @@ from rheostat._points import (
     points_of,
     read_site_set,
     show_layers,
-    site_set,
 )
 from rheostat._proto.v1 import steering_pb2, steering_service_pb2
-from rheostat._selectors import Selector, SelectorLike, selector_of
-from rheostat._selectors import to_wire as selector_to_wire
+from rheostat._selectors import SelectorLike
 
 
 @dataclass(frozen=True, repr=False)
 class Vector:
-    """A vector that requests can add to the stream.
+    """A vector that requests can steer with; arithmetic on it makes an addition.
 
-    Made by ``engine.vectors.put`` and ``get``, by `inline`, or by `named`.
+    Made by ``engine.vectors.put`` and ``get``, by `inline`, by `named`, or by `load_vector`.
     """
 
     digest: str | None
@@ -55,6 +51,8 @@ class Vector:
     """The numbers, where this handle holds them."""
     by_value: bool = False
     """Whether requests carry the numbers themselves, not the digest."""
+    description: str = field(default="", repr=False, compare=False)
+    """What was written about it, where this handle knows."""
 
     __array_ufunc__: ClassVar[None] = None
 
@@ -76,23 +74,23 @@ class Vector:
         points: PointsLike | None = None,
         layers: LayersLike | None = None,
         where: SelectorLike = None,
-    ) -> Steer:
-        """This vector at these points, layers and tokens; what is left out stays as it is."""
-        return Steer(self).at(points=points, layers=layers, where=where)
+    ) -> Add:
+        """This vector, added at these points, layers and tokens; the rest stays as it is."""
+        return Add(self).at(points=points, layers=layers, where=where)
 
-    def __mul__(self, scale: float) -> Steer:
+    def __mul__(self, scale: float) -> Add:
         """``scale`` times this vector."""
-        return Steer(self) * scale
+        return Add(self) * scale
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: float) -> Steer:
+    def __truediv__(self, divisor: float) -> Add:
         """This vector by ``divisor``."""
-        return Steer(self) / divisor
+        return Add(self) / divisor
 
-    def __neg__(self) -> Steer:
+    def __neg__(self) -> Add:
         """Minus this vector."""
-        return -Steer(self)
+        return -Add(self)
 
     def __repr__(self) -> str:
         """Label, element type and shape, and where it acts by default."""
@@ -112,121 +110,6 @@ class Vector:
         if self.digest is not None:
             return steering_pb2.VectorRef(digest=bytes.fromhex(self.digest))
         return steering_pb2.VectorRef(name=self.name or "")
-
-
-@dataclass(frozen=True)
-class Steer:
-    """An addition: scale times a vector, at sites, on tokens."""
-
-    vector: Vector
-    """What is added."""
-    scale: float = 1.0
-    """How much of it; 0 leaves every bit as it was."""
-    points: tuple[Point, ...] | None = None
-    """Points; None: the vector's own."""
-    layers: Layers | None = None
-    """Layers; None: the vector's own."""
-    where: Selector = field(default_factory=Selector)
-    """Tokens; every one by default."""
-
-    __array_ufunc__: ClassVar[None] = None
-
-    def at(
-        self,
-        *,
-        points: PointsLike | None = None,
-        layers: LayersLike | None = None,
-        where: SelectorLike = None,
-    ) -> Steer:
-        """The same at other points, layers or tokens; what is left out stays as it is."""
-        return replace(
-            self,
-            points=self.points if points is None else points_of(points),
-            layers=self.layers if layers is None else layers_of(layers),
-            where=self.where if where is None else selector_of(where),
-        )
-
-    def __mul__(self, scale: float) -> Steer:
-        """``scale`` times this."""
-        return replace(self, scale=self.scale * float(scale))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: float) -> Steer:
-        """This by ``divisor``."""
-        return replace(self, scale=self.scale / float(divisor))
-
-    def __neg__(self) -> Steer:
-        """The opposite."""
-        return replace(self, scale=-self.scale)
-
-    def to_wire(self, path: str) -> steering_pb2.Intervention:
-        """The intervention; ``path`` names it in errors.
-
-        Raises InvalidRequest where no point or layer is known, the scale is not finite, or rows
-        and layers do not match.
-        """
-        points = self.points or self.vector.points
-        layers = self.layers or self.vector.layers
-        if points is None or layers is None:
-            raise invalid(
-                f"{path}.sites",
-                f"{self.vector.label} has no default points and layers: use .at(points=, layers=)",
-                "REASON_MISSING_FIELD",
-            )
-        if not math.isfinite(self.scale):
-            raise invalid(f"{path}.add.scale", "the scale is not finite", "REASON_NON_FINITE")
-        rows = self.vector.shape[0] if self.vector.shape else 1
-        if rows > 1 and layers != "all" and rows != len(layers):
-            raise invalid(
-                f"{path}.add.vector",
-                f"{self.vector.label} has {rows} rows for {len(layers)} layers "
-                f"({show_layers(layers)})",
-                "REASON_VECTOR_SHAPE",
-            )
-        return steering_pb2.Intervention(
-            sites=site_set(points, layers),
-            where=selector_to_wire(self.where),
-            add=steering_pb2.Add(vector=self.vector.to_wire(), scale=self.scale),
-        )
-
-
-SteeringLike: TypeAlias = Vector | Steer | Iterable[Vector | Steer] | None
-"""One addition, several, or none."""
-
-
-def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
-    """The message, in the caller's order; None for none."""
-    if steering is None:
-        return None
-    many = _each(steering)
-    if not many:
-        return None
-    return steering_pb2.Steering(
-        interventions=[
-            (one if isinstance(one, Steer) else Steer(one)).to_wire(
-                f"steering.interventions[{number}]"
-            )
-            for number, one in enumerate(many)
-        ]
-    )
-
-
-def _each(steering: object) -> tuple[Vector | Steer, ...]:
-    """The additions. Raises InvalidRequest for what is none, saying what makes one of it."""
-    alone = isinstance(steering, Vector | Steer | str) or hasattr(steering, "__array__")
-    many = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
-    found: list[Vector | Steer] = []
-    for number, one in enumerate(many):
-        if isinstance(one, Vector | Steer):
-            found.append(one)
-            continue
-        if isinstance(one, str):
-            kind, remedy = "a name", f'rheostat.named("{one}", points=..., layers=...)'
-        else:
-            kind, remedy = type(one).__name__, "rheostat.inline(array, points=..., layers=...)"
-        raise invalid(f"steering[{number}]", f"steering takes vectors, not {kind}: use {remedy}")
-    return tuple(found)
 
 
 def inline(
@@ -287,7 +170,10 @@ def read_vector(info: steering_service_pb2.VectorInfo, data: bytes | None = None
     shape = (info.shape[0], info.shape[1])
     points, layers = read_site_set(info.sites) if info.HasField("sites") else (None, None)
     rows = None if data is None else VectorData(element, shape, data)
-    return Vector(info.digest.hex(), info.name or None, shape, element, points, layers, rows)
+    return Vector(
+        info.digest.hex(), info.name or None, shape, element, points, layers, rows,
+        description=info.description,
+    )  # fmt: skip
 
 
 def read_info(info: steering_service_pb2.VectorInfo) -> VectorInfo:

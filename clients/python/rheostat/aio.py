@@ -6,184 +6,98 @@ A client belongs to the event loop in which it makes its first call.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
-from typing import Generic, Self, TypeVar, Unpack
+from typing import Self, Unpack
 
 import grpc
-import grpc.aio
 import numpy.typing as npt
 
 from rheostat import _calls, _errors, _readiness
+from rheostat._aio_connection import Connection, Reader
 from rheostat._arrays import ArrayLike, Element
-from rheostat._calls import (
-    Answer,
-    Download,
-    Fold,
-    Progress,
-    Result,
-    Script,
-    Unary,
-    Upload,
-    serialize,
-)
-from rheostat._channel import OPTIONS, UNARY_TIMEOUT, checked_target
+from rheostat._calls import Dialogue, Progress
+from rheostat._channel import UNARY_TIMEOUT
+from rheostat._derivations import Derivation, DeriveMethod
+from rheostat._errors import RheostatError
 from rheostat._explanations import Explanation, Tokenized
+from rheostat._global_steering import GlobalSteering
 from rheostat._model import ModelInfo, Stats
 from rheostat._points import LayersLike, PointsLike
 from rheostat._proto.v1 import generation_service_pb2
 from rheostat._requests import GenerateOptions, Prompt, check_options
 from rheostat._results import Event, Generation
+from rheostat._selectors import SelectorLike
+from rheostat._sessions import SessionEvent, Updates
+from rheostat._steering import SteeringLike
 from rheostat._vectors import Vector, VectorInfo
 
-Step = TypeVar("Step")
-
-__all__ = ["Engine", "Stream", "Vectors", "connect"]
+__all__ = ["Engine", "Session", "Steering", "Stream", "Vectors", "connect"]
 
 
-class _Connection:
-    """A channel, and how each shape of call goes over it. Raises `RheostatError` alone."""
-
-    def __init__(self, target: str, timeout: float | None) -> None:
-        self.target = checked_target(target)
-        self.timeout = timeout
-        self._channel: grpc.aio.Channel | None = None
-
-    @property
-    def channel(self) -> grpc.aio.Channel:
-        """Made at its first use, when the event loop that it belongs to runs."""
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
-        return self._channel
-
-    async def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
-        timeout = self.timeout if timeout is None else timeout
-        rpc = self.channel.unary_unary(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
-        try:
-            answer = await rpc(call.request, timeout=timeout)
-        except grpc.RpcError as error:
-            raise _errors.from_rpc(error, self.target, timeout) from None
-        return call.read(answer)
-
-    async def script(self, script: Script[Answer, Result]) -> Result:
-        try:
-            call = next(script)
-            while True:
-                call = script.send(await self.unary(call))
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-    async def upload(self, call: Upload[Answer, Result], timeout: float | None) -> Result:
-        rpc = self.channel.stream_unary(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
-        try:
-            answer = await rpc(call.requests, timeout=timeout)
-        except grpc.RpcError as error:
-            raise _errors.from_rpc(error, self.target, timeout) from None
-        return call.read(answer)
-
-    async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
+class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
+    """A generation while it runs: an iterator of events; ``result()`` gives the `Generation`."""
 
 
-class _Reader(Generic[Answer, Step, Result]):
-    """A response stream while it is read: events as they come, then the whole."""
+class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
+    """A generation that can be changed while it runs, as `rheostat.Session`.
+
+    As `cancel`, its verbs are not awaited: they hand an update over, and events answer it.
+    """
 
     def __init__(
         self,
-        connection: _Connection,
-        call: Download[Answer, Step, Result],
+        connection: Connection,
+        call: Dialogue[generation_service_pb2.SessionResponse, SessionEvent, Generation],
         timeout: float | None,
     ) -> None:
-        """Start the call. It ends by itself after ``timeout`` seconds; None: never."""
-        rpc = connection.channel.unary_stream(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
-        self._call = rpc(call.request, timeout=timeout)
-        self._responses: AsyncIterator[Answer] = aiter(self._call)
-        self._fold: Fold[Answer, Step, Result] = call.fold()
-        self._waiting: deque[Step] = deque()
-        self._target, self._timeout = connection.target, timeout
-        self._begun = False
-        self._cancelled = False
+        """Made by `Engine`; starts the call."""
+        requests: asyncio.Queue[generation_service_pb2.SessionRequest | None] = asyncio.Queue()
+        self._updates = Updates(call.start, requests.put_nowait)
+        responses = connection.dialogue(call, _until_none(requests), timeout)
+        responses.add_done_callback(lambda _: self._updates.close())
+        super().__init__(connection, responses, call.fold(self._updates), timeout)
 
-    def __aiter__(self) -> Self:
-        """The events that have not been read yet."""
-        return self
+    def steer(self, steering: SteeringLike) -> int:
+        """Replace the request's steering, as `rheostat.Session.steer`."""
+        return self._updates.steer(steering)
 
-    async def __anext__(self) -> Step:
-        """The next event; waits for it."""
-        while not self._waiting:
-            try:
-                message = await anext(self._responses)
-            except grpc.RpcError as error:
-                raise self._failure(error) from None
-            except asyncio.CancelledError:
-                if self._cancelled:  # by `cancel`, not by the task's own cancellation
-                    raise _errors.Cancelled("the call was cancelled here") from None
-                raise
-            self._begun = True
-            self._waiting.extend(self._fold.feed(message))
-        return self._waiting.popleft()
-
-    async def result(self) -> Result:
-        """Read to the end and give the whole, events already read included."""
-        async for _ in self:
-            pass
-        return self._fold.result()
+    def stop(self) -> None:
+        """End the request, as `rheostat.Session.stop`."""
+        self._updates.stop()
 
     def cancel(self) -> None:
         """End the call; the server frees what it held. Nothing happens where it has ended."""
-        self._cancelled = self._call.cancel() or self._cancelled
+        self._updates.close()
+        super().cancel()
 
-    def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:
-        return _errors.from_rpc(error, self._target, self._timeout, begun=self._begun)
-
-    async def __aenter__(self) -> Self:
-        """Itself."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Cancel what has not ended."""
-        self.cancel()
+    def _failure(self, error: grpc.RpcError) -> RheostatError:
+        self._updates.close()
+        return super()._failure(error)
 
 
-class Stream(_Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
-    """A generation while it runs: an iterator of events; ``result()`` gives the `Generation`."""
+async def _until_none(
+    requests: asyncio.Queue[generation_service_pb2.SessionRequest | None],
+) -> AsyncIterator[generation_service_pb2.SessionRequest]:
+    while (request := await requests.get()) is not None:
+        yield request
 
 
 class Vectors:
     """The server's store of vectors."""
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: Connection) -> None:
         """Made by `Engine`."""
         self._connection = connection
 
     async def put(
         self,
-        array: ArrayLike | npt.ArrayLike,
+        array: ArrayLike | npt.ArrayLike | Vector,
         *,
         points: PointsLike | None = None,
         layers: LayersLike | None = None,
         name: str | None = None,
-        description: str = "",
+        description: str | None = None,
         dtype: Element | None = None,
         progress: Progress | None = None,
         timeout: float | None = None,
@@ -204,7 +118,37 @@ class Vectors:
         self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
     ) -> Vector:
         """Fetch a vector with its numbers (``vector.values``), by name or digest."""
-        return await _Reader(self._connection, _calls.get_vector(name, digest), timeout).result()
+        call = _calls.get_vector(name, digest)
+        responses = self._connection.download(call, timeout)
+        return await Reader(self._connection, responses, call.fold(), timeout).result()
+
+    async def derive(
+        self,
+        positive: Iterable[Prompt],
+        negative: Iterable[Prompt],
+        *,
+        points: PointsLike,
+        layers: LayersLike,
+        where: SelectorLike = None,
+        method: DeriveMethod = "difference_of_means",
+        name: str | None = None,
+        description: str = "",
+        lora: str | None = None,
+        timeout: float | None = None,
+    ) -> Derivation:
+        """As `rheostat.Vectors.derive`."""
+        call = _calls.derive_vectors(
+            positive,
+            negative,
+            points=points,
+            layers=layers,
+            where=where,
+            method=method,
+            name=name,
+            description=description,
+            lora=lora,
+        )
+        return await self._connection.unary(call, timeout)
 
     async def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors by name, those whose name begins with ``prefix``; "": unnamed ones too."""
@@ -215,6 +159,22 @@ class Vectors:
         return await self._connection.unary(_calls.delete_name(name))
 
 
+class Steering:
+    """The server-wide steering. Every request runs under it; setting it takes role steer_global."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Made by `Engine`."""
+        self._connection = connection
+
+    async def set_global(self, steering: SteeringLike, expected_version: int | None = None) -> int:
+        """Replace it as a whole and give its new version, as `rheostat.Steering.set_global`."""
+        return await self._connection.unary(_calls.set_global(steering, expected_version))
+
+    async def get_global(self) -> GlobalSteering:
+        """What holds. Its interventions can be set again, changed or not."""
+        return await self._connection.unary(_calls.get_global())
+
+
 class Engine:
     """A connection to a Rheostat server. Every method raises `RheostatError` alone.
 
@@ -223,11 +183,14 @@ class Engine:
 
     vectors: Vectors
     """The server's store of vectors."""
+    steering: Steering
+    """The server-wide steering."""
 
     def __init__(self, target: str, *, timeout: float | None = UNARY_TIMEOUT) -> None:
         """See `connect`."""
-        self._connection = _Connection(target, timeout)
+        self._connection = Connection(target, timeout)
         self.vectors = Vectors(self._connection)
+        self.steering = Steering(self._connection)
 
     async def generate(
         self,
@@ -250,7 +213,20 @@ class Engine:
     ) -> Stream:
         """Run a request and read its events as they come. Options as for `generate`."""
         check_options("stream", options)
-        return Stream(self._connection, _calls.generate(prompt, **options), timeout)
+        call = _calls.generate(prompt, **options)
+        responses = self._connection.download(call, timeout)
+        return Stream(self._connection, responses, call.fold(), timeout)
+
+    def session(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Session:
+        """Run a request whose steering can be replaced while it runs. Options as for `generate`."""
+        check_options("session", options)
+        return Session(self._connection, _calls.session(prompt, **options), timeout)
 
     async def explain(
         self,

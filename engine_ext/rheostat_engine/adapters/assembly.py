@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -16,12 +17,17 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from rheostat_engine.adapters.blocks import find_blocks, layer_count
 from rheostat_engine.adapters.probing import contextual, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
+from rheostat_engine.capacity import Capacity
 from rheostat_engine.core.bank import Bank
+from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Delivery
-from rheostat_engine.core.expand import Expander
+from rheostat_engine.core.doses import Doses
+from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.outlet import Outlet
 from rheostat_engine.core.program import Program
+from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import SiteRuntime
+from rheostat_engine.core.steering import Steering
 from rheostat_engine.points import Point, site_count
 from rheostat_engine.settings import EngineSettings
 from rheostat_engine.sites.forms import BlockForm, SiteError
@@ -41,6 +47,7 @@ class Assembled:
     """A worker's sites."""
 
     runtime: SiteRuntime
+    capacity: Capacity
     refused: dict[str, str]
     """Reason by point that the model lacks."""
     num_layers: int
@@ -72,48 +79,50 @@ def assemble(
     blocks = find_blocks(model, config)
     with contextual(config):
         forms = probe(blocks, width, lambda: run_once(model, config, device))
-    row_bytes = width * dtype.itemsize
-    bank = Bank(
-        sites=sites,
-        rows=max(2, settings.bank_bytes // row_bytes),
-        slots=settings.slots,
-        width=width,
-        dtype=dtype,
-        device=device,
+    capacity = settings.capacity(width=width, itemsize=dtype.itemsize)
+    bank = Bank(sites=sites, capacity=capacity, width=width, dtype=dtype, device=device)
+    rules = TokenRules(capacity.token_rules, config.model_config.get_vocab_size(), device)
+    doses = Doses(sites, device)
+    program = Program(
+        tokens=tokens,
+        rows=bank.programs.rows,
+        directions=bank.programs.directions,
+        ints=bank.programs.ints,
+        floats=bank.programs.floats,
+        doses=doses.cells,
+        ring=torch.zeros(capacity.capture_rows + 1, width, dtype=dtype, device=device),
     )
-    ring = torch.zeros(
-        max(2, settings.capture_bytes // row_bytes), width, dtype=dtype, device=device
-    )
-    program = Program(sites=sites, tokens=tokens, bank=bank.rows, ring=ring)
     installed = install(blocks, forms, program, width=width, entry=get_pp_group().is_first_rank)
     bind(program)
     expected = frozenset(site.index for site in installed)
     _verify(program, expected, lambda: run_once(model, config, device))
+    expander = Expander(program, bank.code_of, rules, tokens)
     if device.type == "cuda":
         from rheostat_engine.sites.kernels import warm_up
 
-        warm_up(program, bank.row_of)
+        warm_up(program, expander.instructions(_nothing(), torch.zeros(0)))
     reports = get_tensor_model_parallel_rank() == 0
+    outlet, captures = None, None
+    if reports:
+        outlet = Outlet(Delivery(settings.channel), device, limit=_WAITING * settings.capture_bytes)
+        captures = Captures(program.ring, outlet, sites=sites, present=expected, rank=rank)
     runtime = SiteRuntime(
         program=program,
-        bank=bank,
-        expander=Expander(program, bank.row_of, tokens),
-        outlet=(
-            Outlet(Delivery(settings.channel), device, limit=_WAITING * settings.capture_bytes)
-            if reports
-            else None
-        ),
+        steering=Steering(bank, rules, doses),
+        captures=captures,
+        expander=expander,
+        outlet=outlet,
         rank=rank,
         sites=expected,
     )
     refused = _refused(forms)
     _LOG.info("%d sites in %d blocks; not served: %s", sites, len(blocks), refused or "none")
-    return Assembled(runtime, refused, layers, reports)
+    return Assembled(runtime, capacity, refused, layers, reports)
 
 
 def _verify(program: Program, expected: frozenset[int], run_model: Callable[[], object]) -> None:
     """Runs the model once more: every site that was put in must run exactly once, no other."""
-    program.census = [0] * program.add_row.shape[0]
+    program.census = [0] * program.sites
     run_model()
     census, program.census = program.census, None
     wrong = {s: n for s, n in enumerate(census) if n != (s in expected)}
@@ -122,6 +131,12 @@ def _verify(program: Program, expected: frozenset[int], run_model: Callable[[], 
             f"of the sites {sorted(expected)} that were put in, these did not run exactly once: "
             f"{wrong} (site: runs)"
         )
+
+
+def _nothing() -> Compact:
+    """A step of one token, which does nothing."""
+    none = np.zeros(1, np.int32)
+    return Compact(none, none, none, none, none, base=None)
 
 
 def _refused(forms: list[BlockForm]) -> dict[str, str]:

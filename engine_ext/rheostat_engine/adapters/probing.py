@@ -10,14 +10,15 @@ from vllm.distributed import get_pp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.interfaces import SupportsPP
 
-_TOKENS = 8
+PROBE_TOKENS = 8
+"""Tokens of the pass."""
 
 
 def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None:
     """Runs the model on a few tokens. Attention sees no metadata and computes nothing."""
     model_config = config.model_config
-    tokens = torch.arange(1, _TOKENS + 1, device=device, dtype=torch.int32)
-    positions = torch.arange(_TOKENS, device=device)
+    tokens = torch.arange(1, PROBE_TOKENS + 1, device=device, dtype=torch.int32)
+    positions = torch.arange(PROBE_TOKENS, device=device)
     if model_config.uses_mrope:
         positions = positions.expand(3, -1)
     first = get_pp_group().is_first_rank
@@ -25,14 +26,14 @@ def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None
     if not first:
         make = cast(SupportsPP, model).make_empty_intermediate_tensors
         dtype = cast(torch.dtype, model_config.dtype)
-        between = make(batch_size=_TOKENS, dtype=dtype, device=device)
+        between = make(batch_size=PROBE_TOKENS, dtype=dtype, device=device)
         generator = torch.Generator().manual_seed(0)
         for name, tensor in between.tensors.items():
             noise = torch.randn(tensor.shape, generator=generator)
             between.tensors[name] = noise.to(device=device, dtype=tensor.dtype)
     with (
         torch.inference_mode(),
-        set_forward_context(None, config, num_tokens=_TOKENS, skip_compiled=True),
+        set_forward_context(None, config, num_tokens=PROBE_TOKENS, skip_compiled=True),
     ):
         model(
             input_ids=tokens if first else None,
@@ -44,4 +45,4 @@ def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None
 
 def contextual(config: VllmConfig) -> AbstractContextManager[None]:
     """The context in which single blocks of the model may run."""
-    return set_forward_context(None, config, num_tokens=_TOKENS, skip_compiled=True)
+    return set_forward_context(None, config, num_tokens=PROBE_TOKENS, skip_compiled=True)

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
-from rheostat_engine.adapters.runner import follow
+from rheostat_engine.adapters.runner import follow, without_adapters
 from rheostat_engine.core.runtime import Batch
 
 
@@ -25,6 +25,7 @@ class CpuSiteRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Loads the model, then installs the sites before anything is compiled."""
         super().load_model(load_dummy_weights=load_dummy_weights)
+        without_adapters(self)
         self.sites = assemble(
             self.model,
             self.vllm_config,
@@ -98,4 +99,5 @@ class CpuSiteRunner(CPUModelRunner):
             computed=self.input_batch.num_computed_tokens_cpu[:count],
             scheduled=np.fromiter((tokens[i] for i in ids), np.int64, count),
             padded_tokens=scheduled.total_num_scheduled_tokens,
+            input_ids=self.input_ids.gpu,
         )

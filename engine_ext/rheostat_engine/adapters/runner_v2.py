@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
 from rheostat_engine.adapters.graphs import site_graphs
-from rheostat_engine.adapters.runner import follow
+from rheostat_engine.adapters.runner import follow, without_adapters
 from rheostat_engine.core.runtime import Batch
 
 
@@ -33,6 +33,7 @@ class GpuSiteRunner(GPUModelRunner):
     ) -> None:
         """Loads the model, then installs the sites before anything is compiled."""
         super().load_model(load_dummy_weights, *args, model=model, **kwargs)
+        without_adapters(self)
         self.sites = assemble(
             self.model,
             self.vllm_config,
@@ -73,6 +74,7 @@ class GpuSiteRunner(GPUModelRunner):
                 computed=batch.num_computed_tokens_np,
                 scheduled=batch.num_scheduled_tokens,
                 padded_tokens=batch.num_tokens_after_padding,
+                input_ids=batch.input_ids,
             )
         )
         return batch

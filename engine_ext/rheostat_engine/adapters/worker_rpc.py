@@ -4,6 +4,7 @@ Invariant: each of these runs between two steps and returns plain data.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -30,19 +31,17 @@ class SiteRpc:
         return {
             "architecture": config.model_config.architecture,
             "num_layers": assembled.num_layers,
-            "width": program.bank.shape[1],
-            "dtype": str(program.bank.dtype).removeprefix("torch."),
+            "width": program.ring.shape[1],
+            "dtype": str(program.ring.dtype).removeprefix("torch."),
             "runner": getattr(runner, "runner_name", "V1"),
             "refused": assembled.refused,
-            "bank_rows": program.bank.shape[0] - 1,
-            "slots": assembled.runtime.bank.row_of.shape[1] - 1,
-            "capture_rows": program.ring.shape[0] - 1,
+            "capacity": asdict(assembled.capacity),
             "reports": assembled.reports,
         }
 
     def rheostat_load_vectors(self, vectors: Mapping[str, tuple[Sequence[int], bytes]]) -> None:
         """Keeps float32 vectors: hex digest -> (shape [rows, W], little-endian bytes)."""
-        self._assembled.runtime.load_vectors(
+        self._assembled.runtime.steering.load(
             {
                 bytes.fromhex(digest): np.frombuffer(data, "<f4").reshape(tuple(shape))
                 for digest, (shape, data) in vectors.items()
@@ -51,17 +50,25 @@ class SiteRpc:
 
     def rheostat_drop_vectors(self, digests: Sequence[str]) -> None:
         """Forgets vectors by hex digest."""
-        self._assembled.runtime.drop_vectors([bytes.fromhex(digest) for digest in digests])
+        self._assembled.runtime.steering.drop([bytes.fromhex(digest) for digest in digests])
+
+    def rheostat_update(self, name: str, wire: object, not_before: int) -> dict[str, object]:
+        """Changes what a running request does from its next step on; see `SiteRuntime.amend`."""
+        return self._assembled.runtime.amend(name, wire, not_before)._asdict()
 
     def rheostat_stats(self) -> dict[str, object]:
-        """Counts since the start."""
+        """Counts since the start, and what is in use."""
         runtime = self._assembled.runtime
+        bank, captures = runtime.steering.bank, runtime.captures
         return {
-            "bank_rows_used": runtime.bank.rows_used,
-            "slots_used": runtime.bank.slots_used,
+            "bank_rows_used": bank.programs.rows_used,
+            "directions_used": bank.programs.directions_used,
+            "steps_used": bank.programs.steps_used,
+            "slots_used": bank.slots_used,
+            "token_rules_used": len(runtime.steering.rules),
             "requests": runtime.requests,
-            "captured_rows": runtime.captured_rows,
-            "lost_rows": runtime.lost_rows,
+            "captured_rows": 0 if captures is None else captures.captured_rows,
+            "lost_rows": 0 if captures is None else captures.lost_rows,
             "steps": dict(runtime.steps),
         }
 

@@ -8,6 +8,7 @@ hands over rows asks `pending_bytes` first, so that what waits stays bounded.
 import logging
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,11 +27,12 @@ _FRAMES = 16
 class Frame(NamedTuple):
     """Something to send."""
 
-    head: Head
+    head: Head | Callable[[], Sequence[Head]]
+    """The head, or what makes the heads of several frames once `ready` has happened."""
     rows: torch.Tensor | None = None
     """[n, W] on the host."""
     ready: Fence | None = None
-    """When `rows` holds what it should."""
+    """When `rows`, or what the head is made of, holds what it should."""
 
 
 class Delivery:
@@ -72,7 +74,8 @@ class Delivery:
         while (frame := self._queue.get()) is not None:
             if frame.ready is not None:
                 frame.ready.synchronize()
-            self._socket.send_multipart([encode_head(frame.head), _raw(frame.rows)], copy=False)
+            for head in frame.head() if callable(frame.head) else (frame.head,):
+                self._socket.send_multipart([encode_head(head), _raw(frame.rows)], copy=False)
             self._count(-_bytes(frame))
         self._socket.close()
         self._context.term()

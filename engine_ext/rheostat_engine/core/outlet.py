@@ -4,11 +4,13 @@ Invariant: handing rows over costs the step thread no wait; their region of the 
 again once the returned fence has happened.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from rheostat_engine.core.capture import Fence
 from rheostat_engine.core.delivery import Delivery, Frame
-from rheostat_engine.events import RowsHead
+from rheostat_engine.events import Head, RowsHead
 
 
 class Outlet:
@@ -41,17 +43,33 @@ class Outlet:
         Returns:
             When the rows have left the device; None if they already have.
         """
-        if self._stream is None:
-            self._delivery.send(Frame(head, rows.clone()))
-            return None
-        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            host.copy_(rows, non_blocking=True)
-            left = torch.cuda.Event()
-            left.record(self._stream)
+        host, left = self._copy(rows)
         self._delivery.send(Frame(head, host, left))
         return left
+
+    def send_measured(
+        self, measured: torch.Tensor, heads: Callable[[torch.Tensor], Sequence[Head]]
+    ) -> None:
+        """Hands over frames that are made of what the work launched so far will have measured.
+
+        Args:
+            measured: on the device.
+            heads: makes the frames' heads of it once it is on the host, on another thread.
+        """
+        host, left = self._copy(measured)
+        self._delivery.send(Frame(lambda: heads(host), ready=left))
+
+    def _copy(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        if self._stream is None:
+            return values.clone(), None
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        values.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            host.copy_(values, non_blocking=True)
+            left = torch.cuda.Event()
+            left.record(self._stream)
+        return host, left
 
     def close(self) -> None:
         """Sends what has been handed over, then stops."""

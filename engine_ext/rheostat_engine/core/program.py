@@ -1,8 +1,9 @@
-"""The buffers that the compiled forward pass reads, one view per site.
+"""The buffers that the sites' ops read and write.
 
 Invariant: buffers never move and never change shape after they are made; captured graphs hold their
-addresses. For each site and token `add_row` says which bank row is added (0: none) and `cap_row`
-which ring row the stream is copied to (0: none); between steps both are meaningless.
+addresses. For each site and token `code` says what happens (0: nothing, see `Programs`) and
+`cap_row` which ring row the stream is copied to (0: none); `cell` says for each token where its
+measurements go. Between steps all three are meaningless.
 """
 
 from typing import NamedTuple
@@ -13,43 +14,90 @@ from rheostat_engine.core.active import ActiveSites
 
 
 class SiteBuffers(NamedTuple):
-    """What one site's op is given."""
+    """What one site's op works with."""
 
-    add_row: torch.Tensor
+    code: torch.Tensor
     """[tokens] int32."""
     cap_row: torch.Tensor
     """[tokens] int32."""
-    bank: torch.Tensor
-    """[rows, W]."""
+    cell: torch.Tensor
+    """[tokens] int32, the same for all sites."""
+    rows: torch.Tensor
+    """[rows, W]; this and the next three as in `Programs`."""
+    directions: torch.Tensor
+    """[directions, W] float32."""
+    ints: torch.Tensor
+    """[steps, 4] int32."""
+    floats: torch.Tensor
+    """[steps, 4] float32."""
+    doses: torch.Tensor
+    """[cells, 4] float32; see `Doses`."""
     ring: torch.Tensor
     """[ring rows, W]."""
 
 
 class Program:
-    """The per-token, per-site instructions of the step at hand."""
+    """The per-token, per-site instructions of the step at hand, and what they refer to."""
 
-    def __init__(self, *, sites: int, tokens: int, bank: torch.Tensor, ring: torch.Tensor) -> None:
-        """Allocates the instructions beside an existing bank and ring.
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        rows: torch.Tensor,
+        directions: torch.Tensor,
+        ints: torch.Tensor,
+        floats: torch.Tensor,
+        doses: torch.Tensor,
+        ring: torch.Tensor,
+    ) -> None:
+        """Allocates the instructions beside what they refer to.
 
         Args:
-            sites: number of sites.
             tokens: the most tokens of a step, padding included.
-            bank: [rows, W].
+            rows: [rows, W].
+            directions: [directions, W] float32.
+            ints: [steps, 4] int32.
+            floats: [steps, 4] float32.
+            doses: [sites, cells, 4] float32.
             ring: [ring rows, W].
         """
-        self.add_row = torch.zeros(sites, tokens, dtype=torch.int32, device=bank.device)
-        self.cap_row = torch.zeros(sites, tokens, dtype=torch.int32, device=bank.device)
-        self.bank = bank
+        sites, device = doses.shape[0], rows.device
+        self.code = torch.zeros(sites, tokens, dtype=torch.int32, device=device)
+        self.cap_row = torch.zeros(sites, tokens, dtype=torch.int32, device=device)
+        self.cell = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.ring = ring
         self.active = ActiveSites(sites)
         self.census: list[int] | None = None
         """While the sites are being verified: how often each one's op has run."""
-        self._site_of = {self.add_row[site].data_ptr(): site for site in range(sites)}
+        self._buffers = [
+            SiteBuffers(
+                self.code[site],
+                self.cap_row[site],
+                self.cell,
+                rows,
+                directions,
+                ints,
+                floats,
+                doses[site],
+                ring,
+            )
+            for site in range(sites)
+        ]
+        self._site_of = {one.code.data_ptr(): site for site, one in enumerate(self._buffers)}
+
+    @property
+    def sites(self) -> int:
+        """Number of sites."""
+        return len(self._buffers)
+
+    def mark(self, site: int) -> torch.Tensor:
+        """The tensor by which a site's op knows its site: its view of `code`."""
+        return self._buffers[site].code
+
+    def site_of(self, mark: torch.Tensor) -> int:
+        """Which site a mark belongs to."""
+        return self._site_of[mark.data_ptr()]
 
     def buffers(self, site: int) -> SiteBuffers:
-        """The views that one site's op is given."""
-        return SiteBuffers(self.add_row[site], self.cap_row[site], self.bank, self.ring)
-
-    def site_of(self, add_row: torch.Tensor) -> int:
-        """Which site a view of `add_row` belongs to."""
-        return self._site_of[add_row.data_ptr()]
+        """What one site's op works with."""
+        return self._buffers[site]

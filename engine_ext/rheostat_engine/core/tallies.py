@@ -8,10 +8,11 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
+from rheostat_engine.composition import segment
 from rheostat_engine.core.capture import Blocks
 from rheostat_engine.core.segments import Int64
 from rheostat_engine.events import ReleasedHead
-from rheostat_engine.plan import OPEN_END, Plan, Spans, segment
+from rheostat_engine.plan import OPEN_END, Plan, Spans
 
 
 class Tallies:
@@ -75,8 +76,15 @@ class Tallies:
             counter = self._lost.setdefault(int(blocks.request[block]), Counter())
             counter.update({int(site): int(blocks.count[block]) for site in sites})
 
-    def released(self, number: int, plan: Plan, rank: int) -> ReleasedHead:
-        """The last word on a request."""
+    def released(self, number: int, plan: Plan, rank: int, *, measured: bool) -> ReleasedHead:
+        """The last word on a request, without its doses.
+
+        Args:
+            number: the request's number.
+            plan: what was done to it.
+            rank: this worker's.
+            measured: whether every row that was touched was measured.
+        """
         start = int(min(self.computed_start[number], self.computed_end[number]))
         end = int(self.computed_end[number])
         lost = self._lost.pop(number, Counter())
@@ -84,7 +92,8 @@ class Tallies:
             rank=rank,
             number=number,
             request_id=plan.request_id,
-            tokens_added=[_overlap(a.spans, start, end) for a in plan.additions],
+            doses=[],
+            measured=measured,
             captured=_captured(plan, self._sites, start, end, lost),
             lost_rows=lost.total(),
             preemptions=int(self.preemptions[number]),
@@ -97,7 +106,7 @@ def _captured(
     plan: Plan, sites: frozenset[int], start: int, end: int, lost: Counter[int]
 ) -> dict[int, int]:
     counts: Counter[int] = Counter()
-    pieces = segment(tuple(capture.spans for capture in plan.captures))
+    pieces = segment([capture.spans for capture in plan.captures])
     ends = [piece for piece, _ in pieces[1:]] + [OPEN_END]
     for (begin, members), stop in zip(pieces, ends, strict=True):
         rows = _overlap(((begin, stop),), start, end)

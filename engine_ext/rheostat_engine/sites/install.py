@@ -12,7 +12,7 @@ from types import MethodType
 import torch
 from torch import nn
 
-from rheostat_engine.core.program import Program, SiteBuffers
+from rheostat_engine.core.program import Program
 from rheostat_engine.points import Point, Site
 from rheostat_engine.sites.calls import streams
 from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
@@ -20,8 +20,6 @@ from rheostat_engine.sites.op import site
 
 _CARRIED: list[torch.Tensor] = []
 """Between a pair-form block's mid norm and its exit, while it is traced: the sum of the two."""
-
-_FIELDS = SiteBuffers._fields
 
 
 def install(
@@ -64,8 +62,7 @@ def install(
 
     def attach(module: nn.Module, where: str, at: Site) -> None:
         installed.append(at)
-        for name, buffer in zip(_FIELDS, program.buffers(at.index), strict=True):
-            module.register_buffer(f"rheostat_{where}_{name}", buffer, persistent=False)
+        module.register_buffer(f"rheostat_{where}", program.mark(at.index), persistent=False)
 
     for number, (block, form) in enumerate(zip(blocks, forms, strict=True)):
         attach(block.module, "exit", Site(Point.RESID_POST, block.layer))
@@ -91,54 +88,15 @@ class _Sited(nn.Module):
 
     _rheostat_width: int
     _rheostat_has_mid: bool
-    rheostat_exit_add_row: torch.Tensor
-    rheostat_exit_cap_row: torch.Tensor
-    rheostat_exit_bank: torch.Tensor
-    rheostat_exit_ring: torch.Tensor
-    rheostat_entry_add_row: torch.Tensor
-    rheostat_entry_cap_row: torch.Tensor
-    rheostat_entry_bank: torch.Tensor
-    rheostat_entry_ring: torch.Tensor
-    rheostat_mid_add_row: torch.Tensor
-    rheostat_mid_cap_row: torch.Tensor
-    rheostat_mid_bank: torch.Tensor
-    rheostat_mid_ring: torch.Tensor
-
-    def _rheostat_at_exit(self, h: torch.Tensor, carried: list[torch.Tensor]) -> None:
-        site(
-            h,
-            carried,
-            self.rheostat_exit_add_row,
-            self.rheostat_exit_cap_row,
-            self.rheostat_exit_bank,
-            self.rheostat_exit_ring,
-        )
-
-    def _rheostat_at_entry(self, h: torch.Tensor) -> None:
-        site(
-            h,
-            [],
-            self.rheostat_entry_add_row,
-            self.rheostat_entry_cap_row,
-            self.rheostat_entry_bank,
-            self.rheostat_entry_ring,
-        )
-
-    def _rheostat_at_mid(self, h: torch.Tensor, carried: list[torch.Tensor]) -> None:
-        site(
-            h,
-            carried,
-            self.rheostat_mid_add_row,
-            self.rheostat_mid_cap_row,
-            self.rheostat_mid_bank,
-            self.rheostat_mid_ring,
-        )
+    rheostat_entry: torch.Tensor
+    rheostat_mid: torch.Tensor
+    rheostat_exit: torch.Tensor
 
 
 class _PairMid(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         h, residual = streams(args, kwargs, self._rheostat_width)
-        self._rheostat_at_mid(h, [residual])
+        site(h, residual, self.rheostat_mid)
         if torch.compiler.is_compiling():
             _CARRIED.append(h.float() + residual.float())
         return super().forward(*args, **kwargs)
@@ -146,7 +104,7 @@ class _PairMid(_Sited):
 
 class _SingleMid(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
-        self._rheostat_at_mid(streams(args, kwargs, self._rheostat_width)[0], [])
+        site(streams(args, kwargs, self._rheostat_width)[0], None, self.rheostat_mid)
         return super().forward(*args, **kwargs)
 
 
@@ -156,13 +114,13 @@ class _PairBlock(_Sited):
         h, residual = streams(out, {}, self._rheostat_width)
         if torch.compiler.is_compiling() and self._rheostat_has_mid:
             residual = _CARRIED.pop()
-        self._rheostat_at_exit(h, [residual])
+        site(h, residual, self.rheostat_exit)
         return out
 
 
 class _FirstPairBlock(_PairBlock):
     def forward(self, *args: object, **kwargs: object) -> object:
-        self._rheostat_at_entry(streams(args, kwargs, self._rheostat_width)[0])
+        site(streams(args, kwargs, self._rheostat_width)[0], None, self.rheostat_entry)
         return super().forward(*args, **kwargs)
 
 
@@ -170,11 +128,11 @@ class _SingleBlock(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         out = super().forward(*args, **kwargs)
         values = out if isinstance(out, tuple) else (out,)
-        self._rheostat_at_exit(streams(values, {}, self._rheostat_width)[0], [])
+        site(streams(values, {}, self._rheostat_width)[0], None, self.rheostat_exit)
         return out
 
 
 class _FirstSingleBlock(_SingleBlock):
     def forward(self, *args: object, **kwargs: object) -> object:
-        self._rheostat_at_entry(streams(args, kwargs, self._rheostat_width)[0])
+        site(streams(args, kwargs, self._rheostat_width)[0], None, self.rheostat_entry)
         return super().forward(*args, **kwargs)

@@ -1,162 +1,248 @@
 """Triton kernels: the site's op, and the expansion of a step's compact instructions.
 
-Invariant: a kernel equals its plain twin (`op.reference`, `expand_reference`) bit for bit; a token
-whose two instructions are 0 is neither read nor written.
+Invariant: a kernel equals its plain twin (`run_site`, `expand_reference`), bit for bit where only
+rows are added and copied, up to the order of float32 sums elsewhere; a token whose two instructions
+are 0 is neither read nor written.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from rheostat_engine.core.program import Program
+from rheostat_engine.core.expand import Instructions
+from rheostat_engine.core.program import Program, SiteBuffers
+from rheostat_engine.plan import Kind
 
-_BLOCK = 1024
 _TOKENS = 128
+
+_ADD = tl.constexpr(int(Kind.ADD))
+_NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
+
+
+@triton.jit
+def _measure(cell_ptr, moved, share):
+    tl.atomic_add(cell_ptr, 1.0, sem="relaxed")
+    tl.atomic_add(cell_ptr + 1, moved, sem="relaxed")
+    tl.atomic_add(cell_ptr + 2, share, sem="relaxed")
+    tl.atomic_max(cell_ptr + 3, share, sem="relaxed")
+
+
+@triton.jit
+def _run_chain(
+    step,
+    x,  # [BLOCK] float32
+    cell,
+    rows_ptr,
+    directions_ptr,
+    ints_ptr,
+    floats_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What a chain of steps adds to x, [BLOCK]."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    delta = tl.zeros([BLOCK], tl.float32)
+    before = delta
+    while step > 0:
+        kind = tl.load(ints_ptr + step * 4)
+        number = tl.load(ints_ptr + step * 4 + 1).to(tl.int64)
+        last = tl.load(ints_ptr + step * 4 + 3)
+        y = x + delta
+        if kind == _ADD:
+            row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
+            delta = delta + row.to(tl.float32)
+        else:
+            unit = tl.load(directions_ptr + number * WIDTH + column, mask=inside, other=0.0)
+            strength = tl.load(floats_ptr + step * 4 + 2)
+            if kind == _NORM_ADD:
+                amount = strength * tl.sqrt(tl.sum(y * y))
+            else:
+                low = tl.load(floats_ptr + step * 4)
+                high = tl.load(floats_ptr + step * 4 + 1)
+                along = tl.sum(y * unit)
+                amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
+            delta = delta + amount * unit
+        if last != 0:
+            start = x + before
+            norm = tl.sqrt(tl.sum(start * start))
+            change = delta - before
+            moved = tl.sqrt(tl.sum(change * change))
+            share = tl.where(kind == _ADD, 1.0, moved)
+            moved = tl.where(kind == _ADD, 0.0, moved)
+            _measure(cell, moved, tl.where(norm > 0, share / norm, 0.0))
+            before = delta
+            cell += 4
+        step = tl.load(ints_ptr + step * 4 + 2).to(tl.int64)
+    return delta
 
 
 @triton.jit
 def _site_kernel(
     h_ptr,  # [T, W]
-    first_ptr,  # [T, W], first carried part
-    second_ptr,  # [T, W], second carried part
-    add_ptr,  # [T] int32
+    rest_ptr,  # [T, W], the carried part
+    code_ptr,  # [T] int32
     cap_ptr,  # [T] int32
-    bank_ptr,  # [R, W]
+    cell_ptr,  # [T] int32
+    rows_ptr,  # [R, W]
+    directions_ptr,  # [D, W] float32
+    ints_ptr,  # [S, 4] int32
+    floats_ptr,  # [S, 4] float32
+    doses_ptr,  # [C, 4] float32
     ring_ptr,  # [N, W]
     h_stride,
-    first_stride,
-    second_stride,
+    rest_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    CARRIED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    row = tl.load(add_ptr + token).to(tl.int64)
+    code = tl.load(code_ptr + token).to(tl.int64)
     target = tl.load(cap_ptr + token).to(tl.int64)
-    if (row != 0) | (target != 0):
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cell = doses_ptr + tl.load(cell_ptr + token).to(tl.int64) * 4
+    if (code != 0) | (target != 0):
+        # All loads are issued before anything waits for one; row 0 is zero.
+        column = tl.arange(0, BLOCK)
         inside = column < WIDTH
-        h = tl.load(h_ptr + token * h_stride + column, mask=inside)
-        if row != 0:
-            addend = tl.load(bank_ptr + row * WIDTH + column, mask=inside).to(tl.float32)
-            h = (h.to(tl.float32) + addend).to(h_ptr.dtype.element_ty)
+        added = tl.maximum(code, 0) * WIDTH
+        row = tl.load(rows_ptr + added + column, mask=inside, other=0.0)
+        h = tl.load(h_ptr + token * h_stride + column, mask=inside, other=0.0)
+        x = h.to(tl.float32)
+        if CARRIED:
+            rest = tl.load(rest_ptr + token * rest_stride + column, mask=inside, other=0.0)
+            rest = rest.to(tl.float32)
+            x = x + rest
+        delta = row.to(tl.float32)
+        if code < 0:
+            delta = _run_chain(
+                -code, x, cell, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
+            )
+        if code != 0:
+            changed = (h.to(tl.float32) + delta).to(h_ptr.dtype.element_ty)
+            h = tl.where(delta != 0, changed, h)
             tl.store(h_ptr + token * h_stride + column, h, mask=inside)
+        if code > 0:
+            norm = tl.sqrt(tl.sum(x * x))
+            _measure(cell, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
         if target != 0:
             stream = h.to(tl.float32)
-            if PARTS > 0:
-                carried = tl.load(first_ptr + token * first_stride + column, mask=inside)
-                carried = carried.to(tl.float32)
-                if PARTS > 1:
-                    more = tl.load(second_ptr + token * second_stride + column, mask=inside)
-                    carried = carried + more.to(tl.float32)
-                stream = stream + carried
+            if CARRIED:
+                stream = stream + rest
             stream = stream.to(ring_ptr.dtype.element_ty)
             tl.store(ring_ptr + target * WIDTH + column, stream, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _expand_kernel(
-    slot_ptr,  # [T] int32
-    block_ptr,  # [T] int32, 0: not captured
-    order_ptr,  # [T] int32
-    row_of_ptr,  # [S, slots] int32
+    packed_ptr,  # [5, count] int32: slot, cell, rule, block (0: not captured), order
+    ids_ptr,  # [T] int32
+    bits_ptr,  # [rules, vocabulary] uint8
+    variants_ptr,  # [variants, 2] int32
+    code_of_ptr,  # [S, slots] int32
     base_ptr,  # [B, S] int32, row of the block's first token, 0: not captured there
-    add_ptr,  # [S, tokens] int32
+    code_ptr,  # [S, tokens] int32
     cap_ptr,  # [S, tokens] int32
+    cell_ptr,  # [tokens] int32
     count,
+    vocabulary,
     slots,
     sites,
     tokens,
+    RULES: tl.constexpr,
     CAPTURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     site = tl.program_id(1)
     inside = token < count
-    slot = tl.load(slot_ptr + token, mask=inside, other=0)
-    row = tl.load(row_of_ptr + site * slots + slot, mask=inside, other=0)
-    tl.store(add_ptr + site * tokens + token, row, mask=inside)
+    slot = tl.load(packed_ptr + token, mask=inside, other=0)
+    cell = tl.load(packed_ptr + count + token, mask=inside, other=0)
+    if RULES:
+        rule = tl.load(packed_ptr + 2 * count + token, mask=inside, other=0)
+        ruled = inside & (rule > 0)
+        name = tl.load(ids_ptr + token, mask=ruled, other=0).to(tl.int64)
+        bits = tl.load(bits_ptr + rule.to(tl.int64) * vocabulary + name, mask=ruled, other=0)
+        variant = slot + bits.to(tl.int32)
+        slot = tl.where(ruled, tl.load(variants_ptr + variant * 2, mask=ruled, other=0), slot)
+        cell = tl.where(ruled, tl.load(variants_ptr + variant * 2 + 1, mask=ruled, other=0), cell)
+    code = tl.load(code_of_ptr + site * slots + slot, mask=inside, other=0)
+    tl.store(code_ptr + site * tokens + token, code, mask=inside)
+    if site == 0:
+        tl.store(cell_ptr + token, cell, mask=inside)
     target = tl.zeros([BLOCK], tl.int32)
     if CAPTURES:
-        block = tl.load(block_ptr + token, mask=inside, other=0)
-        order = tl.load(order_ptr + token, mask=inside, other=0)
+        block = tl.load(packed_ptr + 3 * count + token, mask=inside, other=0)
+        order = tl.load(packed_ptr + 4 * count + token, mask=inside, other=0)
         wanted = inside & (block > 0)
         base = tl.load(base_ptr + (block - 1) * sites + site, mask=wanted, other=0)
         target = tl.where(base > 0, base + order, 0)
     tl.store(cap_ptr + site * tokens + token, target, mask=inside)
 
 
-def launch_site(
-    h: torch.Tensor,
-    carried: list[torch.Tensor],
-    add_row: torch.Tensor,
-    cap_row: torch.Tensor,
-    bank: torch.Tensor,
-    ring: torch.Tensor,
-) -> None:
-    """The site's op on a CUDA device; at most two carried parts."""
+def launch_site(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> None:
+    """The site's op on a CUDA device; see `run_site`."""
     width = h.shape[-1]
     rows = h.view(-1, width)
-    parts = [part.view(-1, width) for part in carried]
-    first = parts[0] if parts else rows
-    second = parts[1] if len(parts) > 1 else first
-    _site_kernel[(rows.shape[0], triton.cdiv(width, _BLOCK))](
+    rest = rows if carried is None else carried.view(-1, width)
+    block = triton.next_power_of_2(width)
+    _site_kernel[(rows.shape[0],)](
         rows,
-        first,
-        second,
-        add_row,
-        cap_row,
-        bank,
-        ring,
+        rest,
+        site.code,
+        site.cap_row,
+        site.cell,
+        site.rows,
+        site.directions,
+        site.ints,
+        site.floats,
+        site.doses,
+        site.ring,
         rows.stride(0),
-        first.stride(0),
-        second.stride(0),
+        rest.stride(0),
         WIDTH=width,
-        BLOCK=_BLOCK,
-        PARTS=len(parts),
-        num_warps=4,
+        BLOCK=block,
+        CARRIED=carried is not None,
+        num_warps=min(16, max(4, block // 512)),
     )
 
 
-def launch_expand(
-    slot: torch.Tensor,  # [T] int32
-    block: torch.Tensor,  # [T] int32
-    order: torch.Tensor,  # [T] int32
-    row_of: torch.Tensor,  # [S, slots] int32
-    base: torch.Tensor | None,  # [B, S] int32
-    add_row: torch.Tensor,  # [S, tokens] int32
-    cap_row: torch.Tensor,  # [S, tokens] int32
-) -> None:
-    """Writes every site's instructions for the first T tokens; see `expand_reference`."""
-    count, (sites, tokens) = slot.shape[0], add_row.shape
+def launch_expand(step: Instructions, program: Program) -> None:
+    """Writes every site's instructions for the step's tokens; see `expand_reference`."""
+    count, (sites, tokens) = step.packed.shape[1], program.code.shape
     _expand_kernel[(triton.cdiv(count, _TOKENS), sites)](
-        slot,
-        block,
-        order,
-        row_of,
-        row_of if base is None else base,
-        add_row,
-        cap_row,
+        step.packed,
+        step.packed if step.ids is None else step.ids,
+        step.bits,
+        step.variants,
+        step.code_of,
+        step.code_of if step.base is None else step.base,
+        program.code,
+        program.cap_row,
+        program.cell,
         count,
-        row_of.shape[1],
+        step.bits.shape[1],
+        step.code_of.shape[1],
         sites,
         tokens,
-        CAPTURES=base is not None,
+        RULES=step.ids is not None,
+        CAPTURES=step.base is not None,
         BLOCK=_TOKENS,
     )
 
 
-def warm_up(program: Program, row_of: torch.Tensor) -> None:
+def warm_up(program: Program, instructions: Instructions) -> None:
     """Compiles every variant of both kernels, so that no request waits for one.
 
     Args:
         program: whose buffers the kernels will be given; nothing in them says anything yet.
-        row_of: [sites, slots], the bank's.
+        instructions: of a step with one token, which does nothing.
     """
-    add_row, cap_row = program.add_row, program.cap_row
-    rows = torch.zeros_like(program.bank[:1])
-    for carried in ([], [rows], [rows.float()]):
-        launch_site(rows, carried, add_row[0], cap_row[0], program.bank, program.ring)
-    token = torch.zeros(1, dtype=torch.int32, device=rows.device)
-    for base in (None, torch.zeros_like(row_of[:, :1]).T.contiguous()):
-        launch_expand(token, token, token, row_of, base, add_row, cap_row)
+    site = program.buffers(0)
+    row = torch.zeros_like(program.ring[:1])
+    for carried in (None, row, row.float()):
+        launch_site(row, carried, site)
+    ids = torch.zeros(1, dtype=torch.int32, device=row.device)
+    base = torch.zeros(1, program.sites, dtype=torch.int32, device=row.device)
+    for with_ids in (None, ids):
+        for with_base in (None, base):
+            launch_expand(instructions._replace(ids=with_ids, base=with_base), program)

@@ -41,7 +41,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         row_bytes = host.sites.width * FloatType(host.sites.dtype).itemsize
         response = _pb.GetStatsResponse(
             running=queue.running,
-            waiting=queue.waiting,
+            waiting=queue.waiting + host.line.waiting,
             requests=_pb.RequestCounts(
                 admitted=counts.admitted,
                 completed=counts.completed,
@@ -54,13 +54,14 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 for variant, steps in sorted(workers.steps.items())
             ],
             bank_rows_used=workers.bank_rows_used,
-            bank_rows=host.sites.bank_rows,
+            bank_rows=host.sites.capacity.bank_rows,
             captured_rows=workers.captured_rows,
             captured_bytes=workers.captured_rows * row_bytes,
             dropped_rows=workers.lost_rows,
             prefix_queried_tokens=queue.prefix_queried_tokens,
             prefix_hit_tokens=queue.prefix_hit_tokens,
             vectors=len(host.store),
+            global_version=host.server_wide.current.version,
             leaked=_leaked(host, workers),
         )
         response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))

@@ -1,6 +1,6 @@
 """GenerationService: prompts in; tokens, tensors and a receipt out."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from rheostat._proto.v1 import (
@@ -14,6 +14,7 @@ from rheostat_server.explain import explain
 from rheostat_server.generation import run
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
+from rheostat_server.session import run_session
 
 _pb = generation_service_pb2
 
@@ -36,6 +37,24 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             async with aclosing(run(admitted, host)) as responses:
                 async for response in responses:
                     begun = True
+                    if isinstance(response, _pb.GenerateResponse):
+                        yield response
+        except RheostatError:
+            host.counts.refused += not begun
+            raise
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[generation_service_pb2.SessionRequest],
+        context: Context,
+    ) -> AsyncGenerator[generation_service_pb2.SessionResponse, None]:
+        """Runs one request that its client may change meanwhile."""
+        host = self._readiness.host()
+        begun = False
+        try:
+            async with aclosing(run_session(request_iterator, host)) as responses:
+                async for response in responses:
+                    begun = True
                     yield response
         except RheostatError:
             host.counts.refused += not begun
@@ -49,7 +68,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         if not request.HasField("request"):
             raise MissingField("a request is required", field="request")
         try:
-            return explain(await admit(request.request, host.desk), host)
+            return await explain(await admit(request.request, host.desk), host)
         except RheostatError as error:
             if error.field:
                 error.field = f"request.{error.field}"

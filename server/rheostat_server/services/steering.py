@@ -1,4 +1,4 @@
-"""SteeringService: the store of vectors."""
+"""SteeringService: the store of vectors, and server-wide steering."""
 
 import base64
 import binascii
@@ -10,6 +10,7 @@ from google.protobuf import timestamp_pb2
 
 from rheostat._proto.v1 import steering_service_pb2, steering_service_pb2_grpc
 from rheostat_server import checks
+from rheostat_server.derivation import Derivations
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.readiness import Readiness
@@ -24,11 +25,12 @@ _LARGEST_PAGE = 1000
 
 
 class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
-    """Stores, lists and sends vectors."""
+    """Stores, lists, sends and derives vectors."""
 
     def __init__(self, readiness: Readiness) -> None:
         """A service of the server in this state."""
         self._readiness = readiness
+        self._derivations = Derivations()
 
     async def PutVectors(
         self,
@@ -39,12 +41,12 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         host = self._readiness.host()
         header, vector = await receive(request_iterator, host.sites.width, host.store.capacity)
         if not header.name:
-            existed = host.store.put(vector)
+            existed = await host.keeper.put(vector)
             return _pb.PutVectorsResponse(digest=vector.digest, existed=existed)
         label = Name(
             vector.digest, header.description, header.sites if header.HasField("sites") else None
         )
-        result = host.store.put_named(vector, header.name, label)
+        result = await host.keeper.put_named(vector, header.name, label)
         return _pb.PutVectorsResponse(
             digest=vector.digest, existed=result.existed, previous_digest=result.previous
         )
@@ -90,8 +92,32 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.DeleteNameRequest, context: Context
     ) -> steering_service_pb2.DeleteNameResponse:
         """Takes a name off its vector."""
-        digest = self._readiness.host().store.delete_name(request.name, "name")
+        digest = await self._readiness.host().keeper.delete_name(request.name, "name")
         return _pb.DeleteNameResponse(digest=digest)
+
+    async def DeriveVectors(
+        self, request: steering_service_pb2.DeriveVectorsRequest, context: Context
+    ) -> steering_service_pb2.DeriveVectorsResponse:
+        """Makes vectors of two sets of prompts."""
+        return await self._derivations.derive(request, self._readiness.host())
+
+    async def SetGlobal(
+        self, request: steering_service_pb2.SetGlobalRequest, context: Context
+    ) -> steering_service_pb2.SetGlobalResponse:
+        """Replaces the server-wide steering."""
+        expected = request.expected_version if request.HasField("expected_version") else None
+        after = await self._readiness.host().server_wide.set(request.steering, expected)
+        return _pb.SetGlobalResponse(version=after.version)
+
+    async def GetGlobal(
+        self, request: steering_service_pb2.GetGlobalRequest, context: Context
+    ) -> steering_service_pb2.GetGlobalResponse:
+        """The server-wide steering."""
+        held = self._readiness.host().server_wide.current
+        response = _pb.GetGlobalResponse(steering=held.steering, version=held.version)
+        if held.set_at is not None:
+            response.set_at.CopyFrom(_timestamp(held.set_at))
+        return response
 
 
 class _Key(NamedTuple):
@@ -105,9 +131,7 @@ def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
         name=entry.name,
         dtype=entry.vector.kind.wire,
         shape=[entry.vector.rows, entry.vector.width],
-        stored_at=timestamp_pb2.Timestamp(
-            seconds=int(entry.stored_at), nanos=int(entry.stored_at % 1 * 1e9)
-        ),
+        stored_at=_timestamp(entry.stored_at),
         users=entry.users,
     )
     if entry.label is not None:
@@ -115,6 +139,10 @@ def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
         if entry.label.sites is not None:
             info.sites.CopyFrom(entry.label.sites)
     return info
+
+
+def _timestamp(moment: float) -> timestamp_pb2.Timestamp:
+    return timestamp_pb2.Timestamp(seconds=int(moment), nanos=int(moment % 1 * 1e9))
 
 
 def _token(last: Entry) -> str:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,6 +126,7 @@ class OfflineEngine:
         *,
         max_tokens: int = 4,
         skip_cache: bool = True,
+        loras: Sequence[Any] | None = None,
         **sampling: Any,
     ) -> list[Outcome]:
         """Runs one batch to its end and waits until the workers have let go of it."""
@@ -139,10 +140,8 @@ class OfflineEngine:
             one: dict[str, Any] = {"prompt_token_ids": list(prompt)}
             extra = None
             if plan is not None:
-                plan = Plan(request_id, plan.additions, plan.captures)
+                plan = replace(plan, request_id=request_id)
                 extra = {EXTRA_ARG: plan.to_wire()}
-                if salt := plan.cache_salt():
-                    one["cache_salt"] = salt
             inputs.append(one)
             ids.append(request_id if plan is not None else None)
             params.append(
@@ -155,7 +154,7 @@ class OfflineEngine:
                     or (plan is not None and plan.captures_prompt(len(prompt))),
                 )
             )
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             self.llm.llm_engine.step()  # nobody else tells the worker what has finished
         return [self._outcome(o, i) for o, i in zip(outputs, ids, strict=True)]

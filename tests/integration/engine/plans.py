@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import OPEN_END, Addition, Capture, Plan, Spans
+from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Spans
 
 from .models import VOCAB, WIDTH
 from .reference import Add
@@ -25,14 +25,14 @@ def prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(3, VOCAB, rng.integers(low, high)).tolist() for _ in range(count)]
 
 
-def add(seed: int, site: int, spans: Spans = EVERYWHERE, scale: float = 1.0) -> Addition:
+def add(seed: int, site: int, spans: Spans = EVERYWHERE, scale: float = 1.0) -> Act:
     """One vector at one site."""
-    return Addition(vector(seed)[0], ((site, 0),), scale, spans)
+    return Act(Kind.ADD, (vector(seed)[0],), ((site, (0,)),), spans, scale)
 
 
-def steer(*additions: Addition) -> Plan:
-    """A plan that adds."""
-    return Plan("", additions)
+def steer(*acts: Act) -> Plan:
+    """A plan that steers."""
+    return Plan("", acts)
 
 
 def capture(*sites: int, spans: Spans = EVERYWHERE) -> Plan:
@@ -43,8 +43,8 @@ def capture(*sites: int, spans: Spans = EVERYWHERE) -> Plan:
 def as_hooks(plan: Plan, seeds: dict[bytes, int], length: int) -> list[Add]:
     """The same additions for the reference, for a sequence of `length` tokens."""
     hooks = []
-    for addition in plan.additions:
-        values = addition.scale * vector(seeds[addition.digest])[1][0]
-        positions = [p for a, b in addition.spans for p in range(a, min(b, length))]
-        hooks += [Add(site, values, positions) for site, _ in addition.rows]
+    for act in plan.acts:
+        values = act.scale * vector(seeds[act.vectors[0]])[1][0]
+        positions = [p for a, b in act.spans for p in range(a, min(b, length))]
+        hooks += [Add(site, values, positions) for site, _ in act.rows]
     return hooks

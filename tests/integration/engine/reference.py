@@ -1,6 +1,6 @@
 """The reference: Hugging Face's own model, read and changed by forward hooks, in float32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,17 @@ class Add(NamedTuple):
     """Which tokens."""
 
 
+class Change(NamedTuple):
+    """Any change of some rows of the stream at one site."""
+
+    site: int
+    """As in `Add`."""
+    change: Callable[[torch.Tensor], torch.Tensor]
+    """From rows [n, W] to rows [n, W]."""
+    positions: Sequence[int]
+    """Which tokens."""
+
+
 class Run(NamedTuple):
     """One forward pass."""
 
@@ -47,16 +58,19 @@ class HfReference:
         base = self._model.base_model
         self.layers: list[nn.Module] = list(base.layers)
 
-    def run(self, tokens: Sequence[int], adds: Sequence[Add] = ()) -> Run:
-        """Runs the tokens at once, adding what is asked for, and reads every site."""
+    def run(self, tokens: Sequence[int], adds: Sequence[Add | Change] = ()) -> Run:
+        """Runs the tokens at once, changing what is asked for in order, and reads every site."""
         streams: dict[int, Float] = {}
-        by_site: dict[int, list[Add]] = {}
+        by_site: dict[int, list[Add | Change]] = {}
         for add in adds:
             by_site.setdefault(add.site, []).append(add)
 
         def act(site: int, stream: torch.Tensor) -> None:
             for add in by_site.get(site, []):
-                stream[0, add.positions] += torch.from_numpy(np.asarray(add.vector))
+                if isinstance(add, Change):
+                    stream[0, add.positions] = add.change(stream[0, add.positions])
+                else:
+                    stream[0, add.positions] += torch.from_numpy(np.asarray(add.vector))
             streams[site] = stream[0].detach().numpy().copy()
 
         with ExitStack() as stack:

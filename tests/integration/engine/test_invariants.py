@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Addition, Plan
+from rheostat_engine import Act, Kind, Plan
 
 from .models import WIDTH
 from .offline import OfflineEngine, Outcome
@@ -56,7 +56,7 @@ def test_without_interventions_everything_equals_stock_vllm_bit_for_bit(pair: Pa
     "nothing",
     [
         steer(*(add(0, site, scale=0.0) for site in SITES)),
-        steer(*(Addition(ZERO, ((site, 0),), 3.0, EVERYWHERE) for site in SITES)),
+        steer(*(Act(Kind.ADD, (ZERO,), ((site, (0,)),), EVERYWHERE, 3.0) for site in SITES)),
         steer(add(0, 4, spans=())),
         capture(*SITES),
     ],
@@ -147,7 +147,7 @@ def test_captures_that_differ_within_a_request_are_joined_by_position(pair: Pair
 
 
 def test_a_missing_vector_fails_that_request_alone(pair: Pair) -> None:
-    unknown = steer(Addition(b"\1" * 32, ((4, 0),), 1.0, EVERYWHERE))
+    unknown = steer(Act(Kind.ADD, (b"\1" * 32,), ((4, (0,)),), EVERYWHERE))
     outcomes = pair.run([unknown if i == 3 else None for i in range(8)])
     assert outcomes[3].installed is not None
     assert outcomes[3].installed.error == f"vector {'01' * 32} is not in the worker"
@@ -159,5 +159,7 @@ def test_the_receipt_counts_the_tokens_that_were_touched(pair: Pair) -> None:
     for prompt, outcome in zip(BATCH, pair.run([plan] * 8), strict=True):
         end = len(prompt) + TOKENS - 1
         assert outcome.released is not None
-        assert outcome.released.tokens_added == (2, end, 0)
+        rows = [(dose.act, dose.site, dose.rows) for dose in outcome.released.doses]
+        assert rows == [(0, 4, 2), (1, 2, end)]
+        assert outcome.released.measured
         assert outcome.released.computed == (0, end)

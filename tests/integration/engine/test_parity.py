@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Addition, Capture, Plan, Point
+from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point
 
 from .models import CONFIGS, NO_MID, WIDTH, build
 from .offline import OfflineEngine, Outcome
@@ -71,11 +71,11 @@ def case(
 
 def run(case: Case, site: int | None) -> Outcome:
     """One prompt, captured everywhere, steered at a site."""
-    additions = ()
+    acts = ()
     if site is not None:
-        additions = (Addition(DIGEST, ((site, 0),), SCALE, SPANS),)
+        acts = (Act(Kind.ADD, (DIGEST,), ((site, (0,)),), SPANS, SCALE),)
     everything = Capture(tuple(sites_of(case.name)), ((0, OPEN_END),))
-    (outcome,) = case.engine.run([PROMPT], [Plan("", additions, (everything,))], max_tokens=1)
+    (outcome,) = case.engine.run([PROMPT], [Plan("", acts, (everything,))], max_tokens=1)
     return outcome
 
 

@@ -31,7 +31,7 @@ Where = rheostat.Selector | str
 GOOD = np.ones((1, WIDTH), np.float32)
 
 
-def steer(array: np.ndarray = GOOD, *, layers: int = 2, where: Where = "all") -> rheostat.Steer:
+def steer(array: np.ndarray = GOOD, *, layers: int = 2, where: Where = "all") -> rheostat.Add:
     """An inline vector at one site."""
     return rheostat.inline(array, points="resid_post", layers=layers).at(where=where)
 

@@ -36,13 +36,20 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
     "GenerationService/Explain": ({"request": {"text": "My day was"}}, "promptTokenIds"),
     "GenerationService/Tokenize": ({"text": "My day was"}, "tokenIds"),
     "SteeringService/ListVectors": ({}, ""),
+    "SteeringService/DeriveVectors": (
+        {
+            "positive": [{"text": "I am so happy."}],
+            "negative": [{"text": "I am so sad."}],
+            "sites": {"points": ["POINT_RESID_POST"], "all": {}},
+        },
+        "vectors",
+    ),
 }
 """What is called, with what, and a field of the answer."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "SteeringService/GetVectors": ({"name": "nobody"}, "not_found"),
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
-    "SteeringService/DeriveVectors": ({}, "unimplemented"),
     "SteeringService/SetGlobal": ({}, "unimplemented"),
     "SteeringService/GetGlobal": ({}, "unimplemented"),
     "CaptureService/ListSinks": ({}, "unimplemented"),

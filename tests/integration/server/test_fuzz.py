@@ -87,7 +87,7 @@ def hostile(seed: int) -> generation_service_pb2.GenerateRequest:
         request.sampling.Clear()
         request.sampling.max_tokens = rng.randint(1, 4)
     if rng.random() < 0.6:
-        for unserved in ("patches", "rules", "lora", "with_baseline", "labels"):
+        for unserved in ("patches", "rules", "lora", "labels", "when_full"):
             request.ClearField(unserved)  # type: ignore[arg-type]  # names of fields
     for intervention in request.steering.interventions:
         if rng.random() < 0.6:

@@ -68,7 +68,8 @@ class FakeServer:
         """Answer calls of ``rpc`` with these in turn; the last one repeats.
 
         Each is a message, a list of messages and refusals for a stream, a Refusal, or a function
-        of request and context that gives one of those.
+        of request and context that gives one of those. For a call with streams both ways it is one
+        function of the iterator of requests and the context that yields messages and refusals.
         """
         self.script[rpc] = list(answers)
 
@@ -95,6 +96,21 @@ class FakeServer:
             "request_deserializer": request_type.FromString,
             "response_serializer": answer_type.SerializeToString,
         }
+        if method.client_streaming and method.server_streaming:
+
+            def converse(requests: Iterator[Message], context: grpc.ServicerContext) -> object:
+                def heard() -> Iterator[Message]:
+                    for request in requests:
+                        self.asked.append(request)
+                        yield request
+
+                (answer,) = self.script[method.name]
+                for one in answer(heard(), context):
+                    if isinstance(one, Refusal):
+                        one.end(context)
+                    yield one
+
+            return grpc.stream_stream_rpc_method_handler(converse, **serializers)
         if method.client_streaming and not method.server_streaming:
 
             def upload(requests: Iterator[Message], context: grpc.ServicerContext) -> object:
@@ -137,6 +153,19 @@ class SyncClient:
             except rheostat.RheostatError as error:
                 return events, error
 
+    def session(self, prompt: str, act: Callable, **options: object) -> tuple[list, object]:
+        """As `stream`, of a session; ``act`` is called with it and each event."""
+        events: list[object] = []
+        with self.engine.session(prompt, **options) as session:
+            try:
+                for event in session:
+                    events.append(event)
+                    act(session, event)
+                return events, session.result()
+            except rheostat.RheostatError as error:
+                act(session, error)
+                return events, error
+
     def cancelled(self, prompt: str) -> object:
         """Read one event, cancel, and give the error of reading on."""
         with self.engine.stream(prompt) as stream:
@@ -173,6 +202,21 @@ class AioClient:
                         events.append(event)
                     return events, await stream.result()
                 except rheostat.RheostatError as error:
+                    return events, error
+
+        return self.runner.run(go())
+
+    def session(self, prompt: str, act: Callable, **options: object) -> tuple[list, object]:
+        async def go() -> tuple[list, object]:
+            events: list[object] = []
+            async with self.engine.session(prompt, **options) as session:
+                try:
+                    async for event in session:
+                        events.append(event)
+                        act(session, event)
+                    return events, await session.result()
+                except rheostat.RheostatError as error:
+                    act(session, error)
                     return events, error
 
         return self.runner.run(go())

@@ -14,7 +14,6 @@ from google.protobuf import text_format
 from rheostat._cli import _child, main
 from rheostat._cli._common import CommandError, layers, points
 from rheostat._cli._progress import Phase
-from rheostat._cli.generate import dose
 from rheostat._errors import InvalidRequest
 from rheostat._proto.v1 import (
     engine_service_pb2,
@@ -55,15 +54,8 @@ def test_layers_that_cannot_be_read_are_refused(text):
         layers(text)
 
 
-def test_points_and_doses_are_read_as_people_write_them():
+def test_points_are_read_as_people_write_them():
     assert points("resid_pre, mlp_out") == ["resid_pre", "mlp_out"]
-    assert [dose("joy"), dose("joy:-2.5"), dose("a/b:1e-1")] == [
-        ("joy", 1.0),
-        ("joy", -2.5),
-        ("a/b", 0.1),
-    ]
-    with pytest.raises(argparse.ArgumentTypeError):
-        dose("joy:much")
 
 
 def test_generate_prints_the_text_alone(server, capsys):
@@ -231,7 +223,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     line = "serve some/model --host 0.0.0.0 --port 0 --dtype float32 --max-model-len 512"
     line += " --max-num-seqs 8 --max-num-batched-tokens 64 --enforce-eager --seed 3"
     line += " --gpu-memory-utilization 0.5 --tensor-parallel-size 2 --load-format dummy"
-    line += " --bank-mib 4 --capture-mib 8 --vector-store-mib 16"
+    line += " --bank-mib 4 --capture-mib 8 --vector-store-mib 16 --vector-dir vectors"
     assert main(line.split()) == 3
     assert seen == [
         {"model": "demo"},
@@ -251,6 +243,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
             "bank_bytes": 4 * 2**20,
             "capture_bytes": 8 * 2**20,
             "vector_store_bytes": 16 * 2**20,
+            "vector_dir": "vectors",
         },
     ]
 
@@ -261,7 +254,7 @@ def test_serve_without_the_server_says_what_to_install(monkeypatch, capsys):
     assert main(["serve", "demo"]) == 1
     assert capsys.readouterr().err == (
         "rheostat: serving needs the server (no module named rheostat_server.config): "
-        "pip install 'rheostat[cpu]' or 'rheostat[cuda]'\n"
+        "in a checkout, pip install '.[cpu]' or '.[cuda]'\n"
     )
 
 

@@ -29,6 +29,7 @@ MODEL = text_format.Parse(
          model_tokens: 2048 running_requests: 64 waiting_requests: 256 bank_rows: 512
          capture_rows_per_step: 1024 tensor_message_bytes: 16777216 vector_bytes: 67108864
          inline_vector_bytes: 8388608 samples: 64 logprobs: 20
+         capacity_wait { seconds: 30 }
        }
        build_version: "0.1.0" api_version: "rheostat.v1" """,
     engine_service_pb2.GetModelResponse(),
@@ -81,6 +82,7 @@ EXPECTED_MODEL = rheostat.ModelInfo(
         inline_vector_bytes=8388608,
         samples=64,
         logprobs=20,
+        capacity_wait=30.0,
     ),
     build_version="0.1.0",
     api_version="rheostat.v1",
@@ -222,9 +224,12 @@ def test_explain_asks_about_the_very_request_and_reads_the_answer(client, server
     assert str(found) == (
         "the request would\n"
         "  prompt: 2 tokens\n"
-        "  add (request 0): resid_pre[1] (dose 2.5); positions 0-1, 4\n"
+        "  add (request 0): resid_pre[1] (dose 2.5); positions 0-1, 4, generated tokens 7 "
+        "but not 8\n"
         "  capture 0: resid_post[2]; positions 1; 16 bytes\n"
-        "  bank rows: 1 new"
+        "  cache key from position 0: private\n"
+        "  bank rows: 1 new\n"
+        "  server-wide steering: version 3"
     )
 
 

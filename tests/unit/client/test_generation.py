@@ -318,10 +318,11 @@ def test_a_receipt_tells_in_words_what_was_done():
     assert str(EXPECTED_RECEIPT) == (
         "receipt of r1\n"
         "  tokens: 2 of the prompt (1 from the cache), 2 generated, 1 recomputed, 2 preemptions\n"
-        "  add (request 0): 3 rows at resid_post 2-3, dose 4 (50 % of the stream), "
+        "  add (request 0): 3 rows at resid_post 2-3, dose 4 (50 % of the stream, at most 75 %), "
         "positions 0-2 and from the cache 4\n"
         "  capture 0: 6 rows of resid_post 2-3\n"
-        "  steps: 3 light, 1 plain"
+        "  steps: 3 light, 1 plain\n"
+        "  server-wide steering: version 4"
     )
 
 

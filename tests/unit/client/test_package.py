@@ -36,7 +36,13 @@ def test_both_clients_have_the_same_methods():
     sync, aio = (
         {
             (owner.__name__, name)
-            for owner in (module.Engine, module.Vectors, module.Stream)
+            for owner in (
+                module.Engine,
+                module.Vectors,
+                module.Steering,
+                module.Stream,
+                module.Session,
+            )
             for name in dir(owner)
             if not name.startswith("_")
         }

@@ -38,6 +38,26 @@ def test_what_is_left_out_is_left_to_the_server(client, server, prompt, expected
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"with_baseline": False, "lora": None, "when_full": None}, ""),
+        ({"lora": "poet"}, 'lora: "poet"'),
+        ({"when_full": "wait"}, "when_full: WHEN_FULL_WAIT"),
+        ({"when_full": "refuse"}, "when_full: WHEN_FULL_REFUSE"),
+    ],
+)
+def test_how_a_request_runs_is_said_where_the_caller_says_it(client, server, options, expected):
+    server.on("Generate", WHOLE)
+    client.run(lambda engine: engine.generate("x", **options))
+    assert server.asked == [
+        text_format.Parse(
+            f'text: "x" return_prompt_token_ids: true {expected}',
+            generation_service_pb2.GenerateRequest(),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
     ("prompt", "options", "path", "reason"),
     [
         ("", {}, "prompt", "REASON_MISSING_FIELD"),
@@ -47,6 +67,14 @@ def test_what_is_left_out_is_left_to_the_server(client, server, prompt, expected
         ([{"role": "user"}], {}, "chat.messages[0]", "REASON_INVALID_VALUE"),
         ([{"role": "user", "content": 3}], {}, "chat.messages[0]", "REASON_INVALID_VALUE"),
         ("x", {"request_id": "a b"}, "request_id", "REASON_INVALID_VALUE"),
+        ("x", {"lora": ""}, "lora", "REASON_INVALID_VALUE"),
+        ("x", {"when_full": "hurry"}, "when_full", "REASON_UNKNOWN_ENUM"),
+        (
+            "x",
+            {"steering": [rheostat.named("a", points="resid_pre", layers=0)] * 257},
+            "steering.interventions",
+            "REASON_INVALID_VALUE",
+        ),
         ("x", {"max_tokens": -1}, "sampling.max_tokens", "REASON_INVALID_VALUE"),
         ("x", {"max_tokens": 1.5}, "sampling.max_tokens", "REASON_INVALID_VALUE"),
         ("x", {"temperature": "hot"}, "sampling.temperature", "REASON_INVALID_VALUE"),
@@ -69,7 +97,7 @@ def test_what_cannot_be_meant_is_refused_before_it_is_sent(
 
 
 def test_an_unknown_option_is_a_type_error_that_names_the_method(client, server):
-    for method in ("generate", "stream", "explain"):
+    for method in ("generate", "stream", "session", "explain"):
         message = rf"^{method}\(\) has no option 'top_n'; see rheostat.GenerateOptions$"
         with pytest.raises(TypeError, match=message):
             client.run(lambda engine, method=method: getattr(engine, method)("x", top_n=3))

@@ -9,7 +9,7 @@ from google.protobuf import text_format
 import rheostat
 from rheostat._arrays import read_tensor, vector_data
 from rheostat._proto.v1 import steering_pb2, tensor_pb2
-from rheostat._vectors import steering_to_wire
+from rheostat._steering import steering_to_wire
 
 DIGEST = "ab" * 32
 

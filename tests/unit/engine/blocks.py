@@ -1,4 +1,6 @@
 """Decoder blocks of every shape that the probe tells apart, small and without vLLM."""
+# mypy: no-warn-return-any
+# What a module returns is Any.
 
 from collections.abc import Callable
 from types import MethodType
@@ -6,10 +8,12 @@ from types import MethodType
 import torch
 from torch import nn
 
-from rheostat_engine.core.bank import Bank
 from rheostat_engine.core.program import Program
 from rheostat_engine.points import site_count
 from rheostat_engine.sites.forms import Block
+
+Parts = tuple[torch.Tensor, torch.Tensor]
+Output = torch.Tensor | Parts
 
 WIDTH = 16
 TOKENS = 8
@@ -22,7 +26,7 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:
         whole = x.float() if residual is None else x.float() + residual.float()
         normed = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-6)
         out = normed.to(x.dtype) * self.weight
@@ -75,7 +79,7 @@ class Base(nn.Module):
 class Pair(Base):
     """Llama: the sum of branch and stream is formed by the next norm."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None):
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Parts:
         if residual is None:
             x, residual = self.first(x), x
         else:
@@ -92,7 +96,7 @@ class Sandwich(Pair):
         self.after_attention = Norm()
         self.after_mlp = Norm()
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None):
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Parts:
         if residual is None:
             x, residual = self.first(x), x
         else:
@@ -152,11 +156,11 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList([kind() for _ in range(layers)])
-        self.last = Norm()
+        self.last: nn.Module = Norm()
         self.between = between
         self.pair = issubclass(kind, Pair)
 
-    def forward(self, x: torch.Tensor):
+    def forward(self, x: torch.Tensor) -> Output:
         if not self.pair:
             for number, layer in enumerate(self.layers):
                 x = layer(self.between(x) if number else x)
@@ -168,7 +172,11 @@ class Decoder(nn.Module):
 
     def blocks(self) -> list[Block]:
         """As `find_blocks` gives them."""
-        return [Block(i, b, (b.attention.core,)) for i, b in enumerate(self.layers)]
+        return [Block(i, b, (b.attention.core,)) for i, b in enumerate(self.bases())]
+
+    def bases(self) -> list[Base]:
+        """The blocks as modules."""
+        return [layer for layer in self.layers if isinstance(layer, Base)]
 
 
 def stream(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -182,13 +190,15 @@ def give_own_forward(module: nn.Module) -> None:
 
 
 def program(
-    layers: int, *, tokens: int = TOKENS, rows: int = 4, dtype: torch.dtype = torch.float32
+    layers: int, *, rows: int = 4, ring: int = 64, dtype: torch.dtype = torch.float32
 ) -> Program:
-    """A program for a decoder; bank row r holds r everywhere."""
-    cpu = torch.device("cpu")
-    sites = site_count(layers)
-    bank = Bank(sites=sites, rows=rows, slots=2, width=WIDTH, dtype=dtype, device=cpu)
-    bank.rows[:] = torch.arange(rows)[:, None]
+    """A program for a decoder; row r of what is added holds r everywhere."""
     return Program(
-        sites=sites, tokens=tokens, bank=bank.rows, ring=torch.zeros(64, WIDTH, dtype=dtype)
+        tokens=TOKENS,
+        rows=torch.arange(rows).to(dtype)[:, None].repeat(1, WIDTH),
+        directions=torch.zeros(2, WIDTH),
+        ints=torch.zeros(3, 4, dtype=torch.int32),
+        floats=torch.zeros(3, 4),
+        doses=torch.zeros(site_count(layers), 70, 4),
+        ring=torch.zeros(ring, WIDTH, dtype=dtype),
     )

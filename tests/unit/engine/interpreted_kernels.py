@@ -1,73 +1,180 @@
 """The Triton kernels, interpreted on CPU, beside their plain twins; run by test_kernels.py."""
 
+import math
 import sys
+from itertools import product
 
 import numpy as np
 import torch
 
-from rheostat_engine.core.expand import expand_reference
-from rheostat_engine.core.program import Program
+from rheostat_engine import Kind
+from rheostat_engine.core.expand import Compact, Expander, Instructions, expand_reference
+from rheostat_engine.core.program import Program, SiteBuffers
+from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.sites.kernels import launch_expand, launch_site, warm_up
-from rheostat_engine.sites.op import reference
+from rheostat_engine.sites.reference import run_site
 
-WIDTH = 1500
-TOKENS = 9
+from .instructions import Step, buffers, chains
+
+CPU = torch.device("cpu")
 SITES = 5
+VOCABULARY = 50
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+"""Up to the order of float32 sums; the interpreter truncates to bfloat16."""
 
 
-def check_site(dtype: torch.dtype, carried_dtypes: list[torch.dtype]) -> None:
-    """One op with random instructions."""
-    generator = torch.Generator().manual_seed(len(carried_dtypes))
-    h = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
-    carried = [torch.randn(TOKENS, WIDTH, generator=generator).to(d) for d in carried_dtypes]
-    bank = torch.randn(7, WIDTH, generator=generator).to(dtype)
-    add_row = torch.tensor([0, 3, 0, 6, 1, 0, 2, 2, 0, 5], dtype=torch.int32)
-    cap_row = torch.tensor([0, 0, 4, 7, 0, 1, 2, 0, 9, 9], dtype=torch.int32)
-    ones = [h.clone(), torch.zeros(12, WIDTH, dtype=dtype)]
-    others = [h.clone(), torch.zeros(12, WIDTH, dtype=dtype)]
-    launch_site(ones[0], carried, add_row, cap_row, bank, ones[1])
-    reference(others[0], carried, add_row, cap_row, bank, others[1])
-    assert torch.equal(ones[0], others[0])
-    assert torch.equal(ones[1], others[1])
-    assert not torch.equal(ones[0], h)
+def twin(site: SiteBuffers) -> SiteBuffers:
+    """Equal buffers, apart."""
+    return SiteBuffers(*(one.clone() for one in site))
 
 
-def check_expand(captures: bool) -> None:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether signs of zeros are equal too."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def noise(tokens: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Something that enters a site."""
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_additions(width: int, dtype: torch.dtype, carried: torch.dtype | None) -> None:
+    """Rows are added and copied bit for bit."""
+    codes = [0, 3, 0, 4, 1, 0, 2, 2, 0]
+    captured = [0, 0, 4, 7, 0, 1, 2, 0, 9]
+    site = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=[])
+    other = twin(site)
+    h = noise(len(codes), width, dtype, 1)
+    rest = None if carried is None else noise(len(codes), width, carried, 2)
+    ones, others = h.clone(), h.clone()
+    launch_site(ones, rest, site)
+    run_site(others, rest, other)
+    assert same_bits(ones, others)
+    assert same_bits(site.ring, other.ring)
+    torch.testing.assert_close(site.doses, other.doses, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(ones, h)
+    assert site.doses[:, 0].sum() == 5
+
+
+def check_chains(width: int, dtype: torch.dtype, carried: torch.dtype | None) -> None:
+    """Every kind of step, alone and in chains, with rows copied after."""
+    programs = chains()
+    codes = [0, *range(-len(programs), 0), 2]
+    captured = [1 + n % 11 if n % 2 else 0 for n in range(len(codes))]
+    site = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=programs)
+    other = twin(site)
+    h = 3 * noise(len(codes), width, dtype, 3)
+    rest = None if carried is None else noise(len(codes), width, carried, 4)
+    ones, others = h.clone(), h.clone()
+    launch_site(ones, rest, site)
+    run_site(others, rest, other)
+    rtol, atol = TOLERANCE[dtype], 10 * TOLERANCE[dtype]
+    torch.testing.assert_close(ones, others, rtol=rtol, atol=atol)
+    torch.testing.assert_close(site.ring, other.ring, rtol=rtol, atol=atol)
+    torch.testing.assert_close(site.doses, other.doses, rtol=1e-4, atol=1e-5)
+    assert same_bits(ones[0], h[0])
+    assert int(site.doses[:, 0].sum()) == 1 + sum(one.last for chain in programs for one in chain)
+
+
+IDLE = [
+    [Step(Kind.ADD, 0)],
+    [Step(Kind.PULL, 1, strength=0.0)],
+    [Step(Kind.NORM_ADD, 1, strength=0.0)],
+    [Step(Kind.PULL, 1, -1e6, 1e6)],
+    [Step(Kind.PULL, 1, -1e6, math.inf)],
+    [Step(Kind.PULL, 1, -math.inf, 1e6)],
+]
+
+
+def check_idle(dtype: torch.dtype, carried: torch.dtype | None) -> None:
+    """What changes nothing changes no bit."""
+    programs = [*IDLE, [one for chain in IDLE for one in chain]]
+    codes = [*range(-len(programs), 0), 0]
+    none = [0] * len(codes)
+    site = buffers(13, dtype=dtype, codes=codes, captured=none, programs=programs)
+    h = noise(len(codes), 13, dtype, 5)
+    h[:, 3:6] = torch.tensor([0.0, -0.0, -1e-7]).to(dtype)
+    h[2] = -0.0
+    before = h.clone()
+    launch_site(h, None if carried is None else noise(len(codes), 13, carried, 6), site)
+    assert same_bits(h, before)
+    assert not site.ring.any()
+    assert not site.doses[:, 1].any()
+
+
+def program(tokens: int) -> Program:
+    """Buffers, each filled with something."""
+    generator = torch.Generator().manual_seed(7)
+    return Program(
+        tokens=tokens,
+        rows=torch.randn(4, 24, generator=generator),
+        directions=torch.randn(3, 24, generator=generator),
+        ints=torch.zeros(2, 4, dtype=torch.int32),
+        floats=torch.zeros(2, 4),
+        doses=torch.zeros(SITES, 20, 4),
+        ring=torch.randn(6, 24, generator=generator),
+    )
+
+
+def check_expand(*, captures: bool, rules: bool) -> None:
     """One step's instructions, more than a block of tokens long."""
     rng = np.random.default_rng(0)
     count = 200
-    slot = torch.from_numpy(rng.integers(0, 6, count).astype(np.int32))
-    block = torch.from_numpy(rng.integers(0, 4, count).astype(np.int32))
-    order = torch.from_numpy(rng.integers(0, 50, count).astype(np.int32))
-    row_of = torch.from_numpy(rng.integers(0, 100, (SITES, 6)).astype(np.int32))
+
+    def each(top: int) -> np.ndarray:
+        return rng.integers(0, top, count).astype(np.int32)
+
+    table = TokenRules(3, VOCABULARY, CPU)
+    for sets in (((1, 4), (2, 3, 4)), ((0,),), ((7,), (8,), (9,), tuple(range(5, 30)))):
+        table.acquire(sets)
+    table.place(each(6)[:40], rng.integers(0, 99, 40))
     starts = rng.integers(1, 900, (3, SITES)) * rng.integers(0, 2, (3, SITES))
-    base = torch.from_numpy(starts.astype(np.int32)) if captures else None
-    ones = [torch.full((SITES, 256), -1, dtype=torch.int32) for _ in range(2)]
-    others = [one.clone() for one in ones]
-    launch_expand(slot, block, order, row_of, base, *ones)
-    expand_reference(slot, block, order, row_of, base, *others)
-    assert torch.equal(ones[0], others[0])
-    assert torch.equal(ones[1], others[1])
+    rule = each(4) if rules else np.zeros(count, np.int32)
+    base = starts.astype(np.int32) if captures else None
+    compact = Compact(each(6), each(99), rule, each(4), each(50), base)
+    code_of = torch.from_numpy(rng.integers(-100, 100, (SITES, 6)).astype(np.int32))
+    names = np.where(rule > 0, rng.integers(0, VOCABULARY, count), 10**9)
+    ids = torch.from_numpy(names.astype(np.int32))
+    ones, others = program(256), program(256)
+    for made in (ones, others):
+        made.code[:], made.cap_row[:], made.cell[:] = -1, -1, -1
+    step: Instructions = Expander(ones, code_of, table, 256).instructions(compact, ids)
+    assert (step.ids is not None) == rules
+    launch_expand(step, ones)
+    expand_reference(step, others)
+    for name in ("code", "cap_row", "cell"):
+        assert torch.equal(getattr(ones, name), getattr(others, name)), name
+    assert bool((ones.cap_row > 0).any()) == captures
+    assert bool((ones.code[:, count:] == -1).all())
 
 
 def check_warm_up() -> None:
     """Warming up changes nothing that a step could see."""
-    bank, ring = torch.randn(4, WIDTH), torch.randn(6, WIDTH)
-    program = Program(sites=SITES, tokens=16, bank=bank.clone(), ring=ring.clone())
-    warm_up(program, torch.zeros(SITES, 8, dtype=torch.int32))
-    assert torch.equal(program.bank, bank)
-    assert torch.equal(program.ring, ring)
-    assert not program.add_row.any()
-    assert not program.cap_row.any()
+    made, before = program(16), program(16)
+    none = np.zeros(1, np.int32)
+    compact = Compact(none, none, none, none, none, None)
+    code_of = torch.zeros(SITES, 8, dtype=torch.int32)
+    expander = Expander(made, code_of, TokenRules(1, VOCABULARY, CPU), 16)
+    warm_up(made, expander.instructions(compact, torch.zeros(0)))
+    for site in range(SITES):
+        for one, other in zip(made.buffers(site), before.buffers(site), strict=True):
+            assert same_bits(one, other)
 
 
 def main() -> None:
     """Every variant."""
-    for dtype in (torch.float32, torch.float16):  # the interpreter truncates to bfloat16
-        for carried in ([], [dtype], [torch.float32], [dtype, dtype]):
-            check_site(dtype, carried)
-    check_expand(captures=False)
-    check_expand(captures=True)
+    exact = [torch.float32, torch.float16]  # the interpreter truncates to bfloat16
+    for width, dtype in product([1500, 48, 7], exact):
+        for carried in (None, dtype, torch.float32):
+            check_additions(width, dtype, carried)
+    for width, dtype in product([300, 64, 5], TOLERANCE):
+        for carried in (None, dtype, torch.float32):
+            check_chains(width, dtype, carried)
+    for dtype in TOLERANCE:
+        for carried in (None, dtype, torch.float32):
+            check_idle(dtype, carried)
+    for captures, rules in product([False, True], repeat=2):
+        check_expand(captures=captures, rules=rules)
     check_warm_up()
     sys.stdout.write("kernels equal their twins\n")
 

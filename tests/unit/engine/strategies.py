@@ -1,18 +1,51 @@
-"""Plans of every kind over a few positions, and what they mean position by position."""
+"""Plans of every kind over a few positions and token ids, and what they select."""
 
-from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Addition, Capture, Plan, Spans
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Band,
+    Capture,
+    Condition,
+    Kind,
+    Plan,
+    Spans,
+    TokenSet,
+)
 
 LIMIT = 20
 """Spans begin and end below this position, or never end."""
+POSITIONS = (*range(LIMIT + 3), OPEN_END - 1)
+"""At least one position of every piece."""
 SITES = 5
+VOCABULARY = 6
 DIGESTS = tuple(bytes([i]) * 32 for i in range(1, 4))
 ROWS = 2
 """Rows of each vector."""
+EVERYWHERE = ((0, OPEN_END),)
 SCALES = (0.0, 0.5, 1.0, 2.0)
+SETS: tuple[TokenSet, ...] = ((0,), (1, 3), (2,), (0, 1, 2, 4), (5,))
+BANDS = (
+    Band(0.0, 0.0, 1.0),
+    Band(-0.5, 0.5, 1.0),
+    Band(float("-inf"), 0.25, 0.5),
+    Band(1.0, float("inf"), 2.0),
+    Band(0.0, 0.0, 0.0),
+)
+
+
+def _merged(pairs: Sequence[tuple[int, int]]) -> Spans:
+    merged: list[tuple[int, int]] = []
+    for start, end in pairs:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return tuple(merged)
 
 
 @st.composite
@@ -25,20 +58,43 @@ def spans(draw: st.DrawFn) -> Spans:
     return tuple(pairs)
 
 
-def rows() -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
-    """Which vector row goes to which site."""
-    chosen = st.dictionaries(st.integers(0, SITES - 1), st.integers(0, ROWS - 1), max_size=3)
-    return chosen.map(lambda by_site: tuple(sorted(by_site.items())))
+@st.composite
+def selections(draw: st.DrawFn) -> tuple[Spans, tuple[Condition, ...]]:
+    """Positions that are always touched, and others that are under conditions."""
+    cuts = sorted(draw(st.sets(st.integers(0, LIMIT - 1), max_size=5)))
+    pairs = list(pairwise([*cuts, OPEN_END]))
+    owners = [draw(st.sampled_from(["-", "always", "one", "other"])) for _ in pairs]
+
+    def owned(name: str) -> Spans:
+        return _merged([pair for pair, owner in zip(pairs, owners, strict=True) if owner == name])
+
+    conditions = tuple(
+        Condition(owned(name), draw(st.sampled_from(SETS)), draw(st.booleans()))
+        for name in ("one", "other")
+        if owned(name)
+    )
+    return owned("always"), conditions
 
 
-def additions() -> st.SearchStrategy[Addition]:
-    """Any addition of a known vector."""
-    return st.builds(
-        Addition,
-        digest=st.sampled_from(DIGESTS),
-        rows=rows(),
-        scale=st.sampled_from(SCALES),
-        spans=spans(),
+@st.composite
+def acts(draw: st.DrawFn) -> Act:
+    """Any act with known vectors."""
+    kind = draw(st.sampled_from(Kind))
+    count = draw(st.integers(1, 3)) if kind is Kind.PULL else 1
+    vectors = draw(st.permutations(DIGESTS))[:count]
+    row = st.tuples(*[st.integers(0, ROWS - 1)] * count)
+    rows = draw(st.dictionaries(st.integers(0, SITES - 1), row, max_size=3))
+    where, conditions = draw(selections())
+    pull = kind is Kind.PULL
+    return Act(
+        kind,
+        tuple(vectors),
+        tuple(sorted(rows.items())),
+        where,
+        scale=1.0 if pull else draw(st.sampled_from(SCALES)),
+        bands=tuple(draw(st.sampled_from(BANDS)) for _ in vectors) if pull else (),
+        orthogonal=pull and draw(st.booleans()),
+        conditions=conditions,
     )
 
 
@@ -49,13 +105,34 @@ def captures() -> st.SearchStrategy[Capture]:
 
 
 def plans(request_id: str = "r") -> st.SearchStrategy[Plan]:
-    """Any plan."""
+    """Any plan whose KV may be shared."""
     return st.builds(
         Plan,
         request_id=st.just(request_id),
-        additions=st.lists(additions(), max_size=4).map(tuple),
+        acts=st.lists(acts(), max_size=4).map(tuple),
         captures=st.lists(captures(), max_size=3).map(tuple),
     )
+
+
+def add(
+    *sites: int,
+    digest: bytes = DIGESTS[0],
+    scale: float = 1.0,
+    where: Spans = EVERYWHERE,
+    conditions: tuple[Condition, ...] = (),
+) -> Act:
+    """Row 0 of a vector, added at some sites."""
+    rows = tuple((site, (0,)) for site in sites)
+    return Act(Kind.ADD, (digest,), rows, where, scale, conditions=conditions)
+
+
+def ablate(
+    *sites: int, digests: tuple[bytes, ...] = DIGESTS[1:2], where: Spans = EVERYWHERE
+) -> Act:
+    """Rows 0 of some vectors, taken out of the stream at some sites."""
+    rows = tuple((site, (0,) * len(digests)) for site in sites)
+    bands = (Band(0.0, 0.0, 1.0),) * len(digests)
+    return Act(Kind.PULL, digests, rows, where, bands=bands, orthogonal=True)
 
 
 def holds(one: Spans, position: int) -> bool:
@@ -63,14 +140,11 @@ def holds(one: Spans, position: int) -> bool:
     return any(position in range(*span) for span in one)
 
 
-def effect(plan: Plan, position: int) -> dict[int, Counter[tuple[bytes, int, float]]]:
-    """What is added at a position: by site, how often each row with each scale."""
-    found: dict[int, Counter[tuple[bytes, int, float]]] = {}
-    for addition in plan.additions:
-        if addition.scale and holds(addition.spans, position):
-            for site, row in addition.rows:
-                found.setdefault(site, Counter())[addition.digest, row, addition.scale] += 1
-    return found
+def selects(act: Act, position: int, token: int) -> bool:
+    """Whether an act touches a token at a position."""
+    return holds(act.spans, position) or any(
+        holds(c.spans, position) and (token in c.tokens) == c.among for c in act.conditions
+    )
 
 
 def captured(plan: Plan, position: int) -> set[int]:

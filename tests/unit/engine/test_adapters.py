@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,19 +26,19 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_input_batch import InputBatch as InputBatchV1
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from rheostat_engine import EXTRA_ARG, EngineSettings
 from rheostat_engine.adapters.blocks import find_blocks
 from rheostat_engine.adapters.refusals import refuse_unserved
-from rheostat_engine.adapters.runner import follow
 from rheostat_engine.sites.forms import Block, SiteError
 
 
 def parameters(function: Callable[..., object]) -> list[str]:
     """The names of a function's parameters; starred ones with their stars."""
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
     return [
-        stars.get(parameter.kind, "") + name
+        stars.get(parameter.kind.name, "") + name
         for name, parameter in inspect.signature(function).parameters.items()
     ]
 
@@ -73,6 +74,17 @@ def parameters(function: Callable[..., object]) -> list[str]:
             GPUModelRunnerV2.prepare_inputs,
             ["self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"],
             "runner_v2",
+        ),
+        (
+            LoRAModelRunnerMixin._set_active_loras,
+            [
+                "self",
+                "prompt_lora_mapping",
+                "token_lora_mapping",
+                "lora_requests",
+                "mapping_type",
+            ],
+            "runner",
         ),
         (Worker._make_model_runner, ["self"], "worker_cuda"),
         (CPUWorker.init_device, ["self"], "worker_cpu"),
@@ -110,6 +122,7 @@ def test_the_second_runners_step_begins_with_what_its_adapter_passes_on() -> Non
                 "num_computed_tokens_np",
                 "num_scheduled_tokens",
                 "num_tokens_after_padding",
+                "input_ids",
             },
             "runner_v2",
         ),
@@ -156,6 +169,7 @@ def test_what_an_adapter_reads_has_the_fields_that_it_had(
     [
         ("architecture", "worker_rpc"),
         ("get_hidden_size", "assembly"),
+        ("get_vocab_size", "assembly"),
         ("get_total_num_hidden_layers", "blocks"),
         ("is_encoder_decoder", "refusals"),
         ("uses_mrope", "probing"),
@@ -173,6 +187,7 @@ def test_a_model_config_answers_what_an_adapter_asks(name: str, module: str) -> 
         (ModelConfig, "self.runner_type =", "refusals"),
         (GPUModelRunnerV1.execute_model, "self._model_forward(", "runner_v1"),
         (GPUModelRunnerV1.__init__, "self.max_num_tokens =", "runner_v1"),
+        (GPUModelRunnerV1.__init__, "self.input_ids = self._make_buffer(", "runner_v1"),
         (GPUModelRunnerV2.__init__, "self.max_num_tokens =", "runner_v2"),
         (InputBatchV1, "self.num_computed_tokens_cpu =", "runner_v1"),
         (InputBatchV1, "def num_reqs(", "runner_v1"),
@@ -212,16 +227,15 @@ def test_sampling_parameters_carry_a_plan_and_can_forgo_the_cache() -> None:
 
 
 def test_our_settings_enter_vllms_compile_hash() -> None:
-    hashes = {
-        VllmConfig(additional_config=config).compute_hash()
-        for config in (
-            {},
-            EngineSettings("ipc:///a", bank_bytes=1),
-            EngineSettings("ipc:///a", bank_bytes=2),
-            EngineSettings("ipc:///b", bank_bytes=2),
-        )
-    }
-    assert len(hashes) == 3, "rheostat_engine.settings relies on it"
+    configs: list[Any] = [  # vLLM's type is dict or one with compute_hash
+        {},
+        EngineSettings("ipc:///a", bank_bytes=1),
+        EngineSettings("ipc:///a", bank_bytes=2),
+        EngineSettings("ipc:///b", bank_bytes=2),
+        EngineSettings("ipc:///b", bank_bytes=2, steps=7),
+    ]
+    hashes = {VllmConfig(additional_config=config).compute_hash() for config in configs}
+    assert len(hashes) == 4, "rheostat_engine.settings relies on it"
 
 
 SERVED = {
@@ -233,7 +247,7 @@ SERVED = {
 }
 
 
-def changed(part: str, **values: object) -> SimpleNamespace:
+def changed(part: str, **values: object) -> Any:  # in place of a VllmConfig
     """A configuration that is served but for one thing."""
     return SimpleNamespace(**{**SERVED, part: SimpleNamespace(**{**vars(SERVED[part]), **values})})
 
@@ -268,9 +282,11 @@ def changed(part: str, **values: object) -> SimpleNamespace:
     ],
 )
 def test_a_configuration_that_moves_rows_is_refused_by_name(
-    config: SimpleNamespace, reason: str
+    config: Any,  # in place of a VllmConfig
+    reason: str,
 ) -> None:
-    refuse_unserved(SimpleNamespace(**SERVED))
+    served: Any = SimpleNamespace(**SERVED)
+    refuse_unserved(served)
     with pytest.raises(SiteError, match=f"^rheostat does not serve {reason}$"):
         refuse_unserved(config)
 
@@ -293,7 +309,7 @@ class Layer(nn.Module):
         self.parts = nn.ModuleList(parts)
 
 
-def registered(model: nn.Module) -> SimpleNamespace:
+def registered(model: nn.Module) -> Any:  # in place of a VllmConfig
     """A configuration that knows a model's layers with state, and something that is none."""
     stateful = {n: m for n, m in model.named_modules() if isinstance(m, Attention)}
     context = {**stateful, "other": object()}
@@ -320,46 +336,3 @@ def test_a_model_without_one_list_of_blocks_is_refused(names: tuple[str, ...], f
         setattr(model, name, nn.ModuleList([Layer(Attention())]))
     with pytest.raises(SiteError, match=f"^expected one list of decoder blocks, found: {found}$"):
         find_blocks(model, registered(model))
-
-
-class Heard:
-    """Notes what the runtime is told."""
-
-    def __init__(self) -> None:
-        self.words: list[tuple[str, ...]] = []
-
-    def forget(self, request_id: str) -> None:
-        self.words.append(("forget", request_id))
-
-    def preempt(self, request_id: str) -> None:
-        self.words.append(("preempt", request_id))
-
-    def install(self, request_id: str, wire: object) -> None:
-        self.words.append(("install", request_id, str(wire)))
-
-
-def test_the_runtime_hears_of_what_ends_before_what_begins() -> None:
-    def new(request_id: str, extra: dict[str, object] | None) -> SimpleNamespace:
-        return SimpleNamespace(req_id=request_id, sampling_params=SimpleNamespace(extra_args=extra))
-
-    heard = Heard()
-    scheduled = SimpleNamespace(
-        finished_req_ids={"a"},
-        preempted_req_ids={"b"},
-        scheduled_new_reqs=[
-            new("a", {EXTRA_ARG: "plan"}),
-            new("c", None),
-            new("d", {"other": 1}),
-            SimpleNamespace(req_id="e", sampling_params=None),
-        ],
-    )
-    follow(heard, scheduled)
-    scheduled.preempted_req_ids = None
-    scheduled.scheduled_new_reqs = []
-    follow(heard, scheduled)
-    assert heard.words == [
-        ("forget", "a"),
-        ("preempt", "b"),
-        ("install", "a", "plan"),
-        ("forget", "a"),
-    ]

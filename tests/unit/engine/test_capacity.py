@@ -1,54 +1,64 @@
-"""The ledger at admission counts what the worker's bank will really hold."""
+"""The ledger at admission counts what the worker will really hold."""
 
 from collections.abc import Iterator
+from dataclasses import fields, replace
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Addition, CapacityLedger, Capture, Plan, Shortage
-from rheostat_engine.capacity import step_capture_rows
-from rheostat_engine.core.bank import Bank, BankError
-from rheostat_engine.plan import combine, segment
+from rheostat_engine import (
+    Act,
+    Capacity,
+    CapacityLedger,
+    Capture,
+    Condition,
+    Plan,
+    Shortage,
+    compose,
+)
+from rheostat_engine.capacity import needs, step_capture_rows
+from rheostat_engine.core.steering import Placed
+from rheostat_engine.core.vectors import BankError
 
-from .strategies import DIGESTS, LIMIT, ROWS, SITES, captured, plans
+from .naive import described
+from .strategies import DIGESTS, EVERYWHERE, LIMIT, ablate, add, captured, plans
+from .tables import capacity, used
+from .worker import Worker
 
-VECTORS = {
-    digest: np.random.default_rng(i).uniform(1, 2, (ROWS, 4)).astype(np.float32)
-    for i, digest in enumerate(DIGESTS)
-}
-EVERYWHERE = ((0, 2**31 - 1),)
-UNLIMITED = 10**6
+RESOURCES = [field.name for field in fields(Capacity)]
+HELD = ("bank_rows", "directions", "steps", "slots")
+A, B, C = DIGESTS
 
 
-class Worker:
-    """A bank that takes plans as the worker does."""
+class Crowd:
+    """Plans in force on a worker, by the ids that the ledger knows."""
 
-    def __init__(self, rows: int, slots: int) -> None:
-        self.bank = Bank(
-            sites=SITES,
-            rows=rows + 1,
-            slots=slots + 1,
-            width=4,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-        self.slots: dict[str, list[int]] = {}
+    def __init__(self, room: Capacity) -> None:
+        self.worker = Worker(room)
+        self._placed: dict[str, tuple[int, Placed]] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._placed)
 
     def install(self, plan: Plan) -> bool:
-        pieces = segment(tuple(a.spans for a in plan.additions))
-        combinations = [combine([plan.additions[i] for i in active]) for _, active in pieces]
+        self._number += 1
         try:
-            self.slots[plan.request_id] = self.bank.acquire(combinations, VECTORS)
+            placed = self.worker.steering.place(self._number, plan)
         except BankError:
             return False
+        self._placed[plan.request_id] = self._number, placed
         return True
 
     def forget(self, request_id: str) -> None:
-        for slot in self.slots.pop(request_id, []):
-            self.bank.release(slot)
+        if request_id in self._placed:
+            number, placed = self._placed.pop(request_id)
+            self.worker.steering.remove(number, placed)
+            self.worker.steering.take_out([placed])
+
+    def used(self) -> dict[str, int]:
+        return dict(zip(HELD, used(self.worker.bank), strict=True))
 
 
 def steps() -> st.SearchStrategy[list[Plan | int]]:
@@ -62,30 +72,71 @@ def named(many: list[Plan | int]) -> Iterator[tuple[str, Plan | None]]:
         if isinstance(one, int):
             yield f"{one}", None
         else:
-            yield f"{number}", Plan(f"{number}", one.additions, one.captures)
+            yield f"{number}", replace(one, request_id=f"{number}")
 
 
-@given(steps(), st.integers(1, 6), st.integers(1, 6))
-def test_the_ledger_and_the_workers_bank_agree(
-    many: list[Plan | int], rows: int, slots: int
+ROOM = st.builds(
+    capacity,
+    bank_rows=st.integers(1, 6),
+    directions=st.integers(1, 5),
+    steps=st.integers(1, 12),
+    slots=st.integers(1, 8),
+    token_rules=st.integers(1, 3),
+    capture_rows=st.just(10**6),
+)
+
+
+@given(steps(), st.one_of(ROOM, st.just(capacity())))
+def test_what_the_ledger_admits_the_worker_can_hold_and_both_count_the_same(
+    many: list[Plan | int], room: Capacity
 ) -> None:
-    ledger = CapacityLedger(bank_rows=rows, slots=slots, capture_rows=UNLIMITED)
-    worker = Worker(rows, slots)
+    ledger, crowd = CapacityLedger(room), Crowd(room)
     for request_id, plan in named(many):
         if plan is None:
             ledger.release(request_id)
-            worker.forget(request_id)
+            crowd.forget(request_id)
         else:
             shortage = ledger.admit(plan, prompt_len=LIMIT, max_step_tokens=LIMIT)
-            assert worker.install(plan) == (shortage is None)
-        assert ledger.bank_rows_used == worker.bank.rows_used
-        assert ledger.slots_used == worker.bank.slots_used
-        assert ledger.requests == len(worker.slots)
+            if shortage is None:
+                assert crowd.install(plan)
+            elif shortage.resource != "token_rules":
+                assert not crowd.install(plan)
+        assert {name: ledger.used(name) for name in HELD} == crowd.used()
+        assert ledger.used("token_rules") >= len(crowd.worker.rules)
+        assert ledger.requests == len(crowd)
+
+
+def test_rows_that_come_to_nothing_are_reserved_though_the_worker_needs_none() -> None:
+    room = capacity(bank_rows=2)
+    ledger, crowd = CapacityLedger(room), Crowd(room)
+    plan = Plan("r", (add(0), add(0, scale=-1.0), add(1)))
+    assert ledger.admit(plan, prompt_len=1, max_step_tokens=1) is None
+    assert crowd.install(plan)
+    assert (ledger.used("bank_rows"), crowd.used()["bank_rows"]) == (2, 1)
+
+
+@given(plans())
+def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan) -> None:
+    pieces = compose(plan.acts)
+    combinations = {v.combination for piece in pieces for v in piece.variants if v.combination}
+    programs = {program for combination in combinations for _, program in combination}
+    chains = {p for p in programs if len(p) > 1 or not p[0].addends}
+    counted = dict.fromkeys(RESOURCES, 0)
+    for (resource, _), weight in needs(plan).items():
+        counted[resource] += weight
+    assert counted == {
+        "bank_rows": len({step.addends for p in programs for step in p if step.addends}),
+        "directions": len({step.direction for p in programs for step in p if step.direction}),
+        "steps": sum(len(described(program)) for program in chains),
+        "slots": len(combinations),
+        "token_rules": len({piece.sets for piece in pieces if piece.sets}),
+        "capture_rows": 0,
+    }
 
 
 @given(steps())
 def test_once_all_are_released_nothing_is_held(many: list[Plan | int]) -> None:
-    ledger = CapacityLedger(bank_rows=4, slots=4, capture_rows=40)
+    ledger = CapacityLedger(capacity(bank_rows=4, slots=4, capture_rows=40))
     for request_id, plan in named(many):
         if plan is None:
             ledger.release(request_id)
@@ -93,8 +144,18 @@ def test_once_all_are_released_nothing_is_held(many: list[Plan | int]) -> None:
             ledger.admit(plan, prompt_len=LIMIT, max_step_tokens=LIMIT)
     for number in range(len(many)):
         ledger.release(f"{number}")
-    used = (ledger.bank_rows_used, ledger.slots_used, ledger.capture_rows_used, ledger.requests)
-    assert used == (0, 0, 0, 0)
+    assert {name: ledger.used(name) for name in RESOURCES} == dict.fromkeys(RESOURCES, 0)
+    assert ledger.requests == 0
+
+
+@given(plans(), plans())
+def test_new_keys_are_what_admitting_would_add(one: Plan, other: Plan) -> None:
+    ledger = CapacityLedger(capacity(capture_rows=10**6))
+    assert ledger.admit(one, prompt_len=LIMIT, max_step_tokens=LIMIT) is None
+    plan = replace(other, request_id="other", captures=())
+    expected = {name: ledger.used(name) + ledger.new_keys(plan, name) for name in RESOURCES}
+    assert ledger.admit(plan, prompt_len=LIMIT, max_step_tokens=LIMIT) is None
+    assert {name: ledger.used(name) for name in RESOURCES} == expected
 
 
 @given(plans(), st.integers(1, LIMIT), st.integers(1, LIMIT))
@@ -108,48 +169,81 @@ def test_no_step_of_a_request_needs_more_ring_rows_than_were_reserved(
     assert max(needed) <= reserved
 
 
-def addition(*sites: int, scale: float = 1.0, digest: bytes = DIGESTS[0]) -> Addition:
+def different(*sites: int, scale: float = 1.0, digest: bytes = A) -> Act:
     """A different row at each site."""
-    return Addition(digest, tuple((s, r) for r, s in enumerate(sites)), scale, EVERYWHERE)
+    return replace(
+        add(digest=digest, scale=scale), rows=tuple((s, (r,)) for r, s in enumerate(sites))
+    )
 
 
 def test_what_is_short_is_named_with_how_much_is_missing() -> None:
-    ledger = CapacityLedger(bank_rows=2, slots=2, capture_rows=10)
+    ledger = CapacityLedger(capacity(bank_rows=2, slots=2, capture_rows=10))
 
     def admit(plan: Plan) -> Shortage | None:
         return ledger.admit(plan, prompt_len=8, max_step_tokens=4)
 
-    assert admit(Plan("a", (addition(0),), (Capture((0, 1), EVERYWHERE),))) is None
-    assert admit(Plan("b", (addition(0, 1, 2),))) == Shortage("bank rows", 2, 1, False)
-    assert admit(Plan("b", (addition(1, 2, scale=2.0),))) == Shortage("bank rows", 2, 1, True)
-    assert admit(Plan("b", (addition(1),))) is None
-    assert admit(Plan("c", (addition(2),))) == Shortage("slots", 1, 0, True)
+    assert admit(Plan("a", (different(0),), (Capture((0, 1), EVERYWHERE),))) is None
+    assert admit(Plan("b", (different(0, 1, 2),))) == Shortage("bank_rows", 2, 1, False)
+    assert admit(Plan("b", (different(1, 2, scale=2.0),))) == Shortage("bank_rows", 2, 1, True)
+    assert admit(Plan("b", (different(1),))) is None
+    assert admit(Plan("c", (different(2),))) == Shortage("slots", 1, 0, True)
     assert admit(Plan("c", (), (Capture((3,), EVERYWHERE),))) == Shortage(
-        "capture rows", 4, 2, True
+        "capture_rows", 4, 2, True
     )
     assert admit(Plan("c", (), (Capture((1, 2, 3), EVERYWHERE),))) == Shortage(
-        "capture rows", 12, 2, False
+        "capture_rows", 12, 2, False
     )
     assert admit(Plan("c", (), (Capture((3,), ((2, 4),)),))) is None
 
 
+RULED = Condition(EVERYWHERE, (1,), True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shortage"),
+    [
+        (ablate(0), ablate(0, digests=(A, C)), Shortage("directions", 2, 0, False)),
+        (ablate(0), ablate(1, digests=(C,)), Shortage("directions", 1, 0, True)),
+        (ablate(0), ablate(0, 1, digests=(B, B, B)), Shortage("steps", 3, 1, False)),
+        (
+            add(0, where=(), conditions=(RULED,)),
+            add(0, where=(), conditions=(RULED._replace(among=False, tokens=(2,)),)),
+            Shortage("token_rules", 1, 0, True),
+        ),
+    ],
+)
+def test_every_resource_can_be_what_is_short(first: Act, second: Act, shortage: Shortage) -> None:
+    many = 5 if shortage.resource == "steps" else 1
+    ledger = CapacityLedger(capacity(directions=many, steps=2, token_rules=1))
+    assert ledger.admit(Plan("a", (first,)), prompt_len=8, max_step_tokens=4) is None
+    assert ledger.admit(Plan("b", (second,)), prompt_len=8, max_step_tokens=4) == shortage
+
+
 def test_a_plan_that_can_never_fit_is_told_so_whatever_else_is_short() -> None:
-    ledger = CapacityLedger(bank_rows=1, slots=1, capture_rows=3)
-    ledger.admit(Plan("a", (addition(0),)), prompt_len=8, max_step_tokens=4)
-    plan = Plan("b", (addition(0, scale=2.0),), (Capture((0,), EVERYWHERE),))
+    ledger = CapacityLedger(capacity(bank_rows=1, slots=1, capture_rows=3))
+    ledger.admit(Plan("a", (add(0),)), prompt_len=8, max_step_tokens=4)
+    plan = Plan("b", (add(0, scale=2.0),), (Capture((0,), EVERYWHERE),))
     shortage = ledger.admit(plan, prompt_len=8, max_step_tokens=4)
-    assert shortage == Shortage("capture rows", 4, 3, False)
+    assert shortage == Shortage("capture_rows", 4, 3, False)
 
 
 def test_a_plan_that_does_not_fit_reserves_nothing() -> None:
-    ledger = CapacityLedger(bank_rows=5, slots=5, capture_rows=3)
-    plan = Plan("a", (addition(0, 1),), (Capture((0,), EVERYWHERE),))
+    ledger = CapacityLedger(capacity(capture_rows=3))
+    plan = Plan("a", (add(0, 1), ablate(1)), (Capture((0,), EVERYWHERE),))
     assert ledger.admit(plan, prompt_len=8, max_step_tokens=4) is not None
-    assert (ledger.bank_rows_used, ledger.slots_used, ledger.requests) == (0, 0, 0)
+    assert {name: ledger.used(name) for name in RESOURCES} == dict.fromkeys(RESOURCES, 0)
+    assert ledger.requests == 0
+
+
+def test_a_plan_that_cannot_be_composed_is_refused_and_reserves_nothing() -> None:
+    ledger = CapacityLedger(capacity())
+    with pytest.raises(ValueError, match="steps meet at one site"):
+        ledger.admit(Plan("a", (ablate(0),) * 65), prompt_len=8, max_step_tokens=4)
+    assert ledger.requests == 0
 
 
 def test_an_id_that_is_held_is_not_admitted_again() -> None:
-    ledger = CapacityLedger(bank_rows=5, slots=5, capture_rows=5)
+    ledger = CapacityLedger(capacity())
     ledger.admit(Plan("a"), prompt_len=1, max_step_tokens=1)
     with pytest.raises(ValueError, match=r"^request 'a' is already admitted$"):
         ledger.admit(Plan("a"), prompt_len=1, max_step_tokens=1)

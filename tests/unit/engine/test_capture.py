@@ -70,11 +70,11 @@ def test_blocks_are_placed_one_after_the_other_site_by_site_while_they_fit(
         sites = [site for site in range(3) if CLASS_SITES[which, site] >= 0]
         expected_rows.append(len(sites) * count)
         full = full or used + expected_rows[-1] > capacity
-        base = [-1, -1, -1]
+        offsets = [-1, -1, -1]
         for site in sites if not full else []:
-            base[site] = used
+            offsets[site] = used
             used += count
-        expected_base.append(base)
+        expected_base.append(offsets)
     base, rows, total = place(blocks, CLASS_SITES, capacity)
     assert base.tolist() == expected_base
     assert rows.tolist() == expected_rows

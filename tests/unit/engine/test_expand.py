@@ -1,4 +1,4 @@
-"""A step's compact instructions mean one bank row and one ring row per token and site."""
+"""A step's compact instructions mean one code, one cell and one ring row per token and site."""
 
 import numpy as np
 import torch
@@ -7,15 +7,20 @@ from hypothesis import strategies as st
 
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.program import Program
+from rheostat_engine.core.rules import TokenRules
+
+from .strategies import SETS, VOCABULARY
+from .tables import CPU
 
 SITES, TOKENS, SLOTS = 3, 8, 4
 
 
 @st.composite
-def instructions(draw: st.DrawFn) -> Compact:
-    """Any step, with blocks or without."""
+def instructions(draw: st.DrawFn) -> tuple[Compact, list[int]]:
+    """Any step, with blocks and rules or without, and its token ids."""
     count = draw(st.integers(1, TOKENS))
     blocks = draw(st.integers(0, 3))
+    rules = draw(st.integers(0, 2))
 
     def each(top: int) -> np.ndarray:
         return np.array(draw(st.lists(st.integers(0, top), min_size=count, max_size=count)), "i4")
@@ -24,27 +29,55 @@ def instructions(draw: st.DrawFn) -> Compact:
     if blocks:
         values = st.lists(st.integers(0, 20), min_size=blocks * SITES, max_size=blocks * SITES)
         base = np.array(draw(values), np.int32).reshape(blocks, SITES)
-    return Compact(each(SLOTS - 1), each(blocks), each(5), base)
+    compact = Compact(each(SLOTS - 1), each(70), each(rules), each(blocks), each(5), base)
+    ids = [
+        draw(st.integers(0, VOCABULARY - 1) if rule else st.integers(-9, 10**6))
+        for rule in compact.rule.tolist()
+    ]
+    return compact, ids + draw(st.lists(st.integers(-9, 10**6), max_size=2))
+
+
+def programme() -> Program:
+    """Buffers; only the instructions matter."""
+    return Program(
+        tokens=TOKENS,
+        rows=torch.zeros(9, 2),
+        directions=torch.zeros(1, 2),
+        ints=torch.zeros(1, 4, dtype=torch.int32),
+        floats=torch.zeros(1, 4),
+        doses=torch.zeros(SITES, 1, 4),
+        ring=torch.zeros(40, 2),
+    )
 
 
 @given(st.lists(instructions(), min_size=1, max_size=3), st.integers(0, 2**32 - 1))
 def test_instructions_are_expanded_token_by_token_and_site_by_site(
-    steps: list[Compact], seed: int
+    steps: list[tuple[Compact, list[int]]], seed: int
 ) -> None:
-    program = Program(sites=SITES, tokens=TOKENS, bank=torch.zeros(9, 2), ring=torch.zeros(40, 2))
-    row_of = torch.randint(
-        0, 9, (SITES, SLOTS), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
-    )
-    expander = Expander(program, row_of, TOKENS)
-    for step in steps:
-        before = program.add_row.clone(), program.cap_row.clone()
-        expander.write(step)
+    program = programme()
+    generator = torch.Generator().manual_seed(seed)
+    code_of = torch.randint(-9, 9, (SITES, SLOTS), generator=generator, dtype=torch.int32)
+    rules = TokenRules(2, VOCABULARY, CPU)
+    sets = {rules.acquire(one): one for one in (SETS[:2], SETS[2:4])}
+    # As many variants as any start may reach.
+    slots, cells = ([draw % SLOTS for draw in range(9)], list(range(100, 109)))
+    assert rules.place(slots, cells) == 0
+    expander = Expander(program, code_of, rules, TOKENS)
+    for step, ids in steps:
+        before = program.code.clone(), program.cap_row.clone(), program.cell.clone()
+        expander.write(step, torch.tensor(ids, dtype=torch.int32))
         count = len(step.slot)
-        assert torch.equal(program.add_row[:, count:], before[0][:, count:])
-        assert torch.equal(program.cap_row[:, count:], before[1][:, count:])
-        for site in range(SITES):
-            for token in range(count):
-                assert program.add_row[site, token] == row_of[site, step.slot[token]]
+        for now, then in zip((program.code, program.cap_row, program.cell), before, strict=True):
+            assert torch.equal(now[..., count:], then[..., count:])
+        for token in range(count):
+            slot, cell = step.slot[token], step.cell[token]
+            if step.rule[token]:
+                held = sets[int(step.rule[token])]
+                variant = slot + sum((ids[token] in one) << bit for bit, one in enumerate(held))
+                slot, cell = slots[variant], cells[variant]
+            assert program.cell[token] == cell
+            for site in range(SITES):
+                assert program.code[site, token] == code_of[site, slot]
                 target = 0
                 if step.base is not None and step.block[token]:
                     first = step.base[step.block[token] - 1, site]

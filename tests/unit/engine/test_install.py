@@ -35,8 +35,7 @@ KINDS = [Pair, Sandwich, Single, PostNorm, Parallel]
 def sited(model: Decoder, *, entry: bool = True) -> tuple[Program, list[Site]]:
     """Installs the sites; every site captures every token once it is active."""
     forms = probe(model.blocks(), WIDTH, lambda: model(stream()))
-    made = program(LAYERS)
-    made.ring = torch.zeros(1 + site_count(LAYERS) * TOKENS, WIDTH)
+    made = program(LAYERS, ring=1 + site_count(LAYERS) * TOKENS)
     count = made.cap_row.numel()
     made.cap_row[:] = torch.arange(1, count + 1, dtype=torch.int32).view_as(made.cap_row)
     installed = install(model.blocks(), forms, made, width=WIDTH, entry=entry)
@@ -65,7 +64,7 @@ def by_hand(
         return streams[site]
 
     x = at(0, stream())
-    for number, layer in enumerate(model.layers):
+    for number, layer in enumerate(model.bases()):
         attention, mlp = branches(layer, x)
         if mlp is not None:
             x = x + attention + mlp
@@ -128,9 +127,9 @@ def test_what_is_added_at_a_site_is_added_to_the_stream_there_and_captured(
     made, _ = sited(model)
     made.active.set(made.active.mask | True)
     for steered in [None, *sites_of(kind)]:
-        made.add_row.zero_()
+        made.code.zero_()
         if steered is not None:
-            made.add_row[steered] = 3
+            made.code[steered] = 3
         out = normed(model(stream()))
         streams, expected = by_hand(plain, steered, 3.0)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -145,7 +144,7 @@ def test_what_is_added_at_a_site_is_added_to_the_stream_there_and_captured(
 def test_modules_with_a_forward_of_their_own_are_sited_too(kind: type[Base]) -> None:
     model = Decoder(kind, LAYERS)
     expected = normed(model(stream()))
-    for layer in model.layers:
+    for layer in model.bases():
         give_own_forward(layer)
         give_own_forward(layer.second)
     made, installed = sited(model)
@@ -157,7 +156,7 @@ def test_modules_with_a_forward_of_their_own_are_sited_too(kind: type[Base]) -> 
 
 def test_a_forward_that_is_no_method_is_refused_by_name() -> None:
     model = Decoder(Single, LAYERS)
-    layer = model.layers[1]
+    layer = model.bases()[1]
     own = layer.forward
     layer.forward = lambda x: own(x)
     with pytest.raises(SiteError, match=r"^Single has a forward of its own that is no method$"):
@@ -168,22 +167,21 @@ def test_a_sited_module_is_still_of_its_class_and_saves_nothing_of_ours() -> Non
     model = Decoder(Pair, LAYERS)
     names = sorted(model.state_dict())
     sited(model)
-    assert all(isinstance(layer, Pair) for layer in model.layers)
-    assert [type(layer).__name__ for layer in model.layers] == ["SitedPair"] * LAYERS
+    assert all(isinstance(layer, Pair) for layer in model.bases())
+    assert [type(layer).__name__ for layer in model.bases()] == ["SitedPair"] * LAYERS
     assert sorted(model.state_dict()) == names
 
 
-def test_every_site_is_given_the_programs_own_memory() -> None:
+def test_every_site_knows_the_program_by_its_own_view_of_it() -> None:
     model = Decoder(Pair, LAYERS)
-    made, installed = sited(model)
-    addresses = {
-        (buffer.data_ptr(), name.rsplit("rheostat_", 1)[1].split("_", 1)[1])
+    made, _ = sited(model)
+    found = {
+        name: made.site_of(buffer)
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if "rheostat_" in name
     }
-    expected = {
-        (buffer.data_ptr(), name)
-        for site in installed
-        for name, buffer in made.buffers(site.index)._asdict().items()
-    }
-    assert addresses == expected
+    expected = {"layers.0.rheostat_entry": 0}
+    for number in range(LAYERS):
+        expected[f"layers.{number}.second.rheostat_mid"] = 2 * number + 1
+        expected[f"layers.{number}.rheostat_exit"] = 2 * number + 2
+    assert found == expected

@@ -2,8 +2,16 @@
 
 import pytest
 
-from rheostat_engine import ModelSites, Point, Site
+from rheostat_engine import Capacity, ModelSites, Point, Site
 
+CAPACITY = {
+    "bank_rows": 100,
+    "directions": 20,
+    "steps": 70,
+    "slots": 10,
+    "token_rules": 3,
+    "capture_rows": 50,
+}
 REPORT: dict[str, object] = {
     "architecture": "LlamaForCausalLM",
     "num_layers": 4,
@@ -11,9 +19,7 @@ REPORT: dict[str, object] = {
     "dtype": "bfloat16",
     "runner": "V2",
     "refused": {},
-    "bank_rows": 100,
-    "slots": 10,
-    "capture_rows": 50,
+    "capacity": CAPACITY,
     "reports": True,
 }
 
@@ -21,8 +27,12 @@ REPORT: dict[str, object] = {
 def test_the_smallest_limits_and_every_refusal_hold() -> None:
     reports = [
         REPORT,
-        {**REPORT, "bank_rows": 90, "reports": False},
-        {**REPORT, "capture_rows": 40, "slots": 9, "refused": {"resid_mid": "parallel"}},
+        {**REPORT, "capacity": {**CAPACITY, "bank_rows": 90, "steps": 60}, "reports": False},
+        {
+            **REPORT,
+            "capacity": {**CAPACITY, "capture_rows": 40, "slots": 9},
+            "refused": {"resid_mid": "parallel"},
+        },
     ]
     assert ModelSites.from_reports(reports) == ModelSites(
         architecture="LlamaForCausalLM",
@@ -31,9 +41,9 @@ def test_the_smallest_limits_and_every_refusal_hold() -> None:
         dtype="bfloat16",
         runner="V2",
         refused={Point.RESID_MID: "parallel"},
-        bank_rows=90,
-        slots=9,
-        capture_rows=40,
+        capacity=Capacity(
+            bank_rows=90, directions=20, steps=60, slots=9, token_rules=3, capture_rows=40
+        ),
         world_size=2,
     )
 

@@ -1,68 +1,53 @@
-"""A plan says the same as a list of what happens at each position."""
+"""A plan arrives in the worker as it was made, and what is no plan is refused with its place."""
 
-from collections import Counter
+import math
 from dataclasses import replace
-from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Addition, Capture, Plan, Spans
-from rheostat_engine.plan import combine, segment
+from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
 
-from .strategies import DIGESTS, LIMIT, additions, captured, effect, holds, plans, spans
+from .strategies import (
+    DIGESTS,
+    EVERYWHERE,
+    LIMIT,
+    POSITIONS,
+    SITES,
+    VOCABULARY,
+    ablate,
+    add,
+    captured,
+    plans,
+    selects,
+)
+from .wires import WIRES
 
-POSITIONS = (*range(LIMIT + 3), OPEN_END - 1)
-EVERYWHERE = ((0, OPEN_END),)
-
-
-@given(st.lists(spans(), max_size=4).map(tuple))
-def test_segments_hold_at_each_position_the_spans_that_do(many: tuple[Spans, ...]) -> None:
-    pieces = segment(many)
-    starts = [start for start, _ in pieces]
-    assert starts[0] == 0
-    assert starts == sorted(set(starts))
-    assert all(one[1] != other[1] for one, other in pairwise(pieces))
-    for position in POSITIONS:
-        (members,) = [m for start, m in pieces if start <= position][-1:]
-        assert members == tuple(i for i, one in enumerate(many) if holds(one, position))
-
-
-@given(plans())
-def test_the_additions_of_a_segment_combine_to_what_happens_at_its_positions(plan: Plan) -> None:
-    for position in POSITIONS:
-        active = [a for a in plan.additions if holds(a.spans, position)]
-        combined = combine(active)
-        assert [site for site, _ in combined] == sorted(effect(plan, position))
-        assert {site: Counter(key) for site, key in combined} == effect(plan, position)
-        assert combined == combine(active[::-1])
+A = DIGESTS[0]
 
 
-@given(plans())
-def test_a_plan_needs_a_slot_per_combination_and_a_row_per_sum(plan: Plan) -> None:
-    effects = [effect(plan, position) for position in POSITIONS]
-    frozen = {
-        frozenset((site, frozenset(key.items())) for site, key in one.items())
-        for one in effects
-        if one
-    }
-    assert {
-        frozenset((site, frozenset(Counter(key).items())) for site, key in combination)
-        for combination in plan.combinations()
-    } == frozen
-    assert len(plan.combinations()) == len(frozen)
-    assert {frozenset(Counter(key).items()) for key in plan.row_keys()} == {
-        key for one in frozen for _, key in one
-    }
-
-
-@given(plans())
-def test_a_plan_survives_the_way_into_the_worker(plan: Plan) -> None:
+@given(plans(), st.integers(0, 3), st.none() | st.integers(0, LIMIT))
+def test_a_plan_survives_the_way_into_the_worker(
+    acts: Plan, epoch: int, private_from: int | None
+) -> None:
+    plan = replace(acts, epoch=epoch, private_from=private_from)
     assert Plan.from_wire(plan.to_wire()) == plan
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_wire()))
     assert Plan.from_wire(carried) == plan
+
+
+def test_an_empty_plan_is_a_name_alone_on_the_wire() -> None:
+    assert Plan("r").to_wire() == {"id": "r"}
+
+
+def test_bounds_that_are_missing_are_none_on_the_wire() -> None:
+    bands = (Band(-math.inf, 1.0, 0.5), Band(-1.0, math.inf, 1.0))
+    plan = Plan("r", (Act(Kind.PULL, (A, A), ((0, (0, 1)),), EVERYWHERE, bands=bands),))
+    wire = plan.to_wire()
+    assert wire["acts"][0]["bands"] == [[None, 1.0, 0.5], [-1.0, None, 1.0]]  # type: ignore[index]  # plain data
+    assert Plan.from_wire(wire) == plan
 
 
 @given(plans(), st.integers(0, LIMIT + 2))
@@ -74,92 +59,137 @@ def test_a_plan_captures_the_prompt_where_it_captures_one_of_its_positions(
 
 
 @given(plans())
-def test_a_plan_has_a_salt_exactly_where_it_adds_something_somewhere(plan: Plan) -> None:
-    touches = any(effect(plan, position) for position in POSITIONS)
-    assert plan.touches_kv == touches
-    assert (plan.cache_salt() is not None) == touches
+def test_a_plan_touches_kv_where_an_act_that_changes_something_selects_a_token(plan: Plan) -> None:
+    def strong(act: Act) -> bool:
+        return any(b.strength for b in act.bands) if act.kind is Kind.PULL else act.scale != 0
+
+    assert plan.touches_kv == any(
+        strong(act) and any(site in dict(act.rows) for site in range(SITES))
+        for act in plan.acts
+        if any(selects(act, p, token) for p in POSITIONS for token in range(VOCABULARY))
+    )
 
 
-@given(plans(), st.randoms(use_true_random=False), additions(), st.sampled_from(range(3)))
-def test_what_is_written_in_another_order_or_beside_nothing_has_the_same_salt(
-    plan: Plan, random: object, addition: Addition, dead: int
-) -> None:
-    nothing = (
-        replace(addition, scale=0.0),
-        replace(addition, rows=()),
-        replace(addition, spans=()),
-    )[dead]
-    shuffled = [*plan.additions, nothing]
-    random.shuffle(shuffled)  # type: ignore[attr-defined]  # hypothesis gives a random.Random
-    other = Plan("another", tuple(shuffled), (Capture((0,), EVERYWHERE),))
-    assert other.cache_salt() == plan.cache_salt()
+def test_a_plan_that_is_private_touches_kv_and_captures_do_not() -> None:
+    capture = Capture((0,), EVERYWHERE)
+    assert Plan("r", private_from=0).touches_kv
+    assert not Plan("r", (), (capture,), epoch=3).touches_kv
 
 
-@given(plans(), plans())
-def test_plans_that_are_written_differently_have_different_salts(one: Plan, other: Plan) -> None:
-    def written(plan: Plan) -> Counter[Addition]:
-        return Counter(a for a in plan.additions if a.scale and a.rows and a.spans)
-
-    assert (one.cache_salt() == other.cache_salt()) == (written(one) == written(other))
-
-
-def test_steering_from_the_end_of_prompts_of_different_length_has_different_salts() -> None:
-    salts = [
-        Plan("", (Addition(DIGESTS[0], ((2, 0),), 1.0, ((end, OPEN_END),)),)).cache_salt()
-        for end in range(5)
-    ]
-    assert len(set(salts)) == 5
+CONDITION = Condition(((9, OPEN_END),), (3, 7), True)
+PLAN = Plan(
+    "r",
+    (
+        add(2, 3, where=((0, 4), (6, 9)), conditions=(CONDITION,)),
+        ablate(1, digests=DIGESTS[:2]),
+    ),
+    (Capture((1,), ((0, 2),)),),
+)
+ADD, PULL = 0, 1
 
 
-def test_an_addition_that_is_made_twice_has_a_salt_of_its_own() -> None:
-    once = Addition(DIGESTS[0], ((2, 0),), 1.0, EVERYWHERE)
-    assert Plan("", (once,)).cache_salt() != Plan("", (once, once)).cache_salt()
+def act_with(number: int, **values: object) -> dict[str, object]:
+    """The plan's wire with something else in one of its acts."""
+    wire = PLAN.to_wire()
+    wire["acts"][number].update(values)  # type: ignore[index]  # plain data
+    return wire
 
 
-WIRE = {"id": "r", "add": [[b"d", [[2, 0]], 1.0, [[0, 4], [6, 9]]]], "capture": [[[1], [[0, 2]]]]}
+def plan_with(**values: object) -> dict[str, object]:
+    """The plan's wire with something else in it."""
+    return {**PLAN.to_wire(), **values}
+
+
+def conditions(spans: object, tokens: object, among: object = True) -> dict[str, object]:
+    """The plan's wire with another condition."""
+    return act_with(ADD, conditions=[[spans, tokens, among]])
+
+
+INF, NAN = math.inf, math.nan
+BAND = [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    "wire",
+    ("wire", "where"),
     [
-        None,
-        [],
-        {},
-        {**WIRE, "id": 3},
-        {**WIRE, "add": None},
-        {**WIRE, "add": [[5, [[2, 0]], 1.0, []]]},
-        {**WIRE, "add": [["text", [[2, 0]], 1.0, []]]},
-        {**WIRE, "add": [[b"d", [[2, 0, 1]], 1.0, []]]},
-        {**WIRE, "add": [[b"d", [["2", 0]], 1.0, []]]},
-        {**WIRE, "add": [[b"d", [[2.0, 0]], 1.0, []]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], "1.0", []]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], 10**400, []]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], float("nan"), []]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], float("inf"), []]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], 1.0, [[float("inf"), 4]]]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], 1.0, [[-1, 4]]]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], 1.0, [[4, 4]]]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], 1.0, [[0, OPEN_END + 1]]]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], 1.0, [[0, 4], [3, 9]]]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], 1.0, [[0, 4], [4, 9]]]]},
-        {**WIRE, "add": [[b"d", [[2, 0]], 1.0, [[6, 9], [0, 4]]]]},
-        {**WIRE, "capture": [[[None], []]]},
-        {**WIRE, "capture": [[["1"], []]]},
-        {**WIRE, "capture": [[[1], [[3, 1]]]]},
+        (None, "Expected `object`"),
+        ([], "Expected `object`"),
+        ({}, "missing required field `id`"),
+        (plan_with(id=3), r"\$.id"),
+        (plan_with(acts=None), r"\$.acts"),
+        (plan_with(acts=[None]), r"\$.acts\[0\]"),
+        (plan_with(acts=[{}]), r"\$.acts\[0\]"),
+        (plan_with(epoch=-1), r"\$.epoch"),
+        (plan_with(epoch=2**63), r"\$.epoch"),
+        (plan_with(private_from=-1), r"\$.private_from"),
+        (plan_with(private_from="0"), r"\$.private_from"),
+        (plan_with(capture=[[[None], []]]), r"\$.capture\[0\]\[0\]\[0\]"),
+        (plan_with(capture=[[["1"], []]]), r"\$.capture\[0\]\[0\]\[0\]"),
+        (plan_with(capture=[[[-1], []]]), r"\$.capture\[0\]\[0\]\[0\]"),
+        (plan_with(capture=[[[1], [[3, 1]]]]), "spans are not ascending and apart"),
+        (act_with(ADD, kind=9), r"\$.acts\[0\].kind"),
+        (act_with(ADD, kind="ADD"), r"\$.acts\[0\].kind"),
+        (act_with(PULL, kind=int(Kind.ADD)), "ADD: it takes one vector and no bands"),
+        (act_with(ADD, kind=int(Kind.PULL)), "PULL: bands and vectors don't fit"),
+        (act_with(ADD, vectors=[5]), r"\$.acts\[0\].vectors\[0\]"),
+        (act_with(ADD, vectors=["text"]), r"\$.acts\[0\].vectors\[0\]"),
+        (act_with(ADD, vectors=[A[:31]]), r"\$.acts\[0\].vectors\[0\]"),
+        (act_with(ADD, vectors=[A + b"x"]), r"\$.acts\[0\].vectors\[0\]"),
+        (act_with(ADD, vectors=[]), "ADD: rows and vectors don't fit"),
+        (act_with(ADD, vectors=[A, A]), "ADD: rows and vectors don't fit"),
+        (act_with(ADD, rows=[[2, [0]], [3, [0, 1]]]), "ADD: rows and vectors don't fit"),
+        (act_with(ADD, rows=[[2, 0]]), r"\$.acts\[0\].rows\[0\]\[1\]"),
+        (act_with(ADD, rows=[["2", [0]]]), r"\$.acts\[0\].rows\[0\]\[0\]"),
+        (act_with(ADD, rows=[[2.0, [0]]]), r"\$.acts\[0\].rows\[0\]\[0\]"),
+        (act_with(ADD, rows=[[2, [-1]]]), r"\$.acts\[0\].rows\[0\]\[1\]\[0\]"),
+        (act_with(ADD, rows=[[2, [2**70]]]), r"\$.acts\[0\].rows\[0\]\[1\]\[0\]"),
+        (act_with(ADD, scale="1.0"), r"\$.acts\[0\].scale"),
+        (act_with(ADD, scale=10**400), r"\$.acts\[0\].scale"),
+        (act_with(ADD, scale=NAN), "ADD: its scale is not finite"),
+        (act_with(ADD, scale=INF), "ADD: its scale is not finite"),
+        (act_with(ADD, bands=[BAND]), "ADD: it takes one vector and no bands"),
+        (act_with(PULL, bands=[BAND]), "PULL: bands and vectors don't fit"),
+        (act_with(PULL, bands=[BAND, [1.0, 0.0, 1.0]]), "PULL: a band is empty"),
+        (act_with(PULL, bands=[BAND, [NAN, 0.0, 1.0]]), "PULL: a band is empty"),
+        (act_with(PULL, bands=[BAND, [INF, None, 1.0]]), "PULL: a band is empty"),
+        (act_with(PULL, bands=[BAND, [None, -INF, 1.0]]), "PULL: a band is empty"),
+        (act_with(PULL, bands=[BAND, [0.0, 0.0, INF]]), "PULL: .* its strength not finite"),
+        (act_with(PULL, bands=[BAND, [0.0, 0.0, NAN]]), "PULL: .* its strength not finite"),
+        (act_with(PULL, bands=[BAND, [0.0, 0.0]]), r"\$.acts\[1\].bands\[1\]"),
+        (act_with(PULL, orthogonal=1), r"\$.acts\[1\].orthogonal"),
+        (act_with(ADD, spans=[[INF, 4]]), r"\$.acts\[0\].spans\[0\]\[0\]"),
+        (act_with(ADD, spans=[[-1, 4]]), "ADD: spans are not ascending and apart"),
+        (act_with(ADD, spans=[[4, 4]]), "ADD: spans are not ascending and apart"),
+        (act_with(ADD, spans=[[0, OPEN_END + 1]]), "ADD: spans are not ascending and apart"),
+        (act_with(ADD, spans=[[0, 4], [3, 9]]), "ADD: spans are not ascending and apart"),
+        (act_with(ADD, spans=[[0, 4], [4, 9]]), "ADD: spans are not ascending and apart"),
+        (act_with(ADD, spans=[[6, 9], [0, 4]]), "ADD: spans are not ascending and apart"),
+        (conditions([[12, 10]], [3]), "ADD: spans are not ascending and apart"),
+        (conditions([[8, 10]], [3]), "ADD: conditions hold positions twice"),
+        (conditions([[9, 10]], []), "ADD: token ids are missing or not ascending"),
+        (conditions([[9, 10]], [3, 3]), "ADD: token ids are missing or not ascending"),
+        (conditions([[9, 10]], [7, 3]), "ADD: token ids are missing or not ascending"),
+        (conditions([[9, 10]], [-1]), r"\$.acts\[0\].conditions\[0\]\[1\]\[0\]"),
+        (conditions([[9, 10]], [3], None), r"\$.acts\[0\].conditions\[0\]\[2\]"),
     ],
+    ids=repr,
 )
-def test_what_is_no_plan_is_refused(wire: object) -> None:
-    Plan.from_wire(WIRE)
-    with pytest.raises(ValueError, match="plan"):
+def test_what_is_no_plan_is_refused_with_its_place(wire: object, where: str) -> None:
+    assert Plan.from_wire(PLAN.to_wire()) == PLAN
+    with pytest.raises(ValueError, match=f"^this is no plan: .*{where}"):
         Plan.from_wire(wire)
 
 
-def test_effort_counts_pieces_and_what_each_combination_holds() -> None:
-    one = Addition(bytes(32), ((0, 0), (2, 0)), 1.0, ((0, 4), (6, 8)))
-    two = Addition(bytes(32), ((1, 0),), 1.0, ((2, 8),))
-    plan = Plan("r", (one, two), (Capture((1, 2, 3), ((5, 6),)),))
-    # Pieces of the additions begin at 0, 2, 4, 6 and 8, of the captures at 0, 5 and 6; the
-    # combinations are {one}, {one, two}, {two} and nothing, and {capture} and nothing.
-    assert plan.effort() == 5 + 3 + (2 + 3 + 1) + 3
-    assert [start for start, _ in plan.pieces()] == [0, 2, 4, 6, 8]
-    assert plan.pieces()[1][1] == plan.pieces()[3][1]
+@given(WIRES)
+@example({"id": "r", "acts": [{"kind": 2**80, "vectors": [], "rows": [], "spans": []}]})
+@example({"id": "r", "epoch": float("nan")})
+@example({1: 2, None: "r", "id": "r"})
+def test_reading_a_wire_yields_a_plan_or_a_value_error(wire: object) -> None:
+    try:
+        plan = Plan.from_wire(wire)
+    except ValueError as error:
+        said = str(error)
+    else:
+        assert Plan.from_wire(plan.to_wire()) == plan
+        return
+    assert said.startswith("this is no plan: ")

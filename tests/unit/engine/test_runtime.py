@@ -1,130 +1,38 @@
 """What the worker does, batch by batch, equals what the plans say, position by position."""
 
-from collections import Counter
+from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rheostat_engine import (
-    OPEN_END,
-    Addition,
+    Act,
+    Band,
     Capture,
-    Event,
+    Dose,
     Installed,
+    Kind,
     Plan,
     Released,
     Rows,
 )
 
-from .strategies import DIGESTS, LIMIT, SITES, captured, effect, holds, plans
-from .worker import TOKENS, VECTORS, Worker, stream_at
-
-EVERYWHERE = ((0, OPEN_END),)
-EMPTY = (0, 0, 0, 0)
-
-
-def held(worker: Worker) -> tuple[int, int, int, int]:
-    """What the worker holds: requests, bank rows, slots, active sites."""
-    bank = worker.runtime.bank
-    active = int(worker.program.active.mask.sum())
-    return worker.runtime.requests, bank.rows_used, bank.slots_used, active
+from .schedules import Schedule, check_events, check_stream, drawn_plans
+from .strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, ablate, add
+from .tables import VECTORS, capacity
+from .wires import WIRES
+from .worker import NOTHING, Worker, stream_at
 
 
-def expected_stream(plan: Plan | None, request_id: str, position: int, site: int) -> np.ndarray:
-    """What leaves a site: one float32 addition of the summed vectors."""
-    stream = stream_at(request_id, position, site)
-    addends = effect(plan, position).get(site, Counter()) if plan else Counter()
-    if addends:
-        total = np.zeros_like(stream)
-        for digest, row, scale in sorted(addends.elements()):
-            total += np.float32(scale) * VECTORS[digest][row]
-        stream = stream + total
-    return stream
+def steer(*acts: Act) -> Plan:
+    """Everywhere at one site, if nothing else is said."""
+    return Plan("r", acts or (add(2),))
 
 
-class Schedule:
-    """Draws batches as a scheduler may make them: chunks, preemptions, padding, mates."""
-
-    def __init__(self, data: st.DataObject, lengths: dict[str, int]) -> None:
-        self._data = data
-        self._lengths = lengths
-        self._next = {i: data.draw(st.integers(0, 4), f"cached of {i}") for i in lengths}
-        self.first = dict(self._next)
-        self.furthest = dict.fromkeys(lengths, 0)
-        self.preemptions: Counter[str] = Counter()
-        self.computed: Counter[str] = Counter()
-        self._waiting = list(lengths)
-        self._running: list[str] = []
-
-    def run(self, worker: Worker, plans_by_id: dict[str, Plan | None]) -> None:
-        while self._waiting or self._running:
-            while self._waiting and (not self._running or self._data.draw(st.booleans(), "start")):
-                request_id = self._waiting.pop(0)
-                self._running.append(request_id)
-                plan = plans_by_id[request_id]
-                if plan is not None:
-                    worker.runtime.install(request_id, plan.to_wire())
-            victim = self._data.draw(st.sampled_from([None, None, *self._running]), "preempt")
-            if victim is not None and self.furthest[victim]:
-                worker.runtime.preempt(victim)
-                self.preemptions[victim] += 1
-                low, high = self.first[victim], self.furthest[victim]
-                self._next[victim] = self._data.draw(st.integers(low, high - 1), "restart")
-            batch, room = [], TOKENS - 8
-            for request_id in self._data.draw(st.permutations(self._running), "batch"):
-                start = self._next[request_id]
-                left = self._lengths[request_id] - start
-                count = min(room, left, self._data.draw(st.integers(1, 9), "chunk"))
-                if count > 0:
-                    batch.append((request_id, start, count))
-                    room -= count
-            worker.step(batch, self._data.draw(st.integers(0, 8), "padding"))
-            for request_id, start, count in batch:
-                self._next[request_id] = start + count
-                self.furthest[request_id] = max(self.furthest[request_id], start + count)
-                self.computed[request_id] += count
-                if start + count == self._lengths[request_id]:
-                    worker.runtime.forget(request_id)
-                    self._running.remove(request_id)
-
-
-def check_events(worker: Worker, plan: Plan, request_id: str, schedule: Schedule) -> int:
-    """One request's events; returns how many rows it lost."""
-    events: list[Event] = [e for e in worker.outlet.events if e.request_id == plan.request_id]
-    installed, *between, released = events
-    assert installed == Installed(plan.request_id, "")
-    start, end = schedule.first[request_id], schedule.furthest[request_id]
-    rows: dict[tuple[int, int], np.ndarray] = {}
-    for event in between:
-        assert isinstance(event, Rows)
-        for position, row in zip(event.positions.tolist(), event.data, strict=True):
-            assert (event.site, position) not in rows
-            rows[event.site, position] = row
-    wanted = {(site, p) for p in range(start, end) for site in captured(plan, p)}
-    assert rows.keys() <= wanted
-    for (site, position), row in rows.items():
-        assert row.tolist() == expected_stream(plan, request_id, position, site).tolist()
-    assert released == Released(
-        request_id=plan.request_id,
-        tokens_added=tuple(
-            sum(holds(a.spans, p) for p in range(start, end)) for a in plan.additions
-        ),
-        captured=dict(sorted(Counter(site for site, _ in rows).items())),
-        lost_rows=len(wanted) - len(rows),
-        preemptions=schedule.preemptions[request_id],
-        computed=(start, end),
-        recomputed=schedule.computed[request_id] - (end - start),
-    )
-    return len(wanted) - len(rows)
-
-
-def drawn_plans(data: st.DataObject) -> dict[str, Plan | None]:
-    """Plans by vLLM's id; some requests have none."""
-    count = data.draw(st.integers(1, 4), "requests")
-    strategies = [st.one_of(st.none(), plans(f"plan {n}")) for n in range(count)]
-    return {f"v{n}": data.draw(one, f"plan {n}") for n, one in enumerate(strategies)}
+def silent(*, computed: tuple[int, int], request_id: str = "r") -> Released:
+    """The end of a request to which nothing was done."""
+    return Released(request_id, (), True, {}, 0, 0, computed)
 
 
 @settings(max_examples=60)
@@ -135,203 +43,249 @@ def test_every_token_gets_what_its_plan_says_whatever_the_schedule(data: st.Data
     schedule = Schedule(data, {i: data.draw(st.integers(5, LIMIT + 4), "length") for i in by_id})
     schedule.run(worker, by_id)
     for (request_id, position, site), stream in worker.streams.items():
-        expected = expected_stream(by_id[request_id], request_id, position, site)
-        assert stream.tolist() == expected.tolist()
+        check_stream(by_id[request_id], request_id, position, site, stream)
     assert not worker.padding_touched
     lost = [check_events(worker, p, i, schedule) for i, p in by_id.items() if p is not None]
-    assert sum(lost) == worker.runtime.lost_rows == 0
-    assert held(worker) == EMPTY
+    assert sum(lost) == worker.captures.lost_rows == 0
+    assert worker.held() == NOTHING
 
 
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 20))
 def test_what_finds_no_place_in_the_ring_is_counted_as_lost(data: st.DataObject, ring: int) -> None:
     by_id = drawn_plans(data)
-    worker = Worker(ring=ring)
+    worker = Worker(capacity(capture_rows=ring))
     schedule = Schedule(data, {i: data.draw(st.integers(5, LIMIT + 4), "length") for i in by_id})
     schedule.run(worker, by_id)
     lost = [check_events(worker, p, i, schedule) for i, p in by_id.items() if p is not None]
-    assert sum(lost) == worker.runtime.lost_rows
+    assert sum(lost) == worker.captures.lost_rows
     rows = sum(len(e.positions) for e in worker.outlet.events if isinstance(e, Rows))
-    assert rows == worker.runtime.captured_rows
+    assert rows == worker.captures.captured_rows
     assert not worker.padding_touched
 
 
-def steer(site: int = 2, digest: bytes = DIGESTS[0], scale: float = 1.0) -> Plan:
-    """Everywhere at one site."""
-    return Plan("r", (Addition(digest, ((site, 0),), scale, EVERYWHERE),))
-
-
-def test_a_step_in_which_nothing_happens_is_idle() -> None:
+def test_a_step_in_which_nothing_happens_is_plain() -> None:
     worker = Worker()
     worker.step([("a", 0, 3)])
-    plan = Plan("r", (Addition(DIGESTS[0], ((2, 0),), 1.0, ((3, 5),)),))
-    worker.runtime.install("a", plan.to_wire())
+    worker.install("a", steer(add(2, where=((3, 5),))))
     for start in range(0, 6, 2):
         worker.step([("a", start, 2), ("b", start, 2)])
     worker.step([("b", 6, 1)])
-    assert worker.runtime.steps == {"plain": 3, "light": 2}
+    assert worker.runtime.steps == {"plain": 3, "active": 2}
+
+
+UNKNOWN = b"\xee" * 32
+STRANGE = f"the plan names a site that is not one of the model's {SITES}"
 
 
 @pytest.mark.parametrize(
     ("plan", "error"),
     [
-        (steer(digest=b"\xee" * 32), f"vector {'ee' * 32} is not in the worker"),
-        (steer(scale=1e39), "the sum of the vectors is not finite in torch.float32"),
-        (steer(site=SITES), f"the plan names a site that is not one of the model's {SITES}"),
+        (steer(add(2, digest=UNKNOWN)), f"vector {UNKNOWN.hex()} is not in the worker"),
+        (steer(ablate(2, digests=(UNKNOWN,))), f"vector {UNKNOWN.hex()} is not in the worker"),
+        (steer(add(2, scale=1e39)), "the sum of the vectors is not finite in torch.float32"),
+        (steer(add(SITES)), STRANGE),
+        (Plan("r", (), (Capture((0, SITES), EVERYWHERE),)), STRANGE),
         (
-            Plan("r", (), (Capture((0, SITES), EVERYWHERE),)),
-            f"the plan names a site that is not one of the model's {SITES}",
+            steer(*(add(site, scale=1.0 + site) for site in range(4))),
+            "every row of the bank is in use",
         ),
         (
-            Plan("r", tuple(steer(s, scale=1.0 + s).additions[0] for s in range(4))),
-            "every row of the bank is in use",
+            steer(*[add(2), ablate(2)] * 40),
+            "80 steps meet at one site; at most 64 can",
         ),
     ],
 )
 def test_a_plan_that_cannot_be_put_in_force_is_answered_and_touches_nothing(
     plan: Plan, error: str
 ) -> None:
-    worker = Worker(rows=3)
-    worker.runtime.install("mate", Plan("mate", steer().additions).to_wire())
-    worker.runtime.install("v", plan.to_wire())
+    worker = Worker(capacity(bank_rows=3))
+    worker.install("mate", replace(steer(), request_id="mate"))
+    worker.install("v", plan)
     worker.step([("v", 0, 4), ("mate", 0, 4)])
     for site in range(SITES):
         for position in range(4):
             untouched = stream_at("v", position, site).tolist()
             assert worker.streams["v", position, site].tolist() == untouched
-    worker.runtime.forget("v")
+    worker.finish("v")
     assert worker.outlet.events == [
         Installed("mate", ""),
         Installed("r", error),
-        Released("r", (), {}, 0, 0, (0, 4)),
+        silent(computed=(0, 4)),
     ]
-    worker.runtime.forget("mate")
-    assert held(worker) == EMPTY
+    worker.finish("mate")
+    assert worker.held() == NOTHING
 
 
 def test_a_request_that_comes_back_after_a_preemption_keeps_its_plan() -> None:
     worker = Worker()
-    worker.runtime.install("v", steer().to_wire())
-    worker.runtime.drop_vectors([DIGESTS[0]])
+    worker.install("v", steer())
+    worker.steering.drop([DIGESTS[0]])
     worker.runtime.preempt("v")
-    worker.runtime.install("v", steer().to_wire())
+    worker.install("v", steer())
     worker.step([("v", 0, 2)])
     expected = stream_at("v", 1, 2) + VECTORS[DIGESTS[0]][0]
     assert worker.streams["v", 1, 2].tolist() == expected.tolist()
     assert worker.outlet.events == [Installed("r", "")]
 
 
+def test_a_vector_that_is_dropped_while_it_is_used_is_measured_to_the_end() -> None:
+    worker, kept = Worker(), Worker()
+    for one in (worker, kept):
+        one.install("v", steer())
+    worker.steering.drop([DIGESTS[0]])
+    worker.install("late", Plan("late", steer().acts))
+    for one in (worker, kept):
+        one.step([("v", 0, 3)])
+        one.finish("v", "late")
+    late = f"vector {DIGESTS[0].hex()} is not in the worker"
+    assert worker.outlet.events == [
+        Installed("r", ""),
+        Installed("late", late),
+        kept.outlet.events[-1],
+        silent(computed=(0, 0), request_id="late"),
+    ]
+
+
+def test_doses_of_requests_that_finish_together_are_told_apart() -> None:
+    worker = Worker()
+    worker.install("a", Plan("a", (add(2, where=((1, 3),)),)))
+    worker.install("b", Plan("b"))
+    worker.install("c", Plan("c", (ablate(0), add(2, scale=2.0))))
+    worker.step([("a", 0, 4), ("b", 0, 4), ("c", 0, 4)])
+    worker.finish("c", "b", "a")
+    released = [event for event in worker.outlet.events if isinstance(event, Released)]
+    counted = [[dose[:3] for dose in one.doses] for one in released]
+    assert [one.request_id for one in released] == ["c", "b", "a"]
+    assert counted == [[(0, 0, 4), (1, 2, 4)], [], [(0, 2, 2)]]
+
+
+def test_tokens_that_are_computed_again_are_measured_again() -> None:
+    worker = Worker()
+    worker.install("v", steer(add(1, where=((2, 5),))))
+    worker.step([("v", 0, 4)])
+    worker.runtime.preempt("v")
+    worker.step([("v", 0, 5)])
+    worker.finish("v")
+    released = worker.outlet.events[-1]
+    assert isinstance(released, Released)
+    assert [dose.rows for dose in released.doses] == [5]
+    assert (released.preemptions, released.computed, released.recomputed) == (1, (0, 5), 4)
+
+
+def test_a_plan_that_is_too_large_to_be_measured_is_in_force_and_released_so() -> None:
+    worker = Worker(capacity(slots=1000, bank_rows=1000))
+    many = [add(0, scale=1.0 + n, where=((n, n + 1),)) for n in range(600)]
+    worker.install("v", steer(*many))
+    worker.step([("v", 3, 2)])
+    expected = stream_at("v", 4, 0) + 5 * VECTORS[DIGESTS[0]][0]
+    assert worker.streams["v", 4, 0].tolist() == expected.tolist()
+    worker.finish("v")
+    assert worker.outlet.events[-1] == replace(silent(computed=(3, 5)), measured=False)
+
+
+def test_a_band_wider_than_the_data_leaves_every_bit_and_is_measured_as_no_change() -> None:
+    worker = Worker()
+    band = Act(Kind.PULL, DIGESTS[:1], ((1, (0,)),), EVERYWHERE, bands=(Band(-100, 100, 1.0),))
+    worker.install("v", steer(band))
+    worker.step([("v", 0, 3)])
+    for position in range(3):
+        found = worker.streams["v", position, 1]
+        assert found.tobytes() == stream_at("v", position, 1).tobytes()
+    worker.finish("v")
+    assert worker.outlet.events[-1] == replace(
+        silent(computed=(0, 3)), doses=(Dose(0, 1, 3, 0.0, 0.0, 0.0),)
+    )
+
+
 def test_a_worker_sends_and_counts_rows_of_its_own_sites_alone() -> None:
     worker = Worker(sites=frozenset({0, 1, 2}))
-    worker.runtime.install("v", Plan("r", (), (Capture((1, 3), EVERYWHERE),)).to_wire())
+    worker.install("v", Plan("r", (), (Capture((1, 3), EVERYWHERE),)))
     worker.step([("v", 0, 2)])
-    worker.runtime.forget("v")
+    worker.finish("v")
     _, rows, released = worker.outlet.events
     assert isinstance(rows, Rows)
     assert (rows.site, rows.positions.tolist()) == (1, [0, 1])
-    assert released == Released("r", (), {1: 2}, 0, 0, (0, 2))
+    assert released == replace(silent(computed=(0, 2)), captured={1: 2})
 
 
 def test_the_number_of_a_finished_request_is_given_out_again() -> None:
     worker = Worker()
     for _ in range(5):
-        worker.runtime.install("one", steer().to_wire())
-        worker.runtime.install("other", steer().to_wire())
-        worker.runtime.forget("one")
-        worker.runtime.forget("other")
+        worker.install("one", Plan("one", steer().acts))
+        worker.install("other", Plan("other", steer().acts))
+        worker.finish("one", "other")
     assert worker.outlet.numbers == {1, 2}
+
+
+def test_a_number_is_not_given_out_before_its_request_has_been_settled() -> None:
+    worker = Worker()
+    worker.install("one", Plan("one"))
+    worker.runtime.forget("one")
+    worker.install("other", Plan("other"))
+    worker.runtime.settle()
+    assert worker.outlet.numbers == {1, 2}
+    assert worker.outlet.events == [
+        Installed("one", ""),
+        Installed("other", ""),
+        silent(computed=(0, 0), request_id="one"),
+    ]
+
+
+def test_an_id_that_vllm_gives_out_again_in_one_step_is_another_request() -> None:
+    worker = Worker()
+    worker.install("v", Plan("first", (add(1),)))
+    worker.step([("v", 0, 2)])
+    worker.finish("v")
+    worker.install("v", Plan("second", (add(3),)))
+    worker.step([("v", 0, 2)])
+    for site, steered in ((1, False), (3, True)):
+        before = stream_at("v", 0, site)
+        expected = before + VECTORS[DIGESTS[0]][0] if steered else before
+        assert worker.streams["v", 0, site].tolist() == expected.tolist()
 
 
 def test_what_nobody_knows_is_forgotten_and_preempted_without_a_word() -> None:
     worker = Worker()
     worker.runtime.preempt("nobody")
-    worker.runtime.forget("nobody")
+    worker.finish("nobody")
     assert worker.outlet.events == []
 
 
 def test_a_wire_whose_name_can_be_read_is_answered() -> None:
     worker = Worker()
-    worker.runtime.install("v", {"id": "r", "add": 5, "capture": []})
-    worker.runtime.forget("v")
+    worker.runtime.install("v", {"id": "r", "acts": 5, "capture": []})
+    worker.finish("v")
     installed, released = worker.outlet.events
     assert isinstance(installed, Installed)
     assert installed.error.startswith("this is no plan")
-    assert released == Released("r", (), {}, 0, 0, (0, 0))
-
-
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.integers(-3, 9),
-    st.floats(),
-    st.text(max_size=4),
-    st.binary(max_size=4),
-    st.sampled_from(DIGESTS),
-)
-ANYTHING = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-def mostly(likely: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
-    """What is meant, or anything at all."""
-    return st.one_of(likely, likely, likely, ANYTHING)
-
-
-INTEGERS = mostly(st.integers(-1, LIMIT))
-PAIRS = mostly(st.lists(mostly(st.lists(INTEGERS, min_size=2, max_size=2)), max_size=3))
-ADDITIONS = st.lists(
-    mostly(
-        st.tuples(
-            mostly(st.sampled_from(DIGESTS)),
-            PAIRS,
-            mostly(st.sampled_from([1.0, -0.5])),
-            PAIRS,
-        ).map(list)
-    ),
-    max_size=3,
-)
-CAPTURES = st.lists(
-    mostly(st.tuples(mostly(st.lists(INTEGERS, max_size=3)), PAIRS).map(list)), max_size=3
-)
-WIRES = st.one_of(
-    ANYTHING,
-    st.fixed_dictionaries(
-        {
-            "id": mostly(st.just("r")),
-            "add": mostly(ADDITIONS),
-            "capture": mostly(CAPTURES),
-        }
-    ),
-)
+    assert released == silent(computed=(0, 0))
 
 
 @settings(max_examples=200)
-@given(st.lists(WIRES, min_size=1, max_size=3))
-def test_nothing_that_may_come_in_place_of_a_plan_can_raise_or_stay(wires: list[object]) -> None:
-    worker = Worker(rows=3, slots=3, ring=8)
+@given(st.lists(WIRES, min_size=1, max_size=3), st.lists(WIRES, max_size=2))
+def test_nothing_that_may_come_in_place_of_a_plan_can_raise_or_stay(
+    wires: list[object], changes: list[object]
+) -> None:
+    worker = Worker(capacity(bank_rows=3, slots=3, directions=2, token_rules=2, capture_rows=8))
     batch = [(f"v{number}", 0, 6) for number in range(len(wires))]
     for (request_id, _, _), wire in zip(batch, wires, strict=True):
         worker.runtime.install(request_id, wire)
     worker.step(batch, padding=2)
-    for request_id, _, _ in batch:
-        worker.runtime.forget(request_id)
-    assert held(worker) == EMPTY
+    for change in changes:
+        assert worker.runtime.amend("r", change, 0).first in (-1, 6)
+    worker.step([(request_id, 6, 3) for request_id, _, _ in batch], padding=2)
+    worker.finish(*(request_id for request_id, _, _ in batch))
+    assert worker.held() == NOTHING
     assert not worker.padding_touched
 
 
 def test_rows_that_the_server_is_too_slow_for_are_lost_and_counted() -> None:
     worker = Worker()
     worker.outlet.free_bytes = 0
-    worker.runtime.install("v", Plan("r", (), (Capture((1, 2), ((0, 2),)),)).to_wire())
+    worker.install("v", Plan("r", (), (Capture((1, 2), ((0, 2),)),)))
     worker.step([("v", 0, 3)])
-    worker.runtime.forget("v")
+    worker.finish("v")
     (released,) = [event for event in worker.outlet.events if isinstance(event, Released)]
     assert (released.captured, released.lost_rows) == ({}, 4)
 
@@ -339,6 +293,6 @@ def test_rows_that_the_server_is_too_slow_for_are_lost_and_counted() -> None:
 def test_a_plan_that_would_hold_up_a_step_is_refused() -> None:
     worker = Worker()
     spans = tuple((2 * i, 2 * i + 1) for i in range(150_000))
-    worker.runtime.install("v", Plan("r", (), (Capture((1,), spans),)).to_wire())
+    worker.install("v", Plan("r", (), (Capture((1,), spans),)))
     (installed,) = [event for event in worker.outlet.events if isinstance(event, Installed)]
     assert installed.error.startswith("the plan is too fragmented")

@@ -2,13 +2,14 @@
 
 import ast
 import pickle
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from rheostat_engine import EngineSettings, engine_kwargs
+from rheostat_engine import Capacity, EngineSettings, engine_kwargs
 
 SETTINGS = EngineSettings("ipc:///tmp/one", bank_bytes=1000, capture_bytes=2000, slots=3)
 
@@ -29,23 +30,54 @@ def test_a_worker_without_settings_is_told_how_to_get_them(config: object) -> No
 
 
 def test_the_compile_cache_tells_apart_what_is_compiled_and_nothing_else() -> None:
-    elsewhere = EngineSettings("ipc:///tmp/two", bank_bytes=1000, capture_bytes=2000, slots=3)
+    elsewhere = replace(SETTINGS, channel="ipc:///tmp/two", token_rules=5)
     assert elsewhere.compute_hash() == SETTINGS.compute_hash()
     others = [
-        EngineSettings("", bank_bytes=1001, capture_bytes=2000, slots=3),
-        EngineSettings("", bank_bytes=1000, capture_bytes=2001, slots=3),
-        EngineSettings("", bank_bytes=1000, capture_bytes=2000, slots=4),
+        replace(SETTINGS, bank_bytes=1001),
+        replace(SETTINGS, capture_bytes=2001),
+        replace(SETTINGS, slots=4),
+        replace(SETTINGS, steps=5),
     ]
-    assert len({one.compute_hash() for one in [SETTINGS, *others]}) == 4
+    assert len({one.compute_hash() for one in [SETTINGS, *others]}) == 5
+
+
+def test_memory_is_shared_out_among_rows_directions_and_the_ring() -> None:
+    settings = EngineSettings(
+        "", bank_bytes=64_000, capture_bytes=20_000, slots=7, steps=9, token_rules=3
+    )
+    room = settings.capacity(width=100, itemsize=2)
+    assert room == Capacity(
+        bank_rows=48_000 // 200 - 1,
+        directions=16_000 // 400 - 1,
+        steps=9,
+        slots=6,
+        token_rules=3,
+        capture_rows=20_000 // 200 - 1,
+    )
+
+
+def test_there_is_room_for_one_of_everything_however_little_memory_is_given() -> None:
+    room = EngineSettings("", bank_bytes=1, capture_bytes=1).capacity(width=4096, itemsize=2)
+    assert (room.bank_rows, room.directions, room.capture_rows) == (1, 1, 1)
+
+
+def test_the_scheduler_that_vllm_is_told_to_load_exists() -> None:
+    path = engine_kwargs(SETTINGS, device="cpu")["scheduler_cls"]
+    assert named_in_its_module(path, ast.FunctionDef)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_worker_that_vllm_is_told_to_load_exists(device: Literal["cpu", "cuda"]) -> None:
     path = engine_kwargs(SETTINGS, device=device)["worker_cls"]
+    assert named_in_its_module(path, ast.ClassDef)
+
+
+def named_in_its_module(path: object, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> bool:
+    """Whether a module, which may not be importable here, defines what a path ends in."""
     assert isinstance(path, str)
     module, name = path.rsplit(".", 1)
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text())
-    assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    return name in {node.name for node in tree.body if isinstance(node, kind)}

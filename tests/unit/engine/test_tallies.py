@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rheostat_engine import OPEN_END, Addition, Capture, Plan
+from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan
 from rheostat_engine.core.capture import Blocks
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.events import ReleasedHead
@@ -10,7 +10,7 @@ from rheostat_engine.events import ReleasedHead
 EVERYWHERE = ((0, OPEN_END),)
 PLAN = Plan(
     "r",
-    (Addition(b"d", ((2, 0),), 1.0, ((1, 3), (8, OPEN_END))),),
+    (Act(Kind.ADD, (b"d",), ((2, (0,)),), ((1, 3), (8, OPEN_END))),),
     (Capture((0, 2), ((0, 4),)), Capture((2,), ((3, 6),)), Capture((4,), EVERYWHERE)),
 )
 CLASS_SITES = np.array([[-1, -1, -1, -1, -1], [0, -1, 1, -1, -1]], np.int32)
@@ -34,11 +34,12 @@ def test_a_request_is_counted_from_its_first_to_its_furthest_position() -> None:
     tallies.advance(ints(2), ints(6), ints(10))
     tallies.preemptions[2] += 1
     tallies.advance(ints(2), ints(3), ints(7))
-    assert tallies.released(2, PLAN, rank=3) == ReleasedHead(
+    assert tallies.released(2, PLAN, rank=3, measured=True) == ReleasedHead(
         rank=3,
         number=2,
         request_id="r",
-        tokens_added=[3],
+        doses=[],
+        measured=True,
         captured={0: 2, 2: 4, 4: 8},
         lost_rows=0,
         preemptions=1,
@@ -48,11 +49,12 @@ def test_a_request_is_counted_from_its_first_to_its_furthest_position() -> None:
 
 
 def test_a_request_that_was_never_computed_got_nothing() -> None:
-    assert started(1).released(1, PLAN, rank=0) == ReleasedHead(
+    assert started(1).released(1, PLAN, rank=0, measured=False) == ReleasedHead(
         rank=0,
         number=1,
         request_id="r",
-        tokens_added=[0],
+        doses=[],
+        measured=False,
         captured={},
         lost_rows=0,
         preemptions=0,
@@ -79,18 +81,18 @@ def test_lost_rows_are_not_counted_as_captured_and_are_forgotten_with_the_reques
     tallies.advance(ints(1), ints(0), ints(4))
     lose(tallies, 1, 3)
     lose(tallies, 1, 1)
-    first = tallies.released(1, PLAN, rank=0)
+    first = tallies.released(1, PLAN, rank=0, measured=False)
     assert (first.captured, first.lost_rows) == ({4: 4}, 8)
     tallies.start(1)
     tallies.advance(ints(1), ints(0), ints(1))
-    second = tallies.released(1, PLAN, rank=0)
+    second = tallies.released(1, PLAN, rank=0, measured=False)
     assert (second.captured, second.lost_rows) == ({0: 1, 2: 1, 4: 1}, 0)
 
 
 def test_sites_of_other_workers_are_not_counted() -> None:
     tallies = started(1, sites=frozenset({2, 3}))
     tallies.advance(ints(1), ints(0), ints(4))
-    assert tallies.released(1, PLAN, rank=0).captured == {2: 4}
+    assert tallies.released(1, PLAN, rank=0, measured=False).captured == {2: 4}
 
 
 def test_growing_keeps_what_was_counted() -> None:
@@ -99,5 +101,5 @@ def test_growing_keeps_what_was_counted() -> None:
     tallies.make_room(40)
     tallies.start(39)
     tallies.advance(ints(39), ints(1), ints(2))
-    assert tallies.released(1, PLAN, rank=0).computed == (2, 4)
-    assert tallies.released(39, PLAN, rank=0).computed == (1, 2)
+    assert tallies.released(1, PLAN, rank=0, measured=False).computed == (2, 4)
+    assert tallies.released(39, PLAN, rank=0, measured=False).computed == (1, 2)

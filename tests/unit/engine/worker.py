@@ -1,30 +1,30 @@
 """A worker without a model: the runtime on CPU tensors, a forward pass that only runs the sites."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine import Event
+from rheostat_engine import Capacity, Event, Plan
 from rheostat_engine.channel import EventMerger
 from rheostat_engine.core.bank import Bank
 from rheostat_engine.core.capture import Fence
+from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Frame
+from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Expander
 from rheostat_engine.core.program import Program
+from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import Batch, SiteRuntime
-from rheostat_engine.events import RowsHead, encode_head
-from rheostat_engine.sites.op import reference
+from rheostat_engine.core.steering import Steering
+from rheostat_engine.events import Head, RowsHead, encode_head
+from rheostat_engine.sites.reference import run_site
 
-from .strategies import DIGESTS, ROWS, SITES
+from .strategies import SITES, VOCABULARY
+from .tables import CPU, VECTORS, WIDTH, capacity, used
 
-WIDTH = 4
 TOKENS = 64
-VECTORS = {
-    digest: np.random.default_rng(i).uniform(1, 2, (ROWS, WIDTH)).astype(np.float32)
-    for i, digest in enumerate(DIGESTS)
-}
 
 Scheduled = tuple[str, int, int]
 """vLLM's id of a request, its first scheduled position, how many are scheduled."""
@@ -40,6 +40,7 @@ class Outlet:
         self._merger = EventMerger(1)
 
     def send(self, frame: Frame) -> None:
+        assert not callable(frame.head)
         assert not isinstance(frame.head, RowsHead)
         self.numbers.add(frame.head.number)
         self.events += self._merger.feed(encode_head(frame.head), b"")
@@ -48,6 +49,12 @@ class Outlet:
         self.events += self._merger.feed(encode_head(head), rows.numpy().tobytes())
         return None
 
+    def send_measured(
+        self, measured: torch.Tensor, heads: Callable[[torch.Tensor], Sequence[Head]]
+    ) -> None:
+        for head in heads(measured):
+            self.send(Frame(head))
+
 
 def stream_at(request_id: str, position: int, site: int) -> npt.NDArray[np.float32]:
     """What enters a site for a token, different for every one."""
@@ -55,51 +62,78 @@ def stream_at(request_id: str, position: int, site: int) -> npt.NDArray[np.float
     return np.random.default_rng(seed).normal(size=WIDTH).astype(np.float32)
 
 
+def token_at(request_id: str, position: int) -> int:
+    """The id of a request's token."""
+    return (3 * position + sum(request_id.encode())) % VOCABULARY
+
+
 class Worker:
     """Runs batches and keeps what came out."""
 
     def __init__(
         self,
+        room: Capacity | None = None,
         *,
-        rows: int = 64,
-        slots: int = 64,
-        ring: int = 1000,
         sites: frozenset[int] = frozenset(range(SITES)),
     ) -> None:
-        bank = Bank(
-            sites=SITES,
-            rows=rows + 1,
-            slots=slots + 1,
-            width=WIDTH,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        room = room or capacity()
+        self.bank = Bank(sites=SITES, capacity=room, width=WIDTH, dtype=torch.float32, device=CPU)
+        self.rules = TokenRules(room.token_rules, VOCABULARY, CPU)
+        self.doses = Doses(SITES, CPU)
+        programs = self.bank.programs
         self.program = Program(
-            sites=SITES, tokens=TOKENS, bank=bank.rows, ring=torch.zeros(ring + 1, WIDTH)
+            tokens=TOKENS,
+            rows=programs.rows,
+            directions=programs.directions,
+            ints=programs.ints,
+            floats=programs.floats,
+            doses=self.doses.cells,
+            ring=torch.zeros(room.capture_rows + 1, WIDTH),
         )
         self.outlet = Outlet()
+        self.captures = Captures(
+            self.program.ring,
+            self.outlet,  # type: ignore[arg-type]  # has what is used
+            sites=SITES,
+            present=sites,
+            rank=0,
+        )
+        self.steering = Steering(self.bank, self.rules, self.doses)
         self.runtime = SiteRuntime(
             program=self.program,
-            bank=bank,
-            expander=Expander(self.program, bank.row_of, TOKENS),
-            outlet=self.outlet,  # type: ignore[arg-type]  # has the two methods that are used
+            steering=self.steering,
+            captures=self.captures,
+            expander=Expander(self.program, self.bank.code_of, self.rules, TOKENS),
+            outlet=self.outlet,  # type: ignore[arg-type]  # as above
             rank=0,
             sites=sites,
         )
-        self.runtime.load_vectors(VECTORS)
+        self.steering.load(VECTORS)
         self.streams: dict[tuple[str, int, int], npt.NDArray[np.float32]] = {}
         """What left a site, by (vLLM's id, position, site), as it was computed last."""
         self.padding_touched = False
 
+    def install(self, request_id: str, plan: Plan) -> None:
+        """A request is scheduled for the first time."""
+        self.runtime.install(request_id, plan.to_wire())
+
+    def finish(self, *request_ids: str) -> None:
+        """Requests have finished."""
+        for request_id in request_ids:
+            self.runtime.forget(request_id)
+        self.runtime.settle()
+
     def step(self, scheduled: Sequence[Scheduled], padding: int = 0) -> None:
         """One forward pass."""
         tokens = [(i, p) for i, start, count in scheduled for p in range(start, start + count)]
+        ids = [token_at(*token) for token in tokens] + [10**6] * padding
         self.runtime.begin(
             Batch(
                 request_ids=[i for i, _, _ in scheduled],
                 computed=np.array([start for _, start, _ in scheduled], np.int32),
                 scheduled=np.array([count for _, _, count in scheduled], np.int32),
                 padded_tokens=len(tokens) + padding,
+                input_ids=torch.tensor(ids, dtype=torch.int32),
             )
         )
         for site in range(SITES):
@@ -107,9 +141,19 @@ class Worker:
             for token, (request_id, position) in enumerate(tokens):
                 h[token] = torch.from_numpy(stream_at(request_id, position, site))
             if self.program.active.mask[site]:
-                reference(h, [], *self.program.buffers(site))
+                run_site(h, None, self.program.buffers(site))
             for token, (request_id, position) in enumerate(tokens):
                 self.streams[request_id, position, site] = h[token].numpy().copy()
             self.padding_touched |= bool((h[len(tokens) :] != 7.0).any())
         self.runtime.end()
         self.padding_touched |= bool(self.program.ring[0].any())
+
+    def held(self) -> tuple[int, ...]:
+        """What is held: requests, rows, directions, steps, slots, rules, cells, active sites."""
+        busy = int(self.doses.cells.any(dim=(0, 2)).sum())
+        active = int(self.program.active.mask.sum())
+        return (self.runtime.requests, *used(self.bank), len(self.rules), busy, active)
+
+
+NOTHING = (0,) * 8
+"""What an idle worker holds."""

@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from .imports import Import, imports_in
 
 MODULES = {
+    "gguf": "gguf",
     "google.protobuf": "protobuf",
     "google.rpc": "googleapis-common-protos",
     "google_crc32c": "google-crc32c",
@@ -19,6 +20,7 @@ MODULES = {
     "matplotlib": "matplotlib",
     "msgspec": "msgspec",
     "numpy": "numpy",
+    "safetensors": "safetensors",
     "vllm": "vllm",
     "zmq": "pyzmq",
 }
@@ -52,16 +54,33 @@ def names(lines: list[str]) -> set[str]:
 def test_the_client_requires_what_it_imports_and_no_more(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     found = imports_in(root / "clients/python/rheostat", below=root)
+    optional = names(project["optional-dependencies"]["files"])
     # A heatmap is drawn where matplotlib is: beside the server.
-    assert distributions(found) - {"matplotlib"} == names(project["dependencies"])
+    assert distributions(found) - {"matplotlib"} - optional == names(project["dependencies"])
+
+
+def test_the_libraries_of_file_formats_are_imported_by_these_alone_and_when_they_are_used(
+    root: Path,
+) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    optional = names(project["optional-dependencies"]["files"])
+    found = [
+        one
+        for one in imports_in(root / "clients/python/rheostat", below=root)
+        if distributions([one]) & optional
+    ]
+    assert distributions(found) == optional
+    assert {one.path.parent.name for one in found} == {"_files"}
+    assert [str(one) for one in found if not one.lazy and one.name != "gguf.GGUFReader"] == []
 
 
 def test_the_server_and_the_engine_require_what_they_import_and_no_more(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     rooms = ("clients/python/rheostat", "server/rheostat_server", "engine_ext/rheostat_engine")
     found = [one for room in rooms for one in imports_in(root / room, below=root)]
-    wanted = names(project["dependencies"]) | names(project["optional-dependencies"]["cuda"])
-    assert distributions(found) == wanted
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["cuda"], *extras["files"]]
+    assert distributions(found) == names(wanted)
 
 
 def test_every_foreign_import_belongs_to_a_known_distribution(root: Path) -> None:

@@ -19,7 +19,14 @@ CLIENT = {
     "numpy",
     "protobuf",
 }
-SERVER = {"google-crc32c", "grpcio-reflection", "matplotlib", "msgspec", "pyzmq"}
+SERVER = {
+    "google-crc32c",
+    "grpcio-reflection",
+    "matplotlib",
+    "msgspec",
+    "pyzmq",
+    "safetensors",
+}
 
 
 def read(wheel: zipfile.ZipFile, name: str) -> bytes:
@@ -58,6 +65,10 @@ def test_cuda_adds_the_server_and_the_vllm_of_pypi(metadata: Message) -> None:
     assert wanted["vllm"] == "==0.32.*"
 
 
+def test_files_adds_the_libraries_of_file_formats_to_the_client(metadata: Message) -> None:
+    assert required(metadata, "files").keys() == CLIENT | {"gguf", "safetensors"}
+
+
 def test_every_requirement_of_the_client_has_both_ends(metadata: Message) -> None:
     operators = {
         name: {clause.operator for clause in Requirement(name + specifier).specifier}
@@ -70,7 +81,7 @@ def test_one_distribution_of_three_packages_under_apache_2(metadata: Message) ->
     assert metadata["Name"] == "rheostat"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata.get_all("Provides-Extra") == ["cpu", "cuda", "dev"]
+    assert metadata.get_all("Provides-Extra") == ["cpu", "cuda", "dev", "files"]
 
 
 def test_the_licence_travels_whole(wheel: zipfile.ZipFile, root: Path) -> None:

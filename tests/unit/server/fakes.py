@@ -1,20 +1,30 @@
 """A scripted engine behind the server's `Backend`, and a tokenizer of one token per character."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rheostat._proto.v1 import (
-    capture_pb2,
     generation_pb2,
-    generation_service_pb2,
-    selector_pb2,
-    steering_pb2,
-    types_pb2,
 )
-from rheostat_engine import Event, Installed, ModelSites, Point, Released, Rows, Spans
+from rheostat_engine import (
+    Act,
+    Capacity,
+    Dose,
+    Event,
+    Installed,
+    Kind,
+    ModelSites,
+    Plan,
+    Point,
+    Released,
+    Rows,
+    Spans,
+    amend,
+)
 from rheostat_server.errors import EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
 from rheostat_server.model_info import ModelInfo
@@ -33,11 +43,18 @@ SITES = ModelSites(
     dtype="float32",
     runner="V1",
     refused={},
-    bank_rows=8,
-    slots=8,
-    capture_rows=1000,
+    capacity=Capacity(
+        bank_rows=8, directions=8, steps=64, slots=8, token_rules=4, capture_rows=1000
+    ),
     world_size=1,
 )
+
+
+def sites_with(**limits: int) -> ModelSites:
+    """The toy's sites with other limits."""
+    return replace(SITES, capacity=replace(SITES.capacity, **limits))
+
+
 PARALLEL = replace(SITES, refused={Point.RESID_MID: "attention and MLP run in parallel"})
 
 INFO = ModelInfo(
@@ -50,6 +67,7 @@ INFO = ModelInfo(
     device="cpu",
     compiled=False,
     prefix_caching=True,
+    loras=("fables",),
     tensor_parallel=1,
     pipeline_parallel=1,
     vllm_version="0.32.0",
@@ -96,6 +114,29 @@ def positions_of(spans: Spans, start: int, end: int) -> list[int]:
     return [p for p in range(start, end) if any(a <= p < b for a, b in spans)]
 
 
+STREAM_NORM = 4.0
+"""Norm of every row of the scripted engine's stream."""
+
+PULLED = 0.5
+"""How far it moves a row along directions."""
+
+
+def touches(act: Act, position: int, token: int) -> bool:
+    """Whether an act touches a token, by the letter of `Act`."""
+    return bool(positions_of(act.spans, position, position + 1)) or any(
+        positions_of(one.spans, position, position + 1) and (token in one.tokens) == one.among
+        for one in act.conditions
+    )
+
+
+def distribution(token: int, *, steered: bool) -> dict[int, float]:
+    """Log-probabilities that the scripted engine has where `token` comes next, best first."""
+    best = 0.75 if steered else 0.5
+    rest = (1 - best) / (VOCABULARY - 1)
+    others = {other: math.log(rest) for other in range(VOCABULARY) if other != token}
+    return {token: math.log(best), **others}
+
+
 @dataclass
 class ScriptedBackend:
     """Generates the token after the last one, and does what a real engine says that it does."""
@@ -111,9 +152,24 @@ class ScriptedBackend:
     """Steps that run beyond the last token before the engine notices."""
     recomputed: int = 0
     """Tokens that every sample computes again."""
+    cached: int = 0
+    """Prompt tokens that every sample takes from the prefix cache."""
+    measured: bool = True
+    """Whether it measures what acts change."""
     broken: Exception | None = None
     silent: bool = False
     """Never schedules anything."""
+    hold_from: int = 1
+    """Tokens after which `hold` stops a sample."""
+    unscheduled: asyncio.Event | None = None
+    """If set, nothing is scheduled until it is set."""
+    update_error: Exception | None = None
+    updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    """Plans of the samples that it runs."""
+    positions: dict[str, int] = field(default_factory=dict)
+    """The next position of each of them."""
+    vectors: dict[bytes, Vector] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -133,45 +189,72 @@ class ScriptedBackend:
         self.jobs.append(job)
         if self.broken is not None:
             raise self.broken
+        plan_id = job.plan.request_id
         length = len(job.prompt)
         computed = 0
         finished = False
         try:
             if self.silent:
                 await asyncio.Event().wait()
+            if self.unscheduled is not None:
+                await self.unscheduled.wait()
             if job.has_plan:
-                self.deliver(Installed(job.plan.request_id, self.install_error))
+                self.plans[plan_id] = job.plan
+                self.deliver(Installed(plan_id, self.install_error))
             token = job.prompt[-1]
             for step in range(job.sampling.max_tokens + self.overrun):
                 end = length + step
                 self._capture(job, computed, end)
-                computed = end
+                computed = self.positions[plan_id] = end
                 token = (token + 1) % VOCABULARY
                 if step < job.sampling.max_tokens:
                     last = step == job.sampling.max_tokens - 1
                     yield self._delta(job, token, first=step == 0, last=last)
-                if self.hold is not None:
+                if self.hold is not None and step + 1 >= self.hold_from:
                     await self.hold.wait()
                 if self.dead:
                     raise EngineLost("the engine died")
             finished = True
         finally:
             if not finished:
-                self.aborted.append(job.plan.request_id)
+                self.aborted.append(plan_id)
+            plan = self.plans.pop(plan_id, job.plan)
+            self.positions.pop(plan_id, None)
             if job.has_plan and computed:
-                self._release(job, computed)
+                self._release(replace(job, plan=plan), computed)
+
+    async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
+        self.updates.append((plan_id, acts, not_before))
+        if self.update_error is not None:
+            raise self.update_error
+        if plan_id not in self.plans:
+            return None
+        first = max(self.positions.get(plan_id, 0), not_before)
+        self.plans[plan_id] = amend(self.plans[plan_id], acts, first)
+        return first
 
     def _delta(self, job: Job, token: int, *, first: bool, last: bool) -> Delta:
-        def reading(token_id: int) -> generation_pb2.TokenLogprobs:
-            entry = generation_pb2.TokenLogprob(token_id=token_id, logprob=-0.5, rank=1)
-            return generation_pb2.TokenLogprobs(token=entry)
+        steered = any(act.acts for act in job.plan.acts)
 
-        wants_prompt = job.sampling.prompt_logprobs is not None and job.sample == 0 and first
+        def reading(token_id: int, wanted: int) -> generation_pb2.TokenLogprobs:
+            entries = [
+                generation_pb2.TokenLogprob(token_id=one, logprob=logprob, rank=rank)
+                for rank, (one, logprob) in enumerate(
+                    distribution(token_id, steered=steered).items(), start=1
+                )
+            ]
+            return generation_pb2.TokenLogprobs(token=entries[0], alternatives=entries[:wanted])
+
+        logprobs, prompt_logprobs = job.sampling.logprobs, job.sampling.prompt_logprobs
+        wants_prompt = prompt_logprobs is not None and job.sample == 0 and first
         return Delta(
             token_ids=(token,),
             text=chr(token),
-            logprobs=[reading(token)] if job.sampling.logprobs is not None else (),
-            prompt_logprobs=[reading(t) for t in job.prompt[1:]] if wants_prompt else None,
+            logprobs=[reading(token, logprobs)] if logprobs is not None else (),
+            prompt_logprobs=(
+                [reading(t, prompt_logprobs) for t in job.prompt[1:]] if wants_prompt else None
+            ),
+            cached_tokens=self.cached if first else 0,
             ending=Ending.LENGTH if last else None,
         )
 
@@ -185,6 +268,24 @@ class ScriptedBackend:
                 positions = np.array(kept, dtype=np.int32)
                 self.deliver(Rows(job.plan.request_id, site, positions, data))
 
+    def _doses(self, job: Job, computed: int) -> list[Dose]:
+        """What the acts did to the tokens up to `computed`, each the successor of the last."""
+        tokens = [*job.prompt]
+        while len(tokens) < computed:
+            tokens.append((tokens[-1] + 1) % VOCABULARY)
+        doses = []
+        for index, act in enumerate(job.plan.acts):
+            rows = sum(touches(act, p, tokens[p]) for p in range(self.cached, computed))
+            for site, vector_rows in act.rows if rows else ():
+                change = PULLED
+                if act.kind is Kind.ADD:
+                    change = abs(act.scale) * self.vectors[act.vectors[0]].norms[vector_rows[0]]
+                elif act.kind is Kind.NORM_ADD:
+                    change = abs(act.scale) * STREAM_NORM
+                relative = change / STREAM_NORM
+                doses.append(Dose(index, site, rows, rows * change, rows * relative, relative))
+        return doses
+
     def _release(self, job: Job, computed: int) -> None:
         plan = job.plan
         lost = [
@@ -194,17 +295,19 @@ class ScriptedBackend:
         self.deliver(
             Released(
                 request_id=plan.request_id,
-                tokens_added=tuple(len(positions_of(a.spans, 0, computed)) for a in plan.additions),
+                doses=tuple(self._doses(job, computed)) if self.measured else (),
+                measured=self.measured,
                 captured={},
                 lost_rows=len(lost),
                 preemptions=0,
-                computed=(0, computed),
+                computed=(self.cached, computed),
                 recomputed=self.recomputed,
             )
         )
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
         self.loaded += [vector.digest.hex() for vector in vectors]
+        self.vectors |= {vector.digest: vector for vector in vectors}
 
     async def drop_vectors(self, digests: Sequence[bytes]) -> None:
         self.dropped += [digest.hex() for digest in digests]
@@ -224,80 +327,3 @@ class ScriptedBackend:
         if self.hold is not None:
             self.hold.set()
         self.lost("the engine died")
-
-
-# Short names for messages.
-
-
-def site_set(*points: int, layers: Sequence[int] | None = None) -> types_pb2.SiteSet:
-    if layers is None:
-        return types_pb2.SiteSet(points=points, all=types_pb2.AllLayers())
-    return types_pb2.SiteSet(points=points, list=types_pb2.LayerList(layers=layers))
-
-
-def tensor(values: np.ndarray, **fields: object) -> steering_pb2.VectorRef:
-    from rheostat._proto.v1 import tensor_pb2
-
-    message = tensor_pb2.Tensor(
-        dtype=tensor_pb2.DTYPE_FLOAT32,
-        shape=values.shape,
-        encoding=tensor_pb2.ENCODING_RAW,
-        inline=values.astype("<f4").tobytes(),
-    )
-    message.MergeFrom(tensor_pb2.Tensor(**fields))
-    return steering_pb2.VectorRef(inline=message)
-
-
-ONES = np.ones((1, WIDTH), dtype=np.float32)
-
-
-def add(
-    vector: steering_pb2.VectorRef | None = None,
-    *,
-    sites: types_pb2.SiteSet | None = None,
-    scale: float | None = None,
-    where: selector_pb2.Selector | None = None,
-) -> steering_pb2.Intervention:
-    return steering_pb2.Intervention(
-        sites=sites or site_set(types_pb2.POINT_RESID_POST, layers=[1]),
-        where=where,
-        add=steering_pb2.Add(vector=vector or tensor(ONES), scale=scale),
-    )
-
-
-def capture(sites: types_pb2.SiteSet | None = None, **fields: object) -> capture_pb2.CaptureSpec:
-    fields = {"inline": capture_pb2.InlineTarget(), **fields}
-    return capture_pb2.CaptureSpec(
-        sites=sites or site_set(types_pb2.POINT_RESID_POST, layers=[0]), **fields
-    )
-
-
-def request(**fields: object) -> generation_service_pb2.GenerateRequest:
-    """Three prompt tokens, two generated ones, unless `fields` say otherwise."""
-    if not {"text", "token_ids", "chat"} & fields.keys():
-        fields["token_ids"] = types_pb2.TokenIds(ids=[10, 11, 12])
-    fields.setdefault("sampling", generation_pb2.Sampling(max_tokens=2))
-    interventions = fields.pop("steer", None)
-    if interventions is not None:
-        fields["steering"] = steering_pb2.Steering(interventions=interventions)
-    return generation_service_pb2.GenerateRequest(**fields)
-
-
-def selector(*include: selector_pb2.Range, exclude: Sequence[selector_pb2.Range] = ()):
-    return selector_pb2.Selector(include=include, exclude=exclude)
-
-
-def window(start: int | None = None, end: int | None = None) -> selector_pb2.Range:
-    return selector_pb2.Range(positions=selector_pb2.Window(start=start, end=end))
-
-
-PROMPT = selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)
-GENERATED = selector_pb2.Range(phase=types_pb2.PHASE_GENERATED)
-
-
-def token_range(*ids: int) -> selector_pb2.Range:
-    return selector_pb2.Range(token_ids=types_pb2.TokenIds(ids=ids))
-
-
-def span(text: str, occurrence: int | None = None) -> selector_pb2.Range:
-    return selector_pb2.Range(text=selector_pb2.Span(text=text, occurrence=occurrence))

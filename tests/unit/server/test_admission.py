@@ -8,7 +8,7 @@ from rheostat._proto.v1 import (
     steering_pb2,
     types_pb2,
 )
-from rheostat_engine import OPEN_END, Addition, Capture, Plan, Point, Site
+from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point, Site
 from rheostat_server import errors
 from rheostat_server.prompts import Prompts
 from rheostat_server.sampling import SamplingSettings
@@ -16,25 +16,8 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import make_vector
 
 from .desks import admitted, desk, named, refused, stored
-from .fakes import (
-    INFO,
-    LAYERS,
-    ONES,
-    PARALLEL,
-    PROMPT,
-    SITES,
-    VOCABULARY,
-    WIDTH,
-    CharTokenizer,
-    add,
-    capture,
-    request,
-    selector,
-    site_set,
-    span,
-    tensor,
-    window,
-)
+from .fakes import INFO, LAYERS, PARALLEL, SITES, VOCABULARY, WIDTH, CharTokenizer
+from .messages import ONES, PROMPT, add, capture, request, selector, site_set, span, tensor, window
 
 PRE, MID, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_MID, types_pb2.POINT_RESID_POST
 Sampling = generation_pb2.Sampling
@@ -65,20 +48,26 @@ def test_a_request_becomes_a_plan_of_integers() -> None:
     ones = make_vector(FloatType.FLOAT32, 1, WIDTH, ONES.tobytes(), "v")
     assert got.plan == Plan(
         "r",
-        additions=(
-            Addition(vector.digest, ((1, 0), (2, 0), (5, 1), (6, 1)), 0.5, ((0, OPEN_END),)),
-            Addition(ones.digest, ((4, 0),), 1.0, ((0, 3),)),
+        acts=(
+            Act(
+                Kind.ADD,
+                (vector.digest,),
+                ((1, (0,)), (2, (0,)), (5, (1,)), (6, (1,))),
+                ((0, OPEN_END),),
+                scale=0.5,
+            ),
+            Act(Kind.ADD, (ones.digest,), ((4, (0,)),), ((0, 3),)),
         ),
         captures=(Capture((2,), ((2, 3),)),),
     )
     assert got.vectors == (vector, ones)
-    assert got.additions[0].sites == (
+    assert got.interventions[0].op.sites == (
         Site(Point.RESID_MID, 0),
         Site(Point.RESID_POST, 0),
         Site(Point.RESID_MID, 2),
         Site(Point.RESID_POST, 2),
     )
-    assert got.additions[0].doses == pytest.approx((2.0, 2.0, 2.0, 2.0))
+    assert got.interventions[0].op.doses == pytest.approx((2.0, 2.0, 2.0, 2.0))
 
 
 def test_name_digest_and_inline_are_one_vector() -> None:
@@ -91,7 +80,7 @@ def test_name_digest_and_inline_are_one_vector() -> None:
         for ref in (named(), digest, inline)
     ]
     assert plans[0] == plans[1] == plans[2]
-    assert plans[0].cache_salt() == plans[2].cache_salt() is not None
+    assert plans[0].acts != ()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +95,7 @@ def test_name_digest_and_inline_are_one_vector() -> None:
 def test_what_changes_no_bit_is_not_in_the_plan(idle) -> None:
     got = admitted(request(request_id="r", steer=[idle]))
     assert got.plan == Plan("r")
-    assert len(got.additions) == 1
+    assert (len(got.interventions), got.interventions[0].act, got.vectors) == (1, None, ())
 
 
 def test_captures_that_overlap_are_copied_once() -> None:
@@ -136,7 +125,7 @@ def test_spans_of_texts_are_found_in_every_kind_of_prompt() -> None:
     ids = types_pb2.TokenIds(ids=[ord(c) for c in "a cat"])
     chat = types_pb2.Chat(messages=[types_pb2.ChatMessage(role="user", content="cat")])
     spans = [
-        admitted(request(steer=[add(where=found)], **prompt)).additions[0].spans
+        admitted(request(steer=[add(where=found)], **prompt)).interventions[0].selection.spans
         for prompt in ({"text": "a cat"}, {"token_ids": ids}, {"chat": chat})
     ]
     assert spans == [((3, 6),), ((2, 5),), ((6, 9),)]
@@ -186,13 +175,13 @@ def test_a_point_that_the_architecture_lacks_is_refused_by_name() -> None:
 def test_sums_at_one_site_must_be_finite_in_the_models_dtype() -> None:
     half = desk(replace(SITES, dtype="float16"))
     large = tensor(np.full((1, WIDTH), 40_000.0))
-    assert admitted(request(steer=[add(large)]), half).additions != ()
+    assert admitted(request(steer=[add(large)]), half).interventions != ()
     assert refused(request(steer=[add(large), add(large)]), half) == (
         errors.NonFinite,
         "steering.interventions[1].add.scale",
     )
     elsewhere = add(large, sites=site_set(POST, layers=[0]))
-    assert admitted(request(steer=[add(large), elsewhere]), half).additions != ()
+    assert admitted(request(steer=[add(large), elsewhere]), half).interventions != ()
 
 
 def test_without_a_tokenizer_only_token_ids_are_taken() -> None:

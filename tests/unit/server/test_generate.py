@@ -1,9 +1,11 @@
 """Generate over a real channel, with a scripted engine behind it."""
 
 import asyncio
+import math
 
 import grpc
 import numpy as np
+import pytest
 
 from rheostat._proto.v1 import (
     generation_pb2,
@@ -13,16 +15,14 @@ from rheostat._proto.v1 import (
 )
 
 from .conftest import rest
-from .fakes import (
+from .fakes import STREAM_NORM, WIDTH, ScriptedBackend, row
+from .messages import (
     GENERATED,
     ONES,
     PROMPT,
-    WIDTH,
-    ScriptedBackend,
     add,
     capture,
     request,
-    row,
     selector,
     site_set,
     tensor,
@@ -92,7 +92,7 @@ async def test_logprobs_come_if_asked_for_and_the_prompts_first(running) -> None
     parts = [e.tokens for e in events if e.WhichOneof("event") == "tokens"]
     assert all(len(part.logprobs) == len(part.token_ids) == 1 for part in parts)
     ends = [e.finished for e in events if e.WhichOneof("event") == "finished"]
-    assert [end.cumulative_logprob for end in ends] == [-1.0, -1.0]
+    assert [end.cumulative_logprob for end in ends] == [pytest.approx(2 * math.log(0.5))] * 2
 
 
 async def test_the_receipt_says_what_was_touched_where_and_how_strongly(running) -> None:
@@ -103,7 +103,7 @@ async def test_the_receipt_says_what_was_touched_where_and_how_strongly(running)
         add(vector, where=selector(GENERATED, exclude=[window(4, 5)])),
     ]
     events = await running.client.generate(request(sampling=Sampling(max_tokens=4), steer=steer))
-    digest = running.backend.jobs[0].plan.additions[0].digest
+    (digest,) = running.backend.jobs[0].plan.acts[0].vectors
 
     def applied(index, sites, positions) -> receipt_pb2.AppliedIntervention:
         message = receipt_pb2.AppliedIntervention(
@@ -123,11 +123,14 @@ async def test_the_receipt_says_what_was_touched_where_and_how_strongly(running)
             message.rows.add(sample=0, positions=runs)
         return message
 
-    dose = receipt_pb2.Dose
+    def dose(norm: float) -> receipt_pb2.Dose:
+        relative = norm / STREAM_NORM
+        return receipt_pb2.Dose(norm=norm, relative_mean=relative, relative_max=relative)
+
     assert list(events[-1].receipt.interventions) == [
-        applied(0, [(PRE, 1, 3, dose(norm=2)), (PRE, 2, 3, dose(norm=2))], [(0, 3)]),
+        applied(0, [(PRE, 1, 3, dose(2)), (PRE, 2, 3, dose(2))], [(0, 3)]),
         applied(1, [(POST, 1, 0, None)], None),
-        applied(2, [(POST, 1, 2, dose(norm=4))], [(3, 1), (5, 1)]),
+        applied(2, [(POST, 1, 2, dose(4))], [(3, 1), (5, 1)]),
     ]
 
 

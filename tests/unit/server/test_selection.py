@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat._proto.v1 import selector_pb2, types_pb2
-from rheostat_engine import OPEN_END, Spans
+from rheostat_engine import OPEN_END, Condition, Spans
 from rheostat_server.errors import (
     EmptySelector,
     InvalidPosition,
@@ -19,6 +19,7 @@ from rheostat_server.errors import (
 )
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.selection import (
+    Selection,
     SelectionContext,
     clipped,
     resolve_selector,
@@ -26,24 +27,33 @@ from rheostat_server.selection import (
     united,
 )
 
-from .fakes import GENERATED, PROMPT, CharTokenizer, selector, span, token_range, window
+from .fakes import CharTokenizer
+from .messages import GENERATED, PROMPT, selector, span, token_range, window
 
 TEXT = "the cat saw the dog"
 PROMPT_LEN = 8
 MAX_TOKENS = 4
 
 
-def context(text: str | None = None) -> SelectionContext:
+def context(text: str | None = None, server_wide: bool = False) -> SelectionContext:
     if text is None:
         prompt = PromptTokens(tuple(range(10, 10 + PROMPT_LEN)), "token_ids", None, None)
     else:
         encoded = CharTokenizer().encode(text, special=True)
         prompt = PromptTokens(encoded.token_ids, "text", text, encoded.offsets)
-    return SelectionContext(prompt, MAX_TOKENS, vocabulary=128)
+    return SelectionContext(prompt, MAX_TOKENS, vocabulary=128, server_wide=server_wide)
+
+
+def selected(*include, exclude=(), text: str | None = None, server_wide: bool = False) -> Selection:
+    where = selector(*include, exclude=exclude)
+    return resolve_selector(where, context(text, server_wide), "where")
 
 
 def resolve(*include, exclude=(), text: str | None = None) -> Spans:
-    return resolve_selector(selector(*include, exclude=exclude), context(text), "where")
+    """What a selector selects that no generated token has a say in."""
+    selection = selected(*include, exclude=exclude, text=text)
+    assert selection.conditions == ()
+    return selection.spans
 
 
 def generated(start: int | None = None, end: int | None = None) -> selector_pb2.Range:
@@ -87,7 +97,6 @@ def test_a_range_is_exactly_these_positions(one, spans) -> None:
         (selector_pb2.Range(phase=9), UnknownEnum, "phase"),
         (token_range(128), UnknownToken, "token_ids.ids[0]"),
         (token_range(), MissingField, "token_ids.ids"),
-        (token_range(10), NotSupported, "token_ids"),
         (span("x"), NotSupported, "text"),
         (span(""), MissingField, "text.text"),
         (span("x" * 4097), InvalidValue, "text.text"),
@@ -123,13 +132,80 @@ def test_excludes_win_and_may_leave_nothing() -> None:
     assert resolve(window(2, 6), exclude=[PROMPT]) == ()
 
 
-def test_token_ids_select_in_the_prompt_once_they_are_confined_to_it() -> None:
+GENERATED_SPANS = ((PROMPT_LEN, OPEN_END),)
+
+
+def test_token_ids_that_are_confined_to_the_prompt_are_positions() -> None:
     assert resolve(token_range(10, 12, 99), exclude=[GENERATED]) == ((0, 1), (2, 3))
     assert resolve(PROMPT, exclude=[token_range(11)]) == ((0, 1), (2, 8))
     assert resolve(exclude=[token_range(11), GENERATED]) == ((0, 1), (2, 8))
-    with pytest.raises(NotSupported) as caught:
-        resolve(PROMPT, GENERATED, exclude=[token_range(11)])
-    assert caught.value.field == "where.exclude[0].token_ids"
+
+
+def test_token_ids_select_generated_tokens_too() -> None:
+    assert selected(token_range(12, 99), token_range(99, 10)) == Selection(
+        ((0, 1), (2, 3)), (Condition(GENERATED_SPANS, (10, 12, 99), True),)
+    )
+    assert selected(token_range(99), window(10, 12)) == Selection(
+        ((10, 12),), (Condition(((8, 10), (12, OPEN_END)), (99,), True),)
+    )
+
+
+def test_excluded_token_ids_make_generated_positions_conditional() -> None:
+    assert selected(exclude=[token_range(11, 99)]) == Selection(
+        ((0, 1), (2, 8)), (Condition(GENERATED_SPANS, (11, 99), False),)
+    )
+    assert selected(PROMPT, window(9, 11), exclude=[token_range(11)]) == Selection(
+        ((0, 1), (2, 8)), (Condition(((9, 11),), (11,), False),)
+    )
+
+
+def test_excludes_win_over_token_ids() -> None:
+    both = selected(token_range(11, 50), window(8, 9), exclude=[token_range(50, 51), window(9, 12)])
+    assert both == Selection(
+        ((1, 2),),
+        (
+            Condition(((8, 9),), (50, 51), False),
+            Condition(((12, OPEN_END),), (11,), True),
+        ),
+    )
+    assert selected(token_range(50), exclude=[token_range(50)]) == Selection(())
+
+
+def test_a_selection_says_where_it_can_reach_and_what_is_known() -> None:
+    one = Selection(
+        ((0, 2),), (Condition(((4, 6),), (9,), True), Condition(((6, 8),), (9,), False))
+    )
+    assert (one.reach, one.known) == (((0, 2), (4, 8)), ((0, 2), (6, 8)))
+
+
+def test_positions_beyond_the_known_tokens_are_held_only_if_no_token_matters() -> None:
+    one = Selection(((5, 9),), (Condition(((2, 5),), (7,), True),))
+    assert one.held(2, [7], 0, 7) == ((2, 3), (5, 7))
+    assert one.held(2, [8, 7, 7], 0, 100) == ((3, 9),)
+    assert one.held(2, [8, 7, 7], 4, 6) == ((4, 6),)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [window(-9), window(0, -9), window(3, 3), window(5, 2), window(8), window(11, 12)],
+)
+def test_server_wide_windows_that_a_prompt_does_not_have_select_nothing(missing) -> None:
+    assert selected(missing, server_wide=True) == Selection(())
+    assert selected(missing, window(0, 2), server_wide=True) == Selection(((0, 2),))
+    assert selected(PROMPT, exclude=[missing], server_wide=True) == Selection(((0, 8),))
+
+
+def test_server_wide_windows_of_generated_tokens_need_not_be_reached() -> None:
+    late = generated(2**32 - 2, 2**32 - 1)
+    assert selected(late, server_wide=True) == Selection(())
+    with pytest.raises(InvalidPosition):
+        selected(generated(3, 3), server_wide=True)
+
+
+def test_server_wide_steering_has_no_text_to_look_in() -> None:
+    with pytest.raises(InvalidValue) as caught:
+        selected(PROMPT, span("cat"), text=TEXT, server_wide=True)
+    assert caught.value.field == "where.include[1].text"
 
 
 def test_a_span_is_every_token_that_shares_a_character_with_it() -> None:
@@ -187,34 +263,60 @@ def test_spans_are_sets_of_positions(left, right, part) -> None:
 ROWS = PROMPT_LEN + MAX_TOKENS - 1
 
 
+IDS = st.lists(st.sampled_from([10, 11, 12, 50, 51, 52]), min_size=1, max_size=3)
+
+
 @st.composite
-def ranges(draw) -> tuple[selector_pb2.Range, set[int]]:
-    """A range and, one by one, the positions below END that it should select."""
-    kind = draw(st.sampled_from(["prompt", "generated", "window", "generated window"]))
+def ranges(draw) -> tuple[selector_pb2.Range, set[int], set[int]]:
+    """A range, the positions below END that it should select one by one, and the token ids."""
+    kind = draw(st.sampled_from(["prompt", "generated", "window", "generated window", "ids"]))
     if kind == "prompt":
-        return PROMPT, set(range(PROMPT_LEN))
+        return PROMPT, set(range(PROMPT_LEN)), set()
     if kind == "generated":
-        return GENERATED, set(range(PROMPT_LEN, END))
+        return GENERATED, set(range(PROMPT_LEN, END)), set()
+    if kind == "ids":
+        ids = draw(IDS)
+        return token_range(*ids), set(), set(ids)
     if kind == "generated window":
         start = draw(st.integers(0, 10))
         end = draw(st.integers(start + 1, 20))
-        return generated(start, end), {p for p in range(END) if start <= p - PROMPT_LEN < end}
+        held = {p for p in range(END) if start <= p - PROMPT_LEN < end}
+        return generated(start, end), held, set()
     start = draw(st.integers(0, ROWS - 1))
     end = draw(st.integers(start + 1, END))
     signed = draw(st.booleans())
     shift = PROMPT_LEN if signed else 0
     wire_start = start - shift if start < PROMPT_LEN else start
     wire_end = end - shift if end < PROMPT_LEN else end
-    return window(wire_start, wire_end), {p for p in range(END) if start <= p < end}
+    return window(wire_start, wire_end), {p for p in range(END) if start <= p < end}, set()
 
 
-@given(st.lists(ranges(), max_size=5), st.lists(ranges(), max_size=5))
-def test_a_selector_selects_what_a_check_of_each_position_selects(include, exclude) -> None:
+some_ranges = st.lists(ranges(), max_size=5)
+new_tokens = st.lists(
+    st.sampled_from([10, 12, 50, 51, 52, 53]), min_size=END - PROMPT_LEN, max_size=END - PROMPT_LEN
+)
+
+
+@given(some_ranges, some_ranges, new_tokens, pairs)
+def test_a_selector_selects_what_a_check_of_each_token_selects(include, exclude, new, part) -> None:
     if not include and not exclude:
         return
-    spans = resolve(*[r for r, _ in include], exclude=[r for r, _ in exclude])
-    everything = set(range(END))
-    wanted = set().union(*[w for _, w in include]) if include else everything
-    wanted -= set().union(*[w for _, w in exclude])
-    assert members(clipped(spans, 0, END)) == wanted
-    assert is_normal(spans)
+    selection = selected(*[r for r, _, _ in include], exclude=[r for r, _, _ in exclude])
+    tokens = [*range(10, 10 + PROMPT_LEN), *new]
+
+    def named(position: int, parts) -> bool:
+        return any(position in held or tokens[position] in ids for _, held, ids in parts)
+
+    wanted = {p for p in range(END) if (not include or named(p, include)) and not named(p, exclude)}
+    first, past = sorted(part)
+    assert members(selection.held(PROMPT_LEN, new, 0, END)) == wanted
+    assert members(selection.held(PROMPT_LEN, new, first, past)) == {
+        p for p in wanted if first <= p < past
+    }
+    assert wanted <= members(clipped(selection.reach, 0, END))
+    clauses = [selection.spans, *(one.spans for one in selection.conditions)]
+    assert all(map(is_normal, clauses))
+    assert sum(len(members(clipped(spans, 0, END))) for spans in clauses) == len(
+        members(clipped(selection.reach, 0, END))
+    )
+    assert all(one.spans[0][0] >= PROMPT_LEN for one in selection.conditions)

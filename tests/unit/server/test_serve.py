@@ -17,7 +17,8 @@ from rheostat_server.serve import RunningServer, run, start
 from rheostat_server.vllm_engine import engine_arguments, model_path
 
 from .conftest import Client, Refusal, rest
-from .fakes import ScriptedBackend, add, request
+from .fakes import ScriptedBackend
+from .messages import add, request
 
 Code = grpc.StatusCode
 SERVING = health_pb2.HealthCheckResponse.SERVING

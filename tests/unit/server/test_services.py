@@ -17,19 +17,8 @@ from rheostat._proto.v1 import (
 )
 from rheostat_server.model_report import build_version
 
-from .fakes import (
-    LAYERS,
-    PARALLEL,
-    WIDTH,
-    ScriptedBackend,
-    add,
-    capture,
-    request,
-    selector,
-    site_set,
-    tensor,
-    window,
-)
+from .fakes import LAYERS, PARALLEL, WIDTH, ScriptedBackend
+from .messages import add, capture, request, selector, site_set, tensor, window
 from .uploads import chunk, header, put, refusal_of, values
 
 Code = grpc.StatusCode
@@ -146,6 +135,7 @@ async def test_the_model_says_what_can_be_done_at_every_layer_of_every_point(sta
     )
     assert (model.api_version, model.build_version) == ("rheostat.v1", build_version())
     assert model.engine.runner == engine_service_pb2.RUNNER_V1
+    assert (model.limits.bank_rows, model.limits.capture_rows_per_step) == (8, 1000)
     served = {
         (group.point, layer): (
             group.capture.served,
@@ -157,7 +147,17 @@ async def test_the_model_says_what_can_be_done_at_every_layer_of_every_point(sta
     }
     all_points = [p for p in types_pb2.Point.values() if p]
     assert sorted(served) == [(p, layer) for p in all_points for layer in range(LAYERS)]
-    assert served[types_pb2.POINT_RESID_PRE, 0] == (True, [receipt_pb2.OP_ADD], "")
+    assert served[types_pb2.POINT_RESID_PRE, 0] == (
+        True,
+        [
+            receipt_pb2.OP_ADD,
+            receipt_pb2.OP_NORM_ADD,
+            receipt_pb2.OP_ABLATE,
+            receipt_pb2.OP_CLAMP,
+            receipt_pb2.OP_SCALE,
+        ],
+        "",
+    )
     assert served[types_pb2.POINT_RESID_MID, 1] == (
         False,
         [],
@@ -202,10 +202,6 @@ async def test_control_messages_have_a_smaller_limit(running) -> None:
 def unserved(client) -> list[object]:
     capture_pb, patch_pb = capture_service_pb2, patch_service_pb2
     return [
-        client.generation.Session(iter(())).read(),
-        client.steering.DeriveVectors(steering.DeriveVectorsRequest()),
-        client.steering.SetGlobal(steering.SetGlobalRequest()),
-        client.steering.GetGlobal(steering.GetGlobalRequest()),
         client.capture.Subscribe(iter(())).read(),
         client.capture.ListSinks(capture_pb.ListSinksRequest()),
         client.capture.GetArtifacts(capture_pb.GetArtifactsRequest()),

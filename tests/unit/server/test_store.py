@@ -12,10 +12,8 @@ from rheostat._proto.v1 import (
 from rheostat_server.limits import CHUNK_BYTES
 
 from .conftest import Refusal
-from .fakes import (
-    WIDTH,
-    site_set,
-)
+from .fakes import WIDTH
+from .messages import site_set
 from .uploads import chunk, digest, header, put, refusal_of, values
 
 Code = grpc.StatusCode

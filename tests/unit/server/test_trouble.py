@@ -1,7 +1,6 @@
 """What goes wrong with a running request, over a real channel."""
 
 import asyncio
-from dataclasses import replace
 
 import grpc
 import pytest
@@ -17,17 +16,8 @@ from rheostat_server import engine, errors, generation
 from rheostat_server.errors import EngineLost
 
 from .conftest import Refusal, rest
-from .fakes import (
-    SITES,
-    WIDTH,
-    ScriptedBackend,
-    add,
-    capture,
-    request,
-    selector,
-    site_set,
-    window,
-)
+from .fakes import WIDTH, ScriptedBackend, sites_with
+from .messages import add, capture, request, selector, site_set, window
 from .streams import kinds, settled, until
 
 POST = types_pb2.POINT_RESID_POST
@@ -132,7 +122,7 @@ async def test_a_reader_that_is_too_slow_fails_with_its_captures(starter) -> Non
 
 def narrow(rows: int, **fields: object) -> ScriptedBackend:
     """An engine with few bank rows."""
-    return ScriptedBackend(sites=replace(SITES, bank_rows=rows), **fields)
+    return ScriptedBackend(sites=sites_with(bank_rows=rows), **fields)
 
 
 async def test_a_full_bank_makes_requests_wait_their_turn(starter) -> None:
@@ -140,7 +130,7 @@ async def test_a_full_bank_makes_requests_wait_their_turn(starter) -> None:
     first = running.client.generation.Generate(request(steer=[add()]))
     await first.read()
     second = asyncio.ensure_future(running.client.generate(request(steer=[add(scale=2.0)])))
-    await until(running.host._turn.locked)
+    await until(lambda: running.host.line.waiting == 1)
     assert len(running.backend.jobs) == 1
     running.backend.hold.set()
     assert (await rest(first))[-1].HasField("receipt")
@@ -152,7 +142,7 @@ async def test_equal_configurations_share_their_rows(starter) -> None:
     calls = [running.client.generation.Generate(request(steer=[add()])) for _ in range(3)]
     for call in calls:
         await call.read()
-    assert running.host.ledger.bank_rows_used == 1
+    assert running.host.ledger.used("bank_rows") == 1
     running.backend.hold.set()
     for call in calls:
         assert (await rest(call))[-1].HasField("receipt")
@@ -170,7 +160,7 @@ async def test_what_can_never_fit_is_refused_at_once(starter) -> None:
 
 
 async def test_a_capture_that_never_fits_a_step_is_refused_at_once(starter) -> None:
-    running = await starter(ScriptedBackend(sites=replace(SITES, capture_rows=2)))
+    running = await starter(ScriptedBackend(sites=sites_with(capture_rows=2)))
     refusal = await running.client.refusal(request(captures=[capture()]))
     assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_CAPTURE_OVERFLOW", "captures")
 
@@ -276,7 +266,7 @@ async def test_all_samples_are_waited_for_at_once(starter, monkeypatch) -> None:
 
 
 async def test_too_few_slots_are_called_what_they_are(starter) -> None:
-    running = await starter(ScriptedBackend(sites=replace(SITES, slots=1)))
+    running = await starter(ScriptedBackend(sites=sites_with(slots=1)))
     many = request(steer=[add(where=selector(window(0, 1))), add(scale=2.0)])
     refusal = await running.client.refusal(many)
     assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rheostat_engine import EngineSettings
+from rheostat_engine import OPEN_END, Act, EngineSettings, Kind, Plan
 from rheostat_server import vllm_backend, vllm_engine
 from rheostat_server.config import ServerConfig
-from rheostat_server.errors import EngineFailed, EngineLost
+from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta
 from rheostat_server.vllm_backend import ask_workers, start_backend
 from rheostat_server.vllm_engine import LoadedEngine, QueueCounter
@@ -75,7 +75,7 @@ async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp
 
     llm = Ended()
     settings = EngineSettings(f"ipc://{tmp_path}/{'x' * 200}/events", 1, 1)
-    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu")
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", {})
     monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
     monkeypatch.setattr(vllm_backend, "ask_workers", describe)
     monkeypatch.setattr(
@@ -88,7 +88,7 @@ async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp
 
 
 def test_an_engine_that_does_not_come_up_leaves_no_folder(monkeypatch, tmp_path) -> None:
-    def fail(config, path, settings, device) -> None:
+    def fail(config, path, settings, device, loras) -> None:
         made.extend(tmp_path.glob("rheostat-*"))
         raise RuntimeError("no memory")
 
@@ -99,7 +99,7 @@ def test_an_engine_that_does_not_come_up_leaves_no_folder(monkeypatch, tmp_path)
     monkeypatch.setattr(vllm_engine.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(vllm_engine, "_start", fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        vllm_engine._load(ServerConfig(model="demo"), "demo")
+        vllm_engine._load(ServerConfig(model="demo"), "demo", ())
     assert len(made) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -119,3 +119,36 @@ async def test_many_prompt_logprobs_are_written_off_the_loop(
     output = SimpleNamespace(prompt_logprobs=[None] * entries)
     assert await vllm_backend._delta_of(job, output) == Delta(text="x")
     assert (threads != [threading.get_ident()]) == off_the_loop
+
+
+def backend_with(answers: list[dict[str, object]]) -> tuple[vllm_backend.VllmBackend, list[object]]:
+    """A backend whose workers answer so, and what they are asked."""
+    asked: list[object] = []
+
+    async def call(method: str, *args: object) -> object:
+        asked.append((method, *args))
+        return answers
+
+    backend = object.__new__(vllm_backend.VllmBackend)
+    backend._call = call
+    return backend, asked
+
+
+ACT = Act(Kind.NORM_ADD, (bytes(32),), ((4, (0,)),), ((0, OPEN_END),), scale=0.5)
+
+
+@pytest.mark.parametrize(("firsts", "first"), [([7, 7], 7), ([0], 0), ([-1, -1], None)])
+async def test_an_update_reaches_every_worker_as_a_plan(firsts, first) -> None:
+    backend, asked = backend_with([{"first": one, "error": ""} for one in firsts])
+    assert await backend.update("r#0@1", (ACT,), 5) == first
+    assert asked == [("rheostat_update", "r#0@1", Plan("r#0@1", (ACT,)).to_wire(), 5)]
+
+
+@pytest.mark.parametrize(
+    ("second", "words"), [((-1, "no vector"), "no vector"), ((8, ""), "different positions")]
+)
+async def test_an_update_that_the_workers_do_not_take_up_alike_is_a_defect(second, words) -> None:
+    first, error = second
+    backend, _ = backend_with([{"first": 7, "error": ""}, {"first": first, "error": error}])
+    with pytest.raises(Defect, match=words):
+        await backend.update("r#0@1", (ACT,), 5)

@@ -12,9 +12,7 @@ from rheostat._proto.v1 import (
 )
 
 from .conftest import Refusal
-from .fakes import (
-    WIDTH,
-)
+from .fakes import WIDTH
 
 steering = steering_service_pb2
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rheostat._cli import demo, generate, info, serve, vectors
+from rheostat._cli import demo, generate, info, serve, steering, vectors
 from rheostat._cli._common import CommandError
 from rheostat._errors import InvalidRequest, RheostatError
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="rheostat", description="Steer and read out language models while vLLM serves them."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (serve, generate, vectors, info, demo):
+    for module in (serve, generate, vectors, steering, info, demo):
         module.add(commands)
     args = parser.parse_args(arguments)
     try:

@@ -17,12 +17,13 @@ import numpy as np
 from rheostat import aio
 from rheostat._arrays import FloatArray
 from rheostat._cli._common import CommandError
+from rheostat._interventions import Add
 from rheostat._model import ModelInfo
 from rheostat._points import Point, Site
 from rheostat._requests import Capture
 from rheostat._results import Generation
 from rheostat._selectors import positions
-from rheostat._vectors import Steer, inline
+from rheostat._vectors import inline
 
 SENTENCE = "The {} is in the city of"
 SUBJECT = "Eiffel Tower"
@@ -156,7 +157,7 @@ async def trace(
     return Trace(pair, sites, grades, bounds)
 
 
-def _swap(pair: Pair, site: Site, position: int) -> Steer:
+def _swap(pair: Pair, site: Site, position: int) -> Add:
     """The addition that turns one row of the corrupted run into the clean run's."""
     clean = pair.clean_run.activations[site.point, site.layer][position]
     corrupt = pair.corrupt_run.activations[site.point, site.layer][position]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rheostat._cli._common import Subparsers, add_target, layers, points
-from rheostat._engine import Engine, connect
-from rheostat._errors import NotFound
-from rheostat._results import Tokens
-from rheostat._vectors import Steer, named
+from rheostat._cli._common import Subparsers, add_target
+from rheostat._cli._ops import add_ops, steering
+from rheostat._engine import connect
+from rheostat._results import Divergence, Generation, Tokens
 
 _MAX_TOKENS = 128
 
@@ -24,55 +23,54 @@ def add(commands: Subparsers) -> None:
     )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the server's, 1)")
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.add_argument("--lora", metavar="NAME", help="a loaded adapter to run under")
     parser.add_argument(
-        "--steer",
-        type=dose,
-        action="append",
-        default=[],
-        metavar="NAME[:SCALE]",
-        help="add a stored vector, this many times (default scale: 1); may be repeated",
+        "--baseline",
+        action="store_true",
+        help="also continue it without the steering, and tell how far apart the two are",
     )
-    parser.add_argument("--points", type=points, help="where to steer (default: the vector's own)")
-    parser.add_argument("--layers", type=layers, help='e.g. 3, 2-5, "all"; with --points')
+    add_ops(parser)
     parser.set_defaults(run=run)
 
 
-def dose(text: str) -> tuple[str, float]:
-    """A vector's name and its scale, as typed."""
-    name, colon, scale = text.rpartition(":")
-    if not colon:
-        return text, 1.0
-    try:
-        return name, float(scale)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"NAME[:SCALE] has no number in {scale!r}") from None
-
-
 def run(args: argparse.Namespace) -> int:
-    """Print the continuation as it comes, then the receipt where something was steered."""
+    """Print the continuation as it comes, then the baseline's, then what was done."""
     with connect(args.target) as engine:
-        steering = [_steer(engine, name, args) * scale for name, scale in args.steer]
+        steered = steering(engine, args)
         with engine.stream(
             args.prompt,
-            steering=steering,
+            steering=steered,
             max_tokens=args.max_tokens,
             temperature=args.temperature,
             seed=args.seed,
+            lora=args.lora,
+            with_baseline=args.baseline,
         ) as stream:
             for event in stream:
-                if isinstance(event, Tokens):
+                if isinstance(event, Tokens) and not event.baseline:
                     print(event.text, end="", flush=True)
             print(flush=True)
-            if steering:
-                print(stream.result().receipt, file=sys.stderr)
+            out = stream.result()
+    if out.baseline is not None:
+        print(f"--- baseline\n{out.baseline.text}", flush=True)
+    for line in _told(out, bool(steered)):
+        print(line, file=sys.stderr)
     return 0
 
 
-def _steer(engine: Engine, name: str, args: argparse.Namespace) -> Steer:
-    """The named vector, at the sites of the command line or else at those kept with its name."""
-    if args.points is not None and args.layers is not None:
-        return named(name).at(points=args.points, layers=args.layers)
-    for stored in engine.vectors.list(name):
-        if stored.vector.name == name:
-            return stored.vector.at(points=args.points, layers=args.layers)
-    raise NotFound(f"no vector is named {name!r}", reason="REASON_NAME_NOT_FOUND")
+def _told(out: Generation, steered: bool) -> list[str]:
+    told = [] if out.divergence is None else [_apart(out.divergence)]
+    if steered or out.receipt.interventions:
+        told.append(str(out.receipt))
+    return told
+
+
+def _apart(found: Divergence) -> str:
+    told = f"KL from the baseline: {found.mean_kl:.3g} nats per token"
+    if len(found.kl) == 0:
+        return told
+    most = int(found.kl.argmax())
+    return (
+        f"{told}, most {found.kl[most]:.3g} at token {most} of {len(found.kl)}; "
+        f"at least {100 * found.compared.min():.3g} % of the probability was compared"
+    )

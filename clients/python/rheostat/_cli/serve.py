@@ -32,6 +32,14 @@ def add(commands: Subparsers) -> None:
     engine.add_argument("--gpu-memory-utilization", type=float, metavar="FRACTION")
     engine.add_argument("--tensor-parallel-size", type=int, metavar="DEVICES")
     engine.add_argument("--seed", type=int)
+    engine.add_argument(
+        "--lora",
+        dest="loras",
+        action="append",
+        type=_lora,
+        metavar="NAME=FOLDER",
+        help="an adapter that requests may name; may be repeated",
+    )
     engine.add_argument("--load-format", help='"dummy" makes random weights')
     memory = parser.add_argument_group("memory, in MiB")
     memory.add_argument("--kv-cache-memory-mib", type=int, metavar="MIB", help="KV cache")
@@ -44,7 +52,20 @@ def add(commands: Subparsers) -> None:
         help="captured rows of one request that may wait to be read",
     )
     memory.add_argument("--vector-store-mib", type=int, metavar="MIB", help="stored vectors")
+    folders = parser.add_argument_group("folders")
+    folders.add_argument(
+        "--vector-dir",
+        metavar="FOLDER",
+        help="keeps stored vectors and their names over restarts; one server per folder",
+    )
     parser.set_defaults(run=run)
+
+
+def _lora(text: str) -> tuple[str, str]:
+    name, separator, folder = text.partition("=")
+    if not (name and separator and folder):
+        raise argparse.ArgumentTypeError(f"an adapter is given as name=folder, not {text!r}")
+    return name, folder
 
 
 def _port(text: str) -> int:
@@ -59,7 +80,9 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     for name, value in vars(args).items():
         if name == "run" or value is None:
             continue
-        if name.endswith("_mib"):
+        if name == "loras":
+            found[name] = tuple(value)
+        elif name.endswith("_mib"):
             found[name.removesuffix("_mib") + "_bytes"] = value * _MIB
         else:
             found[name] = value
@@ -74,6 +97,6 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise CommandError(
             f"serving needs the server (no module named {error.name}): "
-            "pip install 'rheostat[cpu]' or 'rheostat[cuda]'"
+            "in a checkout, pip install '.[cpu]' or '.[cuda]'"
         ) from error
     return serve(ServerConfig(**settings(args)))

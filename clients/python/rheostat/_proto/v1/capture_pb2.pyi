@@ -482,6 +482,7 @@ class Dropped(_message.Message):
     SAMPLE_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request. Empty in GenerateResponse and SessionResponse."""
     spec: _builtins.int
@@ -490,6 +491,8 @@ class Dropped(_message.Message):
     """Sample, 0 to n - 1."""
     rows: _builtins.int
     """Rows lost here: positions times sites."""
+    baseline: _builtins.bool
+    """Whether the rows are of the baseline (GenerateRequest.with_baseline)."""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionRun]:
         """The lost positions."""
@@ -502,10 +505,11 @@ class Dropped(_message.Message):
         sample: _builtins.int = ...,
         rows: _builtins.int = ...,
         positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
+        baseline: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "request_id", b"request_id", "rows", b"rows", "sample", b"sample", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "positions", b"positions", "request_id", b"request_id", "rows", b"rows", "sample", b"sample", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

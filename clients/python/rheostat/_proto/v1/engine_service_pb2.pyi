@@ -327,6 +327,7 @@ class Limits(_message.Message):
     RESUME_WINDOW_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     RUN_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_WAIT_FIELD_NUMBER: _builtins.int
     model_tokens: _builtins.int
     """Tokens of prompt and generation together."""
     running_requests: _builtins.int
@@ -363,7 +364,11 @@ class Limits(_message.Message):
 
     @_builtins.property
     def pause(self) -> _duration_pb2.Duration:
-        """How long a session may pause; then it goes on."""
+        """How long a session may pause; then it goes on. Absent: sessions cannot pause."""
+
+    @_builtins.property
+    def capacity_wait(self) -> _duration_pb2.Duration:
+        """How long a request waits for room at most; see WhenFull."""
 
     def __init__(
         self,
@@ -383,10 +388,11 @@ class Limits(_message.Message):
         resume_window: _duration_pb2.Duration | None = ...,
         pause: _duration_pb2.Duration | None = ...,
         run_bytes: _builtins.int = ...,
+        capacity_wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "resume_window", b"resume_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity_wait", b"capacity_wait", "pause", b"pause", "resume_window", b"resume_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "capture_rows_per_step", b"capture_rows_per_step", "control_message_bytes", b"control_message_bytes", "inline_vector_bytes", b"inline_vector_bytes", "logprobs", b"logprobs", "model_tokens", b"model_tokens", "pause", b"pause", "resume_window", b"resume_window", "run_bytes", b"run_bytes", "running_requests", b"running_requests", "samples", b"samples", "subscription_buffer_bytes", b"subscription_buffer_bytes", "tensor_message_bytes", b"tensor_message_bytes", "vector_bytes", b"vector_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "capacity_wait", b"capacity_wait", "capture_rows_per_step", b"capture_rows_per_step", "control_message_bytes", b"control_message_bytes", "inline_vector_bytes", b"inline_vector_bytes", "logprobs", b"logprobs", "model_tokens", b"model_tokens", "pause", b"pause", "resume_window", b"resume_window", "run_bytes", b"run_bytes", "running_requests", b"running_requests", "samples", b"samples", "subscription_buffer_bytes", b"subscription_buffer_bytes", "tensor_message_bytes", b"tensor_message_bytes", "vector_bytes", b"vector_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -142,6 +142,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """UNAVAILABLE. The server admits nothing more."""
     REASON_ENGINE_LOST: _Reason.ValueType  # 122
     """UNAVAILABLE. The engine or one of its workers is gone."""
+    REASON_CACHE_SUSPECT: _Reason.ValueType  # 123
+    """UNAVAILABLE, with RetryInfo. Another request's plan was not in force; this one may have read what
+    that one left in the prefix cache. Sent again, it will not.
+    """
     REASON_UNAUTHENTICATED: _Reason.ValueType  # 140
     """UNAUTHENTICATED. No token or certificate, or one that is not known."""
     REASON_ROLE: _Reason.ValueType  # 141
@@ -270,6 +274,10 @@ REASON_DRAINING: Reason.ValueType  # 121
 """UNAVAILABLE. The server admits nothing more."""
 REASON_ENGINE_LOST: Reason.ValueType  # 122
 """UNAVAILABLE. The engine or one of its workers is gone."""
+REASON_CACHE_SUSPECT: Reason.ValueType  # 123
+"""UNAVAILABLE, with RetryInfo. Another request's plan was not in force; this one may have read what
+that one left in the prefix cache. Sent again, it will not.
+"""
 REASON_UNAUTHENTICATED: Reason.ValueType  # 140
 """UNAUTHENTICATED. No token or certificate, or one that is not known."""
 REASON_ROLE: Reason.ValueType  # 141

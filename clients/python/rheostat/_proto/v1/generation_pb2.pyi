@@ -409,3 +409,59 @@ class Finished(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_stop) -> _WhichOneofReturnType_stop | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class Divergence(_message.Message):
+    """How far a sample's distributions lie from those that the baseline has for the same tokens: the
+    request without its steering, patches and rules reads the sample's own tokens. After the sample's
+    Finished, with GenerateRequest.with_baseline; none for a sample that was aborted. Distributions
+    are the model's, as in TokenLogprobs. A sample that fills the context lacks its last token here:
+    reading it takes room for one more. Each side lists its most likely tokens, 20 or as many as
+    Sampling.logprobs asks for if those are more, at most Limits.logprobs, and the sample's token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    KL_FIELD_NUMBER: _builtins.int
+    COMPARED_FIELD_NUMBER: _builtins.int
+    BASELINE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MEAN_KL_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """Sample, 0 to n - 1."""
+    mean_kl: _builtins.float
+    """Mean of kl. 0 where there is none."""
+    @_builtins.property
+    def kl(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One per generated token: a lower bound, in nats, of the Kullback-Leibler divergence of the
+        sample's distribution from the baseline's: the least that it can be, given both lists. Tokens
+        that both sides list count one by one; those that one side alone lists are a class, of which the
+        other side can have no more than it has of its last listed token, each; so are all others.
+        """
+
+    @_builtins.property
+    def compared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One per generated token: the sample's probability of the tokens that both sides list, 0 to 1.
+        At 1 the bound is exact.
+        """
+
+    @_builtins.property
+    def baseline_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One per generated token: its log-probability under the baseline."""
+
+    def __init__(
+        self,
+        *,
+        sample: _builtins.int = ...,
+        kl: _abc.Iterable[_builtins.float] | None = ...,
+        compared: _abc.Iterable[_builtins.float] | None = ...,
+        baseline_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        mean_kl: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline_logprobs", b"baseline_logprobs", "compared", b"compared", "kl", b"kl", "mean_kl", b"mean_kl", "sample", b"sample"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Divergence: _TypeAlias = Divergence  # noqa: Y015

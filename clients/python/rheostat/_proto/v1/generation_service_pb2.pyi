@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rheostat._proto.v1 import capture_pb2 as _capture_pb2
 from rheostat._proto.v1 import generation_pb2 as _generation_pb2
 from rheostat._proto.v1 import monitor_pb2 as _monitor_pb2
@@ -24,6 +25,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WhenFull:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WhenFullEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WhenFull.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WHEN_FULL_UNSPECIFIED: _WhenFull.ValueType  # 0
+    """Refused with REASON_UNKNOWN_ENUM."""
+    WHEN_FULL_WAIT: _WhenFull.ValueType  # 1
+    """Waits in turn, up to its deadline and at most Limits.capacity_wait; then it is refused."""
+    WHEN_FULL_REFUSE: _WhenFull.ValueType  # 2
+    """Is refused at once, with RetryInfo; also if there is room, but others wait for more."""
+
+class WhenFull(_WhenFull, metaclass=_WhenFullEnumTypeWrapper):
+    """What a request does that does not fit beside those that run. It never runs unsteered. Requests
+    enter in the order in which they came: while one waits, none that came later enters before it,
+    except those that need nothing. A request that could not run even alone is refused at once,
+    without RetryInfo.
+    """
+
+WHEN_FULL_UNSPECIFIED: WhenFull.ValueType  # 0
+"""Refused with REASON_UNKNOWN_ENUM."""
+WHEN_FULL_WAIT: WhenFull.ValueType  # 1
+"""Waits in turn, up to its deadline and at most Limits.capacity_wait; then it is refused."""
+WHEN_FULL_REFUSE: WhenFull.ValueType  # 2
+"""Is refused at once, with RetryInfo; also if there is room, but others wait for more."""
+Global___WhenFull: _TypeAlias = WhenFull  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -64,6 +93,7 @@ class GenerateRequest(_message.Message):
     WITH_BASELINE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WHEN_FULL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request (REASON_DUPLICATE_REQUEST). Empty:
     the server makes one.
@@ -73,11 +103,17 @@ class GenerateRequest(_message.Message):
     lora: _builtins.str
     """Name of a loaded adapter. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
     with_baseline: _builtins.bool
-    """Also run the request without its steering, patches and rules, with the same sampling. Server-
-    wide steering and captures stay. Its events are marked `baseline`.
+    """Also run the request without its steering, patches and rules, with the same sampling, seed
+    included. Server-wide steering and captures stay. Its events are marked `baseline`; then each
+    sample's Divergence from it is measured, for which the baseline reads prompt and sample once
+    more. Updates of a session don't touch it. The receipt is about the request's own samples.
     """
     return_prompt_token_ids: _builtins.bool
     """Ask for Started.prompt_token_ids."""
+    when_full: Global___WhenFull.ValueType
+    """What to do while others hold what it needs of the engine: bank rows, slots, capture rows.
+    Default WHEN_FULL_WAIT.
+    """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """As Prompt.token_ids."""
@@ -128,13 +164,19 @@ class GenerateRequest(_message.Message):
         with_baseline: _builtins.bool = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         return_prompt_token_ids: _builtins.bool = ...,
+        when_full: Global___WhenFull.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures", "chat", b"chat", "labels", b"labels", "lora", b"lora", "patches", b"patches", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "with_baseline", b"with_baseline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "labels", b"labels", "lora", b"lora", "patches", b"patches", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__when_full: _TypeAlias = _typing.Literal["when_full"]  # noqa: Y015
+    _WhichOneofArgType__when_full: _TypeAlias = _typing.Literal["_when_full", b"_when_full"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__when_full) -> _WhichOneofReturnType__when_full | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -153,6 +195,7 @@ class GenerateResponse(_message.Message):
     SIGNAL_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    DIVERGENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> _generation_pb2.Started:
         """First."""
@@ -185,6 +228,10 @@ class GenerateResponse(_message.Message):
     def receipt(self) -> _receipt_pb2.Receipt:
         """Last."""
 
+    @_builtins.property
+    def divergence(self) -> _generation_pb2.Divergence:
+        """How far a sample lies from the baseline."""
+
     def __init__(
         self,
         *,
@@ -196,12 +243,13 @@ class GenerateResponse(_message.Message):
         signal: _monitor_pb2.Signal | None = ...,
         finished: _generation_pb2.Finished | None = ...,
         receipt: _receipt_pb2.Receipt | None = ...,
+        divergence: _generation_pb2.Divergence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signal", "finished", "receipt"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signal", "finished", "receipt", "divergence"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -210,7 +258,9 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 @_typing.final
 class SessionRequest(_message.Message):
     """What the client says. The first message is `start`, and only the first. Half-closing lets the
-    request run to its end.
+    request run to its end. Updates are carried out in turn. One that breaks a rule is refused
+    (UpdateRefused), and the request goes on; at most 256 can be carried out. What a session
+    generates is shared with no other request through the prefix cache.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -222,22 +272,31 @@ class SessionRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     update_id: _builtins.int
-    """Echoed in UpdateApplied or UpdateRefused; at least 1 and rising. Not in `start`."""
+    """Echoed in UpdateApplied or UpdateRefused; at least 1 and rising, else REASON_INVALID_VALUE. Not
+    in `start`.
+    """
     @_builtins.property
     def start(self) -> Global___GenerateRequest:
         """The request."""
 
     @_builtins.property
     def steering(self) -> _steering_pb2.Steering:
-        """Its steering from the next step on: replaces what it had. Empty: none."""
+        """Its steering from the next step on, but not before the first generated token: replaces what it
+        had; server-wide steering stays. Empty: none. Selectors mean what they mean in `start`. A
+        sample that has not begun gets it before its first generated token. Needs room in the engine
+        like a request, but never waits: REASON_BANK_FULL. If every sample has ended:
+        REASON_REQUEST_NOT_FOUND.
+        """
 
     @_builtins.property
     def pause(self) -> Global___SessionPause:
-        """Stops scheduling it; what it holds stays held, at most Limits.pause."""
+        """Stops scheduling it; what it holds stays held, at most Limits.pause. Where that is absent:
+        REASON_NOT_SUPPORTED.
+        """
 
     @_builtins.property
     def resume(self) -> Global___SessionResume:
-        """Goes on."""
+        """Goes on. Where Limits.pause is absent: REASON_NOT_SUPPORTED."""
 
     @_builtins.property
     def stop(self) -> Global___SessionStop:
@@ -330,6 +389,7 @@ class SessionResponse(_message.Message):
     RECEIPT_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    DIVERGENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> _generation_pb2.Started:
         """As in GenerateResponse."""
@@ -370,6 +430,10 @@ class SessionResponse(_message.Message):
     def refused(self) -> _monitor_pb2.UpdateRefused:
         """An update was refused; the request goes on."""
 
+    @_builtins.property
+    def divergence(self) -> _generation_pb2.Divergence:
+        """As in GenerateResponse."""
+
     def __init__(
         self,
         *,
@@ -383,12 +447,13 @@ class SessionResponse(_message.Message):
         receipt: _receipt_pb2.Receipt | None = ...,
         applied: _monitor_pb2.UpdateApplied | None = ...,
         refused: _monitor_pb2.UpdateRefused | None = ...,
+        divergence: _generation_pb2.Divergence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signal", "finished", "receipt", "applied", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signal", "finished", "receipt", "applied", "refused", "divergence"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -299,7 +299,9 @@ class UpdateApplied(_message.Message):
     """The update's id."""
     @_builtins.property
     def first_positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplePosition]:
-        """The first position that it acts on, by sample; a finished sample's is absent."""
+        """The first position that it acts on, by sample; a finished sample's is absent. Empty for what
+        does not change steering.
+        """
 
     def __init__(
         self,

@@ -132,7 +132,7 @@ class Receipt(_message.Message):
     global_version: _builtins.int
     """Version of the server-wide steering that it ran under."""
     updates: _builtins.int
-    """Updates of a session or watch that were carried out."""
+    """Changes of steering by a session or watch that were carried out."""
     @_builtins.property
     def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppliedIntervention]:
         """Every intervention of the request and of the server, in the order of ExplainResponse.

@@ -48,9 +48,9 @@ Global___Scope: _TypeAlias = Scope  # noqa: Y015
 
 @_typing.final
 class Steering(_message.Message):
-    """A composition of interventions. At one site and token, server-wide ops come first, then the
+    """A composition of interventions. At one site and token, server-wide ones come first, then the
     request's; within each, in the order of the list, each seeing what the former left, except that
-    adjacent adds are summed in float32 and rounded once. Captures see the stream after all ops.
+    adjacent adds are summed in float32 and rounded once. Captures see the stream after all of them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -262,8 +262,9 @@ Global___NormAdd: _TypeAlias = NormAdd  # noqa: Y015
 
 @_typing.final
 class Ablate(_message.Message):
-    """x - strength * (the orthogonal projection of x on the directions' span). Linearly dependent
-    directions are refused with REASON_INVALID_VALUE.
+    """x - strength * (the orthogonal projection of x on the directions' span). Directions of which one
+    lies within 1e-3 of its norm in the span of those before it are refused with
+    REASON_INVALID_VALUE.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -294,8 +295,9 @@ Global___Ablate: _TypeAlias = Ablate  # noqa: Y015
 
 @_typing.final
 class Clamp(_message.Message):
-    """x + sum over bands of strength * (clip(x.u, min, max) - x.u) * u. Every x.u is taken of the same
-    x, so directions that are not orthogonal need not all end in their bands.
+    """For each band in turn: x + strength * (clip(x.u, min, max) - x.u) * u. Orthogonal directions end
+    in their bands together. With others, a later band moves x along earlier directions too: only the
+    last one is sure to be met.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -33,22 +33,26 @@ class _DeriveMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeriveMe
     DERIVE_METHOD_UNSPECIFIED: _DeriveMethod.ValueType  # 0
     """Refused with REASON_UNKNOWN_ENUM."""
     DERIVE_METHOD_DIFFERENCE_OF_MEANS: _DeriveMethod.ValueType  # 1
-    """mean(positive) - mean(negative), in float32."""
+    """mean(p) - mean(n)."""
     DERIVE_METHOD_PRINCIPAL_COMPONENT: _DeriveMethod.ValueType  # 2
-    """First principal component of the pairwise differences positive[i] - negative[i], not centred,
-    of norm 1, signed so that the mean difference has a positive coordinate on it.
+    """First principal component of the pairwise differences p[i] - n[i], not centred, of norm 1,
+    signed so that the mean difference has a positive coordinate on it; where that coordinate is
+    zero, so that its largest element is positive. Zero where all differences are zero.
     """
 
 class DeriveMethod(_DeriveMethod, metaclass=_DeriveMethodEnumTypeWrapper):
-    """How a direction is made of rows."""
+    """How a direction is made of rows. p[i] and n[j] are the prompts' averaged rows, in float32; what
+    follows is computed in float64, and the vector rounded to float32.
+    """
 
 DERIVE_METHOD_UNSPECIFIED: DeriveMethod.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
 DERIVE_METHOD_DIFFERENCE_OF_MEANS: DeriveMethod.ValueType  # 1
-"""mean(positive) - mean(negative), in float32."""
+"""mean(p) - mean(n)."""
 DERIVE_METHOD_PRINCIPAL_COMPONENT: DeriveMethod.ValueType  # 2
-"""First principal component of the pairwise differences positive[i] - negative[i], not centred,
-of norm 1, signed so that the mean difference has a positive coordinate on it.
+"""First principal component of the pairwise differences p[i] - n[i], not centred, of norm 1,
+signed so that the mean difference has a positive coordinate on it; where that coordinate is
+zero, so that its largest element is positive. Zero where all differences are zero.
 """
 Global___DeriveMethod: _TypeAlias = DeriveMethod  # noqa: Y015
 
@@ -399,7 +403,15 @@ Global___DeleteNameResponse: _TypeAlias = DeleteNameResponse  # noqa: Y015
 
 @_typing.final
 class DeriveVectorsRequest(_message.Message):
-    """Two sets of prompts to contrast."""
+    """Two sets of prompts to contrast.
+
+    Each prompt runs as a request of its own, for one token, under the server-wide steering that holds
+    when it is admitted; so it must leave room for one token in the context. What is refused of it
+    names it: "positive[3].text"; what of `where` does not fit a prompt names the field of `where`,
+    and the prompt in the message. The call ends with the first prompt that fails, nothing is stored,
+    and every request that still runs is aborted; so it does when the caller goes away. With several
+    points REASON_STORE_FULL may leave the vectors of the first ones stored.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -414,9 +426,12 @@ class DeriveVectorsRequest(_message.Message):
     method: Global___DeriveMethod.ValueType
     """How. Default DERIVE_METHOD_DIFFERENCE_OF_MEANS."""
     name: _builtins.str
-    """Name for the vector; with several points "/resid_pre" etc. is appended. Empty: none."""
+    """Name for the vector, as in VectorHeader. With several points "/resid_pre", "/resid_mid",
+    "/resid_post", ... is appended to it, and the whole must be a name. Empty: none, so that the
+    vector may be evicted at any time.
+    """
     description: _builtins.str
-    """As in VectorHeader."""
+    """As in VectorHeader. VectorHeader.sites becomes the point and its layers."""
     lora: _builtins.str
     """Adapter under which the prompts run. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
     @_builtins.property
@@ -429,12 +444,18 @@ class DeriveVectorsRequest(_message.Message):
 
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
-        """Sites whose rows are contrasted. Gives one vector per point, one row per layer."""
+        """Sites whose rows are contrasted. Gives one vector per point, one row per layer.
+
+        Prompts times sites times W times 4 bytes are held until the call ends: more than 1 GiB is
+        REASON_INVALID_VALUE, more than other calls leave of it REASON_QUEUE_FULL.
+        """
 
     @_builtins.property
     def where(self) -> _selector_pb2.Selector:
-        """Which tokens of each prompt; rows of a prompt are averaged first. Absent: the last prompt
-        token. Generated tokens are none: REASON_INVALID_POSITION.
+        """Which tokens of each prompt, resolved against each; their rows are averaged, so every prompt
+        weighs the same. Absent: the last prompt token. Selectors reach the prompt alone here, so token
+        ids and excludes mean its tokens. An include that names generated tokens, or reaches past the
+        prompt, and a selector that leaves a prompt without tokens: REASON_INVALID_POSITION.
         """
 
     def __init__(
@@ -521,7 +542,7 @@ Global___DerivedVector: _TypeAlias = DerivedVector  # noqa: Y015
 
 @_typing.final
 class DerivedRow(_message.Message):
-    """One row of a vector that was made."""
+    """One row of a vector that was made, and how well rows made so tell the two sets apart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -529,14 +550,33 @@ class DerivedRow(_message.Message):
     NORM_FIELD_NUMBER: _builtins.int
     STREAM_NORM_FIELD_NUMBER: _builtins.int
     EXPLAINED_FIELD_NUMBER: _builtins.int
+    SEPARATION_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
     """Layer."""
     norm: _builtins.float
-    """L2 norm of the row."""
+    """L2 norm of the row. Zero where the rows of both sets do not differ, as at resid_pre of layer 0
+    when all prompts end with the same token.
+    """
     stream_norm: _builtins.float
-    """Mean L2 norm of the contrasted rows."""
+    """Mean L2 norm of the selected rows, before they are averaged: of each prompt's, then of all
+    prompts of both sets. What a dose is large or small against.
+    """
     explained: _builtins.float
-    """Fraction, 0 to 1, of the differences' sum of squares along the row."""
+    """Fraction, 0 to 1, of the differences' sum of squares along the row: of all p[i] - n[j] for
+    DERIVE_METHOD_DIFFERENCE_OF_MEANS, of the pairwise p[i] - n[i] for
+    DERIVE_METHOD_PRINCIPAL_COMPONENT. 0 where all differences are zero. Taken of the same prompts
+    that made the row, and thus larger than it would be of others.
+    """
+    separation: _builtins.float
+    """Cohen's d of held-out prompts: how many standard deviations the sets lie apart. Both are cut
+    into k = min(10, positive, negative) parts, prompt i into part i mod k. A prompt's score is its
+    coordinate on the unit direction that the method makes of all other parts, counted from the
+    middle between their two means. The separation is the mean score of positive less that of
+    negative, over sqrt((sum of squared deviations of all scores, each from its own set's mean) /
+    (positive + negative - 2)). About 0 or below: what was made of some prompts does not tell the
+    others apart. Absent where it is not defined: one prompt in a set, a direction of norm zero, or
+    scores that are equal within both sets (a deviation below 1e-9 of the distance).
+    """
     def __init__(
         self,
         *,
@@ -544,12 +584,15 @@ class DerivedRow(_message.Message):
         norm: _builtins.float = ...,
         stream_norm: _builtins.float = ...,
         explained: _builtins.float = ...,
+        separation: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_separation", b"_separation", "separation", b"separation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explained", b"explained", "layer", b"layer", "norm", b"norm", "stream_norm", b"stream_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_separation", b"_separation", "explained", b"explained", "layer", b"layer", "norm", b"norm", "separation", b"separation", "stream_norm", b"stream_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__separation: _TypeAlias = _typing.Literal["separation"]  # noqa: Y015
+    _WhichOneofArgType__separation: _TypeAlias = _typing.Literal["_separation", b"_separation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__separation) -> _WhichOneofReturnType__separation | None: ...
 
 Global___DerivedRow: _TypeAlias = DerivedRow  # noqa: Y015
 

@@ -113,7 +113,7 @@ class SteeringServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeriveVectors(self, request, context):
-        """Makes vectors by contrasting captured rows of two sets of prompts.
+        """Makes vectors by contrasting captured rows of two sets of prompts, and stores them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

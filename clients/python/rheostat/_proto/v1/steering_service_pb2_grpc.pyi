@@ -47,7 +47,7 @@ class SteeringServiceStub:
     DeleteName: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.DeleteNameRequest, _steering_service_pb2.DeleteNameResponse]
     """Takes a name off its vector. Running requests are not touched."""
     DeriveVectors: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.DeriveVectorsRequest, _steering_service_pb2.DeriveVectorsResponse]
-    """Makes vectors by contrasting captured rows of two sets of prompts."""
+    """Makes vectors by contrasting captured rows of two sets of prompts, and stores them."""
     SetGlobal: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.SetGlobalRequest, _steering_service_pb2.SetGlobalResponse]
     """Replaces the server-wide steering as a whole, for requests admitted from then on."""
     GetGlobal: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.GetGlobalRequest, _steering_service_pb2.GetGlobalResponse]
@@ -72,7 +72,7 @@ class SteeringServiceAsyncStub(SteeringServiceStub):
     DeleteName: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.DeleteNameRequest, _steering_service_pb2.DeleteNameResponse]  # type: ignore[assignment]
     """Takes a name off its vector. Running requests are not touched."""
     DeriveVectors: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.DeriveVectorsRequest, _steering_service_pb2.DeriveVectorsResponse]  # type: ignore[assignment]
-    """Makes vectors by contrasting captured rows of two sets of prompts."""
+    """Makes vectors by contrasting captured rows of two sets of prompts, and stores them."""
     SetGlobal: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.SetGlobalRequest, _steering_service_pb2.SetGlobalResponse]  # type: ignore[assignment]
     """Replaces the server-wide steering as a whole, for requests admitted from then on."""
     GetGlobal: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.GetGlobalRequest, _steering_service_pb2.GetGlobalResponse]  # type: ignore[assignment]
@@ -119,7 +119,7 @@ class SteeringServiceServicer:
         request: _steering_service_pb2.DeriveVectorsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_steering_service_pb2.DeriveVectorsResponse, _abc.Awaitable[_steering_service_pb2.DeriveVectorsResponse]]:
-        """Makes vectors by contrasting captured rows of two sets of prompts."""
+        """Makes vectors by contrasting captured rows of two sets of prompts, and stores them."""
 
     def SetGlobal(
         self,

@@ -1,0 +1,192 @@
+"""How the asyncio client carries calls: as `_connection` does, awaited.
+
+A connection belongs to the event loop in which it makes its first call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from rheostat import _errors
+from rheostat._calls import (
+    Answer,
+    Dialogue,
+    Download,
+    Fold,
+    Result,
+    Script,
+    Step,
+    Unary,
+    Upload,
+    serialize,
+)
+from rheostat._channel import OPTIONS, checked_target
+
+_Message = TypeVar("_Message", covariant=True)
+
+
+class Responses(Protocol[_Message]):
+    """A running call: its messages, and its end."""
+
+    def __aiter__(self) -> AsyncIterator[_Message]: ...
+    def cancel(self) -> bool: ...
+    def add_done_callback(self, callback: Callable[[object], None]) -> None: ...
+
+
+class Connection:
+    """A channel, and how each shape of call goes over it. Raises `RheostatError` alone."""
+
+    def __init__(self, target: str, timeout: float | None) -> None:
+        self.target = checked_target(target)
+        self.timeout = timeout
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """Made at its first use, when the event loop that it belongs to runs."""
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
+        return self._channel
+
+    async def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
+        """One request, one answer."""
+        if timeout is None and not call.waits:
+            timeout = self.timeout
+        rpc = self.channel.unary_unary(
+            call.path,
+            request_serializer=serialize,
+            response_deserializer=call.answer.FromString,
+        )
+        try:
+            answer = await rpc(call.request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise _errors.from_rpc(error, self.target, timeout) from None
+        return call.read(answer)
+
+    async def script(self, script: Script[Answer, Result]) -> Result:
+        """Unary calls, one after the other."""
+        try:
+            call = next(script)
+            while True:
+                call = script.send(await self.unary(call))
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+    async def upload(self, call: Upload[Answer, Result], timeout: float | None) -> Result:
+        """Many requests, one answer."""
+        rpc = self.channel.stream_unary(
+            call.path,
+            request_serializer=serialize,
+            response_deserializer=call.answer.FromString,
+        )
+        try:
+            answer = await rpc(call.requests, timeout=timeout)
+        except grpc.RpcError as error:
+            raise _errors.from_rpc(error, self.target, timeout) from None
+        return call.read(answer)
+
+    def download(
+        self, call: Download[Answer, Step, Result], timeout: float | None
+    ) -> Responses[Answer]:
+        """Start a call with many answers. It ends after ``timeout`` seconds; None: never."""
+        rpc = self.channel.unary_stream(
+            call.path,
+            request_serializer=serialize,
+            response_deserializer=call.answer.FromString,
+        )
+        responses: Responses[Answer] = rpc(call.request, timeout=timeout)
+        return responses
+
+    def dialogue(
+        self,
+        call: Dialogue[Answer, Step, Result],
+        requests: AsyncIterator[Message],
+        timeout: float | None,
+    ) -> Responses[Answer]:
+        """As `download`, of a call that takes further requests while it runs."""
+        rpc = self.channel.stream_stream(
+            call.path,
+            request_serializer=serialize,
+            response_deserializer=call.answer.FromString,
+        )
+        responses: Responses[Answer] = rpc(requests, timeout=timeout)
+        return responses
+
+    async def close(self) -> None:
+        """End the channel and every call on it."""
+        if self._channel is not None:
+            await self._channel.close()
+
+
+class Reader(Generic[Answer, Step, Result]):
+    """A response stream while it is read: events as they come, then the whole."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        responses: Responses[Answer],
+        fold: Fold[Answer, Step, Result],
+        timeout: float | None,
+    ) -> None:
+        """Made by `Engine`, of a call that has been started."""
+        self._call = responses
+        self._responses: AsyncIterator[Answer] = aiter(responses)
+        self._fold = fold
+        self._waiting: deque[Step] = deque()
+        self._target, self._timeout = connection.target, timeout
+        self._begun = False
+        self._cancelled = False
+
+    def __aiter__(self) -> Self:
+        """The events that have not been read yet."""
+        return self
+
+    async def __anext__(self) -> Step:
+        """The next event; waits for it."""
+        while not self._waiting:
+            try:
+                message = await anext(self._responses)
+            except grpc.RpcError as error:
+                raise self._failure(error) from None
+            except asyncio.CancelledError:
+                if self._cancelled:  # by `cancel`, not by the task's own cancellation
+                    raise _errors.Cancelled("the call was cancelled here") from None
+                raise
+            self._begun = True
+            self._waiting.extend(self._fold.feed(message))
+        return self._waiting.popleft()
+
+    async def result(self) -> Result:
+        """Read to the end and give the whole, events already read included."""
+        async for _ in self:
+            pass
+        return self._fold.result()
+
+    def cancel(self) -> None:
+        """End the call; the server frees what it held. Nothing happens where it has ended."""
+        self._cancelled = self._call.cancel() or self._cancelled
+
+    def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:
+        return _errors.from_rpc(error, self._target, self._timeout, begun=self._begun)
+
+    async def __aenter__(self) -> Self:
+        """Itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Cancel what has not ended."""
+        self.cancel()

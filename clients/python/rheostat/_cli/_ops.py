@@ -1,0 +1,155 @@
+"""Ops as typed on a command line: one flag per op, in the order in which they act.
+
+A flag names stored vectors. They act at --points and --layers where given, else where the vectors
+are meant to act.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rheostat._cli._common import layers, points
+from rheostat._engine import Engine
+from rheostat._errors import NotFound
+from rheostat._interventions import Add, Band, Clamp, Intervention
+from rheostat._steering import ablate, norm_add, scale
+from rheostat._vectors import Vector, named
+
+_HELP = {
+    "--steer": ("NAME[:SCALE]", "add a stored vector, this many times (default: 1)"),
+    "--norm-add": ("NAME[:SCALE]", "add its direction, SCALE norms of the stream (default: 1)"),
+    "--ablate": ("NAME[,NAME...][:STRENGTH]", "remove what lies along directions (default: all)"),
+    "--clamp": (
+        "NAME:BOUNDS[:STRENGTH][,...]",
+        "pull the coordinate along a direction into BOUNDS: MIN..MAX, MIN.., ..MAX, or one number",
+    ),
+    "--scale": ("NAME:FACTOR", "multiply the coordinate along a direction; -1 mirrors"),
+}
+
+
+class Typed(NamedTuple):
+    """An op as typed: the vectors that it names, and what is made of them."""
+
+    names: tuple[str, ...]
+    make: Callable[..., Intervention]
+    """Takes the vectors in the order of the names."""
+
+
+def add_ops(parser: argparse.ArgumentParser) -> None:
+    """Give a command the flags of all ops."""
+    group = parser.add_argument_group("steering", "Ops, which act in the order given.")
+    for (flag, (metavar, told)), read in zip(_HELP.items(), _READERS, strict=True):
+        group.add_argument(
+            flag,
+            type=read,
+            action="append",
+            default=[],
+            dest="ops",
+            metavar=metavar,
+            help=told,
+        )
+    group.add_argument("--points", type=points, help="where they act (default: the vector's own)")
+    group.add_argument("--layers", type=layers, help='e.g. 3, 2-5, "all"; with --points')
+
+
+def steering(engine: Engine, args: argparse.Namespace) -> list[Intervention]:
+    """What the flags of `add_ops` ask for."""
+    ops: list[Typed] = args.ops
+    return [
+        op.make(*(_vector(engine, name, args) for name in op.names)).at(
+            points=args.points, layers=args.layers
+        )
+        for op in ops
+    ]
+
+
+def _vector(engine: Engine, name: str, args: argparse.Namespace) -> Vector:
+    """The named vector, with the sites that are kept with its name where those are needed."""
+    if args.points is not None and args.layers is not None:
+        return named(name)
+    for stored in engine.vectors.list(name):
+        if stored.vector.name == name:
+            return stored.vector
+    raise NotFound(f"no vector is named {name!r}", reason="REASON_NAME_NOT_FOUND")
+
+
+def read_steer(text: str) -> Typed:
+    """NAME[:SCALE]."""
+    name, *rest = _parts(text, 2)
+    dose = _number(rest[0], text) if rest else 1.0
+    return Typed((name,), lambda vector: Add(vector, dose))
+
+
+def read_norm_add(text: str) -> Typed:
+    """NAME[:SCALE]."""
+    name, *rest = _parts(text, 2)
+    dose = _number(rest[0], text) if rest else 1.0
+    return Typed((name,), lambda vector: norm_add(vector, dose))
+
+
+def read_ablate(text: str) -> Typed:
+    """NAME[,NAME...][:STRENGTH]."""
+    typed, *rest = _parts(text, 2)
+    names = tuple(typed.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} has a comma without a name beside it")
+    strength = _number(rest[0], text) if rest else 1.0
+    return Typed(names, lambda *directions: ablate(*directions, strength=strength))
+
+
+def read_clamp(text: str) -> Typed:
+    """NAME:BOUNDS[:STRENGTH][,...]."""
+    bands = [_parts(one, 3) for one in text.split(",")]
+    if any(len(parts) < 2 for parts in bands):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no bounds: MIN..MAX, MIN.., ..MAX or one number"
+        )
+    limits = [
+        (*_bounds(parts[1], text), _number(parts[2], text) if len(parts) > 2 else 1.0)
+        for parts in bands
+    ]
+
+    def make(*directions: Vector) -> Clamp:
+        return Clamp(tuple(Band(one, *how) for one, how in zip(directions, limits, strict=True)))
+
+    return Typed(tuple(parts[0] for parts in bands), make)
+
+
+def read_scale(text: str) -> Typed:
+    """NAME:FACTOR."""
+    name, *rest = _parts(text, 2)
+    if not rest:
+        raise argparse.ArgumentTypeError(f"{text!r} has no factor: NAME:FACTOR")
+    factor = _number(rest[0], text)
+    return Typed((name,), lambda direction: scale(direction, factor))
+
+
+_READERS = (read_steer, read_norm_add, read_ablate, read_clamp, read_scale)
+
+
+def _parts(text: str, most: int) -> list[str]:
+    """The parts between colons, of which the first is not empty."""
+    parts = text.split(":")
+    if not parts[0] or len(parts) > most:
+        raise argparse.ArgumentTypeError(f"{text!r} begins with no name or has too many colons")
+    return parts
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{whole!r} has no number in {text!r}") from None
+
+
+def _bounds(text: str, whole: str) -> tuple[float | None, float | None]:
+    """MIN..MAX, either of which may be left out, or one number for both."""
+    low, dots, high = text.partition("..")
+    if not dots:
+        high = low
+    return (
+        _number(low, whole) if low or not dots else None,
+        _number(high, whole) if high or not dots else None,
+    )

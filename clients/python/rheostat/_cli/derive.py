@@ -1,0 +1,67 @@
+"""``rheostat vectors derive``: a vector that tells two files of prompts apart."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rheostat._cli._common import CommandError, Subparsers, add_target, layers, points
+from rheostat._cli._progress import Phase
+from rheostat._derivations import METHODS
+from rheostat._engine import connect
+
+
+def add(actions: Subparsers) -> None:
+    """Register the action below ``rheostat vectors``."""
+    derive = actions.add_parser(
+        "derive",
+        help="make vectors that tell two sets of prompts apart",
+        description="Contrasts the last tokens of two sets of prompts and shows how well the "
+        "vector of each layer tells them apart.",
+    )
+    for which in ("positive", "negative"):
+        derive.add_argument(
+            f"--{which}", type=Path, metavar="FILE", required=True, help="one prompt per line"
+        )
+    derive.add_argument("--points", type=points, required=True, help="e.g. resid_post")
+    derive.add_argument("--layers", type=layers, required=True, help='e.g. 3, 2-5, "all"')
+    derive.add_argument(
+        "--method", choices=METHODS, default="difference_of_means", help="default: %(default)s"
+    )
+    derive.add_argument("--name", help="default: none, so that the server may evict what is made")
+    derive.add_argument("--description", default="")
+    add_target(derive)
+    derive.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the figures of every row, then one line per vector."""
+    positive, negative = _prompts(args.positive), _prompts(args.negative)
+    with (
+        connect(args.target) as engine,
+        Phase(f"running {len(positive)} + {len(negative)} prompts"),
+    ):
+        derivation = engine.vectors.derive(
+            positive,
+            negative,
+            points=args.points,
+            layers=args.layers,
+            method=args.method,
+            name=args.name,
+            description=args.description,
+        )
+    print(derivation)
+    for vector in derivation.vectors:
+        print(f"{vector.digest}  {vector.name or '-'}")
+    return 0
+
+
+def _prompts(path: Path) -> list[str]:
+    """The lines of a file that hold something."""
+    try:
+        found = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"cannot read {path}: {error}", 2) from error
+    if not found:
+        raise CommandError(f"{path} holds no prompt", 2)
+    return found

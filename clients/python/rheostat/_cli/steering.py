@@ -1,0 +1,59 @@
+"""``rheostat global``: the server-wide steering, under which every request runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from rheostat._cli._common import CommandError, Subparsers, add_target
+from rheostat._cli._ops import add_ops, steering
+from rheostat._engine import connect
+
+
+def add(commands: Subparsers) -> None:
+    """Register the command and its own subcommands."""
+    parser = commands.add_parser("global", help="set, get and clear the server-wide steering")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    setting = actions.add_parser("set", help="replace it by these ops, for requests from now on")
+    add_ops(setting)
+    setting.set_defaults(run=run_set)
+
+    getting = actions.add_parser("get", help="show it and its version")
+    getting.set_defaults(run=run_get)
+
+    clearing = actions.add_parser("clear", help="replace it by none")
+    clearing.set_defaults(run=run_clear)
+
+    for action in (setting, clearing):
+        action.add_argument(
+            "--expected-version",
+            type=int,
+            metavar="VERSION",
+            help="fail where another version holds (default: replace any)",
+        )
+    for action in (setting, getting, clearing):
+        add_target(action)
+
+
+def run_set(args: argparse.Namespace) -> int:
+    """Print the version that holds."""
+    if not args.ops:
+        raise CommandError("no op is given; to have none, use: rheostat global clear", 2)
+    with connect(args.target) as engine:
+        version = engine.steering.set_global(steering(engine, args), args.expected_version)
+    print(f"version {version}")
+    return 0
+
+
+def run_get(args: argparse.Namespace) -> int:
+    """Print one line per intervention."""
+    with connect(args.target) as engine:
+        print(engine.steering.get_global())
+    return 0
+
+
+def run_clear(args: argparse.Namespace) -> int:
+    """Print the version that holds."""
+    with connect(args.target) as engine:
+        print(f"version {engine.steering.set_global(None, args.expected_version)}")
+    return 0

@@ -1,0 +1,106 @@
+"""Vectors in files: `load_vector` and `save_vector`, whatever the format.
+
+One module per format knows it and nothing else does. Invariants: what a file does not say is left
+open, never guessed; a file that is not whole is refused, never read in part; and a file is replaced
+as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from rheostat._errors import Refused, invalid
+from rheostat._files import _gguf, _npz, _sae, _safetensors
+from rheostat._files._errors import replacing
+from rheostat._vectors import Vector
+
+VectorFormat: TypeAlias = Literal["safetensors", "npz", "gguf", "sae"]
+"""Formats of vector files; "sae" is read only."""
+
+FORMATS: tuple[VectorFormat, ...] = get_args(VectorFormat)
+"""Every one of them."""
+
+
+def load_vector(
+    path: str | os.PathLike[str],
+    *,
+    feature: int | None = None,
+    format: VectorFormat | None = None,
+) -> Vector:
+    """A vector from a file, with its numbers: to put on a server, or to steer with as it is.
+
+    ``path`` is a ``.safetensors``, ``.npz`` or ``.gguf`` file, or the folder of an SAE as SAELens
+    writes it (or the ``.safetensors`` file in it) together with ``feature``, the decoder's row to
+    take. The name decides on the format unless ``format`` does. Element types are kept, but GGUF
+    gives float32 and float64 is rounded to float32. Name, description, points and layers are the
+    file's own; what it does not say stays open. A GGUF control vector acts at ``resid_post`` of the
+    layers that its tensors name, an SAE's row at the hook that its cfg.json names.
+
+    Raises InvalidRequest for a file that cannot be read as a vector, saying what is wrong with it,
+    and Refused where a library is missing, saying what to install.
+    """
+    path = Path(path)
+    kind = _format(path, feature, format)
+    if kind == "sae":
+        return _sae.load(path, feature)
+    if feature is not None:
+        raise invalid("feature", f"only SAEs have features, not {kind} files: leave feature out")
+    match kind:
+        case "safetensors":
+            return _safetensors.load(path)
+        case "npz":
+            return _npz.load(path)
+        case "gguf":
+            return _gguf.load(path)
+
+
+def save_vector(
+    path: str | os.PathLike[str],
+    vector: Vector,
+    *,
+    format: VectorFormat | None = None,
+    model_hint: str = "unknown",
+) -> None:
+    """Write a vector that holds its numbers to a ``.safetensors``, ``.npz`` or ``.gguf`` file.
+
+    The first two keep every bit, the element type, name, description, points and layers. GGUF keeps
+    the numbers as float32, exactly, with name and description; it needs ``points="resid_post"`` and
+    layers from 1 on, one row each, and ``model_hint`` goes into its field of that name, which
+    llama.cpp does not read. A file that is there is replaced.
+
+    Raises InvalidRequest where the format cannot hold the vector or the file cannot be written, and
+    Refused for a vector without numbers and where a library is missing.
+    """
+    path = Path(path)
+    if vector.rows is None:
+        raise Refused(f"{vector.label} holds no numbers here; fetch it with engine.vectors.get")
+    kind = _format(path, None, format)
+    with replacing(path) as part:
+        match kind:
+            case "safetensors":
+                _safetensors.save(part, vector, vector.rows)
+            case "npz":
+                _npz.save(part, vector, vector.rows)
+            case "gguf":
+                _gguf.save(part, vector, vector.rows, model_hint)
+            case "sae":
+                raise invalid("format", "SAEs are read only: write safetensors, npz or gguf")
+
+
+def _format(path: Path, feature: int | None, format: VectorFormat | None) -> VectorFormat:
+    if format is not None:
+        if format not in FORMATS:
+            raise invalid("format", f"unknown format {format!r}; there are {', '.join(FORMATS)}")
+        return format
+    if feature is not None or path.is_dir():
+        return "sae"
+    for known in FORMATS:
+        if path.suffix == f".{known}":
+            return known
+    raise invalid(
+        "format",
+        f"{path} does not end in .safetensors, .npz or .gguf: say its format, one of "
+        f"{', '.join(FORMATS)}",
+    )

@@ -1,0 +1,103 @@
+"""What stands beside the numbers in files of our own: name, description, points and layers.
+
+One JSON object, the same in every format that can hold text. Layers keep their form: "all", a list,
+or a range as {"start", "stop", "step"}.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy.typing as npt
+
+from rheostat._arrays import Element, VectorData, vector_data
+from rheostat._errors import InvalidRequest
+from rheostat._files._errors import bad_file
+from rheostat._points import Layers, LayersLike, Point, layers_of, points_of
+from rheostat._vectors import Vector
+
+KEY = "rheostat_vector"
+"""Where the text stands in a file."""
+
+
+class About(NamedTuple):
+    """What a file says of its vector."""
+
+    name: str | None = None
+    description: str = ""
+    points: tuple[Point, ...] | None = None
+    layers: Layers | None = None
+
+
+def write_about(vector: Vector) -> str:
+    """The text for a vector."""
+    layers: object = vector.layers
+    if isinstance(vector.layers, range):
+        span = vector.layers
+        layers = {"start": span.start, "stop": span.stop, "step": span.step}
+    return json.dumps(
+        {
+            "name": vector.name,
+            "description": vector.description,
+            "points": vector.points,
+            "layers": layers,
+        },
+        ensure_ascii=False,
+    )
+
+
+def read_about(path: Path, text: str) -> About:
+    """What the text of a file says. Raises InvalidRequest for a text of another kind."""
+    try:
+        said = json.loads(text)
+        points, layers = said["points"], said["layers"]
+        name, description = said["name"], said["description"]
+        if not isinstance(name, str | None) or not isinstance(description, str):
+            raise TypeError("name and description are texts")
+        return About(
+            name,
+            description,
+            None if points is None else points_of(points),
+            None if layers is None else layers_of(_layers(layers)),
+        )
+    except (ValueError, KeyError, TypeError, InvalidRequest) as error:
+        raise bad_file(
+            path,
+            f'has an entry "{KEY}" that Rheostat did not write ({error})',
+            "export the vector again, or take the entry out",
+        ) from error
+
+
+def _layers(said: LayersLike | dict[str, int]) -> LayersLike:
+    if isinstance(said, dict):
+        return range(said["start"], said["stop"], said["step"])
+    return said
+
+
+def numbers_of(path: Path, array: npt.ArrayLike, dtype: Element | None = None) -> VectorData:
+    """The rows of a file's array. Raises InvalidRequest for what cannot be a vector."""
+    try:
+        return vector_data(array, dtype)
+    except InvalidRequest as error:
+        raise bad_file(
+            path, f"holds no vector ({error.message})", "save one array [rows, width] of real, "
+            "finite numbers", error.reason,
+        ) from error  # fmt: skip
+
+
+def vector_of(path: Path, rows: VectorData, about: About) -> Vector:
+    """The vector of a file. Raises InvalidRequest where rows and layers do not match."""
+    layers, count = about.layers, rows.shape[0]
+    if count > 1 and layers is not None and layers != "all" and len(layers) != count:
+        raise bad_file(
+            path,
+            f"has {count} rows for {len(layers)} layers",
+            "a vector has one row, or one per layer",
+            "REASON_VECTOR_SHAPE",
+        )
+    return Vector(
+        rows.digest.hex(), about.name, rows.shape, rows.element, about.points, layers, rows,
+        by_value=True, description=about.description,
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""GGUF control vectors, the format of llama.cpp and repeng.
+
+``general.architecture`` is "controlvector"; tensor ``direction.N`` holds the row of layer N. The
+number is that of the decoder block, counted from 0, and the row is added to what the block leaves:
+``resid_post`` of layer N. llama.cpp stores ``direction.N`` at offset N - 1 of a buffer (its
+common.cpp) that its graph reads at il - 1 for block il (its llama-adapter.cpp), so the two
+subtractions cancel; it adds the row after the block's last residual sum (``build_cvec`` before
+``l_out``). repeng wraps block N and adds to its output. What follows from the offset is that layer
+0 cannot be expressed: llama.cpp refuses ``direction.0``. repeng can write it and means the first
+block, so it is read here, and never written.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._arrays import VectorData
+from rheostat._errors import InvalidRequest, invalid
+from rheostat._files._about import About, numbers_of, vector_of
+from rheostat._files._errors import bad_file, missing_library, unreadable
+from rheostat._points import Point
+from rheostat._vectors import Vector
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+_ARCHITECTURE = "controlvector"
+_HINT = f"{_ARCHITECTURE}.model_hint"
+_COUNT = f"{_ARCHITECTURE}.layer_count"
+_DIRECTION = re.compile(r"direction\.([0-9]+)")
+_NO_HINT = "unknown"
+
+
+def load(path: Path) -> Vector:
+    """The vector of a file: one float32 row per layer, ascending."""
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise missing_library(error) from error
+    try:
+        reader = GGUFReader(path)
+        texts = {
+            key: _text(reader, key)
+            for key in ("general.architecture", "general.name", "general.description", _HINT)
+        }
+    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise unreadable(path, error) from error
+    if texts["general.architecture"] != _ARCHITECTURE:
+        found = texts["general.architecture"] or "nothing"
+        raise bad_file(
+            path,
+            f"is no control vector, but {found}",
+            f'its general.architecture has to be "{_ARCHITECTURE}"',
+        )
+    rows = _directions(path, reader)
+    if not rows:
+        raise bad_file(path, "names no layer", "it needs tensors direction.1, direction.2, ...")
+    if len({row.shape for row in rows.values()}) > 1:
+        raise bad_file(
+            path,
+            "has directions of several widths",
+            "all have the width of the model's stream",
+            "REASON_VECTOR_SHAPE",
+        )
+    layers = tuple(sorted(rows))
+    hint = texts[_HINT]
+    about = About(
+        texts["general.name"] or None,
+        texts["general.description"]
+        or (f"control vector for {hint}" if hint not in ("", _NO_HINT) else ""),
+        (Point.RESID_POST,),
+        layers,
+    )
+    return vector_of(path, numbers_of(path, np.stack([rows[at] for at in layers])), about)
+
+
+def _text(reader: GGUFReader, key: str) -> str:
+    field = reader.get_field(key)
+    return "" if field is None else str(field.contents())
+
+
+def _directions(path: Path, reader: GGUFReader) -> dict[int, npt.NDArray[np.generic]]:
+    """The row [width] of each layer, widened to float32 exactly."""
+    from gguf.quants import dequantize
+
+    rows: dict[int, npt.NDArray[np.generic]] = {}
+    for tensor in reader.tensors:
+        name = _DIRECTION.fullmatch(tensor.name)
+        if name is None:
+            continue
+        if len(tensor.shape) != 1:
+            raise bad_file(
+                path,
+                f"has {tensor.name} of rank {len(tensor.shape)}",
+                "a direction is one row, [width]",
+                "REASON_VECTOR_SHAPE",
+            )
+        layer = int(name[1])
+        if layer in rows:
+            raise bad_file(path, f"names layer {layer} twice", "export the vector again")
+        try:
+            rows[layer] = dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise bad_file(
+                path, f"has {tensor.name} as {tensor.tensor_type.name}", "save it as F32"
+            ) from error
+    return rows
+
+
+def save(path: Path, vector: Vector, rows: VectorData, model_hint: str) -> None:
+    """Write a vector to a file, float32. Raises InvalidRequest for sites that it cannot hold."""
+    try:
+        from gguf import GGUFWriter
+    except ModuleNotFoundError as error:
+        raise missing_library(error) from error
+    layers = _layers(vector)
+    values = np.broadcast_to(rows.values, (len(layers), rows.shape[1]))
+    writer = GGUFWriter(path, _ARCHITECTURE)
+    writer.add_string(_HINT, model_hint)
+    writer.add_uint32(_COUNT, len(layers))
+    writer.add_string("general.name", vector.name or "")
+    writer.add_string("general.description", vector.description)
+    for layer, row in zip(layers, values, strict=True):
+        writer.add_tensor(f"direction.{layer}", np.ascontiguousarray(row))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _layers(vector: Vector) -> tuple[int, ...]:
+    """The layers of a vector that llama.cpp would do the same with."""
+    if vector.points != (Point.RESID_POST,):
+        said = "+".join(vector.points) if vector.points else "no point"
+        raise _cannot("points", f"control vectors act at resid_post, and this one at {said}")
+    if vector.layers is None or vector.layers == "all":
+        raise _cannot("layers", "control vectors name their layers by number")
+    layers = tuple(vector.layers)
+    if layers[0] == 0:
+        raise _cannot("layers", "control vectors begin at layer 1; llama.cpp cannot steer layer 0")
+    if vector.shape is not None and vector.shape[0] not in (1, len(layers)):
+        raise _cannot("layers", f"there are {vector.shape[0]} rows for {len(layers)} layers")
+    return layers
+
+
+def _cannot(path: str, why: str) -> InvalidRequest:
+    return invalid(
+        path, f'{why}: replace them, as in dataclasses.replace(vector, points=..., layers=...), '
+        "or write .safetensors",
+    )  # fmt: skip

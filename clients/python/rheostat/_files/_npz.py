@@ -1,0 +1,59 @@
+"""A vector as a numpy archive: the array "vector", and text in an array of its own.
+
+numpy has no bfloat16. Such rows are stored as records of one uint16 field named "bfloat16", so the
+file says what the bits are; ``array["bfloat16"]`` gives them. Nothing is pickled or unpickled.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._arrays import Element, VectorData
+from rheostat._files._about import KEY, About, numbers_of, read_about, vector_of, write_about
+from rheostat._files._errors import bad_file, unreadable
+from rheostat._vectors import Vector
+
+_STORAGE: dict[Element, np.dtype[np.generic]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype([("bfloat16", "<u2")]),
+}
+
+
+def load(path: Path) -> Vector:
+    """The vector of a file."""
+    arrays = _arrays(path)
+    text = arrays.pop(KEY, None)
+    about = About() if text is None else read_about(path, str(text))
+    if len(arrays) != 1:
+        names = ", ".join(sorted(arrays)[:5]) or "none"
+        raise bad_file(
+            path,
+            f"holds {len(arrays)} arrays ({names})",
+            "save one array, [width] or [rows, width]",
+        )
+    (array,) = arrays.values()
+    return vector_of(path, numbers_of(path, array), about)
+
+
+def _arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise bad_file(path, "is no archive, but one array", "use rheostat vectors put")
+        with archive:
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise unreadable(path, error) from error
+
+
+def save(path: Path, vector: Vector, rows: VectorData) -> None:
+    """Write a vector to a file."""
+    array = np.frombuffer(rows.data, _STORAGE[rows.element]).reshape(rows.shape)
+    with path.open("wb") as file:
+        np.savez(file, vector=array, rheostat_vector=np.array(write_about(vector)))

@@ -1,0 +1,101 @@
+"""Rows of an SAE's decoder, as SAELens stores it.
+
+A folder with cfg.json and a safetensors file that holds ``W_dec`` [d_sae, d_in]; row f is the
+direction that feature f writes. cfg.json names the hook, at its top level or below "metadata", in
+TransformerLens's words: ``blocks.8.hook_resid_post`` is ``resid_post`` of layer 8. A transcoder
+writes to another hook than it reads, ``hook_name_out``, in rows of ``d_out``. Rows are given as
+they are stored: where ``normalize_activations`` is set, that is not the stream's own scale.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from rheostat._errors import invalid
+from rheostat._files._about import About, vector_of
+from rheostat._files._errors import bad_file, unreadable
+from rheostat._files._tensors import TensorFile
+from rheostat._points import Point
+from rheostat._vectors import Vector
+
+_CONFIG = "cfg.json"
+_WEIGHTS = "sae_weights.safetensors"
+_DECODER = "W_dec"
+_HOOK = re.compile(r"blocks\.([0-9]+)\.hook_([a-z_]+)")
+
+
+def load(path: Path, feature: int | None) -> Vector:
+    """The row of a feature."""
+    folder, weights = (path, _weights(path)) if path.is_dir() else (path.parent, path)
+    said = _config(folder / _CONFIG)
+    file = TensorFile(weights)
+    decoder = file.tensors.get(_DECODER)
+    if decoder is None or len(decoder.shape) != 2:
+        got = "none" if decoder is None else f"one of rank {len(decoder.shape)}"
+        raise bad_file(
+            weights,
+            f"has no decoder {_DECODER} [d_sae, d_in], but {got}",
+            "give the file that SAELens writes",
+            "REASON_VECTOR_SHAPE",
+        )
+    _check_shape(weights, said, decoder.shape)
+    count = decoder.shape[0]
+    if feature is None or not 0 <= feature < count:
+        raise invalid("feature", f"say which feature to take: {path} has 0 to {count - 1}")
+    hook = said.get("hook_name_out") or said.get("hook_name")
+    point, layer = _site(folder / _CONFIG, hook)
+    model = said.get("model_name")
+    description = f"SAE feature {feature} of {hook}" + (f", {model}" if model else "")
+    about = About(None, description, (point,), (layer,))
+    return vector_of(weights, file.row(_DECODER, feature), about)
+
+
+def _weights(folder: Path) -> Path:
+    if (folder / _WEIGHTS).exists():
+        return folder / _WEIGHTS
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        raise bad_file(
+            folder,
+            f"holds no {_WEIGHTS}, and {len(found)} other safetensors files",
+            "give the path of the one with the decoder",
+        )
+    return found[0]
+
+
+def _config(path: Path) -> Mapping[str, object]:
+    """The entries of cfg.json; those below "metadata" as if they stood at the top."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    if not isinstance(said, dict):
+        raise bad_file(path, "is no JSON object", "give the cfg.json that SAELens writes")
+    inner = said.get("metadata")
+    return {**(inner if isinstance(inner, dict) else {}), **said}
+
+
+def _check_shape(path: Path, said: Mapping[str, object], shape: tuple[int, ...]) -> None:
+    width = said.get("d_out") if said.get("hook_name_out") else said.get("d_in")
+    expected = (said.get("d_sae", shape[0]), shape[1] if width is None else width)
+    if expected != shape:
+        raise bad_file(
+            path,
+            f"has a decoder {list(shape)} where its {_CONFIG} says {list(expected)}",
+            "give the two files of one SAE",
+            "REASON_VECTOR_SHAPE",
+        )
+
+
+def _site(path: Path, hook: object) -> tuple[Point, int]:
+    found = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
+    if found is None or found[2] not in set(Point):
+        raise bad_file(
+            path,
+            f"names the hook {hook!r}" if hook else "names no hook",
+            f"rows can be used at blocks.N.hook_ with {', '.join(Point)}",
+        )
+    return Point(found[2]), int(found[1])

@@ -1,0 +1,51 @@
+"""A vector as a safetensors file: one tensor, [width] or [rows, width], and text in the metadata.
+
+Ours is called "vector". A file without our text is read too where it holds but one tensor; then
+points and layers are open.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from rheostat._arrays import VectorData
+from rheostat._files._about import KEY, About, read_about, vector_of, write_about
+from rheostat._files._errors import bad_file, missing_library
+from rheostat._files._tensors import TensorFile
+from rheostat._vectors import Vector
+
+_TENSOR = "vector"
+_DECODER = "W_dec"
+
+
+def load(path: Path) -> Vector:
+    """The vector of a file."""
+    file = TensorFile(path)
+    text = file.metadata.get(KEY)
+    about = About() if text is None else read_about(path, text)
+    if _DECODER in file.tensors:
+        raise bad_file(path, "is an SAE", "say which feature to take")
+    if len(file.tensors) != 1:
+        names = ", ".join(sorted(file.tensors)[:5]) or "none"
+        raise bad_file(
+            path,
+            f"holds {len(file.tensors)} tensors ({names})",
+            "save one tensor, [width] or [rows, width]",
+        )
+    (name,) = file.tensors
+    return vector_of(path, file.whole(name), about)
+
+
+def save(path: Path, vector: Vector, rows: VectorData) -> None:
+    """Write a vector to a file."""
+    try:
+        from safetensors import TensorSpec, serialize
+    except ModuleNotFoundError as error:
+        raise missing_library(error) from error
+    held = np.frombuffer(rows.data, np.uint8)
+    spec = TensorSpec(
+        dtype=rows.element, shape=rows.shape, data_ptr=held.ctypes.data, data_len=held.nbytes
+    )
+    path.write_bytes(serialize({_TENSOR: spec}, metadata={KEY: write_about(vector)}))

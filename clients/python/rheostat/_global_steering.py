@@ -1,0 +1,106 @@
+"""The server-wide steering, read back as the values that it could be set with again."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+from rheostat._errors import ServerError, Unimplemented
+from rheostat._interventions import Ablate, Add, Band, Clamp, Intervention, NormAdd, Scale
+from rheostat._notebook import table
+from rheostat._points import read_site_set
+from rheostat._proto.v1 import steering_pb2, steering_service_pb2
+from rheostat._selectors import from_wire as selector_from_wire
+from rheostat._vectors import Vector
+
+
+@dataclass(frozen=True)
+class GlobalSteering:
+    """The server-wide steering. ``print`` shows it in words."""
+
+    interventions: tuple[Intervention, ...]
+    """In the order in which they act, before those of a request; vectors by digest."""
+    version: int
+    """0 at the server's start, one more with every change."""
+    set_at: datetime.datetime | None
+    """When it was set, UTC; None for version 0."""
+
+    def __str__(self) -> str:
+        """One line per intervention."""
+        return "\n".join([self._title(), *(f"  {what}: {how}" for what, how in self._told())])
+
+    def _repr_html_(self) -> str:
+        return table((self._title(), ""), self._told())
+
+    def _title(self) -> str:
+        since = "" if self.set_at is None else f", set {self.set_at:%Y-%m-%d %H:%M:%S} UTC"
+        return f"server-wide steering, version {self.version}{since}"
+
+    def _told(self) -> list[tuple[str, str]]:
+        told = [(str(number), str(one)) for number, one in enumerate(self.interventions)]
+        return told or [("interventions", "none")]
+
+
+def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteering:
+    """The server-wide steering of a wire message.
+
+    Raises Unimplemented for interventions that this client cannot hold, as those with gates.
+    """
+    return GlobalSteering(
+        interventions=tuple(
+            _read_intervention(one, f"interventions[{number}]")
+            for number, one in enumerate(message.steering.interventions)
+        ),
+        version=message.version,
+        set_at=(
+            message.set_at.ToDatetime(tzinfo=datetime.UTC) if message.HasField("set_at") else None
+        ),
+    )
+
+
+def _read_intervention(message: steering_pb2.Intervention, path: str) -> Intervention:
+    if message.HasField("gate"):
+        raise Unimplemented(f"{path} of the server has a gate, which this client does not know")
+    points, layers = read_site_set(message.sites)
+    return _read_op(message, path).at(
+        points=points, layers=layers, where=selector_from_wire(message.where)
+    )
+
+
+def _read_op(message: steering_pb2.Intervention, path: str) -> Intervention:
+    match message.WhichOneof("op"):
+        case "add":
+            add = message.add
+            return Add(_stored(add.vector), add.scale if add.HasField("scale") else 1.0)
+        case "norm_add":
+            norm_add = message.norm_add
+            scale = norm_add.scale if norm_add.HasField("scale") else 1.0
+            return NormAdd(_stored(norm_add.vector), scale)
+        case "ablate":
+            ablate = message.ablate
+            return Ablate(
+                tuple(_stored(one) for one in ablate.directions),
+                ablate.strength if ablate.HasField("strength") else 1.0,
+            )
+        case "clamp":
+            return Clamp(tuple(_read_band(one) for one in message.clamp.bands))
+        case "scale":
+            return Scale(_stored(message.scale.direction), message.scale.factor)
+        case op:
+            raise Unimplemented(f"{path} of the server is {op}, which this client does not know")
+
+
+def _read_band(message: steering_pb2.Band) -> Band:
+    return Band(
+        _stored(message.direction),
+        message.min if message.HasField("min") else None,
+        message.max if message.HasField("max") else None,
+        message.strength if message.HasField("strength") else 1.0,
+    )
+
+
+def _stored(ref: steering_pb2.VectorRef) -> Vector:
+    """A handle on what the server holds, which it names by digest."""
+    if ref.WhichOneof("ref") != "digest":
+        raise ServerError("the server sent steering whose vectors are not resolved to digests")
+    return Vector(ref.digest.hex())

@@ -1,0 +1,84 @@
+"""The site's op in plain torch: what runs on a CPU, and what every other implementation must equal.
+
+For each token x = h + carried in float32. A program's steps change x in their order; `delta`, the
+sum of what they did, is added to h in float32 and rounded once. Elements that don't change keep
+their bits.
+"""
+
+import torch
+
+from rheostat_engine.core.program import SiteBuffers
+from rheostat_engine.plan import Kind
+
+
+def run_site(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> None:
+    """Does what a site's instructions say.
+
+    Args:
+        h: [..., W], changed in place.
+        carried: [..., W], the other part of the stream; None: h is all of it.
+        site: the instructions and what they refer to.
+    """
+    width = h.shape[-1]
+    h = h.view(-1, width)
+    rest = None if carried is None else carried.reshape(-1, width)
+    codes = site.code[: h.shape[0]]
+    for code in codes.unique().tolist():
+        if code:
+            _change(h, rest, (codes == code).nonzero().squeeze(1), code, site)
+    captured = site.cap_row[: h.shape[0]].nonzero().squeeze(1)
+    if captured.numel():
+        stream = _stream(h, rest, captured)
+        site.ring[site.cap_row[captured].long()] = stream.to(site.ring.dtype)
+
+
+def _stream(h: torch.Tensor, rest: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    stream = h[tokens].float()
+    return stream if rest is None else stream + rest[tokens].float()
+
+
+def _change(
+    h: torch.Tensor, rest: torch.Tensor | None, tokens: torch.Tensor, code: int, site: SiteBuffers
+) -> None:
+    """Runs one program on the rows of the tokens that have it."""
+    x = _stream(h, rest, tokens)
+    delta = torch.zeros_like(x)
+    cells = site.cell[tokens].long()
+    if code > 0:
+        delta += site.rows[code].float()
+        _measure(site.doses, cells, None, x)
+    step = -code
+    before = delta.clone()
+    while step > 0:
+        kind, number, following, last = site.ints[step].tolist()
+        low, high, strength, _ = site.floats[step]
+        y = x + delta
+        if kind == Kind.ADD:
+            delta = delta + site.rows[number].float()
+        elif kind == Kind.NORM_ADD:
+            norm = y.square().sum(1, keepdim=True).sqrt()
+            delta = delta + (strength * norm) * site.directions[number]
+        else:
+            unit = site.directions[number]
+            along = (y * unit).sum(1, keepdim=True)
+            delta = delta + (strength * (along.clamp(low, high) - along)) * unit
+        if last:
+            change = None if kind == Kind.ADD else delta - before
+            _measure(site.doses, cells, change, x + before)
+            before, cells = delta, cells + 1
+        step = following
+    changed = (h[tokens].float() + delta).to(h.dtype)
+    h[tokens] = torch.where(delta != 0, changed, h[tokens])
+
+
+def _measure(
+    doses: torch.Tensor, cells: torch.Tensor, change: torch.Tensor | None, x: torch.Tensor
+) -> None:
+    """Adds to each token's cell; a change of None counts as one of norm 1 whose sum is 0."""
+    norm = x.square().sum(1).sqrt()
+    moved = torch.zeros_like(norm) if change is None else change.square().sum(1).sqrt()
+    share = (torch.ones_like(norm) if change is None else moved) / norm
+    share = torch.where(norm > 0, share, 0.0)
+    ones = torch.ones_like(norm)
+    doses.index_add_(0, cells, torch.stack([ones, moved, share, torch.zeros_like(norm)], dim=1))
+    doses[:, 3] = doses[:, 3].scatter_reduce(0, cells, share, "amax")

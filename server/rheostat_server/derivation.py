@@ -1,0 +1,269 @@
+"""DeriveVectors: two sets of prompts in, vectors out.
+
+Invariants: nothing is stored unless every prompt has run; a call that ends early, for whatever
+reason, leaves no request running; all calls together hold at most `DERIVED_BYTES` of rows.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rheostat._proto.v1 import steering_service_pb2, types_pb2
+from rheostat_server import checks
+from rheostat_server.contrast import Direction, Method, contrast
+from rheostat_server.engine import EngineHost
+from rheostat_server.errors import InvalidValue, MissingField, QueueFull, RheostatError, StoreFull
+from rheostat_server.limits import DERIVED_BYTES, DERIVED_PROMPTS
+from rheostat_server.offload import offload
+from rheostat_server.prompt_means import PromptMean, Reading, prompt_selector, read_prompt
+from rheostat_server.sites import resolve_sites, to_wire
+from rheostat_server.tensors import FloatType
+from rheostat_server.upload import check_label
+from rheostat_server.vectors import Name, Vector, make_vector
+
+_pb = steering_service_pb2
+
+_AT_ONCE = 16
+"""Prompts of one call that run at the same time."""
+
+_RETRY = 1.0
+
+_METHODS = {
+    _pb.DERIVE_METHOD_DIFFERENCE_OF_MEANS: Method.DIFFERENCE_OF_MEANS,
+    _pb.DERIVE_METHOD_PRINCIPAL_COMPONENT: Method.PRINCIPAL_COMPONENT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A request that can run."""
+
+    request: steering_service_pb2.DeriveVectorsRequest
+    reading: Reading
+    layers: tuple[int, ...]
+    method: Method
+    names: tuple[str, ...]
+    """One per point; empty: none."""
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the prompts' rows."""
+        prompts = len(self.request.positive) + len(self.request.negative)
+        return prompts * len(self.reading.sites) * self.width * FloatType.FLOAT32.itemsize
+
+
+class _Rows:
+    """The rows of one set of prompts."""
+
+    def __init__(self, prompts: int, sites: int, width: int) -> None:
+        self.rows = np.empty((sites, prompts, width), dtype=np.float32)
+        self.norms = np.empty((sites, prompts))
+
+    def take(self, prompt: int, mean: PromptMean) -> None:
+        self.rows[:, prompt] = mean.rows
+        self.norms[:, prompt] = mean.norms
+
+
+class _Job(NamedTuple):
+    """A prompt to run, and where its rows go."""
+
+    prompt: types_pb2.Prompt
+    path: str
+    rows: _Rows
+    place: int
+
+
+class Derivations:
+    """Runs the derivations of a server."""
+
+    def __init__(self) -> None:
+        """None runs."""
+        self._held = 0
+
+    async def derive(
+        self, request: steering_service_pb2.DeriveVectorsRequest, host: EngineHost
+    ) -> steering_service_pb2.DeriveVectorsResponse:
+        """Makes vectors and stores them.
+
+        Raises:
+            RheostatError: the request is wrong, there is no room, or a prompt failed.
+        """
+        order = _check(request, host)
+        with self._room(order.size):
+            return await _derive(order, host)
+
+    @contextmanager
+    def _room(self, size: int) -> Iterator[None]:
+        if self._held + size > DERIVED_BYTES:
+            raise QueueFull(
+                f"{size} bytes of rows are to be contrasted; other calls leave "
+                f"{DERIVED_BYTES - self._held}",
+                field="sites",
+                retry_after=_RETRY,
+            )
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+
+
+def _check(request: steering_service_pb2.DeriveVectorsRequest, host: EngineHost) -> _Order:
+    _check_prompts(request.positive, "positive")
+    _check_prompts(request.negative, "negative")
+    if not request.HasField("sites"):
+        raise MissingField("sites are required", field="sites")
+    selection = resolve_sites(request.sites, host.sites, "sites")
+    reading = Reading(
+        request.sites,
+        selection.sites,
+        prompt_selector(request.where if request.HasField("where") else None),
+        request.lora,
+    )
+    order = _Order(
+        request, reading, selection.layers, _method(request), _names(request), host.sites.width
+    )
+    if order.size > DERIVED_BYTES:
+        raise InvalidValue(
+            f"{order.size} bytes of rows are to be contrasted; at most {DERIVED_BYTES} can be. "
+            "Name fewer layers, points or prompts",
+            field="sites",
+        )
+    stored = len(selection.sites) * order.width * FloatType.FLOAT32.itemsize
+    if stored > host.store.capacity:
+        raise StoreFull(
+            f"the vectors take {stored} bytes; the whole store has {host.store.capacity}. Give it "
+            "more with --vector-store-mib",
+            field="sites",
+        )
+    return order
+
+
+def _check_prompts(prompts: Sequence[types_pb2.Prompt], path: str) -> None:
+    if not prompts:
+        raise MissingField("at least one prompt is required", field=path)
+    checks.at_most(len(prompts), DERIVED_PROMPTS, path, "prompts")
+    for index, prompt in enumerate(prompts):
+        kind = prompt.WhichOneof("prompt")
+        checks.required(kind, f"{path}[{index}]", "text, token_ids and chat")
+
+
+def _method(request: steering_service_pb2.DeriveVectorsRequest) -> Method:
+    if not request.HasField("method"):
+        return Method.DIFFERENCE_OF_MEANS
+    checks.known_enum(request.method, _METHODS, "method")
+    method = _METHODS[request.method]
+    if method is Method.PRINCIPAL_COMPONENT and len(request.positive) != len(request.negative):
+        raise InvalidValue(
+            f"{len(request.negative)} prompts against {len(request.positive)} positive ones; "
+            "pairwise differences need as many of each",
+            field="negative",
+        )
+    return method
+
+
+def _names(request: steering_service_pb2.DeriveVectorsRequest) -> tuple[str, ...]:
+    points = request.sites.points
+    if len(points) == 1 or not request.name:
+        names = (request.name,) * len(points)
+    else:
+        endings = (types_pb2.Point.Name(point).removeprefix("POINT_").lower() for point in points)
+        names = tuple(f"{request.name}/{ending}" for ending in endings)
+    for name in names:
+        check_label(name, request.description, "")
+    return names
+
+
+async def _derive(order: _Order, host: EngineHost) -> steering_service_pb2.DeriveVectorsResponse:
+    request, sites = order.request, order.reading.sites
+    positive, negative = (
+        _Rows(len(prompts), len(sites), order.width)
+        for prompts in (request.positive, request.negative)
+    )
+    await _run(
+        [
+            _Job(prompt, f"{name}[{index}]", rows, index)
+            for name, prompts, rows in (
+                ("positive", request.positive, positive),
+                ("negative", request.negative, negative),
+            )
+            for index, prompt in enumerate(prompts)
+        ],
+        order.reading,
+        host,
+    )
+    directions = []
+    for place in range(len(sites)):
+        p, n = positive.rows[place], negative.rows[place]
+        directions.append(await offload(p.nbytes + n.nbytes, contrast, p, n, order.method))
+    norms = np.concatenate([positive.norms, negative.norms], axis=1).mean(axis=1)
+    rows = [
+        _pb.DerivedRow(
+            layer=site.layer,
+            norm=direction.norm,
+            stream_norm=norm,
+            explained=direction.explained,
+            separation=direction.separation,
+        )
+        for site, direction, norm in zip(sites, directions, norms.tolist(), strict=True)
+    ]
+    return await _stored(order, directions, rows, host)
+
+
+async def _run(jobs: Sequence[_Job], reading: Reading, host: EngineHost) -> None:
+    waiting = iter(jobs)
+
+    async def work() -> None:
+        for job in waiting:
+            job.rows.take(job.place, await read_prompt(job.prompt, job.path, reading, host))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(_AT_ONCE, len(jobs))):
+                group.create_task(work())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+async def _stored(
+    order: _Order,
+    directions: Sequence[Direction],  # one per site
+    rows: Sequence[steering_service_pb2.DerivedRow],  # one per site
+    host: EngineHost,
+) -> steering_service_pb2.DeriveVectorsResponse:
+    """Stores the vectors, all of which are made before the first is stored."""
+    points = [to_wire(site).point for site in order.reading.sites]
+    made = []
+    for point, name in zip(order.request.sites.points, order.names, strict=True):
+        places = [place for place, its_point in enumerate(points) if its_point == point]
+        data = np.stack([directions[place].row for place in places]).astype("<f4").tobytes()
+        vector = await offload(
+            len(data), make_vector, FloatType.FLOAT32, len(places), order.width, data, "sites"
+        )
+        derived = _pb.DerivedVector(
+            point=point, digest=vector.digest, name=name, rows=[rows[place] for place in places]
+        )
+        made.append((derived, vector))
+    for derived, vector in made:
+        await _store(derived, vector, order, host)
+    return _pb.DeriveVectorsResponse(vectors=[derived for derived, _ in made])
+
+
+async def _store(
+    derived: steering_service_pb2.DerivedVector, vector: Vector, order: _Order, host: EngineHost
+) -> None:
+    if not derived.name:
+        await host.keeper.put(vector)
+        return
+    sites = types_pb2.SiteSet(points=[derived.point], list=types_pb2.LayerList(layers=order.layers))
+    label = Name(vector.digest, order.request.description, sites)
+    try:
+        await host.keeper.put_named(vector, derived.name, label)
+    except RheostatError as error:
+        error.field = "name" if error.field else ""
+        raise

@@ -1,0 +1,170 @@
+"""Server-wide steering: versioned, replaced as a whole, part of every request admitted under it.
+
+Invariant: what holds names vectors by digest; they are in the store and with the workers for as
+long as it holds. A request keeps the one that it was admitted under.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rheostat._proto.v1 import receipt_pb2, steering_pb2
+from rheostat_engine import ModelSites, Plan
+from rheostat_server import directions
+from rheostat_server.errors import VersionConflict
+from rheostat_server.loader import VectorLoader
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.offload import offload
+from rheostat_server.ops import ResolvedOp, vector_refs
+from rheostat_server.planning import check_ranges, compile_plan
+from rheostat_server.prompts import PromptTokens
+from rheostat_server.selection import EVERYTHING, SelectionContext, resolve_selector
+from rheostat_server.steering import (
+    INTERVENTION_PATH,
+    Intervention,
+    check_sums,
+    check_vectors,
+    draft_steering,
+    look_up,
+)
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors import Vector
+
+_LOG = logging.getLogger(__name__)
+
+_TYPICAL_PROMPT = 4096
+"""Tokens of the prompt that stands for all when server-wide steering is checked, at most."""
+
+Fits = Callable[[Sequence[Plan], int], None]
+"""Raises ResourceExhausted if plans, for a prompt of so many tokens, could never be admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalSteering:
+    """One version of the server-wide steering."""
+
+    version: int = 0
+    """0 at startup, one more each time."""
+    steering: steering_pb2.Steering = field(default_factory=steering_pb2.Steering)
+    """As it was sent, but with digests in the place of names and inline vectors."""
+    ops: tuple[ResolvedOp, ...] = ()
+    """One per intervention."""
+    set_at: float | None = None
+    """Seconds since the epoch; None for version 0."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """Its vectors, each once."""
+        return tuple({v.digest: v for op in self.ops for v in op.vectors}.values())
+
+    def resolve(self, context: SelectionContext) -> tuple[Intervention, ...]:
+        """Its interventions in a request."""
+        server_wide = replace(context, server_wide=True)
+        return tuple(
+            Intervention(
+                receipt_pb2.ORIGIN_GLOBAL,
+                index,
+                op,
+                resolve_selector(one.where, server_wide, f"{INTERVENTION_PATH}[{index}].where")
+                if one.HasField("where")
+                else EVERYTHING,
+            )
+            for index, (one, op) in enumerate(
+                zip(self.steering.interventions, self.ops, strict=True)
+            )
+        )
+
+
+class ServerWide:
+    """The server-wide steering that holds. Lives on the event loop."""
+
+    def __init__(
+        self, info: ModelInfo, sites: ModelSites, loader: VectorLoader, fits: Fits
+    ) -> None:
+        """None holds; requests of this model will be steered."""
+        self.current = GlobalSteering()
+        self._info = info
+        self._sites = sites
+        self._loader = loader
+        self._fits = fits
+        self._turn = asyncio.Lock()
+
+    async def set(
+        self, steering: steering_pb2.Steering, expected_version: int | None
+    ) -> GlobalSteering:
+        """Replaces what holds, for requests that are admitted from then on.
+
+        Args:
+            steering: all of it.
+            expected_version: the version that it replaces; None: whatever holds.
+
+        Raises:
+            VersionConflict: another version holds.
+            InvalidArgument, FailedPrecondition, NotFound: no request could be steered so.
+            ResourceExhausted: there is no room for its vectors, or it could never be in force.
+            EngineLost: the engine is gone.
+        """
+        async with self._turn:
+            before = self.current
+            if expected_version is not None and expected_version != before.version:
+                raise VersionConflict(
+                    f"version {before.version} holds, not {expected_version}",
+                    field="expected_version",
+                    metadata={"version": str(before.version)},
+                )
+            ops = await self._check(steering)
+            after = GlobalSteering(
+                before.version + 1, _with_digests(steering, ops), ops, time.time()
+            )
+            store = self._loader.store
+            store.keep(after.vectors)
+            unused = after.vectors
+            try:
+                await self._loader.ensure(after.vectors)
+                unused, self.current = before.vectors, after
+            finally:
+                store.let_go(unused)
+            _LOG.info("server-wide steering: version %d, %d interventions", after.version, len(ops))
+            return after
+
+    async def _check(self, steering: steering_pb2.Steering) -> tuple[ResolvedOp, ...]:
+        """The ops of a steering, checked as if it were the only one of a typical request."""
+        check_ranges(steering)
+        context = _typical(self._info)
+        drafts = await offload(
+            steering.ByteSize() + 4 * context.prompt_len,
+            draft_steering,
+            steering,
+            self._sites,
+            context,
+        )
+        interventions = look_up(drafts, self._loader.store, self._sites, receipt_pb2.ORIGIN_REQUEST)
+        ops = tuple(one.op for one in interventions)
+        await offload(directions.work(ops), check_vectors, drafts, interventions)
+        check_sums(interventions, FloatType(self._sites.dtype))
+        compiled = await compile_plan("server-wide", interventions, ())
+        self._fits([compiled.plan], context.prompt_len)
+        return ops
+
+
+def _typical(info: ModelInfo) -> SelectionContext:
+    """What stands for the requests to come: windows can't be checked against their prompts."""
+    length = max(1, min(info.model_tokens // 2, _TYPICAL_PROMPT))
+    prompt = PromptTokens((0,) * length, "token_ids", None, None)
+    return SelectionContext(
+        prompt, max(1, info.model_tokens - length), info.vocabulary, server_wide=True
+    )
+
+
+def _with_digests(
+    steering: steering_pb2.Steering, ops: Sequence[ResolvedOp]
+) -> steering_pb2.Steering:
+    written = steering_pb2.Steering()
+    written.CopyFrom(steering)
+    for intervention, op in zip(written.interventions, ops, strict=True):
+        for (_, ref), vector in zip(vector_refs(intervention), op.vectors, strict=True):
+            if ref is not None:
+                ref.digest = vector.digest
+    return written

@@ -1,0 +1,76 @@
+"""LoRA adapters that a server is started with.
+
+Invariant: an adapter that can't be read stops the start by name; what is served was there then.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rheostat_server.errors import EngineFailed
+
+_CONFIG = "adapter_config.json"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """One adapter."""
+
+    name: str
+    """Name that requests use."""
+    number: int
+    """vLLM's number of it, from 1."""
+    path: str
+    """Its folder, in PEFT's format."""
+    rank: int
+    """Its rank."""
+
+
+def read_loras(named: Sequence[tuple[str, str]]) -> tuple[Lora, ...]:
+    """The adapters in some folders.
+
+    Args:
+        named: (name, folder) of each.
+
+    Raises:
+        EngineFailed: a folder holds no adapter, or a name comes twice.
+    """
+    names = [name for name, _ in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise EngineFailed(f"two adapters are named {name}")
+    return tuple(
+        Lora(name, number, str(Path(folder).expanduser()), _rank(name, Path(folder).expanduser()))
+        for number, (name, folder) in enumerate(named, start=1)
+    )
+
+
+def lora_arguments(loras: Sequence[Lora], *, cpu: bool) -> dict[str, object]:
+    """vLLM's arguments for these adapters; none without adapters.
+
+    On a CPU vLLM reads the last adapter's slot for tokens without an adapter (index -1), so one
+    more slot is asked for, which stays empty.
+    """
+    if not loras:
+        return {}
+    widest = max(lora.rank for lora in loras)
+    return {
+        "enable_lora": True,
+        "max_loras": len(loras) + cpu,
+        "max_lora_rank": next(rank for rank in _RANKS if rank >= widest),
+    }
+
+
+def _rank(name: str, folder: Path) -> int:
+    try:
+        rank = json.loads((folder / _CONFIG).read_text())["r"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineFailed(
+            f"the adapter {name}: {folder} holds no {_CONFIG} that names a rank r"
+        ) from error
+    if not isinstance(rank, int) or not 1 <= rank <= _RANKS[-1]:
+        raise EngineFailed(f"the adapter {name} has rank {rank}; vLLM serves 1 to {_RANKS[-1]}")
+    return rank

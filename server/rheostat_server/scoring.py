@@ -1,0 +1,74 @@
+"""How far a sample lies from its baseline: a job for the engine, and what comes of it.
+
+Invariant: the baseline reads exactly the prompt and the tokens that the sample generated, under
+server-wide steering alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rheostat._proto.v1 import generation_pb2
+from rheostat_engine import Event, Installed, Released
+from rheostat_server.baseline import Baseline, scored_tokens, scoring_sampling
+from rheostat_server.divergence import measure
+from rheostat_server.flight import Flight, Life, Role
+from rheostat_server.host import Delta, Ending, Job
+from rheostat_server.offload import offload
+from rheostat_server.sample import Sample
+
+_READING_BYTES = 64
+"""What `offload` counts for a log-probability."""
+
+
+class Score:
+    """A sample that the baseline reads."""
+
+    def __init__(self, sample: Sample, life: Life) -> None:
+        """Nothing was read yet."""
+        self.released: Released | None = None
+        self._sample = sample
+        self._life = life
+        self._installed = not life.job.has_plan
+        self._ended = False
+        self._failed = False
+        self._readings: Sequence[generation_pb2.TokenLogprobs] = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more can come."""
+        settled = self.released is not None or not self._life.job.has_plan
+        return self._ended and settled
+
+    def take(self, what: Delta | Event) -> None:
+        """Hears what the engine says of it."""
+        if isinstance(what, Installed):
+            self._installed = True
+        elif isinstance(what, Released):
+            self.released = what
+        elif isinstance(what, Delta):
+            self._readings = what.prompt_logprobs or self._readings
+            self._ended = self._ended or what.ending is not None
+            self._failed = self._failed or what.ending is Ending.ABORTED
+
+    async def divergence(self, prompt_len: int) -> generation_pb2.Divergence | None:
+        """What was found, once it is done; None if it was aborted.
+
+        Args:
+            prompt_len: P.
+        """
+        if self._failed or not self._installed:
+            return None
+        steered, baseline = self._sample.readings, self._readings[prompt_len - 1 :]
+        known = sum(len(reading.alternatives) for reading in steered)
+        return await offload(known * _READING_BYTES, measure, self._sample.index, steered, baseline)
+
+
+def scoring_life(flight: Flight, baseline: Baseline, sample: Sample) -> Life | None:
+    """What has to run for a sample that has ended; None if there is nothing to read."""
+    prompt = flight.admitted.prompt.token_ids
+    tokens = scored_tokens(baseline, prompt, sample.tokens)
+    if len(tokens) == len(prompt):
+        return None
+    plan = replace(baseline.plan, request_id=flight.plan_id(sample.index, Role.SCORE), captures=())
+    job = Job(plan, tokens, scoring_sampling(baseline), 0, flight.admitted.lora)
+    return Life(job, Role.SCORE, sample.index)

@@ -1,0 +1,248 @@
+"""A request that its client may change while it runs.
+
+Invariants: steering is changed by one update after the other; each is answered once, and before the
+receipt if it came before the last sample ended; one that is refused changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import NamedTuple
+
+from rheostat._proto.v1 import (
+    generation_service_pb2,
+    monitor_pb2,
+    receipt_pb2,
+    steering_pb2,
+)
+from rheostat_engine import Act, Plan, amend
+from rheostat_server.admission import Admitted, admit, resolve_steering
+from rheostat_server.engine import EngineHost
+from rheostat_server.errors import (
+    Defect,
+    EngineLost,
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    QueueFull,
+    RequestNotFound,
+    RheostatError,
+)
+from rheostat_server.flight import Amendment, Flight, Life, Notice
+from rheostat_server.generation import run
+from rheostat_server.limits import UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
+from rheostat_server.line import RETRY
+from rheostat_server.planning import check_affordable, check_ranges, compile_plan
+from rheostat_server.sample import Response
+from rheostat_server.steering import check_sums
+from rheostat_server.tensors import FloatType
+
+_LOG = logging.getLogger(__name__)
+
+_pb = generation_service_pb2
+Message = generation_service_pb2.SessionRequest
+Answer = generation_service_pb2.SessionResponse
+
+
+class _Update(NamedTuple):
+    """New steering."""
+
+    number: int
+    steering: steering_pb2.Steering
+
+
+async def run_session(
+    messages: AsyncIterator[Message], host: EngineHost
+) -> AsyncGenerator[Answer, None]:
+    """Runs a request as its client's messages say, and says what happens.
+
+    Raises:
+        RheostatError: it could not begin, or failed.
+    """
+    request = await _opening(messages)
+    begun = False
+    try:
+        admitted = await admit(request, host.desk, changeable=True)
+
+        async def listen(flight: Flight) -> None:
+            await _Control(admitted, flight, host).listen(messages)
+
+        async with aclosing(run(admitted, host, listen)) as happenings:
+            async for happening in happenings:
+                begun = True
+                yield _to_wire(happening)
+    except RheostatError as error:
+        if error.field and not begun:
+            error.field = f"start.{error.field}"
+        raise
+
+
+async def _opening(messages: AsyncIterator[Message]) -> generation_service_pb2.GenerateRequest:
+    async for message in messages:
+        if message.WhichOneof("action") != "start":
+            break
+        if message.update_id:
+            raise InvalidValue("start has no update_id", field="update_id")
+        return message.start
+    raise MissingField("a session's first message is start", field="start")
+
+
+def _to_wire(happening: Response | Notice) -> Answer:
+    if isinstance(happening, monitor_pb2.UpdateApplied):
+        return _pb.SessionResponse(applied=happening)
+    if isinstance(happening, monitor_pb2.UpdateRefused):
+        return _pb.SessionResponse(refused=happening)
+    kind = happening.WhichOneof("event")
+    assert kind is not None
+    answer = _pb.SessionResponse()
+    getattr(answer, kind).CopyFrom(getattr(happening, kind))
+    return answer
+
+
+class _Control:
+    """Carries out what a client says of a request in flight."""
+
+    def __init__(self, admitted: Admitted, flight: Flight, host: EngineHost) -> None:
+        self._admitted = admitted
+        self._flight = flight
+        self._host = host
+        self._server_wide = tuple(
+            one for one in admitted.interventions if one.origin == receipt_pb2.ORIGIN_GLOBAL
+        )
+        self._amended = admitted.plan
+        self._applied = 0
+        self._last_number = 0
+        self._updates: asyncio.Queue[_Update | None] = asyncio.Queue()
+
+    async def listen(self, messages: AsyncIterator[Message]) -> None:
+        """Hears the client to the end, and carries out what it says."""
+        worker = asyncio.create_task(self._work())
+        try:
+            async for message in messages:
+                self._hear(message)
+            self._updates.put_nowait(None)
+            await worker
+        except Exception as error:  # a task's end: whatever it is, the request must hear of it
+            _LOG.error("session %s failed", self._admitted.request_id, exc_info=error)
+            self._flight.fail(Defect("the server could not hear the session"))
+        finally:
+            worker.cancel()
+            await asyncio.wait({worker})
+
+    def _hear(self, message: Message) -> None:
+        self._flight.unanswered += 1
+        if self._flight.unanswered > UNREAD_ANSWERS:
+            self._flight.fail(
+                QueueFull(
+                    f"{UNREAD_ANSWERS} answers wait to be read; read what the session sends",
+                    retry_after=RETRY,
+                )
+            )
+            return
+        try:
+            self._begin(message)
+        except RheostatError as error:
+            self._flight.answer(_refused(message.update_id, error))
+
+    def _begin(self, message: Message) -> None:
+        """Ends the request, or lets new steering wait for its turn.
+
+        Raises:
+            RheostatError: the message is refused.
+        """
+        action = message.WhichOneof("action")
+        if action is None:
+            raise MissingField("one of steering, pause, resume and stop is required")
+        if action == "start":
+            raise InvalidValue("only a session's first message is start", field="start")
+        if message.update_id <= self._last_number:
+            raise InvalidValue(
+                f"update ids rise; the last was {self._last_number}", field="update_id"
+            )
+        self._last_number = message.update_id
+        if action == "stop":
+            self._flight.abort()
+            self._flight.answer(monitor_pb2.UpdateApplied(update_id=message.update_id))
+        elif action == "steering":
+            if self._updates.qsize() >= WAITING_UPDATES:
+                raise QueueFull(f"{WAITING_UPDATES} updates wait", retry_after=RETRY)
+            self._updates.put_nowait(_Update(message.update_id, message.steering))
+        else:
+            raise NotSupported(
+                "the engine cannot hold a single request; stop it, and send what it has generated "
+                "as part of a new prompt",
+                field=action,
+            )
+
+    async def _work(self) -> None:
+        """Changes the steering, one update after the other."""
+        while (update := await self._updates.get()) is not None:
+            try:
+                self._flight.answer(await self._apply(update))
+            except (EngineLost, Defect) as error:
+                self._flight.fail(error)
+            except RheostatError as error:
+                self._flight.answer(_refused(update.number, error))
+            except Exception as error:  # a task's step: the request must hear of it
+                _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
+                self._flight.fail(Defect("the server could not carry an update out"))
+
+    async def _apply(self, update: _Update) -> monitor_pb2.UpdateApplied:
+        """Puts new steering in force.
+
+        Raises:
+            EngineLost, Defect: the request has failed.
+            RheostatError: the update is refused.
+        """
+        if self._applied >= UPDATES:
+            raise InvalidValue(
+                f"{UPDATES} updates were carried out; a session takes no more", field="steering"
+            )
+        flight, admitted = self._flight, self._admitted
+        check_ranges(update.steering)
+        own = await resolve_steering(
+            update.steering, self._host.desk, admitted.context, receipt_pb2.ORIGIN_UPDATE
+        )
+        interventions = (*self._server_wide, *own)
+        check_sums(interventions, FloatType(self._host.sites.dtype))
+        compiled = await compile_plan(flight.plan_id(f"update{update.number}"), interventions, ())
+        acts = compiled.plan.acts
+        length = admitted.prompt_len
+        amended = amend(self._amended, acts, length + self._applied)
+        await check_affordable(amended)
+        await self._host.hold(flight, compiled.vectors)
+        room = amend(Plan(compiled.plan.request_id), acts, length)
+        self._host.line.enter_now(room, prompt_len=length, held=flight.reserved)
+        positions = await asyncio.gather(*(self._put(life, acts) for life in flight.own))
+        taken = [
+            (life, first)
+            for life, first in zip(flight.own, positions, strict=True)
+            if first is not None
+        ]
+        if not taken:
+            raise RequestNotFound("every sample has ended")
+        self._amended = amended
+        self._applied += 1
+        for life, first in taken:
+            life.amendments.append(Amendment(update.number, first, interventions))
+        return monitor_pb2.UpdateApplied(
+            update_id=update.number,
+            first_positions=[
+                monitor_pb2.SamplePosition(sample=life.sample, position=first)
+                for life, first in taken
+            ],
+        )
+
+    async def _put(self, life: Life, acts: tuple[Act, ...]) -> int | None:
+        """Puts acts in force for one sample, once the engine has it; None if it has ended."""
+        await life.known.wait()
+        if life.ended or not life.installed:
+            return None
+        return await self._host.backend.update(life.plan_id, acts, self._admitted.prompt_len)
+
+
+def _refused(number: int, error: RheostatError) -> monitor_pb2.UpdateRefused:
+    return monitor_pb2.UpdateRefused(
+        update_id=number, reason=error.reason, message=error.message, field=error.field
+    )

@@ -1,0 +1,225 @@
+"""Vectors in a folder: a safetensors file each, named by its digest, and one JSON file of names.
+
+Invariants: a file under its final name is whole and on the disk, whenever power fails; one whose
+content does not have the digest in its name is set aside, never loaded and never deleted; no other
+server has the folder while this one has it. Everything here waits for the disk, so it runs off the
+event loop, one call at a time.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from google.protobuf import json_format
+from safetensors import SafetensorError, TensorSpec, deserialize, safe_open, serialize
+
+from rheostat._proto.v1 import types_pb2
+from rheostat_server.errors import NonFinite, VectorDirFailed
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors import Name, Vector, make_vector
+
+_LOG = logging.getLogger(__name__)
+
+_LOCK = "lock"
+_NAMES = "names.json"
+_TENSOR = "vector"
+_STORED_AT = "stored_at"
+_FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
+_KINDS = {"F32": FloatType.FLOAT32, "F16": FloatType.FLOAT16, "BF16": FloatType.BFLOAT16}
+
+
+class Saved(NamedTuple):
+    """A vector that the folder holds."""
+
+    vector: Vector
+    stored_at: float
+    """Seconds since the epoch."""
+
+
+class Contents(NamedTuple):
+    """What the folder holds."""
+
+    vectors: list[Saved]
+    """Oldest first."""
+    names: dict[str, Name]
+    """On these vectors only."""
+
+
+class _Damaged(Exception):
+    """A file is not the vector that its name promises."""
+
+
+class VectorFiles:
+    """A folder that is this server's own until `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder if need be, and locks it.
+
+        Raises:
+            VectorDirFailed: another server has it, or it cannot be used.
+        """
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            if isinstance(error, BlockingIOError):
+                raise VectorDirFailed(
+                    f"another server keeps its vectors in {folder}: give each its own --vector-dir"
+                ) from error
+            raise _unusable(folder, error) from error
+        self._open = True
+
+    def close(self) -> None:
+        """Gives the folder up."""
+        if self._open:
+            self._open = False
+            # Closing alone would leave it locked while a process that was forked from ours lives.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+
+    def read(self) -> Contents:
+        """All that the folder holds.
+
+        Damaged files are set aside, names without a vector dropped, and what a write left that
+        never ended is deleted.
+
+        Raises:
+            VectorDirFailed: a file cannot be read, or the names are not what was written.
+        """
+        try:
+            for part in self.folder.glob(".*.part"):
+                part.unlink()
+            vectors = self._read_vectors()
+            names = self._read_names()
+        except OSError as error:
+            raise _unusable(self.folder, error) from error
+        there = {saved.vector.digest for saved in vectors}
+        for name, label in names.items():
+            if label.digest not in there:
+                _LOG.warning(
+                    'the name "%s" is dropped: its vector %s is not in %s',
+                    name, label.digest.hex(), self.folder,
+                )  # fmt: skip
+        kept = {name: label for name, label in names.items() if label.digest in there}
+        return Contents(vectors, kept)
+
+    def write(self, vector: Vector, stored_at: float) -> None:
+        """Returns once the vector is on the disk. Raises OSError if it is not."""
+        held = np.frombuffer(vector.data, np.uint8)
+        tensor = TensorSpec(
+            dtype=vector.kind.value,
+            shape=(vector.rows, vector.width),
+            data_ptr=held.ctypes.data,
+            data_len=held.nbytes,
+        )
+        data = serialize({_TENSOR: tensor}, metadata={_STORED_AT: repr(stored_at)})
+        self._replace(_file_name(vector.digest), data)
+
+    def remove(self, digest: bytes) -> None:
+        """Deletes a vector's file. Raises OSError if it stays."""
+        (self.folder / _file_name(digest)).unlink(missing_ok=True)
+
+    def write_names(self, names: Mapping[str, Name]) -> None:
+        """Returns once the disk has these names and no others. Raises OSError if it has not."""
+        said = {
+            name: {
+                "digest": label.digest.hex(),
+                "description": label.description,
+                "sites": None if label.sites is None else json_format.MessageToDict(label.sites),
+            }
+            for name, label in sorted(names.items())
+        }
+        self._replace(_NAMES, json.dumps(said, ensure_ascii=False, indent=1).encode())
+
+    def _replace(self, name: str, data: bytes) -> None:
+        part = self.folder / f".{name}.part"
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, self.folder / name)
+        finally:
+            part.unlink(missing_ok=True)
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _read_vectors(self) -> list[Saved]:
+        found = []
+        for path in sorted(self.folder.iterdir()):
+            if not _FILE.fullmatch(path.name):
+                continue
+            try:
+                found.append(_read_vector(path))
+            except _Damaged as damage:
+                aside = _free_name(path)
+                os.replace(path, aside)
+                _LOG.error("%s is damaged, %s; it is %s from here on", path, damage, aside.name)
+        return sorted(found, key=lambda saved: saved.stored_at)
+
+    def _read_names(self) -> dict[str, Name]:
+        path = self.folder / _NAMES
+        if not path.exists():
+            return {}
+        try:
+            return {
+                name: Name(
+                    bytes.fromhex(said["digest"]),
+                    str(said["description"]),
+                    None
+                    if said["sites"] is None
+                    else json_format.ParseDict(said["sites"], types_pb2.SiteSet()),
+                )
+                for name, said in json.loads(path.read_bytes()).items()
+            }
+        except (ValueError, LookupError, TypeError, AttributeError, json_format.Error) as error:
+            raise VectorDirFailed(
+                f"{path} is not what a server writes ({error}): mend it, or move it away to start "
+                "without names"
+            ) from error
+
+
+def _file_name(digest: bytes) -> str:
+    return f"{digest.hex()}.safetensors"
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    return aside
+
+
+def _read_vector(path: Path) -> Saved:
+    """The vector of a file, which must have the digest that the file is named by."""
+    try:
+        with safe_open(path, framework="np") as file:
+            stored_at = float((file.metadata() or {})[_STORED_AT])
+        ((_, tensor),) = deserialize(path.read_bytes())
+        kind = _KINDS[tensor["dtype"]]
+        rows, width = tensor["shape"]
+        vector = make_vector(kind, rows, width, bytes(tensor["data"]), path.name)
+    except (SafetensorError, ValueError, KeyError, NonFinite) as error:
+        raise _Damaged(f"it holds no vector ({error})") from error
+    if _file_name(vector.digest) != path.name:
+        raise _Damaged(f"its content has the digest {vector.digest.hex()}")
+    return Saved(vector, stored_at)
+
+
+def _unusable(folder: Path, error: OSError) -> VectorDirFailed:
+    return VectorDirFailed(f"vectors cannot be kept in {folder}: {error.strerror or error}")

@@ -1,0 +1,145 @@
+"""Requests under adapters are steered and captured in one batch with others."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import save_file
+
+from rheostat_engine import Act, Capture, Kind, Plan
+
+from .models import build
+from .offline import OfflineEngine
+from .plans import EVERYWHERE, add, prompts, vector
+from .reference import Add, HfReference
+
+pytestmark = pytest.mark.integration
+
+RANK = 4
+TARGETS = {"self_attn.q_proj": (64, 64), "self_attn.o_proj": (64, 64), "mlp.down_proj": (96, 64)}
+"""Input and output width of each linear layer that the adapters change."""
+TOKENS = 4
+
+
+class Adapted(NamedTuple):
+    """The engine, and a reference per adapter; None: without one."""
+
+    engine: OfflineEngine
+    paths: dict[str, Path]
+    references: dict[str | None, HfReference]
+
+
+def write_adapter(path: Path, seed: int) -> Path:
+    """A tiny adapter of every layer of the small model, in PEFT's format."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(4):
+        for name, (width, out) in TARGETS.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = 0.2 * torch.randn(RANK, width, generator=generator)
+            tensors[f"{key}.lora_B.weight"] = 0.2 * torch.randn(out, RANK, generator=generator)
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": [name.rpartition(".")[2] for name in TARGETS],
+        "bias": "none",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def merged(base: Path, adapter: Path, into: Path) -> Path:
+    """The model with the adapter's product added to its weights."""
+    from safetensors.torch import load_file
+
+    model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for key, a in tensors.items():
+            if key.endswith("lora_A.weight"):
+                b = tensors[key.replace("lora_A", "lora_B")]
+                name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                model.get_submodule(name).weight += 2.0 * b @ a
+    model.save_pretrained(into, safe_serialization=True)
+    return into
+
+
+@pytest.fixture(scope="module", params=["eager", "compiled"])
+def adapted(
+    request: pytest.FixtureRequest,
+    start: Callable[..., OfflineEngine],
+    models_root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Adapted:
+    folder = tmp_path_factory.mktemp("adapters")
+    base = build("llama", models_root)
+    paths = {name: write_adapter(folder / name, seed) for seed, name in enumerate(("a", "b"))}
+    references: dict[str | None, HfReference] = {None: HfReference("llama", base)}
+    for name, path in paths.items():
+        references[name] = HfReference("llama", merged(base, path, folder / f"merged-{name}"))
+    # One slot more than adapters: on a CPU vLLM reads the last one for tokens without an adapter.
+    engine = start(
+        enforce_eager=request.param == "eager", enable_lora=True, max_lora_rank=8, max_loras=3
+    )
+    engine.load(dict(vector(seed) for seed in range(3)))
+    return Adapted(engine, paths, references)
+
+
+def test_steered_requests_under_different_adapters_share_a_batch(adapted: Adapted) -> None:
+    from vllm.lora.request import LoRARequest
+
+    names: list[str | None] = [None, "a", "b", "a", None, "b"]
+    batch = prompts(len(names), 6, 20, seed=41)
+    everything = (Capture(tuple(range(9)), EVERYWHERE),)
+    plans = [
+        Plan("", (add(i % 3, 4, scale=1.5),) if i % 2 else (), everything)
+        for i in range(len(names))
+    ]
+    requests = {
+        name: LoRARequest(name, number + 1, str(path))
+        for number, (name, path) in enumerate(adapted.paths.items())
+    }
+    loras = [None if name is None else requests[name] for name in names]
+    outcomes = adapted.engine.run(batch, plans, max_tokens=TOKENS, loras=loras)
+    for number, (name, prompt, plan, outcome) in enumerate(
+        zip(names, batch, plans, outcomes, strict=True)
+    ):
+        tokens = prompt + outcome.token_ids[:-1]
+        hooks = [Add(4, 1.5 * vector(number % 3)[1][0], slice(None))] if plan.acts else []
+        expected = adapted.references[name].run(tokens, hooks)
+        for site, want in expected.streams.items():
+            scale = np.abs(want).max()
+            np.testing.assert_allclose(outcome.stream(site), want, rtol=0, atol=2e-4 * scale)
+        for step in range(TOKENS):
+            want = expected.logprobs[len(prompt) - 1 + step]
+            np.testing.assert_allclose(outcome.logits(step), want, rtol=0, atol=2e-3)
+
+
+def test_adapters_do_not_share_what_the_prefix_cache_holds(adapted: Adapted) -> None:
+    from vllm.lora.request import LoRARequest
+
+    (prompt,) = prompts(1, 100, 101, seed=42)
+    ours = LoRARequest("a", 1, str(adapted.paths["a"]))
+    steered = Plan("", (Act(Kind.ADD, (vector(0)[0],), ((4, (0,)),), EVERYWHERE),))
+    assert adapted.engine.llm.reset_prefix_cache()
+    cached = [
+        adapted.engine.run([prompt], [plan], skip_cache=False, loras=[lora])[0].cached
+        for plan, lora in (
+            (steered, ours),
+            (steered, ours),
+            (steered, None),
+            (None, ours),
+            (None, None),
+            (None, ours),
+        )
+    ]
+    assert cached == [0, 96, 0, 0, 0, 96]

@@ -1,0 +1,172 @@
+"""Random steering on the real engine, against Hugging Face's model with naive hooks in float64.
+
+Each draw is a batch of requests with different plans; the reference computes every request by
+itself, from scratch, with every op written down as its formula says.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan, Spans
+
+from .models import VOCAB, build
+from .offline import OfflineEngine, Outcome
+from .plans import EVERYWHERE, prompts, vector
+from .reference import Change, HfReference
+
+pytestmark = pytest.mark.integration
+
+SITES = range(9)
+TOKENS = 5
+VECTORS = 6
+BATCH = prompts(6, 4, 30, seed=5)
+
+
+class Bench(NamedTuple):
+    """The engine, and what it is compared with."""
+
+    engine: OfflineEngine
+    reference: HfReference
+
+
+@pytest.fixture(scope="module", params=["eager", "compiled"])
+def bench(
+    request: pytest.FixtureRequest, start: Callable[..., OfflineEngine], models_root: Path
+) -> Iterator[Bench]:
+    reference = HfReference("llama", build("llama", models_root))
+    engine = start(enforce_eager=request.param == "eager")
+    engine.load(dict(vector(seed) for seed in range(VECTORS)))
+    yield Bench(engine, reference)
+    stats = engine.stats()
+    used = [stats[key] for key in stats if key.endswith("_used")]
+    assert (used, stats["requests"]) == ([0] * 5, 0)
+
+
+def _spans(draw: st.DrawFn) -> Spans:
+    edges = sorted(draw(st.sets(st.integers(0, 36), min_size=2, max_size=4)))
+    pairs = list(zip(edges[::2], edges[1::2], strict=False))
+    return tuple(pairs) if draw(st.booleans()) else ((edges[0], OPEN_END),)
+
+
+@st.composite
+def acts(draw: st.DrawFn) -> Act:
+    """Any act of the small model."""
+    kind = draw(st.sampled_from(Kind))
+    count = draw(st.integers(1, 3)) if kind is Kind.PULL else 1
+    seeds = draw(st.permutations(range(VECTORS)))[:count]
+    sites = sorted(draw(st.sets(st.sampled_from(SITES), min_size=1, max_size=3)))
+    bands: tuple[Band, ...] = ()
+    orthogonal = False
+    if kind is Kind.PULL:
+        orthogonal = draw(st.booleans())
+        edge = st.floats(-3, 3, width=32)
+        if orthogonal:
+            bands = (Band(0.0, 0.0, draw(st.floats(0, 1, width=32))),) * count
+        else:
+            low, high = sorted((draw(edge), draw(edge)))
+            strength = draw(st.floats(-1, 2, width=32))
+            open_low, open_high = draw(st.booleans()), draw(st.booleans())
+            one = Band(-np.inf if open_low else low, np.inf if open_high else high, strength)
+            bands = (one,) * count
+    spans, conditions = _spans(draw), ()
+    if draw(st.booleans()):
+        ids = tuple(sorted(draw(st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=60))))
+        conditions = (Condition(spans, ids, draw(st.booleans())),)
+        spans = ()
+    return Act(
+        kind=kind,
+        vectors=tuple(vector(seed)[0] for seed in seeds),
+        rows=tuple((site, (0,) * count) for site in sites),
+        spans=spans,
+        scale=draw(st.floats(-1, 1, width=32)),
+        bands=bands,
+        orthogonal=orthogonal,
+        conditions=conditions,
+    )
+
+
+def _naive(act: Act) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The act's formula, on rows [n, W]."""
+    values = {vector(seed)[0]: vector(seed)[1][0] for seed in range(VECTORS)}
+    rows = torch.from_numpy(np.stack([values[d] for d in act.vectors])).double()
+    units = rows / rows.norm(dim=1, keepdim=True)
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        y = x.double()
+        if act.kind is Kind.ADD:
+            y = y + act.scale * rows[0]
+        elif act.kind is Kind.NORM_ADD:
+            y = y + act.scale * y.norm(dim=1, keepdim=True) * units[0]
+        elif act.orthogonal:
+            span = rows.T @ torch.linalg.inv(rows @ rows.T) @ rows
+            y = y - act.bands[0].strength * (y @ span)
+        else:
+            for unit, band in zip(units, act.bands, strict=True):
+                along = y @ unit
+                wanted = along.clamp(band.low, band.high)
+                y = y + band.strength * torch.outer(wanted - along, unit)
+        return y.to(x.dtype)
+
+    return change
+
+
+def _holds(spans: Spans, position: int) -> bool:
+    return any(a <= position < b for a, b in spans)
+
+
+def _selected(act: Act, tokens: list[int]) -> list[int]:
+    return [
+        position
+        for position, token in enumerate(tokens)
+        if _holds(act.spans, position)
+        or any(_holds(c.spans, position) and (token in c.tokens) == c.among for c in act.conditions)
+    ]
+
+
+def _check(bench: Bench, prompt: list[int], plan: Plan, outcome: Outcome) -> None:
+    tokens = prompt + outcome.token_ids[:-1]
+    hooks = [
+        Change(site, _naive(act), positions)
+        for act in plan.acts
+        if (positions := _selected(act, tokens))
+        for site, _ in act.rows
+    ]
+    expected = bench.reference.run(tokens, hooks)
+    for site in SITES:
+        want = expected.streams[site]
+        np.testing.assert_allclose(
+            outcome.stream(site), want, rtol=0, atol=2e-4 * np.abs(want).max()
+        )
+    for step in range(TOKENS):
+        want_logits = expected.logprobs[len(prompt) - 1 + step]
+        np.testing.assert_allclose(outcome.logits(step), want_logits, rtol=0, atol=3e-3)
+    assert outcome.released is not None
+    rows = {(dose.act, dose.site): dose.rows for dose in outcome.released.doses}
+    touched = {
+        index: len(_selected(act, tokens)) for index, act in enumerate(plan.acts) if act.acts
+    }
+    assert rows == {
+        (index, site): count
+        for index, count in touched.items()
+        if count
+        for site, _ in plan.acts[index].rows
+    }
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drawn=st.lists(st.lists(acts(), max_size=4), min_size=6, max_size=6))
+def test_random_steering_does_what_naive_hooks_do_in_hugging_face(
+    bench: Bench, drawn: list[list[Act]]
+) -> None:
+    everything = Capture(tuple(SITES), EVERYWHERE)
+    plans = [Plan("", tuple(one), (everything,)) for one in drawn]
+    outcomes = bench.engine.run(BATCH, plans, max_tokens=TOKENS)
+    for prompt, plan, outcome in zip(BATCH, plans, outcomes, strict=True):
+        _check(bench, prompt, plan, outcome)

@@ -1,0 +1,226 @@
+"""Steering from the command line: how ops are typed, what is sent, and what is printed."""
+
+import argparse
+
+import grpc
+import pytest
+from google.protobuf import text_format
+
+import rheostat
+from rheostat import Ablate, Add, Band, Clamp, NormAdd, Scale
+from rheostat._cli import _ops, main
+from rheostat._proto.v1 import generation_service_pb2, steering_service_pb2
+
+JOY_DIGEST, BARE_DIGEST = r"\xab" * 32, r"\xcd" * 32
+STORED = steering_service_pb2.ListVectorsResponse()
+text_format.Parse(
+    """name: "joy" dtype: DTYPE_FLOAT32 shape: 1 shape: 8
+       sites { points: POINT_RESID_POST range { start: 2 stop: 6 } }""",
+    STORED.vectors.add(digest=b"\xab" * 32),
+)
+text_format.Parse(
+    'name: "bare" dtype: DTYPE_FLOAT32 shape: 1 shape: 8', STORED.vectors.add(digest=b"\xcd" * 32)
+)
+PLAIN = [
+    text_format.Parse(text, generation_service_pb2.GenerateResponse())
+    for text in (
+        "started {}",
+        'tokens { token_ids: 1 text: " ok" }',
+        "finished { reason: FINISH_REASON_LENGTH }",
+        'receipt { request_id: "r1" }',
+    )
+]
+SITES = "sites { points: POINT_RESID_MID list { layers: 3 } }"
+
+
+def made(read, text: str) -> rheostat.Intervention:
+    typed = read(text)
+    return typed.make(*(rheostat.named(name) for name in typed.names))
+
+
+A, B = rheostat.named("a/x.1"), rheostat.named("b")
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "expected"),
+    [
+        (_ops.read_steer, "b", Add(B, 1.0)),
+        (_ops.read_steer, "b:-2.5", Add(B, -2.5)),
+        (_ops.read_norm_add, "b", NormAdd(B, 1.0)),
+        (_ops.read_norm_add, "a/x.1:1e-1", NormAdd(A, 0.1)),
+        (_ops.read_ablate, "b", Ablate((B,), 1.0)),
+        (_ops.read_ablate, "a/x.1,b:0.5", Ablate((A, B), 0.5)),
+        (_ops.read_clamp, "b:-1..2.5", Clamp((Band(B, -1, 2.5),))),
+        (_ops.read_clamp, "b:..-2", Clamp((Band(B, None, -2),))),
+        (_ops.read_clamp, "b:0..:0.25", Clamp((Band(B, 0, None, 0.25),))),
+        (_ops.read_clamp, "b:.5", Clamp((Band(B, 0.5, 0.5),))),
+        (_ops.read_clamp, "a/x.1:..1,b:0:0.5", Clamp((Band(A, None, 1), Band(B, 0, 0, 0.5)))),
+        (_ops.read_scale, "b:-1", Scale(B, -1)),
+    ],
+)
+def test_an_op_is_read_as_people_write_it(read, text, expected):
+    assert made(read, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        (_ops.read_steer, "b:much", "'b:much' has no number in 'much'"),
+        (_ops.read_steer, ":2", "':2' begins with no name or has too many colons"),
+        (_ops.read_norm_add, "b:1:2", "'b:1:2' begins with no name or has too many colons"),
+        (_ops.read_ablate, "b:all", "'b:all' has no number in 'all'"),
+        (_ops.read_ablate, "a,:1", "'a,:1' has a comma without a name beside it"),
+        (_ops.read_clamp, "b", "'b' has no bounds: MIN..MAX, MIN.., ..MAX or one number"),
+        (_ops.read_clamp, "b:", "'b:' has no number in ''"),
+        (_ops.read_clamp, "b:1..x", "'b:1..x' has no number in 'x'"),
+        (_ops.read_clamp, "b:1..2,", "'' begins with no name or has too many colons"),
+        (_ops.read_scale, "b", "'b' has no factor: NAME:FACTOR"),
+    ],
+)
+def test_an_op_that_cannot_be_read_is_told(read, text, message):
+    with pytest.raises(argparse.ArgumentTypeError) as raised:
+        read(text)
+    assert str(raised.value) == message
+
+
+def test_ops_act_in_the_order_typed_at_the_sites_typed(server):
+    server.on("Generate", PLAIN)
+    line = ["generate", "x", "--target", server.target, "--points", "resid_mid", "--layers", "3"]
+    line += ["--ablate", "b", "--steer", "a:2", "--clamp", "b:..1", "--norm-add", "a:0.5"]
+    assert main([*line, "--steer", "b", "--scale", "a:0"]) == 0
+    (request,) = server.asked
+    ops = (
+        'ablate { directions { name: "b" } strength: 1 }',
+        'add { vector { name: "a" } scale: 2 }',
+        'clamp { bands { direction { name: "b" } max: 1 strength: 1 } }',
+        'norm_add { vector { name: "a" } scale: 0.5 }',
+        'add { vector { name: "b" } scale: 1 }',
+        'scale { direction { name: "a" } factor: 0 }',
+    )
+    assert request.steering == text_format.Parse(
+        "".join(f"interventions {{ {SITES} {op} }}" for op in ops), type(request.steering)()
+    )
+
+
+def test_vectors_of_an_op_act_where_those_are_meant_that_are_meant_for_somewhere(server, capsys):
+    server.on("ListVectors", STORED)
+    server.on("Generate", PLAIN)
+    line = ["generate", "x", "--target", server.target]
+    assert main([*line, "--ablate", "bare,joy"]) == 0
+    assert server.asked[-1].steering == text_format.Parse(
+        f"""interventions {{
+              sites {{ points: POINT_RESID_POST range {{ start: 2 stop: 6 }} }}
+              ablate {{
+                directions {{ digest: "{BARE_DIGEST}" }}
+                directions {{ digest: "{JOY_DIGEST}" }}
+                strength: 1
+              }}
+            }}""",
+        type(server.asked[-1].steering)(),
+    )
+    capsys.readouterr()
+    assert main([*line, "--ablate", "bare"]) == 2
+    assert capsys.readouterr().err == (
+        "rheostat: bare has no default points and layers: use .at(points=, layers=) "
+        "(at steering.interventions[0].sites) [REASON_MISSING_FIELD]\n"
+    )
+
+
+def test_the_baseline_follows_the_text_and_their_distance_goes_to_stderr(server, capsys):
+    lines = (
+        "started {}",
+        'tokens { token_ids: 1 text: " bright" }',
+        'tokens { baseline: true token_ids: 2 text: " dull" }',
+        'tokens { offset: 1 token_ids: 3 text: "!" }',
+        "finished { reason: FINISH_REASON_LENGTH }",
+        "finished { baseline: true reason: FINISH_REASON_LENGTH }",
+        """divergence {
+             kl: 0.25 kl: 0.5 compared: 0.75 compared: 1 mean_kl: 0.375
+             baseline_logprobs: -3 baseline_logprobs: -0.5
+           }""",
+        'receipt { request_id: "r1" }',
+    )
+    parse = generation_service_pb2.GenerateResponse
+    server.on("Generate", [text_format.Parse(line, parse()) for line in lines])
+    line = ["generate", "x", "--target", server.target, "--baseline", "--lora", "poet"]
+    assert main(line) == 0
+    assert server.asked == [
+        text_format.Parse(
+            """text: "x" sampling { max_tokens: 128 } lora: "poet" with_baseline: true
+               return_prompt_token_ids: true""",
+            generation_service_pb2.GenerateRequest(),
+        )
+    ]
+    assert capsys.readouterr() == (
+        " bright!\n--- baseline\n dull\n",
+        "KL from the baseline: 0.375 nats per token, most 0.5 at token 1 of 2; "
+        "at least 75 % of the probability was compared\n",
+    )
+
+
+def test_the_receipt_is_shown_where_the_server_steered_everyone(server, capsys):
+    receipt = text_format.Parse(
+        """receipt {
+             request_id: "r1"
+             interventions { intervention { origin: ORIGIN_GLOBAL op: OP_CLAMP } }
+           }""",
+        generation_service_pb2.GenerateResponse(),
+    )
+    server.on("Generate", [*PLAIN[:-1], receipt])
+    assert main(["generate", "x", "--target", server.target]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "  clamp (global 0): 0 rows"
+
+
+def test_global_set_sends_the_ops_and_prints_the_version(server, capsys):
+    server.on("SetGlobal", steering_service_pb2.SetGlobalResponse(version=4))
+    line = ["global", "set", "--target", server.target, "--expected-version", "3"]
+    line += ["--clamp", "a:0", "--points", "resid_mid", "--layers", "3"]
+    assert main(line) == 0
+    assert capsys.readouterr() == ("version 4\n", "")
+    assert server.asked == [
+        text_format.Parse(
+            f"""steering {{ interventions {{
+                  {SITES}
+                  clamp {{ bands {{ direction {{ name: "a" }} min: 0 max: 0 strength: 1 }} }}
+                }} }}
+                expected_version: 3""",
+            steering_service_pb2.SetGlobalRequest(),
+        )
+    ]
+
+
+def test_global_set_without_an_op_is_a_wrong_command_line(server, capsys):
+    assert main(["global", "set", "--target", server.target]) == 2
+    message = "rheostat: no op is given; to have none, use: rheostat global clear\n"
+    assert (capsys.readouterr(), server.asked) == (("", message), [])
+
+
+def test_global_clear_sets_none(server, capsys):
+    server.on("SetGlobal", steering_service_pb2.SetGlobalResponse(version=5))
+    assert main(["global", "clear", "--target", server.target]) == 0
+    assert capsys.readouterr() == ("version 5\n", "")
+    (request,) = server.asked
+    assert request == text_format.Parse("steering {}", steering_service_pb2.SetGlobalRequest())
+
+
+def test_global_get_prints_a_line_for_each_intervention(server, capsys):
+    held = text_format.Parse(
+        f"""steering {{ interventions {{
+              {SITES} scale {{ direction {{ digest: "{JOY_DIGEST}" }} factor: 0.5 }}
+            }} }}
+            version: 4""",
+        steering_service_pb2.GetGlobalResponse(),
+    )
+    server.on("GetGlobal", held)
+    assert main(["global", "get", "--target", server.target]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "server-wide steering, version 4",
+        "  0: scale vector abababababab by 0.5 at resid_mid 3",
+    ]
+
+
+def test_a_version_that_does_not_hold_any_more_fails_in_one_line(server, capsys, refusal):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    server.on("SetGlobal", refusal.of(code, "version 7 holds", "REASON_VERSION_CONFLICT"))
+    assert main(["global", "clear", "--target", server.target, "--expected-version", "6"]) == 1
+    assert capsys.readouterr().err == "rheostat: version 7 holds [REASON_VERSION_CONFLICT]\n"

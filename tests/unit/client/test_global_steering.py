@@ -1,0 +1,198 @@
+"""The server-wide steering, over both clients: set, conflicted, and read back."""
+
+import datetime
+
+import grpc
+import pytest
+from google.protobuf import text_format
+
+import rheostat
+from rheostat import Ablate, Add, Band, Clamp, NormAdd, Point, Scale, Vector
+from rheostat._proto.v1 import steering_service_pb2 as pb
+
+JOY = rheostat.named("joy", points="resid_post", layers=2)
+DIGEST, OTHER = "ab" * 32, "cd" * 32
+
+
+def held(text: str) -> pb.GetGlobalResponse:
+    text = text.replace("DIGEST", r'digest: "%s"' % (r"\xab" * 32))
+    return text_format.Parse(
+        text.replace("OTHER", r'digest: "%s"' % (r"\xcd" * 32)), pb.GetGlobalResponse()
+    )
+
+
+EVERY_OP = held(
+    """steering {
+         interventions {
+           sites { points: POINT_RESID_POST range { start: 2 stop: 6 } }
+           add { vector { DIGEST } scale: 4 }
+         }
+         interventions {
+           sites { points: POINT_RESID_MID list { layers: 3 layers: 1 } }
+           where {
+             include { phase: PHASE_PROMPT } include { phase: PHASE_GENERATED }
+             include { positions { start: -2 } } include { positions { end: 5 } }
+             include { generated { start: 1 end: 3 } } include { generated {} }
+             exclude { token_ids { ids: 7 ids: 9 } } exclude { text { text: "a" } }
+             exclude { text { text: "b" occurrence: 0 } }
+           }
+           norm_add { vector { DIGEST } }
+         }
+         interventions {
+           sites { points: POINT_RESID_PRE all {} }
+           ablate { directions { DIGEST } directions { OTHER } strength: 0.5 }
+         }
+         interventions {
+           sites { points: POINT_RESID_PRE all {} }
+           clamp {
+             bands { direction { DIGEST } min: 0 max: 0 }
+             bands { direction { OTHER } max: 2 strength: 0 }
+           }
+         }
+         interventions {
+           sites { points: POINT_RESID_PRE all {} }
+           scale { direction { DIGEST } factor: -1 }
+         }
+       }
+       version: 3 set_at { seconds: 1700000000 }"""
+)
+VECTOR, SECOND = Vector(DIGEST), Vector(OTHER)
+EVERYWHERE = {"points": (Point.RESID_PRE,), "layers": "all"}
+UNION = "prompt" | ("generated" | rheostat.window(-2)) | rheostat.window(None, 5)
+WHERE = (
+    (UNION | rheostat.generated(1, 3) | rheostat.generated())
+    - rheostat.token_ids(7, 9)
+    - rheostat.span("a")
+    - rheostat.span("b", 0)
+)
+EXPECTED = rheostat.GlobalSteering(
+    interventions=(
+        Add(VECTOR, 4.0, points=(Point.RESID_POST,), layers=range(2, 6)),
+        NormAdd(VECTOR, 1.0, points=(Point.RESID_MID,), layers=(1, 3), where=WHERE),
+        Ablate((VECTOR, SECOND), 0.5, **EVERYWHERE),
+        Clamp((Band(VECTOR, 0.0, 0.0), Band(SECOND, None, 2.0, 0.0)), **EVERYWHERE),
+        Scale(VECTOR, -1.0, **EVERYWHERE),
+    ),
+    version=3,
+    set_at=datetime.datetime(2023, 11, 14, 22, 13, 20, tzinfo=datetime.UTC),
+)
+
+
+@pytest.mark.parametrize(
+    ("steering", "version", "expected"),
+    [
+        (None, None, "steering {}"),
+        ([], 0, "steering {} expected_version: 0"),
+        (
+            [JOY * 2, rheostat.scale(JOY, 0)],
+            4,
+            """steering {
+                 interventions {
+                   sites { points: POINT_RESID_POST list { layers: 2 } }
+                   add { vector { name: "joy" } scale: 2 }
+                 }
+                 interventions {
+                   sites { points: POINT_RESID_POST list { layers: 2 } }
+                   scale { direction { name: "joy" } factor: 0 }
+                 }
+               }
+               expected_version: 4""",
+        ),
+    ],
+)
+def test_setting_replaces_the_whole_and_gives_the_version(
+    client, server, steering, version, expected
+):
+    server.on("SetGlobal", pb.SetGlobalResponse(version=5))
+    found = client.run(lambda engine: engine.steering.set_global(steering, version))
+    assert found == 5
+    assert server.asked == [text_format.Parse(expected, pb.SetGlobalRequest())]
+
+
+def test_another_version_is_a_refusal_that_names_it(client, server, refusal):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    conflict = refusal.of(code, "version 7 holds", "REASON_VERSION_CONFLICT", version="7")
+    server.on("SetGlobal", conflict)
+    with pytest.raises(rheostat.Refused) as raised:
+        client.run(lambda engine: engine.steering.set_global(JOY, expected_version=6))
+    found = raised.value
+    assert (found.reason, found.metadata) == ("REASON_VERSION_CONFLICT", {"version": "7"})
+
+
+@pytest.mark.parametrize(
+    ("steering", "version", "path"),
+    [
+        (rheostat.ablate(JOY, strength=2), None, "steering.interventions[0].ablate.strength"),
+        (JOY, -1, "expected_version"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_before_it_is_sent(client, server, steering, version, path):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.steering.set_global(steering, version))
+    assert (raised.value.path, server.asked) == (path, [])
+
+
+def test_what_holds_reads_as_what_it_could_be_set_with(client, server):
+    server.on("GetGlobal", EVERY_OP)
+    server.on("SetGlobal", pb.SetGlobalResponse(version=4))
+    found = client.run(lambda engine: engine.steering.get_global())
+    assert found == EXPECTED
+    client.run(lambda engine: engine.steering.set_global(found.interventions))
+    sent = server.asked[-1].steering
+    again = pb.GetGlobalResponse(steering=sent, version=3, set_at=EVERY_OP.set_at)
+    server.on("GetGlobal", again)
+    assert client.run(lambda engine: engine.steering.get_global()) == EXPECTED
+
+
+def test_what_holds_at_the_start_is_nothing(client, server):
+    server.on("GetGlobal", pb.GetGlobalResponse())
+    found = client.run(lambda engine: engine.steering.get_global())
+    assert found == rheostat.GlobalSteering((), 0, None)
+    assert str(found) == "server-wide steering, version 0\n  interventions: none"
+
+
+def test_what_holds_in_words_and_in_a_notebook():
+    first = rheostat.GlobalSteering(EXPECTED.interventions[2:4], 3, EXPECTED.set_at)
+    lines = [
+        "server-wide steering, version 3, set 2023-11-14 22:13:20 UTC",
+        "  0: ablate vector abababababab, vector cdcdcdcdcdcd (strength 0.5) at resid_pre all",
+        "  1: clamp vector abababababab to 0, vector cdcdcdcdcdcd to ..2 (strength 0) "
+        "at resid_pre all",
+    ]
+    assert str(first).splitlines() == lines
+    assert lines[1][5:] in first._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (
+            "gate {} add { vector { DIGEST } }",
+            rheostat.Unimplemented,
+            "interventions[0] of the server has a gate, which this client does not know",
+        ),
+        (
+            "replace { vector { DIGEST } }",
+            rheostat.Unimplemented,
+            "interventions[0] of the server is replace, which this client does not know",
+        ),
+        (
+            'add { vector { name: "joy" } }',
+            rheostat.ServerError,
+            "the server sent steering whose vectors are not resolved to digests",
+        ),
+        (
+            "where { include {} } add { vector { DIGEST } }",
+            rheostat.ServerError,
+            "the server sent a selector of an unknown kind, None",
+        ),
+    ],
+)
+def test_what_this_client_cannot_hold_is_an_error_and_not_left_out(
+    client, server, text, error, message
+):
+    sites = "sites { points: POINT_RESID_PRE all {} }"
+    server.on("GetGlobal", held(f"steering {{ interventions {{ {sites} {text} }} }}"))
+    with pytest.raises(error) as raised:
+        client.run(lambda engine: engine.steering.get_global())
+    assert raised.value.message == message

@@ -1,0 +1,138 @@
+"""Receipts and explanations: where interventions came from, how strong they were, how it reads."""
+
+import pytest
+from google.protobuf import text_format
+
+import rheostat
+from rheostat import Point, Site
+from rheostat._explanations import read_explanation
+from rheostat._proto.v1 import generation_service_pb2, receipt_pb2
+from rheostat._receipts import read_receipt
+
+EARLY, LATE = Site(Point.RESID_POST, 2), Site(Point.RESID_POST, 3)
+
+
+def test_a_receipt_tells_steering_of_every_origin_apart():
+    message = text_format.Parse(
+        r"""request_id: "r1" prompt_tokens: 3 generated_tokens: 4
+            interventions {
+              intervention { origin: ORIGIN_GLOBAL index: 1 op: OP_CLAMP }
+              digests: "\001" digests: "\002"
+              sites {
+                site { point: POINT_RESID_POST layer: 2 } rows: 6
+                dose { norm: 0.5 relative_mean: 0.25 relative_max: 0.75 }
+              }
+              sites {
+                site { point: POINT_RESID_POST layer: 3 } rows: 6
+                dose { norm: 1.5 relative_mean: 0.125 relative_max: 0.5 }
+              }
+              rows { positions { start: 0 count: 6 } }
+            }
+            interventions {
+              intervention { origin: ORIGIN_REQUEST index: 0 op: OP_NORM_ADD }
+              sites { site { point: POINT_RESID_POST layer: 2 } rows: 2 dose { norm: 2 } }
+              rows { sample: 0 positions { start: 0 count: 2 } }
+            }
+            interventions {
+              intervention { origin: ORIGIN_UPDATE index: 0 op: OP_ABLATE update_id: 3 }
+            }
+            interventions {
+              intervention { origin: ORIGIN_RULE index: 2 op: OP_SCALE rule: "calm" }
+            }
+            captures {
+              spec: 1 sites { site { point: POINT_RESID_POST layer: 2 } rows: 6 } run: "clean"
+            }
+            global_version: 5 updates: 1""",
+        receipt_pb2.Receipt(),
+    )
+    found = read_receipt(message)
+    assert found == rheostat.Receipt(
+        request_id="r1",
+        prompt_tokens=3,
+        generated_tokens=4,
+        interventions=(
+            rheostat.AppliedIntervention(
+                origin="global",
+                index=1,
+                op="clamp",
+                digests=("01", "02"),
+                sites=(
+                    rheostat.AppliedSite(EARLY, 6, rheostat.Dose(0.5, 0.25, 0.75)),
+                    rheostat.AppliedSite(LATE, 6, rheostat.Dose(1.5, 0.125, 0.5)),
+                ),
+                rows=(rheostat.AppliedRows(0, (range(6),), ()),),
+            ),
+            rheostat.AppliedIntervention(
+                origin="request",
+                index=0,
+                op="norm_add",
+                digests=(),
+                sites=(rheostat.AppliedSite(EARLY, 2, rheostat.Dose(2.0, None, None)),),
+                rows=(rheostat.AppliedRows(0, (range(2),), ()),),
+            ),
+            rheostat.AppliedIntervention("update", 0, "ablate", (), (), (), update_id=3),
+            rheostat.AppliedIntervention("rule", 2, "scale", (), (), (), rule="calm"),
+        ),
+        captures=(rheostat.CaptureReceipt(1, (rheostat.CapturedSite(EARLY, 6, 0),), run="clean"),),
+        global_version=5,
+        updates=1,
+    )
+    lines = [
+        "receipt of r1",
+        "  tokens: 3 of the prompt (0 from the cache), 4 generated, 0 recomputed, 0 preemptions",
+        "  clamp (global 1): 12 rows at resid_post 2-3, dose 0.5 to 1.5 "
+        "(12.5 to 25 % of the stream, at most 75 %), positions 0-5",
+        "  norm_add (request 0): 2 rows at resid_post 2, dose 2, positions 0-1",
+        "  ablate (update 3, 0): 0 rows",
+        "  scale (rule calm, 2): 0 rows",
+        "  capture 1: 6 rows of resid_post 2, stored in run clean",
+        "  server-wide steering: version 5",
+        "  updates: 1 carried out",
+    ]
+    assert str(found).splitlines() == lines
+    html = found._repr_html_()
+    for line in lines[1:]:
+        for cell in line.strip().split(": ", 1):
+            assert f">{cell}</t" in html
+
+
+@pytest.mark.parametrize(
+    ("op", "dose"),
+    [
+        ("add", "resid_post[2] (dose 0.5); positions 0-1"),
+        ("norm_add", "resid_post[2] (dose 0.5 of the stream); positions 0-1"),
+    ],
+)
+def test_an_explanation_gives_doses_in_the_unit_of_their_op(op, dose):
+    message = text_format.Parse(
+        f"""prompt_token_ids {{ ids: 1 ids: 2 }}
+            interventions {{
+              intervention {{ origin: ORIGIN_GLOBAL op: OP_{op.upper()} }}
+              sites {{ point: POINT_RESID_POST layer: 2 }}
+              selection {{ positions {{ count: 2 }} }}
+              doses {{ site {{ point: POINT_RESID_POST layer: 2 }} norm: 0.5 }}
+            }}
+            interventions {{
+              intervention {{ origin: ORIGIN_RULE index: 1 op: OP_CLAMP rule: "calm" }}
+              sites {{ point: POINT_RESID_POST layer: 3 }}
+              selection {{ token_ids: 13 token_ids: 42 }}
+            }}
+            cache_keys {{ position: 0 digest: "\\001\\002" }}
+            cache_keys {{ position: 16 private: true }}""",
+        generation_service_pb2.ExplainResponse(),
+    )
+    found = read_explanation(message)
+    assert [one.rule for one in found.interventions] == ["", "calm"]
+    assert found.cache_keys == (
+        rheostat.CacheKey(0, "0102", False),
+        rheostat.CacheKey(16, "", True),
+    )
+    assert str(found).splitlines() == [
+        "the request would",
+        "  prompt: 2 tokens",
+        f"  {op} (global 0): {dose}",
+        "  clamp (rule calm, 1): resid_post[3]; positions none, generated tokens 13, 42",
+        "  cache key from position 0: 0102",
+        "  cache key from position 16: private",
+        "  bank rows: 0 new",
+    ]

@@ -1,0 +1,120 @@
+"""Frames of workers, events as plain values, and a server that receives them."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from rheostat_engine import (
+    Dose,
+    EngineSettings,
+    Event,
+    Rows,
+    WorkerChannel,
+)
+from rheostat_engine.channel import EventMerger
+from rheostat_engine.events import (
+    Head,
+    InstalledHead,
+    ReleasedHead,
+    RowsHead,
+    encode_head,
+)
+
+Plain = tuple[object, ...]
+DOSE = Dose(0, 2, 7, 3.5, 1.75, 0.5)
+
+
+def installed(request_id: str = "r", *, rank: int = 0, number: int = 1, error: str = "") -> Head:
+    return InstalledHead(rank, number, request_id, error)
+
+
+def released(
+    request_id: str = "r",
+    *,
+    rank: int = 0,
+    number: int = 1,
+    captured: dict[int, int] | None = None,
+    lost: int = 0,
+    preemptions: int = 0,
+    doses: Sequence[Dose] = (DOSE,),
+    measured: bool = True,
+) -> Head:
+    return ReleasedHead(
+        rank=rank,
+        number=number,
+        request_id=request_id,
+        doses=[*doses],
+        measured=measured,
+        captured=captured or {},
+        lost_rows=lost,
+        preemptions=preemptions,
+        computed=(2, 9),
+        recomputed=0,
+    )
+
+
+def int64(*values: int) -> bytes:
+    return np.array(values, "<i8").tobytes()
+
+
+def rows(
+    site: int = 2, count: int = 2, *, rank: int = 0, number: int = 1, dtype: str = "float32"
+) -> Head:
+    """One block of two columns from position 5 on."""
+    return RowsHead(rank, dtype, 2, [[site]], int64(number), int64(0), int64(5), int64(count))
+
+
+def payload(count: int = 2) -> bytes:
+    return np.arange(2 * count, dtype="<f4").tobytes()
+
+
+def plain(event: Event) -> Plain:
+    """An event as values that can be compared."""
+    if isinstance(event, Rows):
+        return event.request_id, event.site, event.positions.tolist(), event.data.tolist()
+    return (event,)
+
+
+def feed(merger: EventMerger, *heads: Head) -> list[Plain]:
+    """What the merger makes of frames; rows bring their payload."""
+    events = []
+    for head in heads:
+        body = payload() if isinstance(head, RowsHead) else b""
+        events += merger.feed(encode_head(head), body)
+    return [plain(event) for event in events]
+
+
+ROWS_OF_2 = ("r", 2, [5, 6], [[0.0, 1.0], [2.0, 3.0]])
+ROWS_OF_7 = ("r", 7, [5, 6], [[0.0, 1.0], [2.0, 3.0]])
+
+
+class Server:
+    """A channel whose events go into a list, and a worker's end of it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.loop = asyncio.new_event_loop()
+        self._loop_thread = threading.Thread(target=self.loop.run_forever)
+        self._loop_thread.start()
+        self.channel = WorkerChannel(EngineSettings(channel=address), ranks=1)
+        self.events: list[Event] = []
+        self._news = threading.Condition()
+        self.channel.start(self.loop, self._deliver)
+
+    def _deliver(self, event: Event) -> None:
+        with self._news:
+            self.events.append(event)
+            self._news.notify_all()
+
+    def wait_for(self, count: int) -> list[Plain]:
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.events) >= count, 30)
+            return [plain(event) for event in self.events]
+
+    def close_loop(self) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._loop_thread.join()
+            self.loop.close()

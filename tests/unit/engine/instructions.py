@@ -1,0 +1,136 @@
+"""Instructions of one site for some tokens, and what they do, token by token in float64."""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rheostat_engine import Kind
+from rheostat_engine.core.program import SiteBuffers
+
+CELLS = 24
+RING = 12
+
+
+class Step(NamedTuple):
+    """A step of a chain, with numbers of rows and directions."""
+
+    kind: Kind
+    number: int
+    low: float = 0.0
+    high: float = 0.0
+    strength: float = 1.0
+    last: bool = True
+
+
+def chains() -> list[list[Step]]:
+    """Chains of every kind of step, alone and one after the other."""
+    ablation = Step(Kind.PULL, 1)
+    clamp = Step(Kind.PULL, 2, -0.5, 0.25, 0.75)
+    floor = Step(Kind.PULL, 3, 1.5, math.inf)
+    push = Step(Kind.NORM_ADD, 2, strength=-0.5)
+    added = Step(Kind.ADD, 3)
+    return [
+        [ablation],
+        [clamp],
+        [floor],
+        [push],
+        [added],
+        [added, ablation, push, floor, added],
+        [ablation._replace(last=False), clamp._replace(last=False), floor, push],
+        [Step(Kind.PULL, 1, -math.inf, 0.0, 2.0), added, clamp],
+    ]
+
+
+def buffers(
+    width: int,
+    *,
+    dtype: torch.dtype,
+    codes: list[int],
+    captured: list[int],
+    programs: list[list[Step]],
+    seed: int = 0,
+) -> SiteBuffers:
+    """A site's buffers: rows 0 (zeros) to 4, directions 1 to 3 and some programs.
+
+    Args:
+        width: W.
+        dtype: of the rows and the ring.
+        codes: of each token: 0, a row, or minus a program's number from 1.
+        captured: ring row of each token.
+        programs: the chains.
+        seed: of the rows and directions.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(5, width, generator=generator).to(dtype)
+    rows[0] = 0
+    directions = torch.randn(4, width, generator=generator)
+    directions /= directions.norm(dim=1, keepdim=True)
+    ints, floats, begins = [[0, 0, 0, 0]], [[0.0, 0.0, 0.0, 0.0]], []
+    for chain in programs:
+        begins.append(len(ints))
+        for at, one in enumerate(chain):
+            following = len(ints) + 1 if at + 1 < len(chain) else 0
+            ints.append([one.kind, one.number, following, one.last])
+            floats.append([one.low, one.high, one.strength, 0.0])
+    return SiteBuffers(
+        code=torch.tensor([-begins[-c - 1] if c < 0 else c for c in codes], dtype=torch.int32),
+        cap_row=torch.tensor(captured, dtype=torch.int32),
+        cell=torch.tensor([(5 * token) % 16 for token in range(len(codes))], dtype=torch.int32),
+        rows=rows,
+        directions=directions,
+        ints=torch.tensor(ints, dtype=torch.int32),
+        floats=torch.tensor(floats),
+        doses=torch.zeros(CELLS, 4),
+        ring=torch.zeros(RING, width, dtype=dtype),
+    )
+
+
+@dataclass
+class Expected:
+    """What a site's instructions do, in float64; nothing is rounded."""
+
+    h: np.ndarray
+    ring: np.ndarray
+    doses: np.ndarray = field(default_factory=lambda: np.zeros((CELLS, 4)))
+
+
+def naive(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> Expected:
+    """One token after the other, one step after the other."""
+    expected = Expected(h.double().numpy().copy(), site.ring.double().numpy().copy())
+    rows, directions = site.rows.double().numpy(), site.directions.double().numpy()
+    for token in range(len(h)):
+        rest = 0 if carried is None else carried[token].double().numpy()
+        x = before = expected.h[token] + rest
+        code, cell = int(site.code[token]), int(site.cell[token])
+        if code > 0:
+            x = x + rows[code]
+            _count(expected.doses[cell], before, None)
+        step = max(0, -code)
+        while step:
+            kind, number, following, last = site.ints[step].tolist()
+            low, high, strength, _ = site.floats[step].tolist()
+            if kind == Kind.ADD:
+                x = x + rows[number]
+            elif kind == Kind.NORM_ADD:
+                x = x + strength * np.linalg.norm(x) * directions[number]
+            else:
+                along = x @ directions[number]
+                x = x + strength * (np.clip(along, low, high) - along) * directions[number]
+            if last:
+                _count(expected.doses[cell], before, None if kind == Kind.ADD else x - before)
+                before, cell = x, cell + 1
+            step = following
+        expected.h[token] = x - rest
+        if site.cap_row[token]:
+            expected.ring[int(site.cap_row[token])] = x
+    return expected
+
+
+def _count(cell: np.ndarray, before: np.ndarray, change: np.ndarray | None) -> None:
+    norm = np.linalg.norm(before)
+    moved = 0.0 if change is None else np.linalg.norm(change)
+    share = (1.0 if change is None else moved) / norm if norm > 0 else 0.0
+    cell[:] = cell[0] + 1, cell[1] + moved, cell[2] + share, max(cell[3], share)

@@ -1,0 +1,108 @@
+"""What acts do to one token at one site, step by step and row by row in float64."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine import Act, Kind, Plan
+from rheostat_engine.composition import Program
+
+from .strategies import selects
+
+Row = npt.NDArray[np.float64]
+Vectors = Mapping[bytes, npt.NDArray[np.float32]]
+Steps = tuple[object, ...]
+"""Of adjacent additions, how often each is made; of another act, one entry per direction."""
+
+
+def acting(plan: Plan, site: int, position: int, token: int) -> list[tuple[int, Act]]:
+    """The acts that may change a token at a site, with their indices."""
+    return [
+        (index, act)
+        for index, act in enumerate(plan.acts)
+        if act.acts and site in dict(act.rows) and selects(act, position, token)
+    ]
+
+
+def steps(plan: Plan, site: int, position: int, token: int) -> Steps:
+    """What is to be done at a site."""
+    found: list[object] = []
+    for _, act in acting(plan, site, position, token):
+        rows = dict(act.rows)[site]
+        parts = list(zip(act.vectors, rows, strict=True))
+        if act.kind is Kind.ADD:
+            one = (act.vectors[0], rows[0], act.scale)
+            if found and isinstance(found[-1], Counter):
+                found[-1][one] += 1
+            else:
+                found.append(Counter([one]))
+        elif act.kind is Kind.NORM_ADD:
+            found.append((parts, act.scale))
+        else:
+            for number, band in enumerate(act.bands):
+                first = 0 if act.orthogonal else number
+                found.append((parts[first : number + 1], *band))
+    return tuple(found)
+
+
+def described(program: Program) -> Steps:
+    """A program in the words of `steps`."""
+    found: list[object] = []
+    for step in program:
+        if step.kind is Kind.ADD:
+            found.append(Counter(step.addends))
+        elif step.kind is Kind.NORM_ADD:
+            found.append((list(step.direction), step.strength))
+        else:
+            found.append((list(step.direction), step.low, step.high, step.strength))
+    return tuple(found)
+
+
+class Changed(NamedTuple):
+    """A row after all acts, and what each of them did to it."""
+
+    row: Row
+    doses: dict[int, tuple[float, float]]
+    """By act: |change| and |change| / |x|."""
+
+
+def change(
+    plan: Plan, site: int, position: int, token: int, stream: npt.ArrayLike, vectors: Vectors
+) -> Changed:
+    """One act after the other; adjacent additions are measured against the same row."""
+    row = np.asarray(stream, np.float64)
+    doses = {}
+    norm, adding = 0.0, False
+    for index, act in acting(plan, site, position, token):
+        rows = dict(act.rows)[site]
+        parts = [vectors[d][r].astype(np.float64) for d, r in zip(act.vectors, rows, strict=True)]
+        if act.kind is not Kind.ADD or not adding:
+            norm = float(np.linalg.norm(row))
+        adding = act.kind is Kind.ADD
+        before = row
+        row = _applied(act, row, parts)
+        moved = float(np.linalg.norm(row - before))
+        doses[index] = (moved, moved / norm)
+    return Changed(row, doses)
+
+
+def units(parts: list[Row], *, orthogonal: bool) -> list[Row]:
+    """Unit vectors along some vectors, each orthogonal to those before it or not."""
+    if not orthogonal:
+        return [part / np.linalg.norm(part) for part in parts]
+    q, r = np.linalg.qr(np.stack(parts, axis=1))
+    return list((q * np.sign(np.diag(r))).T)
+
+
+def _applied(act: Act, row: Row, parts: list[Row]) -> Row:
+    if act.kind is Kind.ADD:
+        return row + act.scale * parts[0]
+    if act.kind is Kind.NORM_ADD:
+        return row + act.scale * np.linalg.norm(row) * units(parts, orthogonal=False)[0]
+    for unit, band in zip(units(parts, orthogonal=act.orthogonal), act.bands, strict=True):
+        along = row @ unit
+        row = row + band.strength * (np.clip(along, band.low, band.high) - along) * unit
+    return row

@@ -1,0 +1,220 @@
+"""What is handed over on a worker reaches the server's loop, whatever else arrives there."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from rheostat_engine import (
+    EngineSettings,
+    Installed,
+    Released,
+    Rows,
+    WorkerChannel,
+)
+from rheostat_engine.core.delivery import Delivery, Frame
+from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.events import (
+    Head,
+    RowsHead,
+    encode_head,
+)
+
+from .frames import DOSE, ROWS_OF_2, ROWS_OF_7, Server, installed, int64, payload, released, rows
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(f"ipc://{tmp_path}/channel")
+    yield server
+    server.channel.close()
+    server.close_loop()
+
+
+class Fence:
+    """Something that the device does later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def synchronize(self) -> None:
+        self._tensor.copy_(torch.arange(4.0).view(2, 2))
+
+
+def test_everything_arrives_in_the_order_in_which_it_was_handed_over(server: Server) -> None:
+    delivery = Delivery(server.address)
+    delivery.send(Frame(installed()))
+    for _ in range(50):
+        late = torch.zeros(2, 2)
+        delivery.send(Frame(rows(), late, Fence(late)))
+        delivery.send(Frame(rows(7), torch.arange(4.0).view(2, 2)))
+    delivery.send(Frame(released()))
+    assert server.wait_for(102) == [
+        (Installed("r", ""),),
+        *[ROWS_OF_2, ROWS_OF_7] * 50,
+        (Released("r", (DOSE,), True, {}, 0, 0, (2, 9)),),
+    ]
+    delivery.close()
+
+
+def test_frames_that_are_made_of_something_late_keep_their_place(server: Server) -> None:
+    delivery = Delivery(server.address)
+    delivery.send(Frame(installed()))
+    late = torch.zeros(2, 2)
+
+    def heads() -> list[Head]:
+        dose = DOSE._replace(change=float(late.sum()))
+        return [released(doses=[dose]), installed("next"), released("next")]
+
+    delivery.send(Frame(heads, ready=Fence(late)))
+    delivery.send(Frame(installed("last")))
+    assert server.wait_for(5) == [
+        (Installed("r", ""),),
+        (Released("r", (DOSE._replace(change=6.0),), True, {}, 0, 0, (2, 9)),),
+        (Installed("next", ""),),
+        (Released("next", (DOSE,), True, {}, 0, 0, (2, 9)),),
+        (Installed("last", ""),),
+    ]
+    assert delivery.pending_bytes == 0
+    delivery.close()
+
+
+def test_the_outlet_hands_over_what_was_measured_as_it_was_then(server: Server) -> None:
+    outlet = Outlet(Delivery(server.address), torch.device("cpu"), limit=64)
+    outlet.send(Frame(installed()))
+    measured = torch.tensor([[4.0]])
+    held = threading.Event()
+
+    def heads(values: torch.Tensor) -> list[Head]:
+        assert held.wait(30)
+        return [released(doses=[DOSE._replace(change=values.item())])]
+
+    outlet.send_measured(measured, heads)
+    measured.zero_()
+    held.set()
+    assert server.wait_for(2)[1] == (
+        Released("r", (DOSE._replace(change=4.0),), True, {}, 0, 0, (2, 9)),
+    )
+    assert outlet.free_bytes == 64
+    outlet.close()
+
+
+def test_what_waits_for_a_slow_loop_stays_bounded_and_none_of_it_is_lost(server: Server) -> None:
+    held = threading.Event()
+    server.loop.call_soon_threadsafe(held.wait)
+    delivery = Delivery(server.address)
+    delivery.send(Frame(installed()))
+    values = torch.zeros(20_000, 2)
+    for _ in range(200):
+        delivery.send(Frame(rows(7, count=20_000), values))
+    settled = -1
+    while settled != delivery.pending_bytes:
+        settled = delivery.pending_bytes
+        held.wait(0.5)
+    held.set()
+    assert len(server.wait_for(201)) == 201
+    assert 0 < settled < 200 * values.nbytes
+    delivery.close()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:]
+)
+def test_rows_keep_their_bits(server: Server, dtype: torch.dtype) -> None:
+    values = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    delivery = Delivery(server.address)
+    delivery.send(Frame(installed()))
+    delivery.send(Frame(rows(count=3, dtype=str(dtype).removeprefix("torch.")), values))
+    delivery.close()
+    server.wait_for(2)
+    event = server.events[1]
+    assert isinstance(event, Rows)
+    assert event.data.tobytes() == values.view(torch.uint8).numpy().tobytes()
+
+
+def test_a_worker_may_connect_before_the_server_has_bound(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/late"
+    delivery = Delivery(address)
+    delivery.send(Frame(installed()))
+    server = Server(address)
+    assert server.wait_for(1) == [(Installed("r", ""),)]
+    delivery.close()
+    server.channel.close()
+    server.close_loop()
+
+
+BAD_FRAMES = {
+    "no message": [b"", b""],
+    "one part": [encode_head(installed("lost"))],
+    "three parts": [encode_head(installed("lost")), b"", b""],
+    "not msgpack": [b"\xc1 what", b""],
+    "other fields": [b"\x81\xa4type\xa9installed", b""],
+    "torn rows": [encode_head(rows()), b"abc"],
+    "rows of nobody": [encode_head(rows(number=99)), payload()],
+    "rows of no worker": [encode_head(rows(rank=5)), payload()],
+    "rows of no type": [encode_head(rows(dtype="complex")), payload()],
+    "too few rows": [encode_head(rows(count=3)), payload()],
+    "torn labels": [
+        encode_head(RowsHead(0, "float32", 2, [[2]], b"123", b"", b"", b"")),
+        payload(),
+    ],
+    "rows of no class": [
+        encode_head(RowsHead(0, "float32", 2, [], int64(1), int64(0), int64(5), int64(2))),
+        payload(),
+    ],
+    "positions beyond reason": [
+        encode_head(RowsHead(0, "float32", 2, [[2]], int64(1), int64(0), int64(2**62), int64(2))),
+        payload(),
+    ],
+    "rows without columns": [
+        encode_head(RowsHead(0, "float32", 0, [[2]], int64(1), int64(0), int64(5), int64(2))),
+        b"",
+    ],
+    "released by nobody": [encode_head(released(rank=9)), b""],
+}
+
+
+@pytest.mark.parametrize("name", BAD_FRAMES)
+def test_a_bad_frame_is_logged_and_skipped(
+    server: Server, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(server.address)
+        socket.send_multipart([encode_head(installed()), b""])
+        socket.send_multipart(BAD_FRAMES[name])
+        socket.send_multipart([encode_head(rows()), payload()])
+        assert server.wait_for(2) == [(Installed("r", ""),), ROWS_OF_2]
+    assert [record.message for record in caplog.records] == [
+        "a frame of the side channel is malformed and was skipped"
+    ]
+
+
+def test_closing_frees_the_address(server: Server) -> None:
+    path = Path(server.address.removeprefix("ipc://"))
+    assert path.exists()
+    server.channel.close()
+    assert not path.exists()
+    WorkerChannel(EngineSettings(channel=server.address), ranks=1).close()
+    assert not path.exists()
+
+
+def test_an_address_that_is_taken_is_refused(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(zmq.ZMQError):
+        WorkerChannel(EngineSettings(channel=f"ipc://{tmp_path}/no/such/folder"), ranks=1)
+
+
+def test_a_channel_whose_loop_has_closed_can_still_be_closed(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server.close_loop()
+    delivery = Delivery(server.address)
+    delivery.send(Frame(installed()))
+    delivery.close()
+    closing = threading.Thread(target=server.channel.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()

@@ -1,0 +1,157 @@
+"""The op in plain torch equals a loop in float64, and what changes nothing changes no bit."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rheostat_engine import Kind
+from rheostat_engine.sites.reference import run_site
+
+from .instructions import RING, Step, buffers, chains, naive
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ERROR = {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Of a row of size about 1 to 10: float32 sums, or the one rounding to the stream's dtype."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_the_op_equals_a_loop_over_tokens_and_steps(
+    dtype: torch.dtype, data: st.DataObject, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, width = data.draw(st.integers(1, 6)), data.draw(st.integers(3, 9))
+    programs = chains()
+    code = st.integers(-len(programs), 4)
+    places = data.draw(st.permutations(range(1, RING)))
+    site = buffers(
+        width,
+        dtype=dtype,
+        codes=data.draw(st.lists(code, min_size=tokens, max_size=tokens)),
+        captured=[p if data.draw(st.booleans()) else 0 for p in places[:tokens]],
+        programs=programs,
+        seed=seed,
+    )
+    h = torch.randn(tokens, width, generator=generator).to(dtype)
+    carried = None
+    if data.draw(st.booleans()):
+        other = data.draw(st.sampled_from([dtype, torch.float32]))
+        carried = torch.randn(tokens, width, generator=generator).to(other)
+    before, rest = h.clone(), None if carried is None else carried.clone()
+    expected = naive(h, carried, site)
+    # Tokens beyond those of the step: their instructions must not be followed.
+    longer = site._replace(
+        code=torch.cat([site.code, torch.tensor([2, -1], dtype=torch.int32)]),
+        cap_row=torch.cat([site.cap_row, torch.tensor([9, 9], dtype=torch.int32)]),
+    )
+    run_site(h, carried, longer)
+    rtol, atol = 2 * ERROR[dtype], 10 * ERROR[dtype]
+    np.testing.assert_allclose(h.double(), expected.h, rtol, atol)
+    np.testing.assert_allclose(site.ring.double(), expected.ring, rtol, atol)
+    np.testing.assert_allclose(site.doses.double(), expected.doses, rtol=1e-3, atol=1e-4)
+    assert torch.equal(h[site.code[:tokens] == 0], before[site.code[:tokens] == 0])
+    assert carried is None or (rest is not None and torch.equal(carried, rest))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_addition_is_one_float32_sum_rounded_once(dtype: torch.dtype) -> None:
+    site = buffers(64, dtype=dtype, codes=[1, 2, 0, 2], captured=[0, 3, 4, 0], programs=[])
+    h = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    carried = torch.randn(4, 64, generator=torch.Generator().manual_seed(6))
+    added = torch.stack([site.rows[n].float() for n in (1, 2, 0, 2)])
+    expected = (h.float() + added).to(dtype)
+    run_site(h, carried, site)
+    assert torch.equal(h, expected)
+    captured = (expected.float() + carried).to(dtype)
+    assert torch.equal(site.ring[3:5], captured[1:3])
+    assert not site.ring[[0, 1, 2, *range(5, RING)]].any()
+
+
+WIDE = Step(Kind.PULL, 1, -1e6, 1e6)
+IDLE = {
+    "row 0 in a chain": [Step(Kind.ADD, 0)],
+    "strength 0 of an ablation": [Step(Kind.PULL, 1, strength=0.0)],
+    "strength 0 of a push": [Step(Kind.NORM_ADD, 1, strength=0.0)],
+    "a band wider than the data": [WIDE],
+    "a band without an upper bound": [WIDE._replace(high=math.inf)],
+    "a band without a lower bound": [WIDE._replace(low=-math.inf)],
+    "all of them": [Step(Kind.ADD, 0), WIDE, Step(Kind.NORM_ADD, 2, strength=0.0), WIDE],
+}
+
+
+def special(dtype: torch.dtype) -> torch.Tensor:
+    """Rows with zeros of both signs, subnormal, small and large numbers."""
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    rows[1] = torch.tensor([0.0, -0.0, 1e-7, -1e-7, 3e4, -3e-4, 1e-40, -1e-40])
+    rows[2] = -0.0
+    rows[3] = 0.0
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("carried", [None, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", IDLE)
+def test_what_changes_nothing_changes_no_bit(
+    name: str, dtype: torch.dtype, carried: torch.dtype | None
+) -> None:
+    site = buffers(8, dtype=dtype, codes=[-1] * 4, captured=[0] * 4, programs=[IDLE[name]])
+    h = special(dtype)
+    rest = None if carried is None else special(carried) / 7
+    run_site(h, rest, site)
+    assert torch.equal(h.view(torch.uint8), special(dtype).view(torch.uint8))
+    assert site.doses[:, 0].sum() == 4 * sum(one.last for one in IDLE[name])
+    assert not site.doses[:, 1].any()
+
+
+def test_elements_that_a_change_leaves_alone_keep_their_bits() -> None:
+    site = buffers(8, dtype=torch.float32, codes=[1, -1], captured=[0, 0], programs=[chains()[0]])
+    site.rows[1] = torch.tensor([0.0, 0.0, 1.0, -0.0, 0.0, 0.0, 0.0, 0.0])
+    site.directions[1] = torch.tensor([0.0, 1.0, -0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    h = torch.full((2, 8), -0.0)
+    h[1, 1] = 5.0
+    run_site(h, None, site)
+    assert h[0, 2] == 1.0
+    assert h[1, 1] == 0.0
+    untouched = torch.ones(2, 8, dtype=torch.bool)
+    untouched[0, 2] = untouched[1, 1] = False
+    assert torch.signbit(h[untouched]).all()
+
+
+def test_a_row_of_zeros_has_a_share_of_zero_and_no_nan() -> None:
+    push = [Step(Kind.NORM_ADD, 1)]
+    site = buffers(8, dtype=torch.float32, codes=[1, -1], captured=[0, 0], programs=[push])
+    h = torch.zeros(2, 8)
+    run_site(h, None, site)
+    assert torch.equal(h[0], site.rows[1])
+    assert not h[1].any()
+    assert site.doses[[0, 5]].tolist() == [[1, 0, 0, 0]] * 2
+
+
+def test_measurements_add_up_over_tokens_and_steps_that_share_cells() -> None:
+    site = buffers(8, dtype=torch.float32, codes=[1, 2, 3], captured=[0] * 3, programs=[])
+    site.cell[:] = 7
+    h = torch.zeros(3, 8)
+    h[:, 0] = torch.tensor([2.0, 4.0, 0.5])
+    run_site(h.clone(), None, site)
+    run_site(h.clone(), None, site)
+    assert site.doses[7].tolist() == [6, 0, 2 * (0.5 + 0.25 + 2), 2]
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 2, 8), (1, 4, 8)])
+def test_leading_dimensions_are_tokens(shape: tuple[int, ...]) -> None:
+    site = buffers(
+        8, dtype=torch.float32, codes=[0, 1, 2, -6], captured=[0, 4, 0, 5], programs=chains()
+    )
+    flat = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    folded = flat.clone().view(shape)
+    ring = site.ring.clone()
+    run_site(flat, flat.clone() / 2, site)
+    one = site.ring.clone()
+    site.ring.copy_(ring)
+    run_site(folded, folded.clone() / 2, site)
+    assert torch.equal(folded.view(4, 8), flat)
+    assert torch.equal(site.ring, one)

@@ -1,0 +1,171 @@
+"""What a plan's acts hold is taken all at once or not at all, and given back once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from rheostat_engine import Act, Band, Capacity, Condition, Kind, Plan, Spans, compose
+from rheostat_engine.core.steering import Placed
+from rheostat_engine.core.vectors import BankError
+
+from .strategies import (
+    DIGESTS,
+    EVERYWHERE,
+    LIMIT,
+    POSITIONS,
+    SITES,
+    VOCABULARY,
+    ablate,
+    add,
+    plans,
+)
+from .tables import VECTORS, WIDTH, capacity
+from .worker import NOTHING, Worker
+
+A, B, C = DIGESTS
+RULED = Condition(((5, 9),), (1, 3), True)
+UNKNOWN = b"\xee" * 32
+ZERO = b"\x00" * 32
+
+
+def plan(*acts: Act) -> Plan:
+    return Plan("r", acts)
+
+
+def ruled(*tokens: int, where: Spans = RULED.spans) -> Act:
+    return replace(add(1), spans=(), conditions=(Condition(where, tokens, True),))
+
+
+RICH = plan(add(0, where=((0, 4),)), ablate(1, digests=(B, C)), ruled(1, 3), add(2, scale=2.0))
+
+
+@pytest.mark.parametrize(
+    ("room", "last", "message"),
+    [
+        (capacity(), add(3, digest=UNKNOWN), f"vector {UNKNOWN.hex()} is not in the worker"),
+        (capacity(), add(3, scale=1e39), "the sum of the vectors is not finite in torch.float32"),
+        (capacity(), ablate(3, digests=(ZERO,)), f"vector {ZERO.hex()} has no direction"),
+        (capacity(), ablate(3, digests=(A, A)), f"vector {A.hex()} has no direction of its own"),
+        (capacity(bank_rows=2), add(3, scale=5.0), "every row of the bank is in use"),
+        (capacity(directions=2), ablate(3, digests=(A,)), "every direction is in use"),
+        (capacity(steps=7), ablate(3, digests=(B, C, A)), "every step is in use"),
+        (capacity(slots=3), add(3, where=((11, 12),)), "every slot is in use"),
+        (
+            capacity(token_rules=1),
+            ruled(2, where=((11, 12),)),
+            "every rule about token ids is in use",
+        ),
+        (capacity(), ruled(VOCABULARY), "a token id is not below the vocabulary's size"),
+    ],
+)
+def test_what_cannot_be_put_in_force_leaves_nothing_behind(
+    room: Capacity, last: Act, message: str
+) -> None:
+    worker = Worker(room)
+    worker.steering.load({ZERO: np.zeros((1, WIDTH), np.float32)})
+    for before in (None, Placed()):
+        with pytest.raises(BankError, match=f"^{message}"):
+            worker.steering.place(1, replace(RICH, acts=(*RICH.acts, last)), before)
+        assert worker.held() == NOTHING
+    numbers, positions = np.ones(LIMIT, np.int64), np.arange(LIMIT)
+    found = worker.steering.lookup(numbers, positions)
+    assert not any(one.any() for one in found)
+    placed = worker.steering.place(1, RICH)
+    assert placed.cells[0].start == 64  # the first cells that there are
+
+
+def test_variants_that_find_no_place_leave_nothing_behind() -> None:
+    worker = Worker()
+    room = len(worker.rules.slots)
+    worker.rules.place([0] * (room - 3), [0] * (room - 3))
+    # Two pieces under the rule: the second finds one place short.
+    act = ruled(1, where=((5, 6), (8, 9)))
+    with pytest.raises(BankError, match=r"^every variant of pieces with token ids is in use$"):
+        worker.steering.place(1, plan(act))
+    assert worker.held() == NOTHING
+    assert worker.rules.place([0] * 3, [0] * 3) == room - 3
+
+
+def test_acts_that_cannot_be_composed_are_refused_before_anything_is_taken() -> None:
+    worker = Worker()
+    with pytest.raises(ValueError, match="steps meet at one site"):
+        worker.steering.place(1, plan(*[ablate(0)] * 65))
+    assert worker.held() == NOTHING
+
+
+@pytest.mark.parametrize("last", [add(3, digest=UNKNOWN), ruled(VOCABULARY)])
+def test_a_change_that_cannot_be_put_in_force_leaves_the_old_in_force(last: Act) -> None:
+    worker = Worker()
+    placed = worker.steering.place(1, RICH)
+    held = worker.held()
+    numbers, positions = np.ones(LIMIT, np.int64), np.arange(LIMIT)
+    before = worker.steering.lookup(numbers, positions)
+    with pytest.raises(BankError):
+        worker.steering.place(1, plan(ablate(4), last), placed)
+    assert worker.held() == held
+    after = worker.steering.lookup(numbers, positions)
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+    worker.steering.remove(1, placed)
+    assert worker.held() == NOTHING
+
+
+@given(plans(), plans())
+def test_a_change_holds_what_the_new_plan_needs_and_the_cells_of_both(old: Plan, new: Plan) -> None:
+    worker, alone = Worker(), Worker()
+    before = worker.steering.place(1, old)
+    placed = worker.steering.place(1, new, before)
+    alone.steering.place(1, new)
+    assert worker.held() == alone.held()
+    assert placed.cells[: len(before.cells)] == before.cells
+    worker.steering.remove(1, placed)
+    worker.steering.take_out([placed])
+    assert worker.held() == NOTHING
+    again = worker.steering.place(1, RICH)
+    assert again.cells[0].start == 64
+
+
+@given(plans())
+def test_the_sites_of_a_token_hold_all_where_one_of_its_variants_acts(one: Plan) -> None:
+    worker = Worker()
+    worker.steering.place(7, one)
+    pieces = compose(one.acts)
+    for position in POSITIONS:
+        piece = [piece for piece in pieces if piece.start <= position][-1]
+        expected = {site for v in piece.variants for site, _ in v.combination}
+        found = worker.steering.lookup(np.array([7, 3]), np.array([position, position]))
+        assert set(np.flatnonzero(found.sites)) == expected
+        assert found.slot[1] == found.cell[1] == found.rule[1] == 0
+        assert bool(found.rule[0]) <= bool(piece.sets)
+    nobody = worker.steering.lookup(np.array([3]), np.array([0]))
+    assert not any(part.any() for part in nobody)
+
+
+def test_acts_that_do_nothing_hold_nothing() -> None:
+    worker = Worker()
+    nothing = Act(Kind.PULL, (A,), ((0, (0,)),), EVERYWHERE, bands=(Band(0, 0, 0),))
+    dead = replace(ruled(1), scale=0.0)
+    assert worker.steering.place(1, plan(add(0, scale=0.0), add(), nothing, dead)).cells == ()
+    assert worker.held() == NOTHING
+
+
+def test_a_plan_too_large_to_be_measured_is_in_force_and_says_so() -> None:
+    worker = Worker(capacity(slots=1000, bank_rows=1000))
+    many = [add(n % SITES, scale=1.0 + n, where=((n, n + 1),)) for n in range(600)]
+    placed = worker.steering.place(1, plan(*many))
+    assert (placed.measured, placed.cells) == (False, ())
+    again = worker.steering.place(1, plan(add(0)), placed)
+    assert (again.measured, len(again.cells)) == (False, 1)
+
+
+def test_norms_are_those_of_the_vectors_that_acts_use() -> None:
+    steering = Worker().steering
+    norms = steering.norms_of((add(0), ablate(1, digests=(C,)), add(0, scale=0.0, digest=UNKNOWN)))
+    assert sorted(norms) == [A, C]
+    for digest, norm in norms.items():
+        expected = np.linalg.norm(VECTORS[digest].astype(np.float64), axis=1)
+        np.testing.assert_allclose(norm, expected, rtol=1e-6)
+    with pytest.raises(BankError, match=f"^vector {UNKNOWN.hex()} is not in the worker$"):
+        steering.norms_of((add(0, digest=UNKNOWN),))

@@ -1,0 +1,118 @@
+"""What the server asks of a worker reaches its runtime, and the answers are plain data."""
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+
+from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point
+from rheostat_engine.adapters.assembly import Assembled
+from rheostat_engine.adapters.worker_rpc import SiteRpc
+
+from .strategies import EVERYWHERE, SITES, ablate, add
+from .tables import WIDTH, capacity
+from .worker import Worker, stream_at
+
+NEW = b"\x0a" * 32
+
+
+class Base:
+    """Stands for vLLM's worker."""
+
+    def __init__(self) -> None:
+        self.stopped = 0
+
+    def shutdown(self) -> None:
+        self.stopped += 1
+
+
+class Rpc(SiteRpc, Base):
+    """A worker with sites."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        assembled = Assembled(
+            worker.runtime, capacity(), {Point.RESID_MID.value: "parallel"}, (SITES - 1) // 2, True
+        )
+        model = SimpleNamespace(architecture="Toy")
+        self.model_runner = SimpleNamespace(
+            sites=assembled, vllm_config=SimpleNamespace(model_config=model)
+        )
+
+
+def test_a_worker_describes_its_model() -> None:
+    described = Rpc(Worker()).rheostat_describe()
+    assert ModelSites.from_reports([msgspec.json.decode(msgspec.json.encode(described))]) == (
+        ModelSites(
+            architecture="Toy",
+            num_layers=2,
+            width=WIDTH,
+            dtype="float32",
+            runner="V1",
+            refused={Point.RESID_MID: "parallel"},
+            capacity=Capacity(64, 64, 256, 64, 32, 1000),
+            world_size=1,
+        )
+    )
+
+
+def test_vectors_come_and_go_by_hexadecimal_digest() -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    values = np.arange(2 * WIDTH, dtype="<f4").reshape(2, WIDTH)
+    rpc.rheostat_load_vectors({NEW.hex(): ((2, WIDTH), values.tobytes())})
+    worker.install("v", Plan("r", (add(1, digest=NEW),)))
+    worker.step([("v", 0, 1)])
+    assert worker.streams["v", 0, 1].tolist() == (stream_at("v", 0, 1) + values[0]).tolist()
+    rpc.rheostat_drop_vectors([NEW.hex()])
+    worker.install("w", Plan("s", (add(1, digest=NEW),)))
+    assert getattr(worker.outlet.events[-1], "error", "") == (
+        f"vector {NEW.hex()} is not in the worker"
+    )
+
+
+def test_an_update_says_where_it_begins_or_why_it_does_not() -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    worker.install("v", Plan("r"))
+    wire = Plan("r", (add(1),)).to_wire()
+    assert rpc.rheostat_update("r", wire, 3) == {"first": 3, "error": ""}
+    assert rpc.rheostat_update("nobody", wire, 3) == {"first": -1, "error": ""}
+    assert rpc.rheostat_update("r", Plan("r", (add(SITES),)).to_wire(), 0) == {
+        "first": 0,
+        "error": f"the plan names a site that is not one of the model's {SITES}",
+    }
+
+
+def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
+    worker = Worker()
+    acts = (add(0), ablate(1), add(1, scale=2.0))
+    worker.install("v", Plan("r", acts, (Capture((2,), EVERYWHERE),)))
+    worker.step([("v", 0, 3)])
+    worker.step([("w", 0, 3)])
+    assert Rpc(worker).rheostat_stats() == {
+        "bank_rows_used": 2,
+        "directions_used": 1,
+        "steps_used": 2,
+        "slots_used": 1,
+        "token_rules_used": 0,
+        "requests": 1,
+        "captured_rows": 3,
+        "lost_rows": 0,
+        "steps": {"plain": 1, "active": 1},
+    }
+
+
+def test_a_worker_sends_its_last_rows_before_it_stops() -> None:
+    rpc = Rpc(Worker())
+    closed: list[int] = []
+    rpc.model_runner.sites.runtime.close = lambda: closed.append(rpc.stopped)
+    rpc.shutdown()
+    assert (closed, rpc.stopped) == ([0], 1)
+
+
+def test_a_worker_that_never_had_a_model_stops_too() -> None:
+    rpc = Rpc(Worker())
+    del rpc.model_runner
+    rpc.shutdown()
+    assert rpc.stopped == 1

@@ -1,0 +1,255 @@
+"""The folder of vectors: what is written is read, what is damaged is not, and it has one owner."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from safetensors.numpy import load_file, save_file
+
+from rheostat._proto.v1 import types_pb2
+from rheostat_server.errors import VectorDirFailed
+from rheostat_server.tensors import FloatType
+from rheostat_server.vector_files import Contents, Saved, VectorFiles
+from rheostat_server.vectors import Name, Vector, make_vector
+
+
+def vector(value: float = 1.0, kind: FloatType = FloatType.FLOAT32) -> Vector:
+    data = np.full((2, 3), value, "<f4" if kind is FloatType.FLOAT32 else "<f2").tobytes()
+    return make_vector(kind, 2, 3, data, "v")
+
+
+def file_of(folder: Path, one: Vector) -> Path:
+    return folder / f"{one.digest.hex()}.safetensors"
+
+
+SITES = text_format.Parse(
+    "points: POINT_RESID_POST range { start: 1 stop: 3 }", types_pb2.SiteSet()
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> VectorFiles:
+    opened = VectorFiles(tmp_path / "a" / "vectors")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("kind", [*FloatType])
+def test_a_vector_is_read_as_it_was_written(files: VectorFiles, kind: FloatType) -> None:
+    files.write(vector(1.5, kind), 12.25)
+    assert files.read() == Contents([Saved(vector(1.5, kind), 12.25)], {})
+
+
+def test_any_reader_of_safetensors_reads_the_file(files: VectorFiles) -> None:
+    files.write(vector(1.5), 12.25)
+    (found,) = load_file(file_of(files.folder, vector(1.5))).items()
+    assert (found[0], found[1].dtype, found[1].tolist()) == ("vector", "float32", [[1.5] * 3] * 2)
+
+
+def test_vectors_come_oldest_first_and_names_with_what_was_said(files: VectorFiles) -> None:
+    for age, value in ((3.0, 1.0), (1.0, 2.0), (2.0, 3.0)):
+        files.write(vector(value), age)
+    names = {"b/2": Name(vector(1).digest, "ünï", SITES), "a": Name(vector(2).digest, "", None)}
+    files.write_names({"gone": Name(vector(3).digest, "", None)})
+    files.write_names(names)
+    expected = [Saved(vector(2), 1.0), Saved(vector(3), 2.0), Saved(vector(1), 3.0)]
+    assert files.read() == Contents(expected, names)
+
+
+def test_a_removed_vector_is_gone_and_may_be_removed_again(files: VectorFiles) -> None:
+    files.write(vector(), 1.0)
+    files.remove(vector().digest)
+    files.remove(vector().digest)
+    assert files.read() == Contents([], {})
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def another(path: Path) -> None:
+    save_file({"a": np.ones(3, np.int8)}, path, metadata={"stored_at": "1.0"})
+
+
+def without_its_age(path: Path) -> None:
+    save_file({"vector": np.full((2, 3), 1, np.float32)}, path)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, another, without_its_age])
+def test_a_damaged_file_is_set_aside_whole_and_reported_by_name(
+    files: VectorFiles, caplog: pytest.LogCaptureFixture, damage
+) -> None:
+    files.write(vector(1), 1.0)
+    files.write(vector(2), 2.0)
+    path = file_of(files.folder, vector(1))
+    for number in (1, 2):
+        files.write(vector(1), 1.0)
+        damage(path)
+        content = path.read_bytes()
+        assert files.read() == Contents([Saved(vector(2), 2.0)], {})
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+        assert (path.exists(), aside.read_bytes()) == (False, content)
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert all(path.name in error for error in errors)
+
+
+def test_a_vector_under_another_s_name_is_damage(files: VectorFiles) -> None:
+    files.write(vector(1), 1.0)
+    file_of(files.folder, vector(1)).rename(file_of(files.folder, vector(2)))
+    assert files.read() == Contents([], {})
+
+
+def test_a_name_without_its_vector_is_dropped_and_reported(
+    files: VectorFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.write(vector(1), 1.0)
+    here = {"here": Name(vector(1).digest, "", None)}
+    files.write_names({**here, "lost": Name(vector(2).digest, "", None)})
+    assert files.read() == Contents([Saved(vector(1), 1.0)], here)
+    (record,) = caplog.records
+    assert f'"lost" is dropped: its vector {vector(2).digest.hex()}' in record.message
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{", '{"a": 1}', '{"a": {"digest": "xy"}}', '{"a": {"digest": ""}}'],
+)
+def test_names_that_nobody_wrote_so_end_the_start_and_stay(
+    files: VectorFiles, content: str
+) -> None:
+    path = files.folder / "names.json"
+    path.write_text(content)
+    with pytest.raises(VectorDirFailed, match=r"names\.json is not what a server writes"):
+        files.read()
+    assert path.read_text() == content
+
+
+def test_names_of_sites_that_do_not_exist_end_the_start(files: VectorFiles) -> None:
+    said = {"digest": "00", "description": "", "sites": {"points": ["POINT_NOWHERE"]}}
+    (files.folder / "names.json").write_text(json.dumps({"a": said}))
+    with pytest.raises(VectorDirFailed, match="POINT_NOWHERE"):
+        files.read()
+
+
+def test_what_a_broken_write_left_is_neither_read_nor_kept(
+    files: VectorFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(vector(1), 1.0)
+    before = sorted(files.folder.iterdir())
+    part = files.folder / f".{file_of(files.folder, vector(2)).name}.part"
+    part.write_bytes(b"half")
+    assert files.read() == Contents([Saved(vector(1), 1.0)], {})
+    assert sorted(files.folder.iterdir()) == before
+
+
+def test_a_write_that_fails_changes_nothing(
+    files: VectorFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {"a": Name(vector(1).digest, "", None)}
+    files.write(vector(1), 1.0)
+    files.write_names(old)
+    before = sorted(files.folder.iterdir())
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        files.write(vector(2), 2.0)
+    with pytest.raises(OSError, match="No space"):
+        files.write_names({})
+    assert sorted(files.folder.iterdir()) == before
+    assert files.read() == Contents([Saved(vector(1), 1.0)], old)
+
+
+def test_file_and_folder_are_on_the_disk_before_a_write_returns(
+    files: VectorFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(number: int) -> None:
+        done.append(Path(f"/proc/self/fd/{number}").readlink().name)
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("moved"), replace(a, b)))
+    files.write(vector(1), 1.0)
+    assert done == [f".{file_of(files.folder, vector(1)).name}.part", "moved", "vectors"]
+
+
+def test_two_servers_cannot_share_a_folder_until_one_gives_it_up(files: VectorFiles) -> None:
+    with pytest.raises(
+        VectorDirFailed, match=f"another server keeps its vectors in {files.folder}"
+    ):
+        VectorFiles(files.folder)
+    files.close()
+    files.close()
+    VectorFiles(files.folder).close()
+
+
+def test_the_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, pathlib\n"
+        "from rheostat_server.vector_files import VectorFiles\n"
+        "VectorFiles(pathlib.Path(sys.argv[1]))\n"
+        "print('locked', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdout.readline() == "locked\n"
+        with pytest.raises(VectorDirFailed, match="another server"):
+            VectorFiles(tmp_path)
+        child.kill()
+    VectorFiles(tmp_path).close()
+
+
+def test_a_process_that_was_forked_does_not_keep_a_folder_that_was_given_up(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, pathlib\n"
+        "from rheostat_server.vector_files import VectorFiles\n"
+        "files = VectorFiles(pathlib.Path(sys.argv[1]))\n"
+        "if os.fork() == 0:\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(0)\n"
+        "files.close()\n"
+        "print('given up', flush=True)\n"
+        "os.wait()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "given up\n"
+        VectorFiles(tmp_path).close()
+        assert child.poll() is None
+        child.stdin.close()
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(VectorDirFailed, match=f"cannot be kept in {tmp_path / 'file'}"):
+        VectorFiles(tmp_path / "file")

@@ -1,0 +1,283 @@
+"""What requests do that do not fit beside those that run, over a real channel."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from rheostat._proto.v1 import engine_service_pb2, generation_pb2, generation_service_pb2
+from rheostat_engine import Act, Kind, Plan
+from rheostat_server.line import Line
+
+from .conftest import Refusal, rest
+from .fakes import ScriptedBackend, sites_with
+from .messages import add, capture, request, selector, window
+from .streams import kinds, settled, until
+
+Code = grpc.StatusCode
+WAIT = generation_service_pb2.WHEN_FULL_WAIT
+REFUSE = generation_service_pb2.WHEN_FULL_REFUSE
+
+
+def steered(scale: float, **fields: object) -> generation_service_pb2.GenerateRequest:
+    """A request that needs one bank row of its own."""
+    return request(steer=[add(scale=scale)], **fields)
+
+
+async def full(starter, rows: int = 1, **config: object):
+    """A server whose bank one request fills, and that request's call."""
+    backend = ScriptedBackend(sites=sites_with(bank_rows=rows), hold=asyncio.Event())
+    running = await starter(backend, **config)
+    first = running.client.generation.Generate(steered(1.0, request_id="first"))
+    await first.read()
+    return running, first
+
+
+def started(running) -> list[str]:
+    return [job.plan.request_id.split("#")[0] for job in running.backend.jobs]
+
+
+async def in_line(running, *messages) -> list[asyncio.Future]:
+    """Requests that wait, one after the other."""
+    calls = []
+    for message in messages:
+        calls.append(asyncio.ensure_future(running.client.generate(message)))
+        await until(lambda: running.host.line.waiting == len(calls))
+    return calls
+
+
+@pytest.mark.parametrize("fields", [{}, {"when_full": WAIT}])
+async def test_waiting_is_the_default_and_ends_when_room_comes_free(starter, fields) -> None:
+    running, first = await full(starter)
+    (second,) = await in_line(running, steered(2.0, **fields))
+    assert started(running) == ["first"]
+    stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
+    assert stats.waiting == running.backend.queue_stats().waiting + 1
+    running.backend.hold.set()
+    assert kinds(await rest(first))[-1] == "receipt"
+    receipt = (await second)[-1].receipt
+    assert receipt.interventions[0].sites[0].rows == 4
+
+
+async def test_requests_enter_in_the_order_in_which_they_came(starter) -> None:
+    running, first = await full(starter)
+    ids = [f"r{index}" for index in range(4)]
+    calls = await in_line(
+        running, *(steered(2.0 + index, request_id=name) for index, name in enumerate(ids))
+    )
+    running.backend.hold.set()
+    await rest(first)
+    for call in calls:
+        await call
+    assert started(running) == ["first", *ids]
+
+
+async def test_one_that_would_fit_does_not_overtake_one_that_waits(starter) -> None:
+    running, first = await full(starter, rows=2)
+    large = request(
+        request_id="large", steer=[add(scale=2.0, where=selector(window(0, 1))), add(scale=3.0)]
+    )
+    calls = await in_line(running, large, steered(4.0, request_id="small"))
+    assert started(running) == ["first"]
+    running.backend.hold.set()
+    await rest(first)
+    for call in calls:
+        await call
+    assert started(running) == ["first", "large", "small"]
+
+
+async def test_one_that_needs_nothing_never_waits(starter) -> None:
+    running, first = await full(starter)
+    await in_line(running, steered(2.0))
+    running.backend.hold.set()
+    plain = await running.client.generate(request(when_full=REFUSE))
+    assert kinds(plain)[-1] == "receipt"
+    await rest(first)
+
+
+async def test_one_that_refuses_to_wait_is_told_when_to_come_again(starter) -> None:
+    running, first = await full(starter)
+    refusal = await running.client.refusal(steered(2.0, when_full=REFUSE))
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
+    assert refusal.retry
+    assert refusal.message.startswith("the request needs 1 more bank rows; 0 are free")
+    assert started(running) == ["first"]
+    running.backend.hold.set()
+    await rest(first)
+    again = await running.client.generate(steered(2.0, when_full=REFUSE))
+    assert kinds(again)[-1] == "receipt"
+
+
+async def test_one_that_refuses_to_wait_does_not_overtake_one_that_waits(starter) -> None:
+    running, first = await full(starter)
+    (waiting,) = await in_line(running, steered(2.0))
+    refusal = await running.client.refusal(steered(1.0, when_full=REFUSE))
+    assert (refusal.reason, refusal.retry) == ("REASON_BANK_FULL", True)
+    assert refusal.message == "others wait for room and come first; try again"
+    running.backend.hold.set()
+    await rest(first)
+    assert kinds(await waiting)[-1] == "receipt"
+
+
+@pytest.mark.parametrize("when_full", [WAIT, REFUSE])
+@pytest.mark.parametrize("others_wait", [False, True])
+async def test_what_can_never_fit_is_refused_at_once(starter, when_full, others_wait) -> None:
+    running, first = await full(starter)
+    waiting = await in_line(running, steered(2.0)) if others_wait else []
+    many = [add(), add(scale=2.0, where=selector(window(0, 1)))]
+    refusal = await running.client.refusal(request(steer=many, when_full=when_full))
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
+    assert not refusal.retry
+    running.backend.hold.set()
+    await rest(first)
+    for call in waiting:
+        await call
+
+
+async def test_samples_that_never_fit_together_are_refused_at_once(starter) -> None:
+    running = await starter(ScriptedBackend(sites=sites_with(capture_rows=7)))
+    sampling = generation_pb2.Sampling(max_tokens=2, n=3)
+    refusal = await running.client.refusal(request(captures=[capture()], sampling=sampling))
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_CAPTURE_OVERFLOW", "captures")
+    assert not refusal.retry
+
+
+async def test_one_that_leaves_the_line_holds_nothing_and_lets_the_next_one_up(starter) -> None:
+    running, first = await full(starter, rows=2)
+    both = request(steer=[add(scale=2.0, where=selector(window(0, 1))), add(scale=3.0)])
+    leaving = running.client.generation.Generate(both)
+    reading = asyncio.ensure_future(leaving.read())
+    await until(lambda: running.host.line.waiting == 1)
+    second = running.client.generation.Generate(steered(4.0, request_id="second"))
+    entered = asyncio.ensure_future(second.read())
+    await until(lambda: running.host.line.waiting == 2)
+    leaving.cancel()
+    assert (await entered).HasField("started")
+    assert (running.host.ledger.requests, running.host.ledger.used("bank_rows")) == (2, 2)
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    running.backend.hold.set()
+    await rest(first)
+    await rest(second)
+    stats = await settled(running)
+    assert (stats.leaked, running.host.ledger.requests, running.host.store.pins) == (0, 0, 0)
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted=2, completed=2)
+
+
+async def test_a_deadline_ends_the_wait(starter) -> None:
+    running, first = await full(starter)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running.client.generate(steered(2.0), timeout=0.2)
+    assert caught.value.code() is Code.DEADLINE_EXCEEDED
+    await until(lambda: running.host.open_requests == 1)
+    assert (running.host.line.waiting, running.host.ledger.requests) == (0, 1)
+    running.backend.hold.set()
+    await rest(first)
+    assert started(running) == ["first"]
+
+
+async def test_nobody_waits_longer_than_the_server_allows(starter) -> None:
+    running, first = await full(starter, capacity_wait=0.05)
+    calls = [running.client.generate(steered(scale)) for scale in (2.0, 3.0)]
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        refusal = Refusal.of(outcome)
+        assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
+        assert refusal.retry
+    model = await running.client.engine.GetModel(engine_service_pb2.GetModelRequest())
+    assert model.limits.capacity_wait.ToMilliseconds() == 50
+    running.backend.hold.set()
+    await rest(first)
+
+
+async def test_those_who_wait_are_refused_when_the_server_ends(starter) -> None:
+    running, first = await full(starter)
+    (waiting,) = await in_line(running, steered(2.0))
+    drain = asyncio.ensure_future(running.host.drain(None))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await waiting
+    assert Refusal.of(caught.value).reason == "REASON_DRAINING"
+    running.backend.hold.set()
+    assert kinds(await rest(first))[-1] == "receipt"
+    await drain
+
+
+async def test_those_who_wait_are_refused_when_the_engine_is_lost(starter) -> None:
+    running, first = await full(starter)
+    (waiting,) = await in_line(running, steered(2.0))
+    running.backend.die()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await waiting
+    assert Refusal.of(caught.value).brief == (Code.UNAVAILABLE, "REASON_ENGINE_LOST", "")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await rest(first)
+
+
+async def test_nothing_ever_runs_without_the_steering_that_it_asked_for(starter) -> None:
+    running, first = await full(starter)
+    calls = await in_line(running, *(steered(2.0 + index) for index in range(3)))
+    running.backend.hold.set()
+    await rest(first)
+    for call in calls:
+        receipt = (await call)[-1].receipt
+        assert receipt.interventions[0].sites[0].rows == 4
+    assert [[act.scale for act in job.plan.acts] for job in running.backend.jobs] == [
+        [1.0],
+        [2.0],
+        [3.0],
+        [4.0],
+    ]
+
+
+async def test_samples_share_the_room_that_their_steering_takes(starter) -> None:
+    running = await starter(ScriptedBackend(sites=sites_with(bank_rows=1), hold=asyncio.Event()))
+    sampling = generation_pb2.Sampling(max_tokens=2, n=3)
+    call = running.client.generation.Generate(steered(2.0, sampling=sampling))
+    await until(lambda: len(running.backend.jobs) == 3)
+    assert running.host.ledger.used("bank_rows") == 1
+    running.backend.hold.set()
+    assert kinds(await rest(call))[-1] == "receipt"
+
+
+async def test_the_first_in_line_is_weighed_again_only_when_enough_came_free(starter) -> None:
+    backend = ScriptedBackend(sites=sites_with(bank_rows=3), hold=asyncio.Event())
+    running = await starter(backend)
+    calls = [running.client.generation.Generate(steered(float(s))) for s in (1, 2, 3)]
+    for call in calls:
+        await call.read()
+    two = [add(scale=4.0, where=selector(window(0, 1))), add(scale=5.0)]
+    (waiting,) = await in_line(running, request(steer=two))
+    weighed = []
+    admit = running.host.line._admit
+    running.host.line._admit = lambda *args: weighed.append(args) or admit(*args)
+    calls[0].cancel()
+    await until(lambda: running.host.ledger.requests == 2)
+    assert (running.host.line.waiting, weighed) == (1, [])
+    calls[1].cancel()
+    await until(lambda: running.host.line.waiting == 0)
+    assert len(weighed) == 1
+    running.backend.hold.set()
+    assert kinds(await waiting)[-1] == "receipt"
+    await rest(calls[2])
+
+
+async def test_the_line_moves_up_when_its_first_one_leaves() -> None:
+    line = Line(sites_with(bank_rows=2).capacity, step_tokens=16, patience=60)
+    held: dict[str, list[str]] = {"first": [], "large": [], "small": []}
+
+    def enter(name: str, *vectors: int) -> asyncio.Task[None]:
+        acts = tuple(
+            Act(Kind.ADD, (bytes([vector]) * 32,), ((0, (0,)),), ((vector, vector + 1),))
+            for vector in vectors
+        )
+        plan = Plan(name, acts)
+        return asyncio.create_task(line.enter([plan], prompt_len=3, wait=True, held=held[name]))
+
+    await enter("first", 1)
+    large = enter("large", 2, 3)
+    await until(lambda: line.waiting == 1)
+    small = enter("small", 4)
+    await until(lambda: line.waiting == 2)
+    large.cancel()
+    await asyncio.wait_for(small, 10)
+    assert held == {"first": ["first"], "large": [], "small": ["small"]}
+    assert line.ledger.used("bank_rows") == 2
