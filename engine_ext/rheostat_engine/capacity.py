@@ -6,7 +6,7 @@ Everything is counted by content, exactly as the worker shares it.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ class Capacity:
     """Distinct sets of token ids that decide about generated tokens."""
     capture_rows: int
     """Rows that one step can capture."""
+    ruled_pieces: int = 4096
+    """Pieces of all requests that follow a rule about token ids."""
 
 
 class Shortage(NamedTuple):
@@ -48,7 +50,8 @@ class Shortage(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Holding:
     keys: Mapping[tuple[str, Hashable], int]
-    capture_rows: int
+    own: Mapping[str, int]
+    """What it shares with nobody, by resource."""
 
 
 class CapacityLedger:
@@ -88,10 +91,16 @@ class CapacityLedger:
         """
         if plan.request_id in self._held:
             raise ValueError(f"request {plan.request_id!r} is already admitted")
-        keys = needs(plan)
-        capture = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
-        alone: Counter[str] = Counter(capture_rows=capture)
-        fresh: Counter[str] = Counter(capture_rows=capture)
+        pieces = compose(plan.acts)
+        keys = _shared(pieces)
+        own = {
+            "capture_rows": step_capture_rows(
+                plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens
+            ),
+            "ruled_pieces": sum(bool(piece.sets) for piece in pieces),
+        }
+        alone: Counter[str] = Counter(own)
+        fresh: Counter[str] = Counter(own)
         for key, weight in keys.items():
             alone[key[0]] += weight
             fresh[key[0]] += weight if key not in self._users else 0
@@ -109,7 +118,7 @@ class CapacityLedger:
             return min(shortages, key=lambda shortage: shortage.ever)
         self._users.update(keys.keys())
         self._used.update(fresh)
-        self._held[plan.request_id] = _Holding(keys, capture)
+        self._held[plan.request_id] = _Holding(keys, own)
         return None
 
     def release(self, request_id: str) -> None:
@@ -122,19 +131,16 @@ class CapacityLedger:
             if not self._users[key]:
                 del self._users[key]
                 self._used[key[0]] -= weight
-        self._used["capture_rows"] -= holding.capture_rows
+        self._used.subtract(holding.own)
 
 
 def needs(plan: Plan) -> dict[tuple[str, Hashable], int]:
-    """What a plan takes of each resource: (resource, content) and how much of it that is.
+    """What a plan takes of each shared resource: (resource, content) and how much that is.
 
     Raises:
         ValueError: no engine can compose it (see `compose`).
     """
-    keys: dict[tuple[str, Hashable], int] = {}
-    for piece in compose(plan.acts):
-        _count_piece(piece, keys)
-    return keys
+    return _shared(compose(plan.acts))
 
 
 def step_capture_rows(plan: Plan, *, prompt_len: int, max_step_tokens: int) -> int:
@@ -149,6 +155,13 @@ def step_capture_rows(plan: Plan, *, prompt_len: int, max_step_tokens: int) -> i
         generated = any(end > prompt_len for _, end in capture.spans)
         total += len(capture.sites) * max(min(in_prompt, max_step_tokens), int(generated))
     return total
+
+
+def _shared(pieces: Sequence[Piece]) -> dict[tuple[str, Hashable], int]:
+    keys: dict[tuple[str, Hashable], int] = {}
+    for piece in pieces:
+        _count_piece(piece, keys)
+    return keys
 
 
 def _count_piece(piece: Piece, keys: dict[tuple[str, Hashable], int]) -> None:

@@ -2,7 +2,8 @@
 
 Every rpc of `rheostat.v1` passes through `ErrorInterceptor`: a `RheostatError` becomes its status
 with details, anything else INTERNAL with a generic text and a log entry. Streams are written here
-too, so that a handler's generator is closed at once when its caller goes away.
+too, so that a handler's generator is closed at once when its caller goes away. So is what cannot be
+read refused here: gRPC itself would answer it with UNKNOWN and a Python repr.
 """
 
 import asyncio
@@ -15,11 +16,12 @@ from typing import NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from rheostat_server.errors import (
     DeadlinePassed,
     Defect,
+    InvalidValue,
     MessageTooLarge,
     NotImplementedHere,
     RheostatError,
@@ -93,6 +95,8 @@ def _wrapped(
     method: str, handler: "grpc.RpcMethodHandler[Request, Response]", calls: Calls
 ) -> "grpc.RpcMethodHandler[Request, Response]":
     decode, encode = handler.request_deserializer, handler.response_serializer
+    if decode is not None:
+        decode = _lenient(decode)
     if handler.unary_unary is not None:
         one = _unary(method, cast(Unary[Request, Response], handler.unary_unary), calls)
         return grpc.unary_unary_rpc_method_handler(one, decode, encode)
@@ -115,7 +119,7 @@ def _unary(
             _check_size(method, request)
             with calls.counted():
                 async with _deadline(context):
-                    return await behaviour(request, context)
+                    return await behaviour(_readable(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # the boundary: whatever it is, the wire gets a status
@@ -132,7 +136,8 @@ def _stream(
             _check_served(method, inspect.isasyncgenfunction(behaviour))
             _check_size(method, request)
             with calls.counted():
-                async with _deadline(context), aclosing(behaviour(request, context)) as messages:
+                messages = behaviour(_readable(request), context)
+                async with _deadline(context), aclosing(messages):
                     async for message in messages:
                         await context.write(message)
         except grpc.aio.AbortError:
@@ -141,6 +146,40 @@ def _stream(
             await _abort(method, context, error)
 
     return handle
+
+
+class _Unreadable:
+    """Stands for bytes that are no message of the rpc's type."""
+
+
+def _lenient(decode: Callable[[bytes], Request]) -> Callable[[bytes], Request]:
+    """Reads what can be read; `_readable` refuses the rest."""
+
+    def read(data: bytes) -> Request:
+        try:
+            return decode(data)
+        except DecodeError:
+            return cast(Request, _Unreadable())
+
+    return read
+
+
+def _readable(request: Request) -> Request:
+    """A request, or a stream of requests, that raises where `_lenient` could not read one.
+
+    Raises:
+        InvalidValue: it is one request, and cannot be read.
+    """
+    if isinstance(request, AsyncIterator):
+        return cast(Request, _each_readable(request))
+    if isinstance(request, _Unreadable):
+        raise InvalidValue("the bytes that came are no message of this rpc")
+    return request
+
+
+async def _each_readable(requests: AsyncIterator[Request]) -> AsyncGenerator[Request, None]:
+    async for request in requests:
+        yield _readable(request)
 
 
 @asynccontextmanager

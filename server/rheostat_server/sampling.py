@@ -66,7 +66,7 @@ def resolve_sampling(
         NoTokenizer: there are stop texts and no tokenizer.
     """
     max_tokens = _max_tokens(sampling, prompt_len, prompt_field, model.model_tokens)
-    temperature = _number(sampling, "temperature", 1.0, low=0.0)
+    temperature = _number(sampling, "temperature", 1.0, low=0.0, high=2.0)
     samples = sampling.n if sampling.HasField("n") else 1
     if not 1 <= samples <= SAMPLES:
         raise InvalidValue(f"must be 1 to {SAMPLES}", field=join(_PATH, "n"))

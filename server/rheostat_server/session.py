@@ -123,6 +123,8 @@ class _Control:
                 self._hear(message)
             self._updates.put_nowait(None)
             await worker
+        except RheostatError as error:
+            self._flight.fail(error)
         except Exception as error:  # a task's end: whatever it is, the request must hear of it
             _LOG.error("session %s failed", self._admitted.request_id, exc_info=error)
             self._flight.fail(Defect("the server could not hear the session"))

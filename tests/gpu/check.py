@@ -171,6 +171,8 @@ def check_model(
     results: dict[str, Any] = {}
     stock = OfflineEngine(model, "", sited=False, device="cuda", **options)
     plain = stock.run(batch, **sampling)
+    patient = {"max_tokens": 200, "logprobs": 3}
+    longer = stock.run(batch[:8], **patient)
     again = stock.run(batch, **sampling)
     stock.close()
     ours = OfflineEngine(model, f"ipc://{scratch}/a", device="cuda", **options)
@@ -200,6 +202,14 @@ def check_model(
         results[f"requests steered at {name} that changed"] = (
             f"{sum(not same(plain[i], mixed[i]) for i in range(0, 24, 4))}/6"
         )
+    plans = [steer if i % 2 else None for i in range(8)]
+    runs = [ours.run(batch[:8], plans, **patient) for _ in range(2)]
+    results["mates bit-identical to stock once the sites have a graph of their own"] = (
+        f"{sum(same(longer[i], run[i]) for run in runs for i in range(0, 8, 2))}/8"
+    )
+    results["steered alike with and without a graph of their own"] = (
+        f"{sum(same(runs[0][i], runs[1][i]) for i in range(1, 8, 2))}/4"
+    )
     results |= check_ops(ours, vector, middle, batch, sampling)
     everything = Plan("", (), (Capture(tuple(range(2 * layers + 1)), EVERYWHERE),))
     some = [everything if i < 2 else None for i in range(24)]

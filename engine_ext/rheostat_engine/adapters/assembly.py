@@ -81,7 +81,8 @@ def assemble(
         forms = probe(blocks, width, lambda: run_once(model, config, device))
     capacity = settings.capacity(width=width, itemsize=dtype.itemsize)
     bank = Bank(sites=sites, capacity=capacity, width=width, dtype=dtype, device=device)
-    rules = TokenRules(capacity.token_rules, config.model_config.get_vocab_size(), device)
+    vocabulary = config.model_config.get_vocab_size()
+    rules = TokenRules(capacity.token_rules, capacity.ruled_pieces, vocabulary, device)
     doses = Doses(sites, device)
     program = Program(
         tokens=tokens,

@@ -3,12 +3,14 @@
 While vLLM captures, every site's kernel is launched and its node noted. From each captured graph a
 second one is made without those nodes: it is replayed when no site is active and launches exactly
 what an uninstrumented model would. Otherwise the first is replayed, with the nodes of the sites
-that are not active disabled.
+that are not active disabled. A disabled node still costs the device half a microsecond, so a set of
+sites that stays active gets a graph of its own, which costs the host some milliseconds once.
 
 Invariant: what a replay does at a site follows `ActiveSites` at that moment.
 """
 
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +21,13 @@ from rheostat_engine.core.active import ActiveSites
 from rheostat_engine.sites.recorder import recording
 
 _CudaGraph = torch.cuda.CUDAGraph
+
+_PATIENCE = 128
+"""Replays with one set of active sites after which it gets a graph of its own."""
+_WAITING = 64
+"""Sets of sites whose replays are counted."""
+_OWN = 4
+"""Sets of sites that have a graph of their own at the same time."""
 
 
 class _Active:
@@ -41,6 +50,8 @@ class SiteGraph(_CudaGraph):
         self._nodes: list[tuple[int, runtime.cudaGraphNode_t]] = []
         self._enabled: list[bool] = []
         self._key: bytes | None = None
+        self._waited: Counter[bytes] = Counter()
+        self._own: OrderedDict[bytes, runtime.cudaGraphExec_t] = OrderedDict()
         self._without: runtime.cudaGraphExec_t | None = None
         self._recording = ExitStack()
 
@@ -63,22 +74,46 @@ class SiteGraph(_CudaGraph):
         self.instantiate()
         self._enabled = [True] * len(self._nodes)
         if self._nodes:
-            self._without = self._instantiate_without()
+            self._without = self._instantiate_without([node for _, node in self._nodes])
 
     def replay(self) -> None:
         """Replays with exactly the active sites."""
-        if self._active.key is None and self._without is not None:
+        key = self._active.key
+        own = self._without if key is None else self._graph_of(key)
+        if own is not None:
             stream = torch.cuda.current_stream().cuda_stream
-            _checked(runtime.cudaGraphLaunch(self._without, stream))
+            _checked(runtime.cudaGraphLaunch(own, stream))
             return
-        if self._active.key != self._key and self._nodes:
+        if key != self._key and self._nodes:
             self._enable()
         super().replay()
 
     def __del__(self) -> None:
-        """Frees the second graph; torch frees the first."""
-        if getattr(self, "_without", None) is not None:
-            runtime.cudaGraphExecDestroy(self._without)
+        """Frees the further graphs; torch frees the first."""
+        for executable in (getattr(self, "_without", None), *getattr(self, "_own", {}).values()):
+            if executable is not None:
+                runtime.cudaGraphExecDestroy(executable)
+
+    def _graph_of(self, key: bytes) -> runtime.cudaGraphExec_t | None:
+        """The graph of the active sites alone, if they have one."""
+        own = self._own.get(key)
+        if own is not None:
+            self._own.move_to_end(key)
+            return own
+        if key not in self._waited and len(self._waited) >= _WAITING:
+            self._waited.clear()
+        self._waited[key] += 1
+        if self._waited[key] < _PATIENCE or not self._nodes:
+            return None
+        self._waited.clear()
+        mask = self._active.mask
+        own = self._instantiate_without([node for site, node in self._nodes if not mask[site]])
+        self._own[key] = own
+        if len(self._own) > _OWN:
+            # The device may still run it; the driver frees it once it has.
+            _, oldest = self._own.popitem(last=False)
+            _checked(runtime.cudaGraphExecDestroy(oldest))
+        return own
 
     def _enable(self) -> None:
         executable = runtime.cudaGraphExec_t(self.raw_cuda_graph_exec())
@@ -90,9 +125,11 @@ class SiteGraph(_CudaGraph):
                 self._enabled[number] = wanted
         self._key = self._active.key
 
-    def _instantiate_without(self) -> runtime.cudaGraphExec_t:
+    def _instantiate_without(
+        self, nodes: Sequence[runtime.cudaGraphNode_t]
+    ) -> runtime.cudaGraphExec_t:
         (clone,) = _checked(runtime.cudaGraphClone(runtime.cudaGraph_t(self.raw_cuda_graph())))
-        for _, node in self._nodes:
+        for node in nodes:
             (twin,) = _checked(runtime.cudaGraphNodeFindInClone(node, clone))
             before = _neighbours(runtime.cudaGraphNodeGetDependencies, twin)
             after = _neighbours(runtime.cudaGraphNodeGetDependentNodes, twin)

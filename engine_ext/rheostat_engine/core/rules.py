@@ -3,44 +3,45 @@
 A rule is up to four sets of token ids. The table says for every token id in which of the sets it
 is; the variants of a piece that follows a rule stand one after the other in another table.
 
-Invariant: rule 0 puts every token into variant 0; equal sets are one rule.
+Invariant: rule 0 puts every token into variant 0; equal sets are one rule. Every piece has room for
+as many variants as there can be, so that what the ledger counts always finds its place.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from rheostat_engine.core.devices import to_device
+from rheostat_engine.composition import MAX_TOKEN_SETS
 from rheostat_engine.core.segments import Int32
-from rheostat_engine.core.shared import Full, Runs, Shared
+from rheostat_engine.core.shared import Full, Shared
 from rheostat_engine.core.tables import Table
 from rheostat_engine.core.vectors import BankError
 from rheostat_engine.plan import TokenSet
 
-_VARIANTS = 16384
+_ROOM = 1 << MAX_TOKEN_SETS
+"""Variants of a piece."""
 
 
 class TokenRules:
     """The rules and variants in use."""
 
-    def __init__(self, rules: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, rules: int, pieces: int, vocabulary: int, device: torch.device) -> None:
         """Allocates both tables.
 
         Args:
             rules: how many, rule 0 not counted.
+            pieces: how many may follow a rule.
             vocabulary: number of token ids.
             device: where the tables lie.
         """
         self._bits = Table(torch.zeros(rules + 1, vocabulary, dtype=torch.uint8, device=device))
         self._numbers: Shared[tuple[TokenSet, ...]] = Shared(rules)
-        self._runs = Runs(0, _VARIANTS)
-        self.variants = torch.zeros(_VARIANTS, 2, dtype=torch.int32, device=device)
-        """[variants, 2] int32: slot and cell."""
-        self.slots: Int32 = np.zeros(_VARIANTS, np.int32)
+        self._free = list(range(pieces - 1, -1, -1))
+        self._variants = Table(torch.zeros(pieces, _ROOM, 2, dtype=torch.int32, device=device))
+        self.slots: Int32 = np.zeros(pieces * _ROOM, np.int32)
         """[variants], on the host: slot."""
-        self._cells: Int32 = np.zeros(_VARIANTS, np.int32)
         self._sizes: Int32 = np.ones(rules + 1, np.int32)
-        self._stale = False
 
     def __len__(self) -> int:
         """Rules in use."""
@@ -50,6 +51,11 @@ class TokenRules:
     def bits(self) -> torch.Tensor:
         """[rules, vocabulary] uint8: bit i says whether a token id is in set i of a rule."""
         return self._bits.tensor
+
+    @property
+    def variants(self) -> torch.Tensor:
+        """[variants, 2] int32: slot and cell."""
+        return self._variants.tensor.view(-1, 2)
 
     def count(self, rule: int) -> int:
         """How many variants a piece under a rule has."""
@@ -81,28 +87,25 @@ class TokenRules:
         """Ends one use of a rule."""
         self._numbers.give(sets)
 
-    def place(self, slots: npt.ArrayLike, cells: npt.ArrayLike) -> int:
+    def place(self, slots: Sequence[int], cells: Sequence[int]) -> int:
         """Puts a piece's variants down; where they begin.
 
         Raises:
             BankError: there is no room.
         """
-        slots, cells = np.asarray(slots, np.int32), np.asarray(cells, np.int32)
-        start = self._runs.take(len(slots))
-        if start is None:
-            raise BankError("every variant of pieces with token ids is in use")
-        self.slots[start : start + len(slots)] = slots
-        self._cells[start : start + len(slots)] = cells
-        self._stale = True
-        return start
+        if not self._free:
+            raise BankError("every piece that follows a rule about token ids is in use")
+        piece = self._free.pop()
+        content = np.zeros((_ROOM, 2), np.int32)
+        content[: len(slots)] = np.stack([slots, cells], axis=1)
+        self._variants.put(piece, content)
+        self.slots[piece * _ROOM : (piece + 1) * _ROOM] = content[:, 0]
+        return piece * _ROOM
 
-    def displace(self, start: int, count: int) -> None:
+    def displace(self, start: int) -> None:
         """Takes a piece's variants away."""
-        self._runs.give(start, count)
+        self._free.append(start // _ROOM)
 
     def flush(self) -> None:
         """Brings the variants to the device."""
-        if self._stale:
-            self._stale = False
-            table = torch.from_numpy(np.stack([self.slots, self._cells], axis=1))
-            self.variants.copy_(to_device(table, self.variants.device), non_blocking=True)
+        self._variants.flush()

@@ -29,8 +29,8 @@ class Placed(NamedTuple):
     """Slots of the bank."""
     rules: tuple[tuple[TokenSet, ...], ...] = ()
     """Rules about token ids, one use each."""
-    variants: tuple[tuple[int, int], ...] = ()
-    """(start, count) of the variants of each piece that follows a rule."""
+    variants: tuple[int, ...] = ()
+    """Where the variants of each piece that follows a rule begin."""
     cells: tuple[CellRun, ...] = ()
     """Cells, the amended plan's after those from before."""
     measured: bool = True
@@ -101,7 +101,7 @@ class Steering:
         variants = [variant for piece in pieces for variant in piece.variants]
         slots = self.bank.acquire([one.combination for one in variants], self._vectors)
         ruled: list[tuple[TokenSet, ...]] = []
-        runs: list[tuple[int, int]] = []
+        begins: list[int] = []
         if not any(slots):
             placed = Placed(tuple(slots))
             self._table.drop(number)
@@ -119,17 +119,17 @@ class Steering:
                     rule = self.rules.acquire(piece.sets)
                     ruled.append(piece.sets)
                     start = self.rules.place(held, at)
-                    runs.append((start, len(held)))
+                    begins.append(start)
                     rows.append((start, 0, rule))
             except BankError:
-                self.release(Placed(tuple(slots), tuple(ruled), tuple(runs)))
+                self.release(Placed(tuple(slots), tuple(ruled), tuple(begins)))
                 if cells is not None:
                     self._doses.take_out([cells])
                 raise
             placed = Placed(
                 tuple(slots),
                 tuple(ruled),
-                tuple(runs),
+                tuple(begins),
                 () if cells is None else (cells,),
                 cells is not None,
             )
@@ -152,8 +152,8 @@ class Steering:
             self.bank.release(slot)
         for sets in placed.rules:
             self.rules.release(sets)
-        for start, count in placed.variants:
-            self.rules.displace(start, count)
+        for start in placed.variants:
+            self.rules.displace(start)
 
     def take_out(self, placed: Sequence[Placed]) -> torch.Tensor | None:
         """What was measured of requests that are gone, [sites, cells, 4], in their order."""

@@ -3,10 +3,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rheostat_engine import OPEN_END, Act, Band, Capture, Kind, ModelSites, Plan, Point, Site
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Band,
+    Capture,
+    Kind,
+    ModelSites,
+    Plan,
+    Point,
+    Site,
+    Spans,
+)
 from rheostat_server.bench.engines import ROWS, VECTOR
 
-_EVERYWHERE = ((0, OPEN_END),)
+EVERYWHERE: Spans = ((0, OPEN_END),)
+"""All positions."""
 
 Plans = Callable[[ModelSites, int], Sequence[Plan | None] | None]
 """The plans of a batch of so many requests; None: stock vLLM runs it."""
@@ -22,17 +34,27 @@ class Arm:
     """What its requests do."""
 
 
-def _posts(sites: ModelSites) -> list[int]:
+def posts(sites: ModelSites) -> list[int]:
+    """The `resid_post` of every layer."""
     return [Site(Point.RESID_POST, layer).index for layer in range(sites.num_layers)]
 
 
-def _middle(sites: ModelSites) -> list[int]:
-    return [_posts(sites)[sites.num_layers // 2]]
+def middle(sites: ModelSites) -> list[int]:
+    """The `resid_post` of the layer halfway up."""
+    return [posts(sites)[sites.num_layers // 2]]
 
 
-def _act(kind: Kind, at: Sequence[int], row: int = 0, **more: object) -> Act:
-    rows = tuple((site, (row,)) for site in at)
-    return Act(kind, (VECTOR,), rows, _EVERYWHERE, **more)  # type: ignore[arg-type]  # fields of Act
+def act(
+    kind: Kind,
+    at: Sequence[int],
+    row: int = 0,
+    *,
+    spans: Spans = EVERYWHERE,
+    scale: float = 1.0,
+    bands: tuple[Band, ...] = (),
+) -> Act:
+    """One row of the benchmarks' vector at some sites."""
+    return Act(kind, (VECTOR,), tuple((site, (row,)) for site in at), spans, scale, bands)
 
 
 def _alike(acts: Callable[[ModelSites], Sequence[Act]]) -> Plans:
@@ -47,7 +69,7 @@ def _distinct(count: int, where: Callable[[ModelSites], list[int]]) -> Plans:
             Plan(
                 "",
                 tuple(
-                    _act(Kind.ADD, [site], (number + i) % ROWS, scale=1.0 + number / 1024)
+                    act(Kind.ADD, [site], (number + i) % ROWS, scale=1.0 + number / 1024)
                     for i, site in enumerate(where(sites))
                 ),
             )
@@ -60,23 +82,23 @@ def _distinct(count: int, where: Callable[[ModelSites], list[int]]) -> Plans:
 
 def _pull(low: float, high: float, strength: float) -> Plans:
     band = (Band(low, high, strength),)
-    return _alike(lambda sites: [_act(Kind.PULL, _posts(sites), bands=band)])
+    return _alike(lambda sites: [act(Kind.PULL, posts(sites), bands=band)])
 
 
 _STOCK = Arm("stock", lambda sites, batch: None)
 _IDLE = Arm("idle", lambda sites, batch: [None] * batch)
-_ADD_ALL = _alike(lambda sites: [_act(Kind.ADD, _posts(sites))])
+_ADD_ALL = _alike(lambda sites: [act(Kind.ADD, posts(sites))])
 
 SUITES: dict[str, tuple[Arm, ...]] = {
     "serving": (
         _STOCK,
         _IDLE,
-        Arm("steered, one layer", _alike(lambda sites: [_act(Kind.ADD, _middle(sites))])),
+        Arm("steered, one layer", _alike(lambda sites: [act(Kind.ADD, middle(sites))])),
         Arm("steered, all layers", _ADD_ALL),
         Arm(
             "captured, one layer",
             lambda sites, batch: (
-                [Plan("", (), (Capture(tuple(_middle(sites)), _EVERYWHERE),))] * batch
+                [Plan("", (), (Capture(tuple(middle(sites)), EVERYWHERE),))] * batch
             ),
         ),
     ),
@@ -85,7 +107,7 @@ SUITES: dict[str, tuple[Arm, ...]] = {
         Arm("add, all layers", _ADD_ALL),
         Arm(
             "norm_add, all layers",
-            _alike(lambda sites: [_act(Kind.NORM_ADD, _posts(sites), scale=0.01)]),
+            _alike(lambda sites: [act(Kind.NORM_ADD, posts(sites), scale=0.01)]),
         ),
         Arm("ablate, all layers", _pull(0.0, 0.0, 1.0)),
         Arm("clamp, all layers", _pull(-0.5, 0.5, 1.0)),
@@ -93,8 +115,8 @@ SUITES: dict[str, tuple[Arm, ...]] = {
     ),
     "configurations": (
         _STOCK,
-        *(Arm(f"{k} at one layer", _distinct(k, _middle)) for k in (1, 16, 64, 256)),
-        *(Arm(f"{k} at all layers", _distinct(k, _posts)) for k in (1, 16, 64, 256)),
+        *(Arm(f"{k} at one layer", _distinct(k, middle)) for k in (1, 16, 64, 256)),
+        *(Arm(f"{k} at all layers", _distinct(k, posts)) for k in (1, 16, 64, 256)),
     ),
 }
 """Arms that are measured together, by what they show; the first one is the reference."""

@@ -7,11 +7,13 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rheostat_engine import (
     EXTRA_ARG,
@@ -28,6 +30,21 @@ VECTOR = hashlib.sha256(b"bench").digest()
 
 ROWS = 256
 """Rows of `VECTOR`."""
+
+
+Vectors = Mapping[bytes, npt.NDArray[np.float32]]
+"""Vectors, [rows, W] each, by digest."""
+
+
+class Ran(NamedTuple):
+    """What came of a batch."""
+
+    seconds: float
+    """From submission, or the load of its vectors, to the last token."""
+    cached: list[int]
+    """Prompt tokens of each request that the prefix cache held."""
+    first_token: list[float]
+    """Seconds from each request's arrival to its first token; empty without vLLM's statistics."""
 
 
 class _Releases:
@@ -53,14 +70,19 @@ class Engines:
     """Some starts of stock vLLM and as many of the engine with sites."""
 
     def __init__(
-        self, model: Path, scratch: str, device: str, starts: int, options: dict[str, Any]
+        self,
+        model: Path,
+        scratch: str,
+        device: Literal["cpu", "cuda"],
+        starts: int,
+        options: dict[str, Any],
     ) -> None:
         """Starts them all.
 
         Args:
             model: what they load.
             scratch: a folder for their channels.
-            device: "cuda" or "cpu".
+            device: where they run.
             starts: how many of each kind.
             options: vLLM's arguments, the same for all.
         """
@@ -76,63 +98,99 @@ class Engines:
             settings = EngineSettings(channel=f"ipc://{scratch}/channel-{start}")
             channel = WorkerChannel(settings, ranks=1)
             channel.start(loop, self._releases)
-            extension = engine_kwargs(settings, device="cuda" if device == "cuda" else "cpu")
+            extension = engine_kwargs(settings, device=device)
             self.sited.append(LLM(model=str(model), **options, **extension))  # type: ignore[arg-type]  # vLLM's own types
         reports = self.sited[0].collective_rpc("rheostat_describe")
         self.sites = ModelSites.from_reports(reports)
         rng = np.random.default_rng(0)
         vector = rng.normal(0, 0.01, (ROWS, self.sites.width)).astype("<f4")
-        data = {VECTOR.hex(): (list(vector.shape), vector.tobytes())}
-        for engine in self.sited:
-            engine.collective_rpc("rheostat_load_vectors", args=(data,))
+        for start in range(starts):
+            self.load(start, {VECTOR: vector})
         self._made = 0
 
-    def seconds(
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the KV cache."""
+        return self.sited[0].llm_engine.vllm_config.cache_config.block_size
+
+    def load(self, start: int, vectors: Vectors) -> None:
+        """Brings vectors to the workers of an engine with sites, in one call."""
+        data = {
+            digest.hex(): (list(one.shape), np.ascontiguousarray(one, "<f4").tobytes())
+            for digest, one in vectors.items()
+        }
+        self.sited[start].collective_rpc("rheostat_load_vectors", args=(data,))
+
+    def drop(self, start: int, digests: Sequence[bytes]) -> None:
+        """Takes vectors from the workers of an engine with sites."""
+        named = [digest.hex() for digest in digests]
+        self.sited[start].collective_rpc("rheostat_drop_vectors", args=(named,))
+
+    def forget_prompts(self, start: int, *, stock: bool) -> None:
+        """Empties the prefix cache of an engine.
+
+        Raises:
+            RuntimeError: it still runs something.
+        """
+        if not (self.stock if stock else self.sited)[start].reset_prefix_cache():
+            raise RuntimeError("the prefix cache is in use")
+
+    def prompts(self, batch: int, length: int) -> list[list[int]]:
+        """Prompts that differ in every token from the 999 before them."""
+        self._made += batch
+        return [[(self._made + i + 13 * j) % 1000 + 5 for j in range(length)] for i in range(batch)]
+
+    def run(
         self,
         start: int,
+        prompts: Sequence[Sequence[int]],
         plans: Sequence[Plan | None] | None,
         *,
-        batch: int,
-        prompt: int,
         tokens: int,
-    ) -> float:
-        """How long a batch of generations takes, from submission to the last token.
+        loads: Sequence[Vectors] = (),
+        read_cache: bool = True,
+    ) -> Ran:
+        """Runs a batch to its end; returns once the workers have let go of it.
 
         Args:
             start: which of the starts.
+            prompts: token ids of each request.
             plans: one per request; None: stock vLLM runs it.
-            batch: requests.
-            prompt: tokens of each prompt.
-            tokens: tokens that each generates.
+            tokens: how many each request generates.
+            loads: vectors that come with the batch, one call of the workers each. They are part of
+                its time.
+            read_cache: whether it may find its prompts in the prefix cache.
         """
         from vllm import SamplingParams
 
-        prompts, params = [], []
-        named = 0
-        for i in range(batch):
-            self._made += 1
-            ids = [(7 * i + 13 * j + self._made) % 1000 + 5 for j in range(prompt)]
-            plan = None if plans is None else plans[i]
-            extra = None
+        wires: list[dict[str, object] | None] = [None] * len(prompts)
+        for i, plan in enumerate(plans or ()):
             if plan is not None:
-                named += 1
-                own = Plan(f"b{self._made}", plan.acts, plan.captures)
-                extra = {EXTRA_ARG: own.to_wire()}
-            prompts.append({"prompt_token_ids": ids})
-            params.append(
-                SamplingParams(
-                    temperature=0,
-                    max_tokens=tokens,
-                    ignore_eos=True,
-                    detokenize=False,
-                    extra_args=extra,
-                )
+                self._made += 1
+                own = replace(plan, request_id=f"b{self._made}")
+                wires[i] = {EXTRA_ARG: own.to_wire()}
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=wire,
+                skip_reading_prefix_cache=not read_cache,
             )
+            for wire in wires
+        ]
+        inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
         engine = (self.stock if plans is None else self.sited)[start]
         released = self._releases.count
         begun = time.perf_counter()
-        engine.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]  # plain token prompts
-        taken = time.perf_counter() - begun
-        if named:
-            self._releases.wait_for(released + named)
-        return taken
+        for vectors in loads:
+            self.load(start, vectors)
+        outputs = engine.generate(inputs, params, use_tqdm=False)  # type: ignore[arg-type]  # plain token prompts
+        seconds = time.perf_counter() - begun
+        self._releases.wait_for(released + sum(wire is not None for wire in wires))
+        return Ran(
+            seconds,
+            [output.num_cached_tokens or 0 for output in outputs],
+            [output.metrics.first_token_latency for output in outputs if output.metrics],
+        )

@@ -48,6 +48,20 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
+    "tiny": {
+        **_QWEN3,
+        "head_dim": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "max_position_embeddings": 4096,
+        "max_window_layers": 4,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "vocab_size": 1024,
+    },
 }
 
 

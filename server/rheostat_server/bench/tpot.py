@@ -4,27 +4,30 @@ All engines live on one device, so that the arms can take turns; each arm's time
 of generations less that of their prefill. The arms are pooled over the starts. Medians, ratios to
 stock and the spread are written as JSON, the starts kept apart.
 
-    python -m rheostat_server.bench.tpot --shape qwen3-8b --suite serving --out tpot.json
+    python -m rheostat_server.bench.tpot --shape qwen3-8b --suite serving --out results
 """
 
 import argparse
 import json
 import os
-import platform
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rheostat_server.bench.arms import SUITES, Arm
 from rheostat_server.bench.engines import Engines
-from rheostat_server.bench.shapes import SHAPES, write_shape
+from rheostat_server.bench.machine import (
+    add_model_arguments,
+    chosen,
+    described,
+    device,
+    engine_options,
+)
+from rheostat_server.bench.summaries import Table, Times, empty, summary
 
 _PROMPT = 32
-
-Times = dict[str, dict[str, list[list[float]]]]
-"""Milliseconds per output token, by arm, batch size, start and repeat."""
+_WARM_UP = 150
+"""Tokens of the first batch of each arm, enough for a set of sites to get a graph of its own."""
 
 
 def measure(
@@ -33,17 +36,15 @@ def measure(
     """Times every arm; arms take turns."""
     starts = len(engines.stock)
     turns = [(arm, start) for start in range(starts) for arm in arms]
-    times: Times = {
-        arm.name: {str(batch): [[] for _ in range(starts)] for batch in batches} for arm in arms
-    }
+    times = empty([arm.name for arm in arms], batches, starts)
 
     def seconds(arm: Arm, start: int, batch: int, count: int) -> float:
         plans = arm.plans(engines.sites, batch)
-        return engines.seconds(start, plans, batch=batch, prompt=_PROMPT, tokens=count)
+        return engines.run(start, engines.prompts(batch, _PROMPT), plans, tokens=count).seconds
 
     for batch in batches:
         for arm, start in turns:
-            seconds(arm, start, batch, 4)
+            seconds(arm, start, batch, _WARM_UP)
     for repeat in range(repeats):
         for batch in batches:
             first = repeat % len(turns)
@@ -54,27 +55,7 @@ def measure(
     return times
 
 
-def summary(times: Times) -> dict[str, dict[str, dict[str, float]]]:
-    """Median over all starts, least and most, and the ratio of the median to the first arm's."""
-    table: dict[str, dict[str, dict[str, float]]] = {}
-    reference = next(iter(times.values()))
-    for arm, by_batch in times.items():
-        for batch, starts in by_batch.items():
-            values = [value for start in starts for value in start]
-            median = statistics.median(values)
-            stock = statistics.median(value for start in reference[batch] for value in start)
-            medians = [statistics.median(start) for start in starts]
-            table.setdefault(arm, {})[batch] = {
-                "median_ms": median,
-                "min_ms": min(values),
-                "max_ms": max(values),
-                "to_stock": median / stock,
-                "between_starts": max(medians) / min(medians),
-            }
-    return table
-
-
-def show(table: dict[str, dict[str, dict[str, float]]], batches: Sequence[int]) -> None:
+def show(table: Table, batches: Sequence[int]) -> None:
     """Prints the table."""
     heads = "".join(f"{f'bs {batch}':>18}" for batch in batches)
     print(f"{'ms per token (to stock)':24}{heads}")
@@ -87,7 +68,7 @@ def show(table: dict[str, dict[str, dict[str, float]]], batches: Sequence[int]) 
 def main() -> None:
     """Measures, prints tables and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    add_model_arguments(parser, default="qwen3-8b")
     parser.add_argument("--out", type=Path, required=True, help="a folder: one file per suite")
     parser.add_argument("--suite", choices=sorted(SUITES), nargs="+", default=["serving"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
@@ -96,27 +77,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--starts", type=int, default=2)
     arguments = parser.parse_args()
-    import torch
-    import vllm
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     arguments.out.mkdir(parents=True, exist_ok=True)
     widest = max(*arguments.batches, arguments.configuration_batch)
     with tempfile.TemporaryDirectory() as scratch:
-        model = write_shape(arguments.shape, Path(scratch))
-        options: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "dtype": "bfloat16",
-            "max_model_len": 4096,
-            "max_num_seqs": widest,
-            "gpu_memory_utilization": 0.8 / (2 * arguments.starts),
-            "enable_prefix_caching": False,
-            "seed": 0,
-            "disable_log_stats": True,
-        }
-        engines = Engines(model, scratch, device, arguments.starts, options)
+        model = chosen(arguments, Path(scratch))
+        options = engine_options(
+            model, engines=2 * arguments.starts, requests=widest, enable_prefix_caching=False
+        )
+        engines = Engines(model.path, scratch, device(), arguments.starts, options)
         for suite in arguments.suite:
             batches = arguments.batches
             if suite == "configurations":
@@ -131,11 +99,7 @@ def main() -> None:
             table = summary(times)
             result = {
                 "benchmark": f"tpot, {suite}",
-                "shape": arguments.shape,
-                "device": machine,
-                "vllm": vllm.__version__,
-                "torch": torch.__version__,
-                "runner": engines.sites.runner,
+                **described(model, engines.sites.runner),
                 "prompt_tokens": _PROMPT,
                 "output_tokens": arguments.tokens,
                 "repeats": arguments.repeats,
@@ -143,7 +107,7 @@ def main() -> None:
                 "summary": table,
                 "times_ms": times,
             }
-            (arguments.out / f"tpot-{arguments.shape}-{suite}.json").write_text(
+            (arguments.out / f"tpot-{model.name}-{suite}.json").write_text(
                 json.dumps(result, indent=1)
             )
             show(table, batches)

@@ -1,4 +1,4 @@
-"""One real server on the bundled model, in a process of its own, for all tests here."""
+"""Real servers on the bundled model, each in a process of its own, for all tests here."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import rheostat
+
+from ..engine.reference import HfReference
+from .adapters import write_adapter
 
 STARTUP = 240
 MODEL = Path(__file__).parents[3] / "server" / "rheostat_server" / "demo_model"
@@ -58,15 +62,15 @@ def wait_until_serving(target: str, process: subprocess.Popen[bytes], log: Path)
     raise AssertionError(f"not serving after {STARTUP} s: {log.read_text()[-4000:]}")
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Float32 and eager, so that everything can be compared with Hugging Face's model."""
-    log = tmp_path_factory.mktemp("server") / "log"
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Server]:
+    """A server in float32 and eager, so that everything can be compared with Hugging Face's."""
+    log = folder / "log"
     port = free_port()
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    numbers = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command("demo", port, *options, "--max-num-seqs", "32", "--capture-mib", "64"),
+            command("demo", port, *numbers, "--max-num-seqs", "32", *options),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
@@ -83,8 +87,38 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             process.kill()
 
 
-@pytest.fixture
-def engine(server: Server) -> Iterator[rheostat.Engine]:
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of nearly all tests."""
+    with serving(tmp_path_factory.mktemp("server"), "--capture-mib", "64") as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of two small adapters, by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(folder / name, seed) for seed, name in enumerate(("ada", "bob"))}
+
+
+@pytest.fixture(scope="session")
+def small_server(
+    tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Path]
+) -> Iterator[Server]:
+    """A server with the smallest bank that can be asked for, and two adapters."""
+    options = [f"--lora={name}={path}" for name, path in adapters.items()]
+    folder = tmp_path_factory.mktemp("small")
+    with serving(folder, "--bank-mib", "1", "--capture-mib", "16", *options) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def reference() -> HfReference:
+    """Hugging Face's model."""
+    return HfReference("llama", MODEL)
+
+
+def watched(server: Server) -> Iterator[rheostat.Engine]:
     """A client; afterwards the server holds nothing and still serves."""
     with rheostat.connect(server.target) as client:
         yield client
@@ -92,13 +126,25 @@ def engine(server: Server) -> Iterator[rheostat.Engine]:
         assert client.generate("The capital of France is", max_tokens=1, temperature=0).text
 
 
+@pytest.fixture
+def engine(server: Server) -> Iterator[rheostat.Engine]:
+    """A client of `server`; see `watched`."""
+    yield from watched(server)
+
+
+@pytest.fixture
+def small(small_server: Server) -> Iterator[rheostat.Engine]:
+    """A client of `small_server`; see `watched`."""
+    yield from watched(small_server)
+
+
 def assert_empty(client: rheostat.Engine) -> None:
     """No request, row or slot is left; what ends asynchronously gets some seconds."""
     deadline = time.monotonic() + 20
     while True:
         stats = client.stats()
-        held = (stats.running, stats.waiting, stats.bank_rows_used)
-        if held == (0, 0, 0):
+        held = (stats.running, stats.waiting, stats.bank_rows_used, stats.leaked)
+        if held == (0, 0, 0, 0):
             return
         assert time.monotonic() < deadline, stats
         time.sleep(0.1)

@@ -20,11 +20,6 @@ VECTOR = np.random.default_rng(0).normal(size=(1, WIDTH)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def reference() -> HfReference:
-    return HfReference("llama", MODEL)
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> hf.PreTrainedTokenizerBase:
     return hf.AutoTokenizer.from_pretrained(MODEL)
 

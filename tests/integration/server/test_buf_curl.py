@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import rheostat
 from rheostat._proto.v1 import (
     capture_service_pb2,
     engine_service_pb2,
@@ -44,14 +46,14 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "vectors",
     ),
+    "SteeringService/SetGlobal": ({"steering": {}}, "version"),
+    "SteeringService/GetGlobal": ({}, "steering"),
 }
 """What is called, with what, and a field of the answer."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "SteeringService/GetVectors": ({"name": "nobody"}, "not_found"),
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
-    "SteeringService/SetGlobal": ({}, "unimplemented"),
-    "SteeringService/GetGlobal": ({}, "unimplemented"),
     "CaptureService/ListSinks": ({}, "unimplemented"),
     "CaptureService/GetArtifacts": ({}, "unimplemented"),
     "PatchService/CaptureRun": ({}, "unimplemented"),
@@ -138,19 +140,32 @@ def test_an_rpc_that_cannot_says_so_with_its_status(server: Server, method: str)
     assert "NotImplementedError" not in done.stderr
 
 
-def test_a_request_steered_by_name_and_captured_needs_nothing_but_json(server: Server) -> None:
+def test_a_request_steered_by_name_and_captured_needs_nothing_but_json(
+    server: Server, engine: rheostat.Engine
+) -> None:
+    engine.vectors.put(np.ones((1, 128), np.float32), name="by-json")
+    last = {"include": [{"positions": {"start": -1}}]}
+    sites = {"points": ["POINT_RESID_POST"], "list": {"layers": [1]}}
     message = {
         "text": "My day was",
         "sampling": {"maxTokens": 2, "temperature": 0},
-        "captures": [
-            {
-                "sites": {"points": ["POINT_RESID_POST"], "list": {"layers": [1]}},
-                "where": {"include": [{"positions": {"start": -1}}]},
-                "inline": {},
-            }
-        ],
+        "steering": {
+            "interventions": [
+                {"sites": sites, "where": last, "normAdd": {"vector": {"name": "by-json"}}}
+            ]
+        },
+        "captures": [{"sites": sites, "where": last, "inline": {}}],
     }
     done = curl(server.target, "GenerationService/Generate", message)
+    engine.vectors.delete("by-json")
     assert done.returncode == 0, done.stderr
     assert '"captured"' in done.stdout
+    assert '"OP_NORM_ADD"' in done.stdout
+    assert '"receipt"' in done.stdout
+
+
+def test_a_session_needs_nothing_but_json(server: Server) -> None:
+    message = {"start": {"text": "My day was", "sampling": {"maxTokens": 2}}}
+    done = curl(server.target, "GenerationService/Session", message)
+    assert done.returncode == 0, done.stderr
     assert '"receipt"' in done.stdout

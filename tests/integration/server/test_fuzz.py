@@ -1,124 +1,115 @@
-"""Hostile requests on a real server: typed errors only, the engine lives, nothing is left."""
+"""Hostile calls on a real server: typed errors only, the engine lives, nothing is left."""
 
-import random
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
 
 import grpc
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
 
 import rheostat
-from rheostat._proto.v1 import generation_service_pb2, generation_service_pb2_grpc
+from rheostat._proto.v1 import generation_service_pb2
 
-from .conftest import Server
+from .conftest import Server, assert_empty
+from .hostile import GENERATE, GET, NAMES, PUT, SESSION, SHARES, Attempt, attempts
 
 pytestmark = pytest.mark.integration
 
-REQUESTS = 1500
+ATTEMPTS = 20_000
+AT_ONCE = 24
+PATIENCE = 100
+"""Seconds after which a call counts as hanging; the server lets a request wait for at most 30."""
 EXPECTED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.CANCELLED,  # by ourselves
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""What a request may end with besides OK: never INTERNAL, UNKNOWN or UNAVAILABLE."""
-
-_NUMBERS = [0, 1, 2, 3, 5, 6, 7, 100, 2**31 - 1, 2**32 - 1]
-_SIGNED = [*_NUMBERS[:-1], -1, -2, -100, -(2**31)]
-_FLOATS = [0.0, 1.0, -1.0, 0.5, 1e30, -1e38, float("nan"), float("inf"), 1e-45]
-_TEXTS = ["", "My day was", "joy", "\x00", "ä" * 50, "{}", "../../etc", "a" * 3000]
+"""What a call may end with: never INTERNAL, UNKNOWN or UNAVAILABLE."""
+PYTHON = re.compile(r"Traceback|<class|object at 0x|\b[A-Z]\w+Error\b|rheostat_\w+\.\w+")
+OPTIONS = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 3}
 
 
-def value(rng: random.Random, field: FieldDescriptor) -> object:
-    """A scalar for a field, plausible or not."""
-    if field.type == FieldDescriptor.TYPE_STRING:
-        return rng.choice(_TEXTS)
-    if field.type == FieldDescriptor.TYPE_BYTES:
-        return rng.choice([b"", b"x" * 32, bytes(512), rng.randbytes(512)])
-    if field.type == FieldDescriptor.TYPE_BOOL:
-        return rng.random() < 0.5
-    if field.type == FieldDescriptor.TYPE_ENUM:
-        return rng.choice([one.number for one in field.enum_type.values] + [99])
-    if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE):
-        return rng.choice(_FLOATS)
-    signed = field.type in (
-        FieldDescriptor.TYPE_INT32,
-        FieldDescriptor.TYPE_SINT32,
-        FieldDescriptor.TYPE_INT64,
-        FieldDescriptor.TYPE_SINT64,
-    )
-    return rng.choice(_SIGNED if signed else _NUMBERS)
+class End(NamedTuple):
+    """How a call ended."""
+
+    method: str
+    code: grpc.StatusCode
+    details: str
+    typed: bool
+    """Whether an ErrorInfo of ours came with it."""
+    last: bytes
+    """The last answer."""
 
 
-def fill(rng: random.Random, message: Message, depth: int = 0) -> None:
-    """Sets fields at random, nested ones too."""
-    for field in message.DESCRIPTOR.fields:
-        if rng.random() > (0.35 if depth else 0.3):
-            continue
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name)["key"] = rng.choice(_TEXTS)
-        elif field.is_repeated:
-            for _ in range(rng.randint(1, 3)):
-                if field.message_type is not None:
-                    fill(rng, getattr(message, field.name).add(), depth + 1)
-                else:
-                    getattr(message, field.name).append(value(rng, field))
-        elif field.message_type is not None:
-            getattr(message, field.name).SetInParent()
-            fill(rng, getattr(message, field.name), depth + 1)
+def _end(channel: grpc.Channel, attempt: Attempt) -> End:
+    path = f"/rheostat.v1.{attempt.method}"
+    last = b""
+    try:
+        if attempt.method == PUT:
+            last = channel.stream_unary(path)(iter(attempt.messages), timeout=PATIENCE)
+        elif attempt.method not in (GENERATE, SESSION, GET):
+            last = channel.unary_unary(path)(attempt.messages[0], timeout=PATIENCE)
         else:
-            setattr(message, field.name, value(rng, field))
+            if attempt.method == SESSION:
+                call = channel.stream_stream(path)(iter(attempt.messages), timeout=PATIENCE)
+            else:
+                call = channel.unary_stream(path)(attempt.messages[0], timeout=PATIENCE)
+            for answer in call:
+                last = answer
+                if attempt.vanishes:
+                    call.cancel()
+    except grpc.RpcError as error:
+        ours = attempt.vanishes and error.code() is grpc.StatusCode.CANCELLED
+        packed = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
+        typed = ours or _typed(packed)
+        return End(attempt.method, error.code(), error.details() or "", typed, last)
+    return End(attempt.method, grpc.StatusCode.OK, "", True, last)
 
 
-def hostile(seed: int) -> generation_service_pb2.GenerateRequest:
-    """A request that is partly sound, so that it gets far."""
-    rng = random.Random(seed)
-    request = generation_service_pb2.GenerateRequest()
-    fill(rng, request)
-    request.request_id = f"fuzz-{seed}" if rng.random() < 0.9 else request.request_id
-    if rng.random() < 0.7:
-        request.text = "My day was"
-    if rng.random() < 0.8:
-        request.sampling.Clear()
-        request.sampling.max_tokens = rng.randint(1, 4)
-    if rng.random() < 0.6:
-        for unserved in ("patches", "rules", "lora", "labels", "when_full"):
-            request.ClearField(unserved)  # type: ignore[arg-type]  # names of fields
-    for intervention in request.steering.interventions:
-        if rng.random() < 0.6:
-            intervention.ClearField("gate")
-            intervention.sites.points[:] = [rng.randint(1, 3)]
-            intervention.sites.list.layers[:] = [rng.randint(0, 6)]
-            intervention.add.vector.inline.dtype = 1
-            intervention.add.vector.inline.encoding = 1
-            intervention.add.vector.inline.shape[:] = [1, 128]
-            intervention.add.vector.inline.inline = rng.choice([bytes(512), b"\x3f" * 512])
-    return request
+def _typed(packed: bytes) -> bool:
+    info = error_details_pb2.ErrorInfo()
+    try:
+        details = status_pb2.Status.FromString(packed).details
+    except DecodeError:
+        return False
+    return bool(details) and details[0].Unpack(info) and info.domain == "rheostat"
 
 
-def test_hostile_requests_end_with_typed_errors_and_leave_nothing(
+def test_hostile_calls_end_with_typed_errors_and_leave_nothing(
     server: Server, engine: rheostat.Engine
 ) -> None:
-    with grpc.insecure_channel(server.target) as channel:
-        stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
-
-        def one(seed: int) -> tuple[grpc.StatusCode, str, bool]:
-            try:
-                events = list(stub.Generate(hostile(seed), timeout=60))
-            except grpc.RpcError as error:
-                return error.code(), error.details(), False
-            return grpc.StatusCode.OK, "", events[-1].HasField("receipt")
-
-        with ThreadPoolExecutor(16) as pool:
-            ends = list(pool.map(one, range(REQUESTS)))
-    for seed, (code, details, receipt) in enumerate(ends):
-        assert receipt if code is grpc.StatusCode.OK else code in EXPECTED, (seed, code, details)
-        assert "Traceback" not in details, (seed, details)
-    codes = Counter(code for code, _, _ in ends)
-    assert codes[grpc.StatusCode.OK] > 20, codes
-    assert codes[grpc.StatusCode.INVALID_ARGUMENT] > 100, codes
+    prompt = "The Eiffel Tower is in the city of"
+    before = engine.generate(prompt, **OPTIONS)
+    logged = server.log.stat().st_size
+    with grpc.insecure_channel(server.target) as channel, ThreadPoolExecutor(AT_ONCE) as pool:
+        ends = list(pool.map(partial(_end, channel), attempts(0, ATTEMPTS)))
+    engine.steering.set_global(None)
+    assert len(ends) == ATTEMPTS
+    wrong = [end for end in ends if end.code not in EXPECTED or not end.typed]
+    assert not wrong, wrong[:9]
+    telling = [end for end in ends if PYTHON.search(end.details)]
+    assert not telling, telling[:9]
+    log = server.log.read_bytes()[logged:].decode(errors="replace")
+    assert "Traceback" not in log
+    assert "incident" not in log
+    for end in ends:
+        if end.method == GENERATE and end.code is grpc.StatusCode.OK:
+            assert generation_service_pb2.GenerateResponse.FromString(end.last).HasField("receipt")
+    count = Counter(end.method for end in ends if end.code is grpc.StatusCode.OK)
+    assert all(count[method] > 0.05 * ATTEMPTS * SHARES[method] / 100 for method in SHARES), count
+    refused = Counter(end.method for end in ends if end.code is grpc.StatusCode.INVALID_ARGUMENT)
+    assert all(refused[method] for method in SHARES), refused
+    assert_empty(engine)
+    after = engine.generate(prompt, **OPTIONS)
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    for name in NAMES:
+        if engine.vectors.list(name):
+            engine.vectors.delete(name)

@@ -124,10 +124,11 @@ def check_expand(*, captures: bool, rules: bool) -> None:
     def each(top: int) -> np.ndarray:
         return rng.integers(0, top, count).astype(np.int32)
 
-    table = TokenRules(3, VOCABULARY, CPU)
+    table = TokenRules(3, 8, VOCABULARY, CPU)
     for sets in (((1, 4), (2, 3, 4)), ((0,),), ((7,), (8,), (9,), tuple(range(5, 30)))):
         table.acquire(sets)
-    table.place(each(6)[:40], rng.integers(0, 99, 40))
+    for _ in range(2):
+        table.place(each(6)[:16].tolist(), rng.integers(0, 99, 16).tolist())
     starts = rng.integers(1, 900, (3, SITES)) * rng.integers(0, 2, (3, SITES))
     rule = each(4) if rules else np.zeros(count, np.int32)
     base = starts.astype(np.int32) if captures else None
@@ -154,7 +155,7 @@ def check_warm_up() -> None:
     none = np.zeros(1, np.int32)
     compact = Compact(none, none, none, none, none, None)
     code_of = torch.zeros(SITES, 8, dtype=torch.int32)
-    expander = Expander(made, code_of, TokenRules(1, VOCABULARY, CPU), 16)
+    expander = Expander(made, code_of, TokenRules(1, 8, VOCABULARY, CPU), 16)
     warm_up(made, expander.instructions(compact, torch.zeros(0)))
     for site in range(SITES):
         for one, other in zip(made.buffers(site), before.buffers(site), strict=True):

@@ -131,7 +131,20 @@ def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan
         "slots": len(combinations),
         "token_rules": len({piece.sets for piece in pieces if piece.sets}),
         "capture_rows": 0,
+        "ruled_pieces": 0,
     }
+
+
+def test_every_piece_that_follows_a_rule_takes_a_place_of_its_own() -> None:
+    ledger = CapacityLedger(replace(capacity(), ruled_pieces=3))
+    ruled = replace(add(1), spans=(), conditions=(Condition(((2, 3), (6, 9)), (1,), True),))
+    two = Plan("", (ruled,))
+    assert ledger.admit(replace(two, request_id="a"), prompt_len=4, max_step_tokens=4) is None
+    assert ledger.used("ruled_pieces") == 2
+    shortage = ledger.admit(replace(two, request_id="b"), prompt_len=4, max_step_tokens=4)
+    assert shortage == Shortage("ruled_pieces", 2, 1, ever=True)
+    ledger.release("a")
+    assert ledger.admit(replace(two, request_id="b"), prompt_len=4, max_step_tokens=4) is None
 
 
 @given(steps())
@@ -153,9 +166,10 @@ def test_new_keys_are_what_admitting_would_add(one: Plan, other: Plan) -> None:
     ledger = CapacityLedger(capacity(capture_rows=10**6))
     assert ledger.admit(one, prompt_len=LIMIT, max_step_tokens=LIMIT) is None
     plan = replace(other, request_id="other", captures=())
-    expected = {name: ledger.used(name) + ledger.new_keys(plan, name) for name in RESOURCES}
+    shared = [name for name in RESOURCES if name != "ruled_pieces"]
+    expected = {name: ledger.used(name) + ledger.new_keys(plan, name) for name in shared}
     assert ledger.admit(plan, prompt_len=LIMIT, max_step_tokens=LIMIT) is None
-    assert {name: ledger.used(name) for name in RESOURCES} == expected
+    assert {name: ledger.used(name) for name in shared} == expected
 
 
 @given(plans(), st.integers(1, LIMIT), st.integers(1, LIMIT))

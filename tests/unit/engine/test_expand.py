@@ -57,7 +57,7 @@ def test_instructions_are_expanded_token_by_token_and_site_by_site(
     program = programme()
     generator = torch.Generator().manual_seed(seed)
     code_of = torch.randint(-9, 9, (SITES, SLOTS), generator=generator, dtype=torch.int32)
-    rules = TokenRules(2, VOCABULARY, CPU)
+    rules = TokenRules(2, 8, VOCABULARY, CPU)
     sets = {rules.acquire(one): one for one in (SETS[:2], SETS[2:4])}
     # As many variants as any start may reach.
     slots, cells = ([draw % SLOTS for draw in range(9)], list(range(100, 109)))

@@ -67,6 +67,8 @@ def test_a_request_that_is_not_here_is_said_to_be_nowhere() -> None:
     worker.finish("v")
     assert change(worker, add(0)) == Amended(-1, "")
     assert worker.held() == NOTHING
+    worker.install("v", Plan("another"))
+    assert change(worker, add(0)) == Amended(-1, "")
 
 
 def test_a_request_is_known_by_the_name_in_its_plan() -> None:

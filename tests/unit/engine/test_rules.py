@@ -16,7 +16,7 @@ RULES = st.lists(st.sampled_from(SETS), min_size=1, max_size=4, unique=True).map
 
 
 def make(rules: int = 3) -> TokenRules:
-    return TokenRules(rules, VOCABULARY, CPU)
+    return TokenRules(rules, 8, VOCABULARY, CPU)
 
 
 @given(st.lists(st.tuples(st.booleans(), RULES), max_size=12))
@@ -67,7 +67,7 @@ def test_variants_reach_the_device_when_they_are_flushed() -> None:
     assert rules.variants[one : one + 2].tolist() == [[7, 70], [8, 80]]
     assert rules.variants[other : other + 4].tolist() == [[1, 10], [2, 20], [3, 30], [4, 40]]
     assert rules.slots[other : other + 4].tolist() == [1, 2, 3, 4]
-    rules.displace(one, 2)
+    rules.displace(one)
     assert rules.place([5, 6], [50, 60]) == one
     rules.flush()
     assert rules.variants[one : one + 2].tolist() == [[5, 50], [6, 60]]
@@ -80,10 +80,10 @@ def test_where_no_place_is_left_for_variants_they_are_refused() -> None:
     rules = make()
     room = len(rules.slots)
     starts = [rules.place([1] * 16, [0] * 16) for _ in range(room // 16)]
-    sentence = "^every variant of pieces with token ids is in use$"
+    sentence = "^every piece that follows a rule about token ids is in use$"
     with pytest.raises(BankError, match=sentence):
         rules.place([1, 2], [0, 0])
-    rules.displace(starts[3], 16)
+    rules.displace(starts[3])
     assert rules.place([1, 2], [0, 0]) == starts[3]
 
 

@@ -218,6 +218,14 @@ def test_the_number_of_a_finished_request_is_given_out_again() -> None:
     assert worker.outlet.numbers == {1, 2}
 
 
+def test_a_plan_that_cannot_be_put_in_force_uses_up_no_number() -> None:
+    worker = Worker()
+    for _ in range(3):
+        worker.install("v", steer(add(2, scale=1e39)))
+        worker.finish("v")
+    assert worker.outlet.numbers == {1}
+
+
 def test_a_number_is_not_given_out_before_its_request_has_been_settled() -> None:
     worker = Worker()
     worker.install("one", Plan("one"))

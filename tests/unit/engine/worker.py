@@ -78,7 +78,7 @@ class Worker:
     ) -> None:
         room = room or capacity()
         self.bank = Bank(sites=SITES, capacity=room, width=WIDTH, dtype=torch.float32, device=CPU)
-        self.rules = TokenRules(room.token_rules, VOCABULARY, CPU)
+        self.rules = TokenRules(room.token_rules, room.ruled_pieces, VOCABULARY, CPU)
         self.doses = Doses(SITES, CPU)
         programs = self.bank.programs
         self.program = Program(

@@ -1,0 +1,39 @@
+"""Configurations that the sites cannot follow stop the engine at startup, by name."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from .models import build
+from .offline import OfflineEngine
+
+pytestmark = pytest.mark.integration
+
+
+def why_not(model: Path, channel: str, options: dict[str, object]) -> str:
+    """What an engine says that does not start."""
+    try:
+        OfflineEngine(model, channel, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_engine_with_speculative_decoding_does_not_start(
+    models_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    # In a process of its own: n-grams bring numba, and vLLM starts no further engine beside that.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        told = pool.submit(
+            why_not,
+            build("llama", models_root),
+            f"ipc://{tmp_path}/channel",
+            {"speculative_config": ngram},
+        ).result(timeout=300)
+    assert told == (
+        "SiteError: rheostat does not serve speculative decoding: serve without speculative_config"
+    )

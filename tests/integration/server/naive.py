@@ -1,0 +1,199 @@
+"""Steering twice over: as the client says it, and as its formula does it to rows in float64.
+
+`compare` runs what a request computed through Hugging Face's model under hooks that know nothing of
+ours but the formulas of the wire's comments.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import rheostat
+from rheostat import Point, Site
+
+from ..engine.reference import Change, HfReference, Run
+
+WIDTH = 128
+Row = npt.NDArray[np.float32]
+Formula = Callable[[torch.Tensor], torch.Tensor]
+Where = Callable[[int, int, int], bool]
+
+
+def row(seed: int) -> Row:
+    """A random vector, [1, W]."""
+    return np.random.default_rng(seed).normal(size=(1, WIDTH)).astype(np.float32)
+
+
+class Op(NamedTuple):
+    """One op."""
+
+    does: rheostat.Intervention
+    """Without sites."""
+    formula: Formula
+    """From rows [n, W] to rows [n, W]."""
+
+
+def _tensor(vector: Row) -> torch.Tensor:
+    return torch.from_numpy(vector[0]).double()
+
+
+def _unit(vector: Row) -> torch.Tensor:
+    return _tensor(vector) / _tensor(vector).norm()
+
+
+def add(vector: Row, scale: float) -> Op:
+    """x + scale * v."""
+    return Op(rheostat.inline(vector) * scale, lambda x: x + scale * _tensor(vector))
+
+
+def norm_add(vector: Row, scale: float) -> Op:
+    """x + scale * |x| * u."""
+    return Op(
+        rheostat.norm_add(rheostat.inline(vector), scale),
+        lambda x: x + scale * x.norm(dim=1, keepdim=True) * _unit(vector),
+    )
+
+
+def ablate(vectors: Sequence[Row], strength: float) -> Op:
+    """x - strength * (projection of x on the span)."""
+    span = torch.stack([_tensor(one) for one in vectors])
+    onto = span.T @ torch.linalg.inv(span @ span.T) @ span
+    ours = rheostat.ablate(*map(rheostat.inline, vectors), strength=strength)
+    return Op(ours, lambda x: x - strength * (x @ onto))
+
+
+def clamp(bands: Sequence[tuple[Row, float | None, float | None, float]]) -> Op:
+    """For each (v, min, max, strength): x + strength * (clip(x.u, min, max) - x.u) * u."""
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        for vector, low, high, strength in bands:
+            along = x @ _unit(vector)
+            x = x + strength * torch.outer(along.clamp(low, high) - along, _unit(vector))
+        return x
+
+    ours = [rheostat.band(rheostat.inline(v), low, high, s) for v, low, high, s in bands]
+    return Op(rheostat.clamp(*ours), formula)
+
+
+def scale(vector: Row, factor: float) -> Op:
+    """x + (factor - 1) * (x.u) * u."""
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        unit = _unit(vector)
+        return x + (factor - 1) * torch.outer(x @ unit, unit)
+
+    return Op(rheostat.scale(rheostat.inline(vector), factor), formula)
+
+
+OPS: dict[str, Op] = {
+    "add": add(row(0), 0.7),
+    "norm_add": norm_add(row(1), -0.4),
+    "ablate": ablate([row(2)], 1.0),
+    "ablate-three": ablate([row(2), row(3), row(2) + 0.3 * row(4)], 0.6),
+    "clamp-pin": clamp([(row(5), 3.0, 3.0, 1.0)]),
+    "clamp-bands": clamp([(row(5), -0.5, 0.5, 0.8), (row(6), 0.2, None, 1.0)]),
+    "scale": scale(row(7), -1.5),
+}
+"""Every op that is served, in more than one form where it has several."""
+
+
+def site_of(number: int) -> Site:
+    """The name under which the receipt has a site of the reference."""
+    layer = (number - 1) // 2
+    return Site(Point.RESID_MID if number % 2 else Point.RESID_POST, layer)
+
+
+class Placed(NamedTuple):
+    """An op at places."""
+
+    op: Op
+    layers: Sequence[int]
+    """Where: `resid_post` of each."""
+    where: rheostat.Selector | str
+    """Which tokens, as the client says it."""
+    holds: Where
+    """The same said of a position, its token, and the prompt's length."""
+
+    @property
+    def ours(self) -> rheostat.Intervention:
+        """For the client."""
+        return self.op.does.at(points="resid_post", layers=list(self.layers), where=self.where)
+
+
+def everywhere(op: Op, layers: Sequence[int]) -> Placed:
+    """An op on every token."""
+    return Placed(op, layers, "all", lambda position, token, length: True)
+
+
+class Moved(NamedTuple):
+    """What a hook did at a site."""
+
+    positions: list[int]
+    norms: npt.NDArray[np.float64]
+    """|change| of each row."""
+    relative: npt.NDArray[np.float64]
+    """|change| / |x|."""
+
+
+class Expected(NamedTuple):
+    """What Hugging Face's model computes."""
+
+    run: Run
+    moved: list[dict[Site, Moved]]
+    """By op, then site."""
+
+
+def expected(
+    reference: HfReference, prompt: Sequence[int], made: Sequence[int], placed: Sequence[Placed]
+) -> Expected:
+    """One pass over all that was an input: the last generated token was none."""
+    tokens = [*prompt, *made][:-1]
+    moved: list[dict[Site, Moved]] = [{} for _ in placed]
+    hooks = []
+    for number, one in enumerate(placed):
+        positions = [p for p, token in enumerate(tokens) if one.holds(p, token, len(prompt))]
+        for layer in one.layers if positions else ():
+            change = _watched(one.op.formula, moved[number], site_of(2 * layer + 2), positions)
+            hooks.append(Change(2 * layer + 2, change, positions))
+    return Expected(reference.run(tokens, hooks), moved)
+
+
+def compare(
+    reference: HfReference,
+    out: rheostat.Generation,
+    placed: Sequence[Placed],
+    *,
+    tolerance: float = 2e-3,
+) -> list[Expected]:
+    """Every sample's log-probabilities are those of the hooks; the request asked for them."""
+    found = []
+    for sample in out.samples:
+        one = expected(reference, out.prompt_token_ids, sample.token_ids, placed)
+        first = len(out.prompt_token_ids) - 1
+        want = [one.run.logprobs[first + i][t] for i, t in enumerate(sample.token_ids)]
+        got = [step.token.logprob for step in sample.logprobs]
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+        found.append(one)
+    return found
+
+
+def positions_of(runs: Sequence[range]) -> list[int]:
+    """Positions of a receipt or an explanation, one by one."""
+    return [position for run in runs for position in run]
+
+
+def _watched(
+    formula: Formula, moved: dict[Site, Moved], site: Site, positions: list[int]
+) -> Formula:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        before = x.double()
+        after = formula(before)
+        norms = (after - before).norm(dim=1)
+        relative = norms / before.norm(dim=1)
+        moved[site] = Moved(positions, norms.numpy(), relative.numpy())
+        return after.to(x.dtype)
+
+    return change

@@ -1,0 +1,99 @@
+"""Requests under LoRA adapters, steered or not, over gRPC in one batch."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import rheostat
+
+from ..engine.reference import HfReference
+from .adapters import merged
+from .conftest import MODEL, Server
+from .naive import OPS, compare, everywhere
+
+pytestmark = pytest.mark.integration
+
+PROMPT = "The Eiffel Tower is in the city of"
+OPTIONS = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def references(
+    adapters: dict[str, Path],
+    reference: HfReference,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str | None, HfReference]:
+    """Hugging Face's model with each adapter merged into its weights; None: without one."""
+    folder = tmp_path_factory.mktemp("merged")
+    return {None: reference} | {
+        name: HfReference("llama", merged(MODEL, path, folder / name))
+        for name, path in adapters.items()
+    }
+
+
+def test_the_model_says_which_adapters_it_has(small: rheostat.Engine) -> None:
+    assert small.model().loras == ("ada", "bob")
+
+
+def test_steered_and_plain_requests_with_and_without_adapters_share_a_batch(
+    small_server: Server, small: rheostat.Engine, references: dict[str | None, HfReference]
+) -> None:
+    cases = [
+        (lora, [] if name is None else [everywhere(OPS[name], [1, 4])])
+        for lora in (None, "ada", "bob")
+        for name in (None, *OPS)
+    ]
+
+    async def run() -> list[rheostat.Generation]:
+        async with rheostat.aio.connect(small_server.target) as client:
+            return await asyncio.gather(
+                *(
+                    client.generate(
+                        PROMPT, lora=lora, steering=[one.ours for one in placed], **OPTIONS
+                    )
+                    for lora, placed in cases
+                )
+            )
+
+    outs = asyncio.run(run())
+    for (lora, placed), out in zip(cases, outs, strict=True):
+        compare(references[lora], out, placed)
+    plain = [out.logprobs for (_, placed), out in zip(cases, outs, strict=True) if not placed]
+    assert plain[0] != plain[1] != plain[2] != plain[0]
+
+
+def test_a_baseline_runs_under_the_requests_adapter(
+    small: rheostat.Engine, references: dict[str | None, HfReference]
+) -> None:
+    steering = [everywhere(OPS["add"], [2]).ours]
+    out = small.generate(PROMPT, lora="ada", steering=steering, with_baseline=True, **OPTIONS)
+    alone = small.generate(PROMPT, lora="ada", **OPTIONS)
+    assert out.baseline is not None
+    assert out.baseline.token_ids == alone.token_ids
+    compare(references["ada"], alone, [])
+
+
+def test_adapters_do_not_share_what_the_prefix_cache_holds(small: rheostat.Engine) -> None:
+    prompt = list(range(100, 400))
+    steering = [everywhere(OPS["ablate"], [1]).ours]
+    hits = [
+        small.generate(prompt, lora=lora, steering=steps, **OPTIONS).receipt.cached_prompt_tokens
+        for lora, steps in (
+            ("ada", steering),
+            ("ada", steering),
+            ("bob", steering),
+            (None, steering),
+            ("ada", []),
+            ("bob", steering),
+        )
+    ]
+    assert hits == [0, 256, 0, 0, 0, 256]
+
+
+def test_an_adapter_that_nobody_loaded_is_refused_by_name(small: rheostat.Engine) -> None:
+    with pytest.raises(rheostat.NotFound) as caught:
+        small.generate(PROMPT, lora="eve", **OPTIONS)
+    assert caught.value.reason == "REASON_LORA_NOT_FOUND"
+    assert caught.value.resource == rheostat.Resource("lora", "eve")
+    assert "ada, bob" in str(caught.value)

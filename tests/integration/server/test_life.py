@@ -1,0 +1,195 @@
+"""However a steered request ends, nothing of it stays; and who fails, fails alone.
+
+The fixture `engine` looks after each test whether the bank is empty and nothing is leaked.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+import rheostat
+from rheostat import Capture, token_ids
+from rheostat._requests import generate_request
+
+from .conftest import Server, assert_empty
+from .naive import OPS, everywhere, row
+
+pytestmark = pytest.mark.integration
+
+PROMPT = "My day was"
+LONG = {"max_tokens": 480, "temperature": 0, "ignore_eos": True}
+
+
+def _weak(name: str) -> list[rheostat.Intervention]:
+    """An op on the prompt, and on generated tokens by their ids: bank, slots and rules in use."""
+    op = OPS[name].does.at(points="resid_post", layers=[1, 3])
+    return [op.at(where="prompt"), op.at(where=token_ids(*range(300, 900)))]
+
+
+def _aborted(engine: rheostat.Engine, server: Server, steering: list) -> None:
+    stream = engine.stream(PROMPT, steering=steering, **LONG)
+    next(stream)
+    stream.cancel()
+
+
+def _late(engine: rheostat.Engine, server: Server, steering: list) -> None:
+    with pytest.raises(rheostat.DeadlineExceeded):
+        engine.generate(PROMPT, steering=steering, timeout=0.2, **LONG)
+
+
+def _vanished(engine: rheostat.Engine, server: Server, steering: list) -> None:
+    gone = rheostat.connect(server.target)
+    stream = gone.stream(PROMPT, steering=steering, n=3, **{**LONG, "temperature": 1.0})
+    next(stream)
+    gone.close()
+
+
+def _stopped(engine: rheostat.Engine, server: Server, steering: list) -> None:
+    plain = engine.generate(PROMPT, steering=steering, max_tokens=40, temperature=0)
+    word = plain.text[2:5]
+    out = engine.generate(PROMPT, steering=steering, max_tokens=40, temperature=0, stop=[word])
+    assert (out.finish_reason, out.text) == ("stop", plain.text[: plain.text.index(word)])
+    _check_rows(out)
+
+
+def _exhausted(engine: rheostat.Engine, server: Server, steering: list) -> None:
+    out = engine.generate(PROMPT, steering=steering, max_tokens=7, n=3, seed=1, ignore_eos=True)
+    assert {one.finish_reason for one in out.samples} == {"length"}
+    _check_rows(out)
+
+
+def _ended_by_its_session(engine: rheostat.Engine, server: Server, steering: list) -> None:
+    with engine.session(PROMPT, steering=steering, **LONG) as session:
+        next(session)
+        session.steer([everywhere(OPS["add"], [2]).ours])
+        session.stop()
+        for _ in session:
+            pass
+        assert session.result().finish_reason == "aborted"
+
+
+def _check_rows(out: rheostat.Generation) -> None:
+    """Positions and rows of the receipt agree, and stop where the samples do."""
+    for applied in out.receipt.interventions:
+        positions = {
+            (rows.sample, position)
+            for rows in applied.rows
+            for run in rows.positions
+            for position in run
+        }
+        assert [site.rows for site in applied.sites] == [len(positions)] * 2
+        for sample, position in positions:
+            last = len(out.prompt_token_ids) + len(out.samples[sample].token_ids) - 2
+            assert position <= last
+
+
+ENDINGS = [_aborted, _late, _vanished, _stopped, _exhausted, _ended_by_its_session]
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda one: one.__name__.strip("_"))
+@pytest.mark.parametrize("name", ["add", "norm_add", "ablate-three", "clamp-bands", "scale"])
+def test_nothing_of_a_steered_request_stays(
+    engine: rheostat.Engine, server: Server, name: str, ending: Callable[..., None]
+) -> None:
+    ending(engine, server, _weak(name))
+
+
+def test_requests_that_end_in_every_way_at_once_leave_nothing(
+    engine: rheostat.Engine, server: Server
+) -> None:
+    async def one(client: rheostat.aio.Engine, number: int) -> None:
+        name = list(OPS)[number % len(OPS)]
+        capture = Capture("resid_mid", layers=[number % 6]) if number % 3 == 0 else None
+        options = {"steering": _weak(name), "capture": capture, "n": 1 + number % 2}
+        try:
+            await client.generate(
+                PROMPT, max_tokens=40 + number, seed=1, timeout=0.1 * (number % 7 + 1), **options
+            )
+        except rheostat.DeadlineExceeded:
+            return
+
+    async def run() -> None:
+        async with rheostat.aio.connect(server.target) as client:
+            tasks = [asyncio.create_task(one(client, number)) for number in range(48)]
+            await asyncio.sleep(0)
+            for task in tasks[::4]:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("ablating", [False, True])
+def test_a_name_that_is_deleted_or_moved_changes_nothing_for_who_runs(
+    engine: rheostat.Engine, ablating: bool
+) -> None:
+    engine.vectors.put(row(0), name="kept")
+    handle = rheostat.named("kept", points="resid_post", layers=2)
+    steering = [rheostat.ablate(handle) if ablating else handle * 3.0]
+    options = {"max_tokens": 160, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    alone = engine.generate(PROMPT, steering=steering, **options)
+    with (
+        engine.stream(PROMPT, steering=steering, **options) as one,
+        engine.stream(PROMPT, steering=steering, **options) as two,
+    ):
+        next(one)
+        next(two)
+        engine.vectors.put(row(1), name="kept")
+        other = engine.generate(PROMPT, steering=steering, **options)
+        engine.vectors.delete("kept")
+        outs = [one.result(), two.result()]
+    for out in outs:
+        assert out.token_ids == alone.token_ids
+        assert out.receipt.interventions[0].digests == alone.receipt.interventions[0].digests
+    assert other.receipt.interventions[0].digests != alone.receipt.interventions[0].digests
+    with pytest.raises(rheostat.NotFound) as caught:
+        engine.generate(PROMPT, steering=steering, **options)
+    assert caught.value.reason == "REASON_NAME_NOT_FOUND"
+
+
+def test_who_names_what_is_missing_fails_alone(engine: rheostat.Engine, server: Server) -> None:
+    options = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    good = [everywhere(OPS["add"], [2]).ours]
+    missing = [
+        ("REASON_NAME_NOT_FOUND", {"steering": [*good, _norm_add(rheostat.named("nobody"))]}),
+        ("REASON_VECTOR_NOT_FOUND", {"steering": [_norm_add(rheostat.Vector("ab" * 32)), *good]}),
+        ("REASON_LORA_NOT_FOUND", {"steering": good, "lora": "nobody"}),
+        ("", {"steering": good}),
+    ]
+    alone = engine.generate(PROMPT, steering=good, **options)
+
+    async def run() -> list[object]:
+        async with rheostat.aio.connect(server.target) as client:
+            return await asyncio.gather(
+                *(client.generate(PROMPT, **more, **options) for _, more in missing * 4),
+                return_exceptions=True,
+            )
+
+    for (reason, _), outcome in zip(missing * 4, asyncio.run(run()), strict=True):
+        if reason:
+            assert isinstance(outcome, rheostat.NotFound)
+            assert outcome.reason == reason
+        else:
+            assert isinstance(outcome, rheostat.Generation)
+            assert outcome.token_ids == alone.token_ids
+
+
+def _norm_add(vector: rheostat.Vector) -> rheostat.Intervention:
+    return rheostat.norm_add(vector).at(points="resid_post", layers=1)
+
+
+def test_a_request_that_uses_a_name_sends_fewer_than_300_bytes_for_it(
+    engine: rheostat.Engine, server: Server
+) -> None:
+    engine.vectors.put(row(0).repeat(4, axis=0), name="a-name-of-some-length/as-people-give-them")
+    handle = rheostat.named("a-name-of-some-length/as-people-give-them")
+    steering = (handle * 4.0).at(points="resid_post", layers=range(1, 5), where="generated")
+    request = generate_request(PROMPT, steering=[steering], max_tokens=8, temperature=0)
+    prompt = generate_request(PROMPT)
+    assert request.ByteSize() - len(PROMPT.encode()) < 300
+    assert request.ByteSize() - prompt.ByteSize() < 120
+    out = engine.generate(PROMPT, steering=[steering], max_tokens=8, temperature=0)
+    assert out.receipt.interventions[0].sites[0].rows == len(out.token_ids) - 1
+    engine.vectors.delete("a-name-of-some-length/as-people-give-them")
