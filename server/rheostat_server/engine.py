@@ -6,6 +6,7 @@ ends and none enters.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -278,8 +279,24 @@ class EngineHost:
         tasks = [life.task for life in flight.lives if life.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
         held = [life for life in flight.lives if life.plan_id in self._routes]
-        await asyncio.gather(*(_until_released(life) for life in held))
+        await asyncio.gather(*(self._until_released(life) for life in held))
         self._give_back(flight)
+
+    async def _until_released(self, life: Life) -> None:
+        """Returns once the engine has let go of a sample, or has never had it.
+
+        Silence alone does not tell: the engine may be busy. It takes things up in turn, so once it
+        answers a question, it has long heard of the abort; what it had scheduled before, it says.
+        """
+        if await _released_within(life, UNSCHEDULED_GRACE):
+            return
+        if not life.installed:
+            with contextlib.suppress(EngineLost):
+                await self.backend.worker_stats()
+            if await _released_within(life, UNSCHEDULED_GRACE) or not life.installed:
+                return
+        if not await _released_within(life, RELEASE_GRACE):
+            _LOG.error("the engine never released %s", life.plan_id)
 
     def _give_back(self, flight: Flight) -> None:
         for life in flight.lives:
@@ -324,14 +341,6 @@ def _room(flight: Flight) -> list[Plan]:
         for life in flight.lives
         if life.job.has_plan
     ]
-
-
-async def _until_released(life: Life) -> None:
-    """Returns once the engine has let go of a sample, or can be taken to have done so."""
-    if await _released_within(life, UNSCHEDULED_GRACE) or not life.installed:
-        return
-    if not await _released_within(life, RELEASE_GRACE):
-        _LOG.error("the engine never released %s", life.plan_id)
 
 
 async def _released_within(life: Life, seconds: float) -> bool:

@@ -15,6 +15,7 @@ from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.request import Request
 
+from rheostat_engine.adapters.orphans import end_with_parent
 from rheostat_engine.block_keys import BlockKeys
 from rheostat_engine.plan import EXTRA_ARG, Plan
 
@@ -26,8 +27,9 @@ KeyFunction = Callable[[Request, int, int, int], ExtraKeys]
 
 
 def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:  # vLLM's own
-    """The scheduler that vLLM would have made by itself, after `install_block_keys`."""
+    """The scheduler that vLLM would have made, in a process that has been made ready for it."""
     install_block_keys()
+    end_with_parent()
     config = vllm_config.scheduler_config
     ours, config.scheduler_cls = config.scheduler_cls, None
     try:

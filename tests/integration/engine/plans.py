@@ -1,14 +1,16 @@
 """Vectors, prompts and plans that the tests of the extension share."""
 
 import hashlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Spans
 
 from .models import VOCAB, WIDTH
-from .reference import Add
+from .reference import Change, Float
 
 EVERYWHERE: Spans = ((0, OPEN_END),)
 
@@ -40,11 +42,55 @@ def capture(*sites: int, spans: Spans = EVERYWHERE) -> Plan:
     return Plan("", (), (Capture(tuple(sites), spans),))
 
 
-def as_hooks(plan: Plan, seeds: dict[bytes, int], length: int) -> list[Add]:
-    """The same additions for the reference, for a sequence of `length` tokens."""
-    hooks = []
-    for act in plan.acts:
-        values = act.scale * vector(seeds[act.vectors[0]])[1][0]
-        positions = [p for a, b in act.spans for p in range(a, min(b, length))]
-        hooks += [Add(site, values, positions) for site, _ in act.rows]
-    return hooks
+def as_hooks(plan: Plan, seeds: int, tokens: Sequence[int]) -> list[Change]:
+    """The same acts for the reference, each as its formula says, in float64.
+
+    Args:
+        plan: whose acts use `vector(0)` to `vector(seeds - 1)`.
+        seeds: how many vectors there are.
+        tokens: the sequence that the reference will run.
+    """
+    values = dict(vector(seed) for seed in range(seeds))
+    return [
+        Change(site, _naive(act, values), positions)
+        for act in plan.acts
+        if (positions := selected(act, tokens))
+        for site, _ in act.rows
+    ]
+
+
+def selected(act: Act, tokens: Sequence[int]) -> list[int]:
+    """The positions at which an act touches a sequence."""
+    return [
+        position
+        for position, token in enumerate(tokens)
+        if _holds(act.spans, position)
+        or any(_holds(c.spans, position) and (token in c.tokens) == c.among for c in act.conditions)
+    ]
+
+
+def _holds(spans: Spans, position: int) -> bool:
+    return any(a <= position < b for a, b in spans)
+
+
+def _naive(act: Act, values: dict[bytes, Float]) -> Callable[[torch.Tensor], torch.Tensor]:
+    rows = torch.from_numpy(np.stack([values[digest][0] for digest in act.vectors])).double()
+    units = rows / rows.norm(dim=1, keepdim=True)
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        y = x.double()
+        if act.kind is Kind.ADD:
+            y = y + act.scale * rows[0]
+        elif act.kind is Kind.NORM_ADD:
+            y = y + act.scale * y.norm(dim=1, keepdim=True) * units[0]
+        elif act.orthogonal:
+            span = rows.T @ torch.linalg.inv(rows @ rows.T) @ rows
+            y = y - act.bands[0].strength * (y @ span)
+        else:
+            for unit, band in zip(units, act.bands, strict=True):
+                along = y @ unit
+                wanted = along.clamp(band.low, band.high)
+                y = y + band.strength * torch.outer(wanted - along, unit)
+        return y.to(x.dtype)
+
+    return change

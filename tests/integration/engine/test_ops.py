@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +17,8 @@ from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan,
 
 from .models import VOCAB, build
 from .offline import OfflineEngine, Outcome
-from .plans import EVERYWHERE, prompts, vector
-from .reference import Change, HfReference
+from .plans import EVERYWHERE, as_hooks, prompts, selected, vector
+from .reference import HfReference
 
 pytestmark = pytest.mark.integration
 
@@ -92,52 +91,9 @@ def acts(draw: st.DrawFn) -> Act:
     )
 
 
-def _naive(act: Act) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The act's formula, on rows [n, W]."""
-    values = {vector(seed)[0]: vector(seed)[1][0] for seed in range(VECTORS)}
-    rows = torch.from_numpy(np.stack([values[d] for d in act.vectors])).double()
-    units = rows / rows.norm(dim=1, keepdim=True)
-
-    def change(x: torch.Tensor) -> torch.Tensor:
-        y = x.double()
-        if act.kind is Kind.ADD:
-            y = y + act.scale * rows[0]
-        elif act.kind is Kind.NORM_ADD:
-            y = y + act.scale * y.norm(dim=1, keepdim=True) * units[0]
-        elif act.orthogonal:
-            span = rows.T @ torch.linalg.inv(rows @ rows.T) @ rows
-            y = y - act.bands[0].strength * (y @ span)
-        else:
-            for unit, band in zip(units, act.bands, strict=True):
-                along = y @ unit
-                wanted = along.clamp(band.low, band.high)
-                y = y + band.strength * torch.outer(wanted - along, unit)
-        return y.to(x.dtype)
-
-    return change
-
-
-def _holds(spans: Spans, position: int) -> bool:
-    return any(a <= position < b for a, b in spans)
-
-
-def _selected(act: Act, tokens: list[int]) -> list[int]:
-    return [
-        position
-        for position, token in enumerate(tokens)
-        if _holds(act.spans, position)
-        or any(_holds(c.spans, position) and (token in c.tokens) == c.among for c in act.conditions)
-    ]
-
-
 def _check(bench: Bench, prompt: list[int], plan: Plan, outcome: Outcome) -> None:
     tokens = prompt + outcome.token_ids[:-1]
-    hooks = [
-        Change(site, _naive(act), positions)
-        for act in plan.acts
-        if (positions := _selected(act, tokens))
-        for site, _ in act.rows
-    ]
+    hooks = as_hooks(plan, VECTORS, tokens)
     expected = bench.reference.run(tokens, hooks)
     for site in SITES:
         want = expected.streams[site]
@@ -149,9 +105,7 @@ def _check(bench: Bench, prompt: list[int], plan: Plan, outcome: Outcome) -> Non
         np.testing.assert_allclose(outcome.logits(step), want_logits, rtol=0, atol=3e-3)
     assert outcome.released is not None
     rows = {(dose.act, dose.site): dose.rows for dose in outcome.released.doses}
-    touched = {
-        index: len(_selected(act, tokens)) for index, act in enumerate(plan.acts) if act.acts
-    }
+    touched = {index: len(selected(act, tokens)) for index, act in enumerate(plan.acts) if act.acts}
     assert rows == {
         (index, site): count
         for index, count in touched.items()

@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Plan
+from rheostat_engine import OPEN_END, Act, Band, Condition, Kind, Plan, Spans
 
-from .models import build
+from .models import VOCAB, build
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, as_hooks, capture, prompts, steer, vector
 from .reference import HfReference
 
 pytestmark = pytest.mark.integration
 
-SEEDS = {vector(seed)[0]: seed for seed in range(3)}
+VECTORS = 3
 Start = Callable[..., OfflineEngine]
 
 
@@ -25,7 +25,7 @@ def reference(models_root: Path) -> HfReference:
 
 
 def load(engine: OfflineEngine) -> OfflineEngine:
-    engine.load({vector(seed)[0]: vector(seed)[1] for seed in range(3)})
+    engine.load(dict(vector(seed) for seed in range(VECTORS)))
     return engine
 
 
@@ -34,7 +34,7 @@ def assert_as_reference(
 ) -> None:
     """Every generated token's distribution, and every captured row, as the hooks give it."""
     tokens = prompt + outcome.token_ids[:-1]
-    expected = reference.run(tokens, as_hooks(plan, SEEDS, len(tokens)))
+    expected = reference.run(tokens, as_hooks(plan, VECTORS, tokens))
     for step in range(len(outcome.token_ids)):
         row = expected.logprobs[len(prompt) - 1 + step]
         assert np.abs(outcome.logits(step) - row).max() < 1e-3, step
@@ -44,14 +44,26 @@ def assert_as_reference(
 
 
 def phased(prompt: list[int]) -> list[Plan]:
-    """One plan for the prompt alone, one for what is generated, one for windows across the end."""
+    """Plans for the prompt, for what is generated, for windows across the end, by token id."""
     end = len(prompt)
     everything = capture(0, 3, 4, 8).captures
     return [
         Plan("", (add(0, 4, ((0, end),), 2.0),), everything),
         Plan("", (add(1, 3, ((end, OPEN_END),), 2.0),), everything),
         Plan("", (add(0, 2, ((end - 2, end + 2),)), add(2, 6, ((0, 1), (3, 7)))), everything),
+        Plan("", (pulled(1, 4, ((3, end + 1),)), by_token(0, 6, ((5, OPEN_END),))), everything),
     ]
+
+
+def pulled(seed: int, site: int, spans: Spans) -> Act:
+    """A coordinate pinned, at every token of some spans."""
+    return Act(Kind.PULL, (vector(seed)[0],), ((site, (0,)),), spans, bands=(Band(2.0, 2.0, 1.0),))
+
+
+def by_token(seed: int, site: int, spans: Spans) -> Act:
+    """The stream's norm added along a vector, at the tokens with an even id."""
+    even = Condition(spans, tuple(range(0, VOCAB, 2)), True)
+    return Act(Kind.NORM_ADD, (vector(seed)[0],), ((site, (0,)),), (), 0.5, conditions=(even,))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +73,7 @@ def test_phases_split_exactly_at_the_prompts_end_for_every_chunk_size(
     start: Start, reference: HfReference, chunk: int, eager: bool
 ) -> None:
     engine = load(start(max_num_seqs=4, max_num_batched_tokens=chunk, enforce_eager=eager))
-    batch = [p for p in prompts(3, 17, 40, seed=3) for _ in range(1)]
+    batch = prompts(4, 17, 40, seed=3)
     plans = [phased(p)[i] for i, p in enumerate(batch)]
     outcomes = engine.run(batch, plans, max_tokens=5)
     for prompt, plan, outcome in zip(batch, plans, outcomes, strict=True):
@@ -75,7 +87,7 @@ def test_a_preempted_request_is_steered_as_if_it_had_run_through(
 ) -> None:
     engine = load(start(max_num_seqs=6, num_gpu_blocks_override=9, enforce_eager=eager))
     batch = prompts(6, 30, 40, seed=4)
-    plans = [phased(p)[i % 3] for i, p in enumerate(batch)]
+    plans = [phased(p)[i % 4] for i, p in enumerate(batch)]
     outcomes = engine.run(batch, plans, max_tokens=70)
     preemptions = [o.released.preemptions for o in outcomes if o.released is not None]
     assert sum(preemptions) > 0
@@ -107,7 +119,7 @@ def test_a_warm_prefix_cache_never_mixes_what_is_steered_differently(
         (outcome,) = engine.run([prompt], [plan], max_tokens=8, skip_cache=False)
         assert_as_reference(reference, prompt, plan, outcome)
         cached.append(outcome.cached)
-    assert cached == [0, 0, 96, 96, 0, 96, 0, 96, 96, 0, 96]
+    assert cached == [0, 0, 96, 96, 96, 96, 64, 96, 96, 0, 96]
 
 
 def test_steered_generated_tokens_are_not_reused_as_an_unsteered_prompt(

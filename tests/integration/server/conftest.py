@@ -1,6 +1,5 @@
 """Real servers on the bundled model, each in a process of its own, for all tests here."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -68,12 +67,12 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
     log = folder / "log"
     port = free_port()
     numbers = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    room = ["--max-num-seqs", "32", "--kv-cache-memory-mib", "128"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command("demo", port, *numbers, "--max-num-seqs", "32", *options),
+            command("demo", port, *numbers, *room, *options),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
         )
     target = f"127.0.0.1:{port}"
     try:
@@ -105,10 +104,11 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def small_server(
     tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Path]
 ) -> Iterator[Server]:
-    """A server with the smallest bank that can be asked for, and two adapters."""
+    """A server with the smallest bank that can be asked for, little KV, and two adapters."""
     options = [f"--lora={name}={path}" for name, path in adapters.items()]
     folder = tmp_path_factory.mktemp("small")
-    with serving(folder, "--bank-mib", "1", "--capture-mib", "16", *options) as one:
+    memory = ["--bank-mib=1", "--capture-mib=16", "--kv-cache-memory-mib=6"]
+    with serving(folder, *memory, *options) as one:
         yield one
 
 

@@ -1,16 +1,16 @@
 """How a server ends: what runs is finished, what comes is refused, nothing hangs."""
 
-import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import rheostat
 
-from .conftest import command, free_port, wait_until_serving
+from .conftest import command, free_port, serving, wait_until_serving
 from .test_buf_curl import ENDS_THE_SERVER, curl
 
 pytestmark = pytest.mark.integration
@@ -21,10 +21,11 @@ def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_p
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command("demo", port, "--enforce-eager", "--max-model-len", "512"),
+            command(
+                "demo", port, "--enforce-eager", "--max-model-len=512", "--kv-cache-memory-mib=64"
+            ),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
         )
     target = f"127.0.0.1:{port}"
     try:
@@ -48,3 +49,24 @@ def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_p
         assert process.wait(60) == 0, log.read_text()[-2000:]
     finally:
         process.kill()
+
+
+def test_a_server_that_is_killed_takes_its_engine_with_it(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        ours = descendants(server.process.pid)
+        assert len(ours) >= 2
+        server.process.kill()
+        server.process.wait(60)
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{one}").exists() for one in ours):
+            assert time.monotonic() < deadline, server.log.read_text()[-2000:]
+            time.sleep(0.2)
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that a process has started, and those that they have."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children = {int(child) for child in (task / "children").read_text().split()}
+        found |= children.union(*map(descendants, children))
+    return found

@@ -12,6 +12,7 @@ from rheostat._proto.v1 import (
     steering_pb2,
     types_pb2,
 )
+from rheostat_engine import Installed
 from rheostat_server import engine, errors, generation
 from rheostat_server.errors import EngineLost
 
@@ -54,6 +55,37 @@ async def test_an_aborted_request_that_was_never_scheduled_is_freed(starter, mon
     await call.read()
     call.cancel()
     await settled(running)
+    assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
+
+
+async def test_a_busy_engine_is_not_taken_for_one_that_never_had_a_request(
+    starter, monkeypatch
+) -> None:
+    asked, free = asyncio.Event(), asyncio.Event()
+
+    class Busy(ScriptedBackend):
+        """Answers nothing for a while; then it reports what it had begun before the abort."""
+
+        async def worker_stats(self):
+            asked.set()
+            await free.wait()
+            self.deliver(Installed(self.jobs[0].plan.request_id, ""))
+            return await super().worker_stats()
+
+    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    running = await starter(Busy(silent=True))
+    call = running.client.generation.Generate(request(steer=[add()]))
+    await call.read()
+    call.cancel()
+    await until(asked.is_set)
+    assert running.host.ledger.requests == 1
+    free.set()
+    (job,) = running.backend.jobs
+    _, life = running.host._routes[job.plan.request_id]
+    await until(lambda: life.installed)
+    assert running.host.ledger.requests == 1
+    running.backend._release(job, len(job.prompt))
+    await until(lambda: not running.host.open_requests)
     assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
 
 
