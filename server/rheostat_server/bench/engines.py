@@ -45,6 +45,9 @@ class Ran(NamedTuple):
     """Prompt tokens of each request that the prefix cache held."""
     first_token: list[float]
     """Seconds from each request's arrival to its first token; empty without vLLM's statistics."""
+    per_token: list[float]
+    """Seconds per token of each request after its first one, as the engine's process saw them; empty
+    without vLLM's statistics, or of one token alone."""
 
 
 class _Releases:
@@ -193,4 +196,9 @@ class Engines:
             seconds,
             [output.num_cached_tokens or 0 for output in outputs],
             [output.metrics.first_token_latency for output in outputs if output.metrics],
+            [
+                (output.metrics.last_token_ts - output.metrics.first_token_ts) / (tokens - 1)
+                for output in outputs
+                if output.metrics and tokens > 1
+            ],
         )

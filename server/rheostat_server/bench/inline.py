@@ -11,7 +11,6 @@ vector and its digest, and the way from a client, are not part of it.
 import argparse
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rheostat_server.bench.machine import (
     described,
     device,
     engine_options,
+    leave,
 )
 from rheostat_server.bench.summaries import Table, Times, empty, summary
 
@@ -152,7 +152,7 @@ def main() -> None:
         }
         (arguments.out / "inline.json").write_text(json.dumps(result, indent=1))
         show(table)
-    os._exit(0)  # vLLM's engines have no public way to stop both in one process cleanly
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ cached, so it can't exceed the part of them that lies in blocks that the request
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from rheostat_server.bench.machine import (
     described,
     device,
     engine_options,
+    leave,
 )
 from rheostat_server.bench.summaries import Figures
 
@@ -204,7 +204,7 @@ def main() -> None:
         }
         (arguments.out / "prefix-cache.json").write_text(json.dumps(result, indent=1))
         show(table)
-    os._exit(0)  # vLLM's engines have no public way to stop both in one process cleanly
+    leave()
 
 
 if __name__ == "__main__":

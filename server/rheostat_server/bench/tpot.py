@@ -1,15 +1,16 @@
 """Time per output token: stock vLLM beside the same engine with sites, idle and at work.
 
-All engines live on one device, so that the arms can take turns; each arm's time is that of a batch
-of generations less that of their prefill. The arms are pooled over the starts. Medians, ratios to
-stock and the spread are written as JSON, the starts kept apart.
+All engines live on one device, so that the arms can take turns. A batch's time per token is the
+median over its requests of the time between first and last token, by vLLM's own clock in the
+engine's process. The arms are pooled over the starts. Medians, ratios to stock and the spread are
+written as JSON, the starts kept apart.
 
     python -m rheostat_server.bench.tpot --shape qwen3-8b --suite serving --out results
 """
 
 import argparse
 import json
-import os
+import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from rheostat_server.bench.machine import (
     described,
     device,
     engine_options,
+    leave,
 )
 from rheostat_server.bench.summaries import Table, Times, empty, summary
 
@@ -38,20 +40,20 @@ def measure(
     turns = [(arm, start) for start in range(starts) for arm in arms]
     times = empty([arm.name for arm in arms], batches, starts)
 
-    def seconds(arm: Arm, start: int, batch: int, count: int) -> float:
+    def milliseconds(arm: Arm, start: int, batch: int, count: int) -> float:
         plans = arm.plans(engines.sites, batch)
-        return engines.run(start, engines.prompts(batch, _PROMPT), plans, tokens=count).seconds
+        ran = engines.run(start, engines.prompts(batch, _PROMPT), plans, tokens=count)
+        return statistics.median(ran.per_token) * 1e3
 
     for batch in batches:
         for arm, start in turns:
-            seconds(arm, start, batch, _WARM_UP)
+            milliseconds(arm, start, batch, _WARM_UP)
     for repeat in range(repeats):
         for batch in batches:
             first = repeat % len(turns)
             for arm, start in turns[first:] + turns[:first]:
-                whole = seconds(arm, start, batch, tokens)
-                prefill = seconds(arm, start, batch, 1)
-                times[arm.name][str(batch)][start].append((whole - prefill) / (tokens - 1) * 1e3)
+                taken = milliseconds(arm, start, batch, tokens)
+                times[arm.name][str(batch)][start].append(taken)
     return times
 
 
@@ -82,7 +84,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = chosen(arguments, Path(scratch))
         options = engine_options(
-            model, engines=2 * arguments.starts, requests=widest, enable_prefix_caching=False
+            model,
+            engines=2 * arguments.starts,
+            requests=widest,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
         )
         engines = Engines(model.path, scratch, device(), arguments.starts, options)
         for suite in arguments.suite:
@@ -111,7 +117,7 @@ def main() -> None:
                 json.dumps(result, indent=1)
             )
             show(table, batches)
-    os._exit(0)  # vLLM's engines have no public way to stop both in one process cleanly
+    leave()
 
 
 if __name__ == "__main__":

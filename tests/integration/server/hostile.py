@@ -5,7 +5,7 @@ extreme, a part dropped, doubled or replaced by another, bytes flipped. What wou
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -125,27 +125,25 @@ class _Sound:
     def messages(self, rng: random.Random, method: str, number: int) -> list[Message]:
         """The messages of a call."""
         service = steering_service_pb2
-        match method:
-            case "GenerationService/Generate":
-                return [self._request(rng, number)]
-            case "GenerationService/Explain":
-                return [generation_service_pb2.ExplainRequest(request=self._request(rng, number))]
-            case "GenerationService/Session":
-                return self._session(rng, number)
-            case "SteeringService/SetGlobal":
-                steering = steering_to_wire(self._steering(rng))
-                expected = rng.choice([None, None, None, 0, 7])
-                return [service.SetGlobalRequest(steering=steering, expected_version=expected)]
-            case "SteeringService/PutVectors":
-                return self._upload(rng)
-            case "SteeringService/DeriveVectors":
-                return [self._contrast(rng)]
-            case "SteeringService/DeleteName":
-                return [service.DeleteNameRequest(name=rng.choice(NAMES))]
-            case "SteeringService/GetVectors":
-                return [service.GetVectorsRequest(name=rng.choice(NAMES))]
-            case _:
-                return [service.ListVectorsRequest(page_size=rng.choice(_NUMBERS))]
+        makers: dict[str, Callable[[], list[Message]]] = {
+            GENERATE: lambda: [self._request(rng, number)],
+            EXPLAIN: lambda: [
+                generation_service_pb2.ExplainRequest(request=self._request(rng, number))
+            ],
+            SESSION: lambda: self._session(rng, number),
+            SET_GLOBAL: lambda: [
+                service.SetGlobalRequest(
+                    steering=steering_to_wire(self._steering(rng)),
+                    expected_version=rng.choice([None, None, None, 0, 7]),
+                )
+            ],
+            PUT: lambda: self._upload(rng),
+            DERIVE: lambda: [self._contrast(rng)],
+            DELETE: lambda: [service.DeleteNameRequest(name=rng.choice(NAMES))],
+            GET: lambda: [service.GetVectorsRequest(name=rng.choice(NAMES))],
+            LIST: lambda: [service.ListVectorsRequest(page_size=rng.choice(_NUMBERS))],
+        }
+        return makers[method]()
 
     def _steering(self, rng: random.Random) -> list[rheostat.Intervention]:
         return rng.choices(self._steps, k=rng.choice([0, 1, 1, 2, 3, 6]))

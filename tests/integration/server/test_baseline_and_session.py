@@ -9,6 +9,7 @@ from rheostat import Capture
 
 from ..engine.reference import Add, HfReference
 from .conftest import MODEL
+from .naive import OPS, Placed, compare, everywhere
 
 pytestmark = pytest.mark.integration
 
@@ -115,6 +116,39 @@ def test_an_updated_session_goes_on_as_hugging_faces_model_with_the_same_hooks(
     for step, token in enumerate(out.token_ids):
         expected = run.logprobs[len(prompt) - 1 + step]
         assert abs(out.logprobs[step].token.logprob - expected[token]) < 2e-3
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_session_goes_over_to_any_op_from_one_token_to_the_next(
+    engine: rheostat.Engine, reference: HfReference, name: str
+) -> None:
+    after = OPS[name].does.at(points="resid_post", layers=[1, 3])
+    with engine.session(
+        PROMPT,
+        steering=[everywhere(OPS["norm_add"], [2]).ours],
+        max_tokens=40,
+        temperature=0,
+        ignore_eos=True,
+        logprobs=0,
+    ) as session:
+        for event in session:
+            if isinstance(event, rheostat.Tokens):
+                session.steer([after])
+                break
+        applied = [one for one in session if isinstance(one, rheostat.UpdateApplied)]
+        out = session.result()
+    (start,) = applied[0].first_positions.values()
+    placed = [
+        Placed(OPS["norm_add"], [2], "all", lambda p, token, n: p < start),
+        Placed(OPS[name], [1, 3], "all", lambda p, token, n: p >= start),
+    ]
+    (found,) = compare(reference, out, placed)
+    for done, moved in zip(out.receipt.interventions, found.moved, strict=True):
+        for site in done.sites:
+            want = moved[site.site]
+            assert site.rows == len(want.positions) > 0
+            assert site.dose is not None
+            assert site.dose.relative_mean == pytest.approx(want.relative.mean(), rel=0.01)
 
 
 def test_what_a_session_generated_is_no_other_requests_cache(engine: rheostat.Engine) -> None:

@@ -94,6 +94,16 @@ def test_what_never_fits_is_refused_at_once_and_without_a_hint(small: rheostat.E
     assert refusals == [("REASON_BANK_FULL", None)] * 2
 
 
+def test_server_wide_steering_that_never_fits_is_refused_and_changes_nothing(
+    small: rheostat.Engine,
+) -> None:
+    version = small.steering.get_global().version
+    with pytest.raises(rheostat.ResourceExhausted) as caught:
+        small.steering.set_global(filler(1, 256))
+    assert (caught.value.reason, caught.value.retry_after) == ("REASON_BANK_FULL", None)
+    assert small.steering.get_global().version == version
+
+
 def test_a_deadline_ends_the_wait(small: rheostat.Engine) -> None:
     with filled(small), pytest.raises(rheostat.DeadlineExceeded):
         small.generate(PROMPT, steering=filler(2), max_tokens=200, timeout=0.5)

@@ -19,6 +19,7 @@ VLLM_FACE = (
     "vllm.exceptions",
     "vllm.inputs",
     "vllm.logprobs",
+    "vllm.lora.request",
     "vllm.outputs",
     "vllm.platforms",
     "vllm.sampling_params",
