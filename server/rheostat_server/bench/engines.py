@@ -46,8 +46,8 @@ class Ran(NamedTuple):
     first_token: list[float]
     """Seconds from each request's arrival to its first token; empty without vLLM's statistics."""
     per_token: list[float]
-    """Seconds per token of each request after its first one, as the engine's process saw them; empty
-    without vLLM's statistics, or of one token alone."""
+    """Seconds per token of each request after its first one, by the engine's clock; empty without
+    vLLM's statistics, or of one token alone."""
 
 
 class _Releases:

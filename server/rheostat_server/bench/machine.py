@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from rheostat_server.bench.shapes import SHAPES, write_shape
-from rheostat_server.vllm_engine import model_path
 
 BLOCK = 32
 """Tokens per block of the KV cache on a CPU, the fewest that vLLM's attention takes there."""
@@ -54,6 +53,8 @@ def chosen(arguments: argparse.Namespace, scratch: Path) -> Model:
         shape = str(arguments.shape)
         path = write_shape(shape, scratch)
         return Model(shape, path, str(SHAPES[shape]["torch_dtype"]), "dummy")
+    from rheostat_server.vllm_engine import model_path
+
     path = Path(model_path(arguments.model))
     return Model(path.name, path, _dtype(path), "auto")
 
@@ -65,9 +66,9 @@ def _dtype(path: Path) -> str:
 
 def device() -> Literal["cpu", "cuda"]:
     """Where vLLM runs."""
-    import torch
+    from vllm.platforms import current_platform
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu" if current_platform.is_cpu() else "cuda"
 
 
 def engine_options(model: Model, *, engines: int, requests: int, **more: Any) -> dict[str, Any]:
