@@ -116,7 +116,7 @@ class ServerWide:
                 )
             ops = await self._check(steering)
             after = GlobalSteering(
-                before.version + 1, _with_digests(steering, ops), ops, time.time()
+                before.version + 1, _spelled_out(steering, ops), ops, time.time()
             )
             store = self._loader.store
             store.keep(after.vectors)
@@ -158,12 +158,16 @@ def _typical(info: ModelInfo) -> SelectionContext:
     )
 
 
-def _with_digests(
+def _spelled_out(
     steering: steering_pb2.Steering, ops: Sequence[ResolvedOp]
 ) -> steering_pb2.Steering:
+    """The steering with digests for names and an end for every range of layers."""
     written = steering_pb2.Steering()
     written.CopyFrom(steering)
     for intervention, op in zip(written.interventions, ops, strict=True):
+        layers = intervention.sites.range
+        if intervention.sites.HasField("range") and not layers.HasField("stop"):
+            layers.stop = 1 + max(site.layer for site in op.sites)
         for (_, ref), vector in zip(vector_refs(intervention), op.vectors, strict=True):
             if ref is not None:
                 ref.digest = vector.digest

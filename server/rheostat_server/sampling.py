@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from rheostat._proto.v1 import generation_pb2
 from rheostat_server import checks
 from rheostat_server.checks import join
@@ -16,6 +18,8 @@ from rheostat_server.model_info import ModelInfo
 
 _PATH = "sampling"
 _SEED_END = 2**63
+_LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to it, without a word to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ def resolve_sampling(
         NoTokenizer: there are stop texts and no tokenizer.
     """
     max_tokens = _max_tokens(sampling, prompt_len, prompt_field, model.model_tokens)
-    temperature = _number(sampling, "temperature", 1.0, low=0.0, high=2.0)
+    temperature = _temperature(sampling)
     samples = sampling.n if sampling.HasField("n") else 1
     if not 1 <= samples <= SAMPLES:
         raise InvalidValue(f"must be 1 to {SAMPLES}", field=join(_PATH, "n"))
@@ -126,6 +130,16 @@ def _max_tokens(
             field=field,
         )
     return sampling.max_tokens
+
+
+def _temperature(sampling: generation_pb2.Sampling) -> float:
+    temperature = _number(sampling, "temperature", 1.0, low=0.0, high=2.0)
+    if 0 < temperature < np.float32(_LEAST_TEMPERATURE):
+        raise InvalidValue(
+            f"must be 0, which is greedy, or {_LEAST_TEMPERATURE:g} to 2",
+            field=join(_PATH, "temperature"),
+        )
+    return max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0
 
 
 def _number(

@@ -172,7 +172,7 @@ def read_element(number: tensor_pb2.Dtype.ValueType) -> Element:
     """The element type of a wire number. Raises ServerError for one that rows cannot have."""
     element = _FROM_WIRE.get(number)
     if element is None:
-        raise ServerError(f"the server sent elements of type {tensor_pb2.Dtype.Name(number)}")
+        raise ServerError(f"the server sent elements of type {number}, which rows cannot have")
     return element
 
 

@@ -201,7 +201,7 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
             stop = message.stop_token_id
         case "rule":
             stop = message.rule
-    reason = read_word(types_pb2.FinishReason.Name(message.reason), "FINISH_REASON_")
+    reason = read_word(types_pb2.FinishReason.DESCRIPTOR, message.reason, "FINISH_REASON_")
     return Finished(
         sample=message.sample,
         reason=cast(FinishReason, reason),

@@ -61,7 +61,10 @@ def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteeri
 def _read_intervention(message: steering_pb2.Intervention, path: str) -> Intervention:
     if message.HasField("gate"):
         raise Unimplemented(f"{path} of the server has a gate, which this client does not know")
-    points, layers = read_site_set(message.sites)
+    where = read_site_set(message.sites)
+    if where is None:
+        raise Unimplemented(f"{path} of the server acts at sites that this client cannot name")
+    points, layers = where
     return _read_op(message, path).at(
         points=points, layers=layers, where=selector_from_wire(message.where)
     )

@@ -92,7 +92,7 @@ class Intervention(ABC):
             raise invalid(
                 f"{path}.sites",
                 f"{_labels(self.vectors)} has no default points and layers: "
-                "use .at(points=, layers=)",
+                "give them, with .at(points=, layers=) or --points and --layers",
                 "REASON_MISSING_FIELD",
             )
         message = self._op(path, layers)
@@ -300,7 +300,11 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     """What all vectors that are meant for somewhere are meant for."""
     known = [one for one in defaults if one is not None]
     if any(tuple(one) != tuple(known[0]) for one in known):
-        raise invalid(path, "the vectors are meant for different sites: use .at(points=, layers=)")
+        raise invalid(
+            path,
+            "the vectors are meant for different sites: say which, with .at(points=, layers=) or "
+            "--points and --layers",
+        )
     return known[0] if known else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rheostat._notebook import table
-from rheostat._points import Point, Site, read_point, show_layers
+from rheostat._points import Point, Site, knows_point, read_point, show_layers
 from rheostat._proto.v1 import engine_service_pb2, receipt_pb2, tensor_pb2
 from rheostat._receipts import read_word
 
@@ -177,15 +177,15 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         layers=message.layers,
         width=message.width,
         vocabulary=message.vocabulary,
-        dtype=read_word(tensor_pb2.Dtype.Name(message.dtype), "DTYPE_"),
-        sites=tuple(_read_group(group) for group in message.sites),
+        dtype=read_word(tensor_pb2.Dtype.DESCRIPTOR, message.dtype, "DTYPE_"),
+        sites=tuple(_read_group(one) for one in message.sites if knows_point(one.point)),
         has_tokenizer=message.has_tokenizer,
         has_chat_template=message.has_chat_template,
         loras=tuple(message.loras),
         engine=EngineInfo(
             vllm_version=engine.vllm_version,
             torch_version=engine.torch_version,
-            runner=read_word(engine_service_pb2.Runner.Name(engine.runner), "RUNNER_"),
+            runner=read_word(engine_service_pb2.Runner.DESCRIPTOR, engine.runner, "RUNNER_"),
             device=engine.device,
             tensor_parallel=engine.tensor_parallel,
             pipeline_parallel=engine.pipeline_parallel,
@@ -217,7 +217,7 @@ def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
         layers=tuple(message.layers),
         capture=Ability(message.capture.served, message.capture.why_not),
         ops={
-            read_word(receipt_pb2.Op.Name(one.op), "OP_"): Ability(
+            read_word(receipt_pb2.Op.DESCRIPTOR, one.op, "OP_"): Ability(
                 one.ability.served, one.ability.why_not
             )
             for one in message.ops

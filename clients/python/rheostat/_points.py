@@ -11,7 +11,7 @@ from enum import StrEnum
 from operator import index
 from typing import Literal, NamedTuple, TypeAlias
 
-from rheostat._errors import invalid
+from rheostat._errors import ServerError, invalid
 from rheostat._proto.v1 import types_pb2
 
 
@@ -139,20 +139,37 @@ def site_set(points: tuple[Point, ...], layers: Layers) -> types_pb2.SiteSet:
     return message
 
 
-def read_site_set(message: types_pb2.SiteSet) -> tuple[tuple[Point, ...], Layers]:
-    """Points and layers of a set that a server sent; a range without a stop reads as all layers."""
-    points = tuple(read_point(number) for number in message.points)
-    kind = message.WhichOneof("layers")
-    if kind == "list":
-        return points, tuple(sorted(message.list.layers))
-    if kind == "range" and message.range.HasField("stop"):
-        return points, range(message.range.start, message.range.stop, message.range.step or 1)
+def read_site_set(message: types_pb2.SiteSet) -> tuple[tuple[Point, ...], Layers] | None:
+    """Points and layers of a set that a server sent.
+
+    None where this client has no words for it: it has a point of a newer server, or layers from
+    one on to the model's last.
+    """
+    if not all(knows_point(number) for number in message.points):
+        return None
+    points = tuple(_FROM_WIRE[number] for number in message.points)
+    layers = message.range
+    match message.WhichOneof("layers"):
+        case "list":
+            return points, tuple(sorted(message.list.layers))
+        case "range" if layers.HasField("stop"):
+            return points, range(layers.start, layers.stop, layers.step or 1)
+        case "range" if layers.start or layers.step > 1:
+            return None
     return points, "all"
 
 
+def knows_point(number: types_pb2.Point.ValueType) -> bool:
+    """Whether a wire number is a point of this client's."""
+    return number in _FROM_WIRE
+
+
 def read_point(number: types_pb2.Point.ValueType) -> Point:
-    """The point of a wire number."""
-    return _FROM_WIRE[number]
+    """The point of a wire number. Raises ServerError for one that this client does not know."""
+    point = _FROM_WIRE.get(number)
+    if point is None:
+        raise ServerError(f"the server sent point {number}, which needs a newer client")
+    return point
 
 
 def read_site(message: types_pb2.Site) -> Site:
@@ -164,7 +181,6 @@ def show_layers(layers: Layers) -> str:
     """As "all", "3", "2-5" or "0, 4, 7"."""
     if isinstance(layers, str):
         return layers
-    numbers = list(layers)
-    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ", ".join(str(number) for number in numbers)
+    if len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1:
+        return f"{layers[0]}-{layers[-1]}"
+    return ", ".join(str(layer) for layer in layers)

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from google.protobuf.descriptor import EnumDescriptor
+
 from rheostat._notebook import table
 from rheostat._points import Point, Site, read_site
 from rheostat._proto.v1 import receipt_pb2, types_pb2
@@ -214,9 +216,10 @@ def read_runs(runs: Iterable[types_pb2.PositionRun]) -> tuple[range, ...]:
     return tuple(range(run.start, run.start + run.count) for run in runs)
 
 
-def read_word(name: str, prefix: str) -> str:
-    """An enum value's name as a word: "OP_NORM_ADD" is "norm_add"."""
-    return name.removeprefix(prefix).lower()
+def read_word(enum: EnumDescriptor, number: int, prefix: str) -> str:
+    """An enum's value as a word: OP_NORM_ADD is "norm_add", one of a newer server's "unknown 9"."""
+    known = enum.values_by_number.get(number)
+    return f"unknown {number}" if known is None else known.name.removeprefix(prefix).lower()
 
 
 @dataclass(frozen=True)
@@ -238,9 +241,9 @@ class Reference:
 def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
     """Which intervention a message names."""
     return Reference(
-        read_word(receipt_pb2.Origin.Name(message.origin), "ORIGIN_"),
+        read_word(receipt_pb2.Origin.DESCRIPTOR, message.origin, "ORIGIN_"),
         message.index,
-        read_word(receipt_pb2.Op.Name(message.op), "OP_"),
+        read_word(receipt_pb2.Op.DESCRIPTOR, message.op, "OP_"),
         message.rule,
         message.update_id or None,
     )

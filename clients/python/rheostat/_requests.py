@@ -97,7 +97,7 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int | None
     """Tokens per sample. Default: what the context length leaves after the prompt."""
     temperature: float | None
-    """0 is greedy. Default: 1, which samples from the model's own distribution."""
+    """0, which is greedy, or 0.01 to 2. Default: 1, the model's own distribution."""
     top_p: float | None
     """Above 0, at most 1. Default: 1."""
     top_k: int | None

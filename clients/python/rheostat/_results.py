@@ -110,8 +110,8 @@ class Divergence:
     sample: int
     """Sample, from 0."""
     kl: FloatArray
-    """Float32 [tokens]: lower bounds, in nats, of KL(sample's distribution || baseline's), over the
-    tokens that both sides list as most likely and one class for all others."""
+    """Float32 [tokens]: lower bounds, in nats, of KL(sample's distribution || baseline's). Each is
+    the least that it can be, given the tokens that either side lists as most likely."""
     compared: FloatArray
     """Float32 [tokens], 0 to 1: the sample's probability of the tokens that both sides list. At 1
     the bound is exact."""

@@ -168,7 +168,8 @@ def read_vector(info: steering_service_pb2.VectorInfo, data: bytes | None = None
     """The handle on a listed vector; with ``data``, its downloaded elements."""
     element = read_element(info.dtype)
     shape = (info.shape[0], info.shape[1])
-    points, layers = read_site_set(info.sites) if info.HasField("sites") else (None, None)
+    meant_for = read_site_set(info.sites) if info.HasField("sites") else None
+    points, layers = meant_for or (None, None)
     rows = None if data is None else VectorData(element, shape, data)
     return Vector(
         info.digest.hex(), info.name or None, shape, element, points, layers, rows,

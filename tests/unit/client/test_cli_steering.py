@@ -121,7 +121,8 @@ def test_vectors_of_an_op_act_where_those_are_meant_that_are_meant_for_somewhere
     capsys.readouterr()
     assert main([*line, "--ablate", "bare"]) == 2
     assert capsys.readouterr().err == (
-        "rheostat: bare has no default points and layers: use .at(points=, layers=) "
+        "rheostat: bare has no default points and layers: give them, with .at(points=, layers=) "
+        "or --points and --layers "
         "(at steering.interventions[0].sites) [REASON_MISSING_FIELD]\n"
     )
 

@@ -106,6 +106,19 @@ def test_the_model_and_what_can_be_done_there(client, server):
     assert not found.can_capture(Site(Point.RESID_PRE, 3))
 
 
+def test_words_of_a_newer_server_are_told_as_unknown_and_its_points_left_out(client, server):
+    newer = engine_service_pb2.GetModelResponse()
+    newer.CopyFrom(MODEL)
+    newer.dtype = newer.engine.runner = 99
+    newer.sites.add(point=99)
+    newer.sites[0].ops.add(op=99)
+    server.on("GetModel", newer)
+    found = client.run(lambda engine: engine.model())
+    assert (found.dtype, found.engine.runner) == ("unknown 99", "unknown 99")
+    assert [group.point for group in found.sites] == [group.point for group in EXPECTED_MODEL.sites]
+    assert "unknown 99" in found.sites[0].ops
+
+
 def test_the_model_in_words_and_in_a_notebook():
     assert str(EXPECTED_MODEL) == WORDS
     html = EXPECTED_MODEL._repr_html_()

@@ -186,13 +186,19 @@ def test_what_holds_in_words_and_in_a_notebook():
             rheostat.ServerError,
             "the server sent a selector of an unknown kind, None",
         ),
+        (
+            "sites { range { start: 2 } } add { vector { DIGEST } }",
+            rheostat.Unimplemented,
+            "interventions[0] of the server acts at sites that this client cannot name",
+        ),
     ],
 )
 def test_what_this_client_cannot_hold_is_an_error_and_not_left_out(
     client, server, text, error, message
 ):
-    sites = "sites { points: POINT_RESID_PRE all {} }"
-    server.on("GetGlobal", held(f"steering {{ interventions {{ {sites} {text} }} }}"))
+    if "sites" not in text:
+        text += " sites { points: POINT_RESID_PRE all {} }"
+    server.on("GetGlobal", held(f"steering {{ interventions {{ {text} }} }}"))
     with pytest.raises(error) as raised:
         client.run(lambda engine: engine.steering.get_global())
     assert raised.value.message == message

@@ -209,13 +209,15 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
             rheostat.scale(BARE, 2),
             "sites",
             "REASON_MISSING_FIELD",
-            "bare has no default points and layers: use .at(points=, layers=)",
+            "bare has no default points and layers: give them, with .at(points=, layers=) or "
+            "--points and --layers",
         ),
         (
             rheostat.ablate(JOY, CALM),
             "sites",
             "REASON_INVALID_VALUE",
-            "the vectors are meant for different sites: use .at(points=, layers=)",
+            "the vectors are meant for different sites: say which, with .at(points=, layers=) or "
+            "--points and --layers",
         ),
     ],
 )

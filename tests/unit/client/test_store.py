@@ -140,6 +140,21 @@ def test_bytes_that_do_not_have_their_digest_are_data_loss(client, server):
     assert raised.value.message == "the bytes that came are not those of joy"
 
 
+@pytest.mark.parametrize(
+    "sites",
+    [
+        "points: POINT_RESID_POST range { start: 2 }",
+        "points: POINT_RESID_POST range { step: 2 }",
+        "points: 99 all {}",
+    ],
+)
+def test_advice_that_this_client_has_no_words_for_is_no_advice(client, server, sites):
+    stored = f'vectors {{ name: "joy" dtype: DTYPE_FLOAT32 shape: [1, 4] sites {{ {sites} }} }}'
+    server.on("ListVectors", text_format.Parse(stored, pb.ListVectorsResponse()))
+    (found,) = client.run(lambda engine: engine.vectors.list())
+    assert (found.vector.points, found.vector.layers) == (None, None)
+
+
 def test_list_reads_every_page(client, server):
     first = pb.ListVectorsResponse(next_page_token="2")
     first.vectors.append(

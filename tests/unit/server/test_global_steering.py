@@ -112,6 +112,14 @@ async def test_what_was_set_holds_with_digests_a_version_and_a_time(running) -> 
     assert answer.HasField("set_at")
 
 
+async def test_a_range_of_layers_that_holds_has_an_end(running) -> None:
+    steer = add()
+    steer.sites.range.start = 1
+    await set_global(running, steer)
+    (one,) = (await held(running)).steering.interventions
+    assert (one.sites.range.start, one.sites.range.stop) == (1, running.host.sites.num_layers)
+
+
 async def test_every_request_is_steered_and_says_by_which_version(running) -> None:
     await set_global(running, add(scale=3.0), add(where=selector(GENERATED), scale=4.0))
     events = await running.client.generate(request(steer=[add(scale=5.0)]))

@@ -252,6 +252,7 @@ def test_a_wrong_capture_is_refused_by_field(fields, error, field) -> None:
     [
         ({"temperature": -1}, errors.InvalidValue, "temperature"),
         ({"temperature": 2.5}, errors.InvalidValue, "temperature"),
+        ({"temperature": 0.0099}, errors.InvalidValue, "temperature"),
         ({"temperature": math.nan}, errors.NonFinite, "temperature"),
         ({"temperature": math.inf}, errors.NonFinite, "temperature"),
         ({"top_p": 0}, errors.InvalidValue, "top_p"),

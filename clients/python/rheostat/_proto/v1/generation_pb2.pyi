@@ -43,7 +43,7 @@ class Sampling(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 to 2; 0 is greedy. Default 1."""
+    """0, which is greedy, or 0.01 to 2. Default 1."""
     top_p: _builtins.float
     """Above 0, at most 1. Default 1."""
     top_k: _builtins.int
