@@ -1,7 +1,9 @@
 """An upload of one vector: a header, chunks, and a check that they are what the header says."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from rheostat._proto.v1 import steering_service_pb2
@@ -12,6 +14,7 @@ from rheostat_server.errors import (
     InvalidValue,
     MessageTooLarge,
     MissingField,
+    RheostatError,
     StoreFull,
     TruncatedUpload,
     VectorShape,
@@ -25,6 +28,9 @@ _DESCRIPTION_BYTES = 1024
 
 _POINTS = 5
 
+_PATIENCE = 1.0
+"""Seconds for which a refused upload is read on."""
+
 
 class Upload(NamedTuple):
     """A vector and what was said of it."""
@@ -36,7 +42,10 @@ class Upload(NamedTuple):
 async def receive(
     messages: AsyncIterator[steering_service_pb2.PutVectorsRequest], width: int, capacity: int
 ) -> Upload:
-    """Reads an upload to its end.
+    """Reads an upload to its end, also one that is refused.
+
+    Python's asyncio gRPC reports a write that finds the call ended as INTERNAL, and loses the
+    status that ended it. So a refusal waits, for a moment, until its sender has written.
 
     Args:
         messages: the header, then chunks.
@@ -47,6 +56,26 @@ async def receive(
         InvalidArgument: the upload is not what its header says.
         ResourceExhausted: it is too large.
     """
+    try:
+        return await _receive(messages, width, capacity)
+    except RheostatError:
+        await _read_on(messages)
+        raise
+
+
+async def _read_on(messages: AsyncIterator[steering_service_pb2.PutVectorsRequest]) -> None:
+    left = VECTOR_BYTES
+    with suppress(TimeoutError, RheostatError):
+        async with asyncio.timeout(_PATIENCE):
+            async for message in messages:
+                left -= max(len(message.chunk), 1)
+                if left < 0:
+                    return
+
+
+async def _receive(
+    messages: AsyncIterator[steering_service_pb2.PutVectorsRequest], width: int, capacity: int
+) -> Upload:
     header: steering_service_pb2.VectorHeader | None = None
     data = bytearray()
     async for message in messages:

@@ -1,5 +1,7 @@
 """The rpcs of the vector store over a real channel."""
 
+import asyncio
+
 import grpc
 import numpy as np
 import pytest
@@ -123,6 +125,16 @@ async def test_a_wrong_upload_is_refused_and_stores_nothing(
     refusal = await refusal_of(put(running.client, *messages))
     assert refusal.brief == (Code[code], f"REASON_{reason}", field)
     assert len(running.host.store) == 0
+
+
+async def test_a_refusal_reaches_a_client_that_is_still_writing(running) -> None:
+    many = [header(shape=[1, WIDTH + 1]), *[chunk(bytes(1024 * 1024))] * 8]
+
+    async def refused() -> str:
+        return (await refusal_of(put(running.client, *many))).reason
+
+    reasons = await asyncio.gather(*(refused() for _ in range(40)))
+    assert reasons == ["REASON_VECTOR_SHAPE"] * 40
 
 
 async def test_listings_go_by_name_and_page_by_page(running) -> None:
