@@ -27,11 +27,11 @@ class Capacity:
     slots: int
     """Distinct configurations."""
     token_rules: int
-    """Distinct sets of token ids that decide about generated tokens."""
+    """Distinct families of token-id sets that decide about generated tokens."""
     capture_rows: int
     """Rows that one step can capture."""
     ruled_pieces: int = 4096
-    """Pieces of all requests that follow a rule about token ids."""
+    """Pieces that follow a rule about token ids, shared by nobody: of all running samples."""
 
 
 class Shortage(NamedTuple):
@@ -73,32 +73,31 @@ class CapacityLedger:
         """How much of a resource, a field of `Capacity`, admitted plans hold."""
         return self._used[resource]
 
-    def new_keys(self, plan: Plan, resource: str) -> int:
-        """How much of a resource a plan needs beyond what admitted plans hold."""
-        return sum(
-            weight
-            for key, weight in needs(plan).items()
-            if key[0] == resource and key not in self._users
-        )
+    def lacks(self, plan: Plan) -> Counter[str]:
+        """What a plan needs of each resource for steering beyond what admitted plans hold."""
+        pieces = compose(plan.acts)
+        lacking = Counter(ruled_pieces=_ruled(pieces))
+        for key, weight in _shared(pieces).items():
+            lacking[key[0]] += weight if key not in self._users else 0
+        return lacking
 
-    def admit(self, plan: Plan, *, prompt_len: int, max_step_tokens: int) -> Shortage | None:
+    def admit(
+        self, plan: Plan, *, prompt_len: int, max_step_tokens: int, runs: int = 1
+    ) -> Shortage | None:
         """Reserves what `plan` needs, or says what is missing and reserves nothing.
 
         Args:
             plan: the request's plan; its id must not be held.
             prompt_len: tokens of the prompt.
             max_step_tokens: the most tokens that one step computes.
+            runs: how many of the engine's requests carry it out at the same time.
         """
         if plan.request_id in self._held:
             raise ValueError(f"request {plan.request_id!r} is already admitted")
         pieces = compose(plan.acts)
         keys = _shared(pieces)
-        own = {
-            "capture_rows": step_capture_rows(
-                plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens
-            ),
-            "ruled_pieces": sum(bool(piece.sets) for piece in pieces),
-        }
+        rows = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
+        own = {"capture_rows": runs * rows, "ruled_pieces": runs * _ruled(pieces)}
         alone: Counter[str] = Counter(own)
         fresh: Counter[str] = Counter(own)
         for key, weight in keys.items():
@@ -157,9 +156,13 @@ def step_capture_rows(plan: Plan, *, prompt_len: int, max_step_tokens: int) -> i
     return total
 
 
+def _ruled(pieces: Sequence[Piece]) -> int:
+    return sum(bool(piece.sets) for piece in pieces)
+
+
 def _shared(pieces: Sequence[Piece]) -> dict[tuple[str, Hashable], int]:
     keys: dict[tuple[str, Hashable], int] = {}
-    for piece in pieces:
+    for piece in {id(piece.variants): piece for piece in pieces}.values():
         _count_piece(piece, keys)
     return keys
 

@@ -7,9 +7,10 @@ Invariant: equal content gives equal programs, combinations and pieces, whatever
 however neighbouring additions are ordered; this is what rows, slots and steps are shared by.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from operator import itemgetter
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from rheostat_engine.plan import OPEN_END, Act, Band, Kind, Plan, Spans, TokenSet
@@ -20,8 +21,12 @@ RowKey = tuple[tuple[bytes, int, float], ...]
 Direction = tuple[tuple[bytes, int], ...]
 """What a unit vector is made of: the last (digest, row), made orthogonal to those before it."""
 
-MAX_EFFORT = 200_000
-"""The most that a plan may cost (`effort`), so that no plan holds up a step."""
+MAX_EFFORT = 50_000
+"""The most that a plan may cost (`effort`). A step waits for a plan that begins: for about half a
+second at most."""
+
+_GLANCES = 64
+"""Acts that are looked at, or token ids that are read, for the price of one thing that is made."""
 
 MAX_TOKEN_SETS = 4
 """Different sets of token ids that may meet at one position."""
@@ -94,29 +99,16 @@ def segment(spans: Sequence[Spans]) -> list[tuple[int, tuple[int, ...]]]:
     Returns (start, members) for each piece from position 0 on, ascending by start, where members
     are the indices of the spans that hold the piece. The last piece has no end.
     """
-    cuts = sorted({0, *(edge for one in spans for span in one for edge in span)} - {OPEN_END})
-    pieces: list[tuple[int, tuple[int, ...]]] = []
-    for start in cuts:
-        members = tuple(i for i, one in enumerate(spans) if _holds(one, start))
-        if not pieces or pieces[-1][1] != members:
-            pieces.append((start, members))
-    return pieces
+    return list(_sweep(spans))
 
 
-def compose(acts: Sequence[Act]) -> list[Piece]:
+def compose(acts: Sequence[Act]) -> tuple[Piece, ...]:
     """The pieces of a plan's acts, ascending from position 0.
 
     Raises:
         ValueError: more than `MAX_TOKEN_SETS` sets meet, or a program is longer than `MAX_STEPS`.
     """
-    owners, spans = _clauses(acts)
-    made: dict[tuple[int, ...], tuple[tuple[TokenSet, ...], tuple[Variant, ...]]] = {}
-    pieces = []
-    for start, held in segment(spans):
-        if held not in made:
-            made[held] = _variants(acts, [owners[i] for i in held])
-        pieces.append(Piece(start, *made[held]))
-    return pieces
+    return _composed(tuple(acts))
 
 
 def combine(acts: Sequence[Act], members: Sequence[int]) -> Combination:
@@ -145,73 +137,146 @@ def combine(acts: Sequence[Act], members: Sequence[int]) -> Combination:
     return tuple((site, tuple(by_site[site])) for site in sorted(by_site))
 
 
-def attribution(acts: Sequence[Act], members: Sequence[int], site: int) -> list[tuple[int, ...]]:
-    """Which acts each measurement of a site's program is about; additions are measured together."""
-    groups: list[tuple[int, ...]] = []
-    adding: tuple[int, ...] = ()
+def attribution(acts: Sequence[Act], members: Sequence[int]) -> dict[int, list[list[int]]]:
+    """Which acts each measurement of a program is about, by site; additions are measured together.
+
+    Args:
+        acts: the plan's.
+        members: those that make the programs, by index.
+    """
+    by_site: defaultdict[int, list[list[int]]] = defaultdict(list)
     for member in members:
         act = acts[member]
-        if not act.acts or all(at != site for at, _ in act.rows):
-            continue
-        if act.kind is Kind.ADD:
-            adding += (member,)
-            continue
-        if adding:
-            groups.append(adding)
-            adding = ()
-        groups.append((member,))
-    return [*groups, adding] if adding else groups
+        for site, _ in act.rows if act.acts else ():
+            groups = by_site[site]
+            if groups and act.kind is Kind.ADD is acts[groups[-1][-1]].kind:
+                groups[-1].append(member)
+            else:
+                groups.append([member])
+    return by_site
 
 
 def effort(plan: Plan) -> int:
-    """What it costs to put a plan in force: its pieces, and what each combination holds."""
-    owners, spans = _clauses(plan.acts)
-    sizes = [sum(len(rows) for _, rows in plan.acts[owner].rows) for owner, _, _ in owners]
-    total = 0
-    pieces = segment(spans)
-    for members in {members for _, members in pieces}:
-        sets = {owners[i][1] for i in members} - {()}
+    """What it costs to put a plan in force: its pieces, and what each combination holds.
+
+    An amended plan (`amend`) costs no more than both of its parts. Beyond `MAX_EFFORT` only that it
+    is more is certain.
+    """
+    clauses = _clauses(plan.acts)
+    sizes = [sum(len(rows) for _, rows in plan.acts[owner.act].rows) for owner in clauses.owners]
+
+    def combining(members: tuple[int, ...]) -> int:
+        sets = {clauses.owners[i].tokens for i in members} - {None}
         variants = 1 << min(len(sets), MAX_TOKEN_SETS + 1)
-        total += variants * sum(sizes[i] for i in members)
-    captured = segment([capture.spans for capture in plan.captures])
-    for members in {members for _, members in captured}:
-        total += sum(len(plan.captures[i].sites) for i in members)
-    return total + len(pieces) + len(captured)
+        return variants * sum(sizes[i] for i in members)
+
+    def capturing(members: tuple[int, ...]) -> int:
+        return sum(len(plan.captures[i].sites) for i in members)
+
+    acting = _price(clauses.spans, combining, sum(map(len, clauses.sets)))
+    return acting + _price([capture.spans for capture in plan.captures], capturing, 0)
 
 
-_Owner = tuple[int, TokenSet, bool]
+def _price(spans: Sequence[Spans], of: Callable[[tuple[int, ...]], int], glances: int) -> int:
+    total = 0
+    made: set[tuple[int, ...]] = set()
+    for _, members in _sweep(spans):
+        total += 1
+        glances += len(members)
+        if members not in made:
+            made.add(members)
+            total += of(members)
+        if total + glances // _GLANCES > MAX_EFFORT:
+            break
+    return total - -glances // _GLANCES
 
 
-def _clauses(acts: Sequence[Act]) -> tuple[list[_Owner], list[Spans]]:
-    """Every act's spans, the conditional ones apart: (act, token ids, among) and positions."""
+class _Owner(NamedTuple):
+    act: int
+    """Index in the plan."""
+    tokens: int | None
+    """The set of token ids that it depends on, by number."""
+    among: bool
+    """Whether the selected tokens are those with such an id."""
+
+
+class _Clauses(NamedTuple):
+    """Every act's positions, those that it takes under a condition apart."""
+
+    owners: list[_Owner]
+    """One per clause."""
+    spans: list[Spans]
+    """One per clause."""
+    sets: tuple[TokenSet, ...]
+    """The different sets of token ids, in order. Their numbers stand for them."""
+
+
+def _clauses(acts: Sequence[Act]) -> _Clauses:
+    sets = tuple(sorted({one.tokens for act in acts for one in act.conditions}))
+    number = {tokens: place for place, tokens in enumerate(sets)}
     owners: list[_Owner] = []
     spans: list[Spans] = []
     for index, act in enumerate(acts):
-        owners.append((index, (), True))
+        owners.append(_Owner(index, None, among=True))
         spans.append(act.spans)
         for condition in act.conditions:
-            owners.append((index, condition.tokens, condition.among))
+            owners.append(_Owner(index, number[condition.tokens], condition.among))
             spans.append(condition.spans)
-    return owners, spans
+    return _Clauses(owners, spans, sets)
+
+
+def _sweep(spans: Sequence[Spans]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """`segment`, piece by piece."""
+    enter: defaultdict[int, list[int]] = defaultdict(list)
+    leave: defaultdict[int, list[int]] = defaultdict(list)
+    for index, one in enumerate(spans):
+        for start, end in one:
+            enter[start].append(index)
+            leave[end].append(index)
+    held: list[int] = []
+    before: tuple[int, ...] | None = None
+    for cut in sorted({0, *enter, *leave} - {OPEN_END}):
+        for index in leave[cut]:
+            held.remove(index)
+        for index in enter[cut]:
+            insort(held, index)
+        members = tuple(held)
+        if members != before:
+            yield cut, members
+        before = members
+
+
+@lru_cache(maxsize=8)
+def _composed(acts: tuple[Act, ...]) -> tuple[Piece, ...]:
+    clauses = _clauses(acts)
+    made: dict[tuple[int, ...], tuple[tuple[TokenSet, ...], tuple[Variant, ...]]] = {}
+    pieces = []
+    for start, held in _sweep(clauses.spans):
+        if held not in made:
+            made[held] = _variants(acts, [clauses.owners[i] for i in held], clauses.sets)
+        pieces.append(Piece(start, *made[held]))
+    return tuple(pieces)
 
 
 def _variants(
-    acts: Sequence[Act], owners: Sequence[_Owner]
+    acts: Sequence[Act], owners: Sequence[_Owner], sets: Sequence[TokenSet]
 ) -> tuple[tuple[TokenSet, ...], tuple[Variant, ...]]:
-    sets = tuple(sorted({tokens for _, tokens, _ in owners if tokens}))
-    if len(sets) > MAX_TOKEN_SETS:
+    numbers = sorted({owner.tokens for owner in owners if owner.tokens is not None})
+    if len(numbers) > MAX_TOKEN_SETS:
         raise ValueError(
-            f"{len(sets)} different sets of token ids meet at one position; at most "
+            f"{len(numbers)} different sets of token ids meet at one position; at most "
             f"{MAX_TOKEN_SETS} can"
         )
     variants = []
-    for number in range(1 << len(sets)):
-        held = {tokens: bool(number >> bit & 1) for bit, tokens in enumerate(sets)}
+    for held in range(1 << len(numbers)):
+        inside = {number: bool(held >> bit & 1) for bit, number in enumerate(numbers)}
         members = tuple(
-            index for index, tokens, among in owners if not tokens or held[tokens] == among
+            owner.act
+            for owner in owners
+            if owner.tokens is None or inside[owner.tokens] == owner.among
         )
         variants.append(Variant(members, combine(acts, members)))
-    return sets, tuple(variants)
+    return tuple(sets[number] for number in numbers), tuple(variants)
 
 
 def _flush(adding: dict[int, list[tuple[bytes, int, float]]], site: int, steps: list[Step]) -> None:
@@ -233,8 +298,3 @@ def _steps(act: Act, rows: tuple[int, ...]) -> list[Step]:
 
 def _pull(direction: Direction, band: Band, *, last: bool) -> Step:
     return Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last)
-
-
-def _holds(spans: Spans, position: int) -> bool:
-    after = bisect_right(spans, position, key=itemgetter(0))
-    return after > 0 and position < spans[after - 1][1]

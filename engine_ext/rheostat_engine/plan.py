@@ -6,10 +6,11 @@ it touches. The plan rides into the worker with the request itself (`SamplingPar
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
+from operator import lt
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -129,18 +130,30 @@ class Plan:
         """Whether a captured position lies in a prompt of `prompt_len` tokens."""
         return any(c.sites and c.spans and c.spans[0][0] < prompt_len for c in self.captures)
 
-    def to_wire(self) -> dict[str, object]:
-        """The plan as plain data that vLLM can carry."""
+    def to_wire(self) -> bytes:
+        """The plan as vLLM carries it: bytes, which nobody on the way looks into or copies."""
         wire: dict[str, object] = {"id": self.request_id}
         if self.acts:
-            wire["acts"] = [_act_to_wire(act) for act in self.acts]
+            sets = {one.tokens: 0 for act in self.acts for one in act.conditions}
+            numbers = {tokens: number for number, tokens in enumerate(sets)}
+            wire["acts"] = [_act_to_wire(act, numbers) for act in self.acts]
+            if sets:
+                wire["sets"] = [list(tokens) for tokens in sets]
         if self.captures:
             wire["capture"] = [[list(c.sites), _plain(c.spans)] for c in self.captures]
         if self.epoch:
             wire["epoch"] = self.epoch
         if self.private_from is not None:
             wire["private_from"] = self.private_from
-        return wire
+        return msgspec.msgpack.encode(wire)
+
+    @staticmethod
+    def name_of(wire: object) -> str | None:
+        """The request's name in what may be a wire; None if it can't be read."""
+        try:
+            return msgspec.msgpack.decode(wire, type=_Named).id if isinstance(wire, bytes) else None
+        except msgspec.MsgspecError:
+            return None
 
     @classmethod
     def from_wire(cls, wire: object) -> "Plan":
@@ -149,9 +162,11 @@ class Plan:
         Raises:
             ValueError: `wire` is no plan; says where.
         """
+        if not isinstance(wire, bytes):
+            raise ValueError("this is no plan: it is not made of bytes")
         try:
-            plain = msgspec.convert(wire, _Wire, builtin_types=(bytes,))
-        except msgspec.ValidationError as error:
+            plain = msgspec.msgpack.decode(wire, type=_Wire)
+        except msgspec.MsgspecError as error:
             raise ValueError(f"this is no plan: {error}") from error
         plan = cls(
             request_id=plain.id,
@@ -171,7 +186,10 @@ class Plan:
                         for low, high, strength in one.bands
                     ),
                     orthogonal=one.orthogonal,
-                    conditions=tuple(Condition(*condition) for condition in one.conditions),
+                    conditions=tuple(
+                        Condition(spans, _set(plain.sets, number), among)
+                        for spans, number, among in one.conditions
+                    ),
                 )
                 for one in plain.acts
             ),
@@ -179,6 +197,8 @@ class Plan:
             epoch=plain.epoch,
             private_from=plain.private_from,
         )
+        if not all(tokens and _ascending(tokens) for tokens in plain.sets):
+            raise ValueError("this is no plan: token ids are missing or not ascending")
         for act in plan.acts:
             _check(act)
         if not all(_in_order(capture.spans) for capture in plan.captures):
@@ -198,18 +218,22 @@ class _WireAct(msgspec.Struct):
     scale: float = 1.0
     bands: tuple[tuple[float | None, float | None, float], ...] = ()
     orthogonal: bool = False
-    conditions: tuple[tuple[Spans, tuple[_Number, ...], bool], ...] = ()
+    conditions: tuple[tuple[Spans, _Number, bool], ...] = ()
 
 
-class _Wire(msgspec.Struct):
+class _Named(msgspec.Struct):
     id: str
+
+
+class _Wire(_Named):
     acts: tuple[_WireAct, ...] = ()
+    sets: tuple[tuple[_Number, ...], ...] = ()
     capture: list[tuple[tuple[_Number, ...], Spans]] = []
     epoch: _Number = 0
     private_from: _Number | None = None
 
 
-def _act_to_wire(act: Act) -> dict[str, object]:
+def _act_to_wire(act: Act, sets: Mapping[TokenSet, int]) -> dict[str, object]:
     wire: dict[str, object] = {
         "kind": int(act.kind),
         "vectors": list(act.vectors),
@@ -225,7 +249,7 @@ def _act_to_wire(act: Act) -> dict[str, object]:
         wire["scale"] = act.scale
     if act.conditions:
         wire["conditions"] = [
-            [_plain(one.spans), list(one.tokens), one.among] for one in act.conditions
+            [_plain(one.spans), sets[one.tokens], one.among] for one in act.conditions
         ]
     return wire
 
@@ -255,8 +279,6 @@ def _check(act: Act) -> None:
         problem = "spans are not ascending and apart"
     elif not _apart([act.spans, *(one.spans for one in act.conditions)]):
         problem = "conditions hold positions twice"
-    elif not all(one.tokens and _ascending(one.tokens) for one in act.conditions):
-        problem = "token ids are missing or not ascending"
     if problem:
         raise ValueError(f"this is no plan: {act.kind.name}: {problem}")
 
@@ -271,13 +293,14 @@ def _apart(many: Iterable[Spans]) -> bool:
     return all(one[1] <= other[0] for one, other in pairwise(pairs))
 
 
-def _ascending(numbers: Iterable[int]) -> bool:
-    last = -1
-    for number in numbers:
-        if number <= last:
-            return False
-        last = number
-    return True
+def _ascending(numbers: Sequence[int]) -> bool:
+    return all(map(lt, numbers, numbers[1:]))
+
+
+def _set(sets: Sequence[TokenSet], number: int) -> TokenSet:
+    if number >= len(sets):
+        raise ValueError(f"this is no plan: there is no set {number} of token ids")
+    return sets[number]
 
 
 def _in_order(spans: Spans) -> bool:

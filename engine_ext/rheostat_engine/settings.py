@@ -10,7 +10,7 @@ from typing import Literal
 from rheostat_engine.capacity import Capacity
 
 _MIB = 1 << 20
-_SITE_PROGRAM = 2
+_SITE_PROGRAM = 3
 """Rises whenever what we put into the compiled graph changes."""
 
 
@@ -32,11 +32,12 @@ class EngineSettings:
     """How many distinct rules about token ids may be in use at once."""
 
     def compute_hash(self) -> str:
-        """What vLLM's compile cache must tell apart; the channel is not part of it."""
-        return (
-            f"rheostat sites {_SITE_PROGRAM}, bank {self.bank_bytes}, "
-            f"capture {self.capture_bytes}, slots {self.slots}, steps {self.steps}"
-        )
+        """What vLLM's compile cache must tell apart.
+
+        No setting is part of it: the op's inputs have the stream's shape and the step's, which
+        vLLM's own hash holds, and what the settings size is behind the op.
+        """
+        return f"rheostat sites {_SITE_PROGRAM}"
 
     def capacity(self, *, width: int, itemsize: int) -> Capacity:
         """What fits into that memory.

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rheostat_engine import CapacityLedger, Event, Installed, Plan
+from rheostat_engine import CapacityLedger, Event, Installed
 from rheostat_server.admission import Admitted, Desk
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import (
@@ -24,12 +24,12 @@ from rheostat_server.errors import (
     QueueFull,
     Resource,
 )
-from rheostat_server.flight import Flight, Life
+from rheostat_server.flight import Flight, Life, Role
 from rheostat_server.global_steering import ServerWide
 from rheostat_server.host import Backend
 from rheostat_server.keeper import VectorKeeper
 from rheostat_server.limits import WAITING_REQUESTS
-from rheostat_server.line import RETRY, Line
+from rheostat_server.line import RETRY, Line, Room
 from rheostat_server.loader import VectorLoader
 from rheostat_server.prompts import Prompts
 from rheostat_server.vectors import Vector
@@ -130,6 +130,7 @@ class EngineHost:
         self._flights[admitted.request_id] = flight
         try:
             await self.hold(flight, admitted.vectors)
+            self._check_serving()
             await self._reserve(flight)
             self._check_serving()
             self.counts.admitted += 1
@@ -154,9 +155,9 @@ class EngineHost:
         Raises:
             BankFull, CaptureOverflow: it could never run.
         """
-        room = _room(Flight(admitted, inline_bytes=0))
-        self.line.refuse_what_never_fits(room, admitted.prompt_len)
-        return self.ledger.new_keys(admitted.plan, "bank_rows")
+        rooms = _rooms(Flight(admitted, inline_bytes=0))
+        self.line.refuse_what_never_fits(rooms, admitted.prompt_len)
+        return self.ledger.lacks(admitted.plan)["bank_rows"]
 
     async def hold(self, flight: Flight, vectors: Sequence[Vector]) -> None:
         """Keeps vectors in the store until a flight ends; returns once the workers have them.
@@ -165,10 +166,17 @@ class EngineHost:
             StoreFull: there is no room for them.
             EngineLost: the engine is gone.
         """
-        for vector in vectors:
-            self.store.pin(vector)
-            flight.pinned.append(vector.digest)
-        await self.loader.ensure(vectors)
+        pinned: list[bytes] = []
+        try:
+            for vector in vectors:
+                self.store.pin(vector)
+                pinned.append(vector.digest)
+            await self.loader.ensure(vectors)
+        except BaseException:
+            for digest in pinned:
+                self.store.unpin(digest)
+            raise
+        flight.pinned += pinned
 
     def launch(self, flight: Flight, life: Life) -> None:
         """Runs something more in a flight, which needs nothing that the flight does not hold."""
@@ -219,10 +227,10 @@ class EngineHost:
 
     async def _reserve(self, flight: Flight) -> None:
         """Reserves what a flight needs of the engine, in turn."""
-        room = _room(flight)
-        if room:
+        rooms = _rooms(flight)
+        if rooms:
             await self.line.enter(
-                room,
+                rooms,
                 prompt_len=flight.admitted.prompt_len,
                 wait=flight.admitted.waits,
                 held=flight.reserved,
@@ -331,16 +339,14 @@ class EngineHost:
         task.add_done_callback(self._settling.discard)
 
 
-def _room(flight: Flight) -> list[Plan]:
-    """What the samples of a flight need together.
-
-    They share what their acts take, and give it back together: the first one's are counted.
-    """
-    return [
-        life.job.plan if life.sample == 0 else replace(life.job.plan, acts=())
-        for life in flight.lives
-        if life.job.has_plan
-    ]
+def _rooms(flight: Flight) -> list[Room]:
+    """What all that a flight runs needs: its samples, their baselines, and what compares them."""
+    samples = len(flight.own)
+    plans = {life.role: life.job.plan for life in reversed(flight.lives)}
+    if Role.BASELINE in plans:
+        scoring = flight.plan_id(0, Role.SCORE)
+        plans[Role.SCORE] = replace(plans[Role.BASELINE], request_id=scoring, captures=())
+    return [Room(plan, samples) for plan in plans.values() if plan.acts or plan.captures]
 
 
 async def _released_within(life: Life, seconds: float) -> bool:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rheostat._proto.v1 import receipt_pb2, steering_pb2
-from rheostat_engine import ModelSites, Plan
+from rheostat_engine import ModelSites
 from rheostat_server import directions
 from rheostat_server.errors import VersionConflict
+from rheostat_server.line import Room
 from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
@@ -28,6 +29,7 @@ from rheostat_server.steering import (
     check_vectors,
     draft_steering,
     look_up,
+    sums_work,
 )
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector
@@ -37,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 _TYPICAL_PROMPT = 4096
 """Tokens of the prompt that stands for all when server-wide steering is checked, at most."""
 
-Fits = Callable[[Sequence[Plan], int], None]
+Fits = Callable[[Sequence[Room], int], None]
 """Raises ResourceExhausted if plans, for a prompt of so many tokens, could never be admitted."""
 
 
@@ -143,9 +145,10 @@ class ServerWide:
         interventions = look_up(drafts, self._loader.store, self._sites, receipt_pb2.ORIGIN_REQUEST)
         ops = tuple(one.op for one in interventions)
         await offload(directions.work(ops), check_vectors, drafts, interventions)
-        check_sums(interventions, FloatType(self._sites.dtype))
+        kind = FloatType(self._sites.dtype)
+        await offload(sums_work(interventions), check_sums, interventions, kind)
         compiled = await compile_plan("server-wide", interventions, ())
-        self._fits([compiled.plan], context.prompt_len)
+        self._fits([Room(compiled.plan)], context.prompt_len)
         return ops
 
 

@@ -1,13 +1,14 @@
 """Room in the engine: who enters, and when.
 
 Invariants: nothing enters without room for all of it; first come, first served: as long as one
-waits, nobody who came later takes anything, however little it needs.
+waits, nobody who came later takes anything new, however little it needs.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rheostat_engine import Capacity, CapacityLedger, Plan, Shortage
 from rheostat_server.errors import BankFull, CaptureOverflow, RheostatError
@@ -15,15 +16,21 @@ from rheostat_server.errors import BankFull, CaptureOverflow, RheostatError
 RETRY = 1.0
 """Seconds after which another attempt makes sense where nobody can know."""
 
-_SHARED = ("bank_rows", "directions", "steps", "slots", "token_rules")
-"""What a configuration takes, and equal ones share."""
+
+class Room(NamedTuple):
+    """What a request needs."""
+
+    plan: Plan
+    """What it does."""
+    runs: int = 1
+    """How many of the engine's requests do it at the same time."""
 
 
 @dataclass(eq=False)
 class _Ticket:
     """A request that waits."""
 
-    plans: Sequence[Plan]
+    rooms: Sequence[Room]
     prompt_len: int
     held: list[str]
     granted: asyncio.Future[None]
@@ -55,12 +62,12 @@ class Line:
         return len(self._tickets)
 
     async def enter(
-        self, plans: Sequence[Plan], *, prompt_len: int, wait: bool, held: list[str]
+        self, rooms: Sequence[Room], *, prompt_len: int, wait: bool, held: list[str]
     ) -> None:
-        """Reserves what plans need, all together, in turn.
+        """Reserves rooms, all together, in turn.
 
         Args:
-            plans: of one request.
+            rooms: of one request.
             prompt_len: tokens of its prompt.
             wait: whether it waits if there is no room now.
             held: gets the ids that hold something from then on, for `leave`; also if this is
@@ -71,13 +78,13 @@ class Line:
         """
         shortage = None
         if not self._tickets:
-            shortage = self._admit(plans, prompt_len, held)
+            shortage = self._admit(rooms, prompt_len, held)
             if shortage is None:
                 return
-        self.refuse_what_never_fits(plans, prompt_len)
+        self.refuse_what_never_fits(rooms, prompt_len)
         if not wait:
             raise _no_room(shortage)
-        ticket = _Ticket(plans, prompt_len, held, asyncio.get_running_loop().create_future())
+        ticket = _Ticket(rooms, prompt_len, held, asyncio.get_running_loop().create_future())
         self._note(ticket, shortage)
         self._tickets.append(ticket)
         try:
@@ -90,17 +97,17 @@ class Line:
                 self._tickets.remove(ticket)
                 self._advance()
 
-    def enter_now(self, plan: Plan, *, prompt_len: int, held: list[str]) -> None:
-        """Reserves what a plan needs at once. Where others wait, it must need nothing new.
+    def enter_now(self, room: Room, *, prompt_len: int, held: list[str]) -> None:
+        """Reserves a room at once. Where others wait, it must need nothing new.
 
         Raises:
             BankFull, CaptureOverflow: there is no room.
         """
-        if self._tickets and any(self.ledger.new_keys(plan, resource) for resource in _SHARED):
+        if self._tickets and self.ledger.lacks(room.plan).total():
             raise _no_room(None)
-        shortage = self._admit([plan], prompt_len, held)
+        shortage = self._admit([room], prompt_len, held)
         if shortage is not None:
-            self.refuse_what_never_fits([plan], prompt_len)
+            self.refuse_what_never_fits([room], prompt_len)
             raise _no_room(shortage)
 
     def leave(self, held: list[str]) -> None:
@@ -121,9 +128,12 @@ class Line:
         """Lets in who comes next, as far as there is room."""
         while self._tickets:
             ticket = self._tickets[0]
+            if ticket.granted.done():  # it gave up, and has not left yet
+                self._tickets.popleft()
+                continue
             if self._still_short(ticket):
                 return
-            shortage = self._admit(ticket.plans, ticket.prompt_len, ticket.held)
+            shortage = self._admit(ticket.rooms, ticket.prompt_len, ticket.held)
             if shortage is not None:
                 self._note(ticket, shortage)
                 return
@@ -145,30 +155,30 @@ class Line:
         freed = ticket.used - self.ledger.used(shortage.resource)
         return freed < shortage.needed - shortage.free
 
-    def _admit(self, plans: Sequence[Plan], prompt_len: int, held: list[str]) -> Shortage | None:
-        shortage, entered = _enter(self.ledger, plans, prompt_len, self._step_tokens)
+    def _admit(self, rooms: Sequence[Room], prompt_len: int, held: list[str]) -> Shortage | None:
+        shortage, entered = _enter(self.ledger, rooms, prompt_len, self._step_tokens)
         held += entered
         return shortage
 
-    def refuse_what_never_fits(self, plans: Sequence[Plan], prompt_len: int) -> None:
-        """Refuses plans for which there is no room even in an empty engine.
+    def refuse_what_never_fits(self, rooms: Sequence[Room], prompt_len: int) -> None:
+        """Refuses what there is no room for even in an empty engine.
 
         Raises:
             BankFull, CaptureOverflow: there never is.
         """
         empty = CapacityLedger(self._capacity)
-        shortage, _ = _enter(empty, plans, prompt_len, self._step_tokens)
+        shortage, _ = _enter(empty, rooms, prompt_len, self._step_tokens)
         if shortage is not None:
             raise _refusal(shortage, retry_after=None)
 
 
 def _enter(
-    ledger: CapacityLedger, plans: Sequence[Plan], prompt_len: int, step_tokens: int
+    ledger: CapacityLedger, rooms: Sequence[Room], prompt_len: int, step_tokens: int
 ) -> tuple[Shortage | None, list[str]]:
-    """Enters all plans or none; says what is missing, and which ids entered."""
+    """Enters all rooms or none; says what is missing, and which ids entered."""
     entered: list[str] = []
-    for plan in plans:
-        shortage = ledger.admit(plan, prompt_len=prompt_len, max_step_tokens=step_tokens)
+    for plan, runs in rooms:
+        shortage = ledger.admit(plan, prompt_len=prompt_len, max_step_tokens=step_tokens, runs=runs)
         if shortage is not None:
             for plan_id in entered:
                 ledger.release(plan_id)

@@ -1,28 +1,36 @@
 """Plans made of interventions and captures, and whether any engine could carry them out.
 
 Invariant: what `compile_plan` returns can be composed and is worth no more than the engine's limit
-of effort. What would take long to find out is refused, and whatever takes a while leaves the event
-loop.
+of effort. Plans are made and looked through on a thread unless they are small.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rheostat._proto.v1 import capture_pb2, receipt_pb2, steering_pb2
-from rheostat_engine import MAX_EFFORT, Act, Plan, Spans, compose, effort
+from rheostat_engine import MAX_EFFORT, Act, Condition, Plan, Spans, compose, effort
 from rheostat_server import checks
 from rheostat_server.capture_specs import ResolvedCapture, engine_captures
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import REQUEST_RANGES
 from rheostat_server.offload import offload
+from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
 from rheostat_server.vectors import Vector
 
 _SPAN_BYTES = 1024
 """What `offload` counts for a span of a plan: it is looked at for every other intervention."""
 
-_LOOKS = 1_000_000
-"""Most times that a plan may ask whether an intervention holds a piece of positions: a second."""
+_ID_BYTES = 8
+"""What it counts for a token id."""
+
+_SITE_BYTES = 16
+"""What it counts for a site of an intervention or a capture."""
+
+_TOO_MUCH = (
+    "the selectors cut the request into too many different combinations of interventions, captures "
+    "and sites, or name too many token ids; use fewer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +51,36 @@ async def compile_plan(
     Raises:
         InvalidValue: no engine could carry it out.
     """
-    acts: list[Act] = []
-    own: list[Act] = []
-    vectors: dict[bytes, Vector] = {}
-    for one in interventions:
-        act = one.act
-        if act is not None:
-            acts.append(act)
-            vectors |= {v.digest: v for v in one.op.vectors if v.digest in act.vectors}
-            if one.origin != receipt_pb2.ORIGIN_GLOBAL:
-                own.append(act)
-    plan = Plan(request_id, tuple(acts), engine_captures(captures))
-    problem = await offload(plan_work(plan), _problem, plan, tuple(own))
-    if problem:
-        raise InvalidValue(problem, field="steering")
-    return Compiled(plan, tuple(vectors.values()))
+    work = sum(
+        _SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in interventions
+    )
+    work += sum(_SITE_BYTES * len(one.sites) + selection_work(one.selection) for one in captures)
+    return await offload(work, _compile, request_id, interventions, captures)
+
+
+def selection_work(selection: Selection) -> int:
+    """Bytes that looking through a selection counts for; see `offload`."""
+    return _work(selection.spans, selection.conditions)
 
 
 def plan_work(plan: Plan) -> int:
     """Bytes that looking through a plan's pieces counts for; see `offload`."""
-    spans = sum(map(len, (*_clauses(plan.acts), *(c.spans for c in plan.captures))))
-    return spans * _SPAN_BYTES
+    acting = sum(_work(act.spans, act.conditions) for act in plan.acts)
+    return acting + sum(_work(one.spans, ()) for one in plan.captures)
 
 
-async def check_affordable(plan: Plan) -> None:
-    """Checks a plan that grew while its request ran.
+async def check_affordable(spent: int, plan: Plan) -> int:
+    """The effort that a session is worth that carries one more plan out.
 
     Raises:
-        InvalidValue: no engine could carry it out.
+        InvalidValue: it is too much.
     """
-    problem = await offload(plan_work(plan), _why_not, plan)
-    if problem:
+    total = spent + await offload(plan_work(plan), effort, plan)
+    if total > MAX_EFFORT:
         raise InvalidValue(
-            f"together with what the session did before: {problem}", field="steering"
+            f"together with what the session did before: {_TOO_MUCH}", field="steering"
         )
+    return total
 
 
 def check_ranges(
@@ -100,6 +104,31 @@ def check_ranges(
         checks.at_most(total, REQUEST_RANGES, path, "ranges in the request")
 
 
+def _compile(
+    request_id: str, interventions: Sequence[Intervention], captures: Sequence[ResolvedCapture]
+) -> Compiled:
+    """The plan.
+
+    Raises:
+        InvalidValue: no engine could carry it out.
+    """
+    acts: list[Act] = []
+    own: list[Act] = []
+    vectors: dict[bytes, Vector] = {}
+    for one in interventions:
+        act = one.act
+        if act is not None:
+            acts.append(act)
+            vectors |= {v.digest: v for v in one.op.vectors if v.digest in act.vectors}
+            if one.origin != receipt_pb2.ORIGIN_GLOBAL:
+                own.append(act)
+    plan = Plan(request_id, tuple(acts), engine_captures(captures))
+    problem = _problem(plan, tuple(own))
+    if problem:
+        raise InvalidValue(problem, field="steering")
+    return Compiled(plan, tuple(vectors.values()))
+
+
 def _problem(plan: Plan, own: tuple[Act, ...]) -> str:
     """Why no engine could carry a plan out; empty if one could.
 
@@ -112,16 +141,8 @@ def _problem(plan: Plan, own: tuple[Act, ...]) -> str:
 
 
 def _why_not(plan: Plan) -> str:
-    too_much = (
-        "the selectors cut the request into too many different combinations of interventions, "
-        "captures and sites; use fewer"
-    )
-    for held in (_clauses(plan.acts), [capture.spans for capture in plan.captures]):
-        edges = {edge for spans in held for span in spans for edge in span}
-        if len(edges) * len(held) > _LOOKS:
-            return too_much
     if effort(plan) > MAX_EFFORT:
-        return too_much
+        return _TOO_MUCH
     try:
         compose(plan.acts)
     except ValueError as error:
@@ -129,5 +150,6 @@ def _why_not(plan: Plan) -> str:
     return ""
 
 
-def _clauses(acts: Sequence[Act]) -> list[Spans]:
-    return [spans for act in acts for spans in (act.spans, *(one.spans for one in act.conditions))]
+def _work(spans: Spans, conditions: Sequence[Condition]) -> int:
+    count = len(spans) + sum(len(one.spans) for one in conditions)
+    return count * _SPAN_BYTES + sum(len(one.tokens) for one in conditions) * _ID_BYTES

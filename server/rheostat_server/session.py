@@ -32,10 +32,11 @@ from rheostat_server.errors import (
 from rheostat_server.flight import Amendment, Flight, Life, Notice
 from rheostat_server.generation import run
 from rheostat_server.limits import UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
-from rheostat_server.line import RETRY
+from rheostat_server.line import RETRY, Room
+from rheostat_server.offload import offload
 from rheostat_server.planning import check_affordable, check_ranges, compile_plan
 from rheostat_server.sample import Response
-from rheostat_server.steering import check_sums
+from rheostat_server.steering import check_sums, sums_work
 from rheostat_server.tensors import FloatType
 
 _LOG = logging.getLogger(__name__)
@@ -110,7 +111,8 @@ class _Control:
         self._server_wide = tuple(
             one for one in admitted.interventions if one.origin == receipt_pb2.ORIGIN_GLOBAL
         )
-        self._amended = admitted.plan
+        self._spent = 0
+        """Effort that the plan and its changes are worth, once it is known."""
         self._applied = 0
         self._last_number = 0
         self._updates: asyncio.Queue[_Update | None] = asyncio.Queue()
@@ -207,15 +209,22 @@ class _Control:
             update.steering, self._host.desk, admitted.context, receipt_pb2.ORIGIN_UPDATE
         )
         interventions = (*self._server_wide, *own)
-        check_sums(interventions, FloatType(self._host.sites.dtype))
+        kind = FloatType(self._host.sites.dtype)
+        await offload(sums_work(interventions), check_sums, interventions, kind)
         compiled = await compile_plan(flight.plan_id(f"update{update.number}"), interventions, ())
         acts = compiled.plan.acts
         length = admitted.prompt_len
-        amended = amend(self._amended, acts, length + self._applied)
-        await check_affordable(amended)
-        await self._host.hold(flight, compiled.vectors)
-        room = amend(Plan(compiled.plan.request_id), acts, length)
-        self._host.line.enter_now(room, prompt_len=length, held=flight.reserved)
+        before = self._spent or await check_affordable(0, admitted.plan)
+        spent = await check_affordable(before, compiled.plan)
+        room = Room(amend(Plan(compiled.plan.request_id), acts, length), len(flight.own))
+        held: list[str] = []
+        self._host.line.enter_now(room, prompt_len=length, held=held)
+        try:
+            await self._host.hold(flight, compiled.vectors)
+        except BaseException:
+            self._host.line.leave(held)
+            raise
+        flight.reserved += held
         positions = await asyncio.gather(*(self._put(life, acts) for life in flight.own))
         taken = [
             (life, first)
@@ -224,7 +233,7 @@ class _Control:
         ]
         if not taken:
             raise RequestNotFound("every sample has ended")
-        self._amended = amended
+        self._spent = spent
         self._applied += 1
         for life, first in taken:
             life.amendments.append(Amendment(update.number, first, interventions))

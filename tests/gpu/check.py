@@ -4,12 +4,12 @@
 
 Starts stock vLLM and ours on a small random model and on a real shape, and checks that steering
 changes what it should, that an idle request in a mixed batch is bit-identical to stock vLLM's, and
-that captured rows equal those of an eager run. Prints a line per check; exits 1 if one fails.
+that captured rows equal those of an eager run. Every line has a threshold (`verdicts.py`); prints
+a line per check; exits 1 if one fails.
 """
 
 import argparse
 import hashlib
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -22,11 +22,25 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integration" / "engine"))
 
 from models import build
 from offline import OfflineEngine, Outcome, bfloat16_to_float32
+from verdicts import (
+    ROUNDED,
+    SUMS,
+    Lines,
+    Verdict,
+    at_least,
+    at_most,
+    conclude,
+    each,
+    equal,
+    judge_op,
+    worst,
+)
 
 from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
 from rheostat_server.bench.shapes import write_shape
 
 EVERYWHERE = ((0, OPEN_END),)
+PROMPT = ((0, 40),)
 VECTOR = hashlib.sha256(b"check").digest()
 
 
@@ -41,13 +55,13 @@ def same(one: Outcome, other: Outcome) -> bool:
     return one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
-def check_kernels() -> dict[str, Any]:
+def check_kernels() -> Lines:
     """The compiled kernel against its plain twin, on random programs."""
     from rheostat_engine.core.program import SiteBuffers
     from rheostat_engine.sites.kernels import launch_site
     from rheostat_engine.sites.reference import run_site
 
-    results: dict[str, Any] = {}
+    results: dict[str, Verdict] = {}
     tokens, width = 97, 2560
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
@@ -77,29 +91,36 @@ def check_kernels() -> dict[str, Any]:
             h2, rest2 = h.cuda(), None if rest is None else rest.cuda()
             run_site(h, rest, made)
             launch_site(h2, rest2, ours)
-            results[f"{dtype} carried {carried}: worst difference of h, ring, doses"] = [
-                float((one.float() - two.cpu().float()).abs().max() / one.float().abs().max())
-                for one, two in ((h, h2), (made.ring, ours.ring), (made.doses, ours.doses))
-            ]
+            limit = SUMS if dtype is torch.float32 else ROUNDED
+            title = f"{dtype} carried {carried}: worst difference of"
+            pairs = {"h": (h, h2), "ring": (made.ring, ours.ring)}
+            for name, (one, other) in pairs.items():
+                difference = worst(one.float().numpy(), other.float().cpu().numpy())
+                results[f"{title} {name}"] = at_most(difference, limit)
+            # Doses are float32 sums over tokens, of equal bits in either dtype.
+            names = ("rows", "norms", "shares", "largest share")
+            doses = (made.doses.numpy().T, ours.doses.cpu().numpy().T)
+            for name, one, other in zip(names, *doses, strict=True):
+                results[f"{title} {name}"] = at_most(worst(one, other), 10 * SUMS)
     return results
 
 
 def acts_at(site: int) -> dict[str, Act]:
-    """One act of every kind at a site."""
+    """One act of every kind at a site, on the prompt."""
     one, both = ((site, (0,)),), ((site, (0, 1)),)
     return {
-        "add": Act(Kind.ADD, (VECTOR,), one, EVERYWHERE, 0.5),
-        "norm_add": Act(Kind.NORM_ADD, (VECTOR,), one, EVERYWHERE, 0.25),
+        "add": Act(Kind.ADD, (VECTOR,), one, PROMPT, 0.5),
+        "norm_add": Act(Kind.NORM_ADD, (VECTOR,), one, PROMPT, 0.25),
         "ablate two": Act(
             Kind.PULL,
             (VECTOR, VECTOR),
             both,
-            EVERYWHERE,
+            PROMPT,
             bands=(Band(0.0, 0.0, 1.0),) * 2,
             orthogonal=True,
         ),
-        "clamp": Act(Kind.PULL, (VECTOR,), one, EVERYWHERE, bands=(Band(0.1, 0.2, 0.5),)),
-        "scale": Act(Kind.PULL, (VECTOR,), one, EVERYWHERE, bands=(Band(0.0, 0.0, -2.0),)),
+        "clamp": Act(Kind.PULL, (VECTOR,), one, PROMPT, bands=(Band(0.1, 0.2, 0.5),)),
+        "scale": Act(Kind.PULL, (VECTOR,), one, PROMPT, bands=(Band(0.0, 0.0, -2.0),)),
     }
 
 
@@ -120,28 +141,22 @@ def expected(act: Act, vector: Any, x: Any) -> Any:
 
 def check_ops(
     engine: OfflineEngine, vector: Any, site: int, batch: list[list[int]], sampling: dict[str, Any]
-) -> dict[str, Any]:
-    """Every op in a mixed batch against numpy, its doses, and token ids against positions."""
-    results: dict[str, Any] = {}
-    spans = ((0, 40),)
-    watch = Capture((site,), spans)
-    before = engine.run(batch[:1], [Plan("", (), (watch,))], **sampling)[0]
-    x = bfloat16_to_float32(before.stream(site)).astype(np.float64)
+) -> Lines:
+    """Every op in a mixed batch against numpy, its doses, and token ids against positions.
+
+    What the ops are given is captured of a mate in the same batch: another batch rounds otherwise.
+    """
+    results: dict[str, Verdict] = {}
+    watch = Capture((site,), PROMPT)
     acts = acts_at(site)
-    plans = [Plan("", (act,), (watch,)) for act in acts.values()]
-    mixed = engine.run([batch[0]] * len(plans), plans, **sampling)
+    plans = [Plan("", (), (watch,)), *(Plan("", (act,), (watch,)) for act in acts.values())]
+    before, *mixed = engine.run([batch[0]] * len(plans), plans, **sampling)
+    x = bfloat16_to_float32(before.stream(site)).astype(np.float64)
     for (name, act), outcome in zip(acts.items(), mixed, strict=True):
         assert outcome.released is not None
         got = bfloat16_to_float32(outcome.stream(site)).astype(np.float64)
         want = expected(act, vector, x)
-        error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-        results[f"{name}: relative difference to numpy"] = error
-        (dose,) = outcome.released.doses
-        moved = np.linalg.norm(want - x, axis=1)
-        results[f"{name}: rows measured, relative dose over numpy's (prompt)"] = [
-            dose.rows,
-            dose.relative / dose.rows / float((moved / np.linalg.norm(x, axis=1)).mean()),
-        ]
+        results |= judge_op(name, x, got, want, outcome.released.doses)
     plain = engine.run(batch[:1], [None], **sampling)[0]
     token = plain.token_ids[2]
     rule = Act(
@@ -155,33 +170,30 @@ def check_ops(
     (ruled,) = engine.run(batch[:1], [Plan("", (rule,))], **sampling)
     assert ruled.released is not None
     held = [dose.rows for dose in ruled.released.doses]
-    results["generated tokens with an id: rows, and how many the text has"] = [
-        held,
-        ruled.token_ids[:-1].count(token),
-    ]
+    count = ruled.token_ids[:-1].count(token)
+    results["generated tokens with an id"] = at_least(count, 1)
+    results["rows steered by that id"] = equal(held, [count])
     return results
 
 
-def check_model(
-    model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]
-) -> dict[str, Any]:
+def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]) -> Lines:
     """All checks on one model."""
     batch = prompts(24, 40, vocabulary)
     sampling = {"max_tokens": 24, "logprobs": 3}
-    results: dict[str, Any] = {}
-    stock = OfflineEngine(model, "", sited=False, device="cuda", **options)
+    results: dict[str, Verdict] = {}
+    stock = OfflineEngine(model, "", sited=False, **options)
     plain = stock.run(batch, **sampling)
     patient = {"max_tokens": 200, "logprobs": 3}
     longer = stock.run(batch[:8], **patient)
     again = stock.run(batch, **sampling)
     stock.close()
-    ours = OfflineEngine(model, f"ipc://{scratch}/a", device="cuda", **options)
+    ours = OfflineEngine(model, f"ipc://{scratch}/a", **options)
     assert ours.sites is not None
     width, layers = ours.sites.width, ours.sites.num_layers
-    results["runner"] = ours.sites.runner
-    results["stock equals itself"] = all(map(same, plain, again))
+    results["runner"] = equal(ours.sites.runner, "V2")
+    results["stock equals itself"] = each([*map(same, plain, again)])
     idle = ours.run(batch, **sampling)
-    results["idle requests bit-identical to stock"] = f"{sum(map(same, plain, idle))}/24"
+    results["idle requests bit-identical to stock"] = each([*map(same, plain, idle)])
     vector = np.random.default_rng(1).normal(size=(2, width)).astype(np.float32)
     ours.load({VECTOR: vector})
     middle = layers - layers % 2
@@ -196,36 +208,42 @@ def check_model(
         plans = [steer if i % 4 == 0 else zero if i % 4 == 1 else None for i in range(24)]
         mixed = ours.run(batch, plans, **sampling)
         mates = [i for i in range(24) if i % 4]
-        results[f"mates of requests steered at {name} bit-identical to stock"] = (
-            f"{sum(same(plain[i], mixed[i]) for i in mates)}/{len(mates)}"
+        results[f"mates of requests steered at {name} bit-identical to stock"] = each(
+            [same(plain[i], mixed[i]) for i in mates]
         )
-        results[f"requests steered at {name} that changed"] = (
-            f"{sum(not same(plain[i], mixed[i]) for i in range(0, 24, 4))}/6"
+        results[f"requests steered at {name} that changed"] = each(
+            [not same(plain[i], mixed[i]) for i in range(0, 24, 4)]
         )
     plans = [steer if i % 2 else None for i in range(8)]
+    made = ours.stats()["own_graphs"]
     runs = [ours.run(batch[:8], plans, **patient) for _ in range(2)]
-    results["mates bit-identical to stock once the sites have a graph of their own"] = (
-        f"{sum(same(longer[i], run[i]) for run in runs for i in range(0, 8, 2))}/8"
+    made = ours.stats()["own_graphs"] - made
+    results["graphs made for sites that stayed active"] = at_least(made, 1)
+    results["mates bit-identical to stock once the sites have a graph of their own"] = each(
+        [same(longer[i], run[i]) for run in runs for i in range(0, 8, 2)]
     )
-    results["steered alike with and without a graph of their own"] = (
-        f"{sum(same(runs[0][i], runs[1][i]) for i in range(1, 8, 2))}/4"
+    results["steered alike with and without a graph of their own"] = each(
+        [same(runs[0][i], runs[1][i]) for i in range(1, 8, 2)]
     )
     results |= check_ops(ours, vector, middle, batch, sampling)
     everything = Plan("", (), (Capture(tuple(range(2 * layers + 1)), EVERYWHERE),))
     some = [everything if i < 2 else None for i in range(24)]
     compiled = ours.run(batch, some, **sampling)
-    results["captured requests and mates bit-identical to stock"] = (
-        f"{sum(map(same, plain, compiled))}/24"
+    results["captured requests and mates bit-identical to stock"] = each(
+        [*map(same, plain, compiled)]
     )
-    results["rows lost"] = ours.stats()["lost_rows"]
-    results["steps"] = ours.stats()["steps"]
-    results["bank rows left"] = ours.stats()["bank_rows_used"]
+    stats = ours.stats()
+    results["rows lost"] = equal(stats["lost_rows"], 0)
+    for name, steps in stats["steps"].items():
+        results[f"{name} steps"] = at_least(steps, 1)
+    for name in ("requests", *(name for name in stats if name.endswith("_used"))):
+        results[f"{name} at the end"] = equal(stats[name], 0)
     ours.close()
-    eager = OfflineEngine(model, f"ipc://{scratch}/b", device="cuda", enforce_eager=True, **options)
+    eager = OfflineEngine(model, f"ipc://{scratch}/b", enforce_eager=True, **options)
     reference = eager.run(batch, some, **sampling)
     eager.close()
-    worst = 0.0
-    counted = True
+    differences = []
+    counted = []
     for one, other in zip(compiled[:2], reference[:2], strict=True):
         upto = 40 + next(
             (
@@ -236,12 +254,14 @@ def check_model(
             23,
         )
         for site in range(2 * layers + 1):
-            counted &= sorted(one.rows[site]) == list(range(63)) and one.duplicates == 0
+            counted.append(sorted(one.rows[site]) == list(range(63)) and one.duplicates == 0)
             mine = np.stack([bfloat16_to_float32(one.rows[site][p]) for p in range(upto)])
             theirs = np.stack([bfloat16_to_float32(other.rows[site][p]) for p in range(upto)])
-            worst = max(worst, float(np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)))
-    results["every position captured once"] = counted
-    results["captured rows, worst relative difference to eager"] = worst
+            differences.append(np.linalg.norm(mine - theirs) / np.linalg.norm(theirs))
+    results["sites of which every position was captured once"] = each(counted)
+    results["captured rows, worst relative difference to eager"] = at_most(
+        np.max(differences), ROUNDED
+    )
     return results
 
 
@@ -252,7 +272,8 @@ def main() -> None:
     parser.add_argument("--only", choices=["small", "8b"])
     arguments = parser.parse_args()
     results = {"kernels": check_kernels()}
-    shared = {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
+    shared: dict[str, Any] = {"device": "cuda"}
+    shared |= {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.5, "max_model_len": 512, "block_size": 32}
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.only != "8b":
@@ -262,10 +283,7 @@ def main() -> None:
             shape = write_shape("qwen3-8b", Path(scratch))
             options = {**shared, "load_format": "dummy", "capture_bytes": 512 << 20}
             results["qwen3-8b"] = check_model(shape, 1000, Path(scratch), options)
-    arguments.out.write_text(json.dumps(results, indent=1))
-    for model, lines in results.items():
-        for line, value in lines.items():
-            print(f"{model:10} {line}: {value}")
+    sys.exit(conclude(results, arguments.out))
 
 
 if __name__ == "__main__":

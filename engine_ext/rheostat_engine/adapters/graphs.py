@@ -6,19 +6,25 @@ what an uninstrumented model would. Otherwise the first is replayed, with the no
 that are not active disabled. A disabled node still costs the device half a microsecond, so a set of
 sites that stays active gets a graph of its own, which costs the host some milliseconds once.
 
-Invariant: what a replay does at a site follows `ActiveSites` at that moment.
+Invariant: what a replay does at a site follows `ActiveSites` at that moment, whether or not there
+was memory for a graph of its own.
 """
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from cuda.bindings import runtime
 
 from rheostat_engine.core.active import ActiveSites
 from rheostat_engine.sites.recorder import recording
+
+_LOG = logging.getLogger(__name__)
 
 _CudaGraph = torch.cuda.CUDAGraph
 
@@ -30,8 +36,35 @@ _OWN = 4
 """Sets of sites that have a graph of their own at the same time."""
 
 
-class _Active:
-    sites: ActiveSites | None = None
+class _CudaError(RuntimeError):
+    """A call of CUDA has failed."""
+
+
+class _Turns:
+    """When a graph of a set's own may be made; shared by the graphs that follow the same sites.
+
+    All piecewise graphs of one size are due in the same step; they take one step each.
+    """
+
+    def __init__(self, active: ActiveSites) -> None:
+        self.active = active
+        self._given_up = False
+        self._last: npt.NDArray[np.bool_] | None = None
+
+    def take(self) -> bool:
+        """Whether one may be made now; not again in the same step."""
+        if self._given_up or self._last is self.active.mask:
+            return False
+        self._last = self.active.mask
+        return True
+
+    def give_up(self) -> None:
+        """No further one will be made."""
+        self._given_up = True
+
+
+class _Current:
+    turns: _Turns | None = None
 
 
 class SiteGraph(_CudaGraph):
@@ -44,9 +77,10 @@ class SiteGraph(_CudaGraph):
     def __init__(self, keep_graph: bool = False) -> None:
         """Empty, to be captured into."""
         super().__init__(True)  # type: ignore[call-arg]  # torch's stub has __new__ alone
-        if _Active.sites is None:
+        if _Current.turns is None:
             raise RuntimeError("a SiteGraph is made by site_graphs alone")
-        self._active = _Active.sites
+        self._turns = _Current.turns
+        self._active = self._turns.active
         self._nodes: list[tuple[int, runtime.cudaGraphNode_t]] = []
         self._enabled: list[bool] = []
         self._key: bytes | None = None
@@ -103,12 +137,22 @@ class SiteGraph(_CudaGraph):
         if key not in self._waited and len(self._waited) >= _WAITING:
             self._waited.clear()
         self._waited[key] += 1
-        if self._waited[key] < _PATIENCE or not self._nodes:
+        if self._waited[key] < _PATIENCE or not self._nodes or not self._turns.take():
             return None
         self._waited.clear()
         mask = self._active.mask
-        own = self._instantiate_without([node for site, node in self._nodes if not mask[site]])
+        try:
+            own = self._instantiate_without([node for site, node in self._nodes if not mask[site]])
+        except _CudaError as error:
+            _LOG.warning(
+                "no graph could be made for the active sites alone (%s); steps go on with the "
+                "other sites' nodes disabled, half a microsecond each, and no more are made",
+                error,
+            )
+            self._turns.give_up()
+            return None
         self._own[key] = own
+        self._active.own_graphs += 1
         if len(self._own) > _OWN:
             # The device may still run it; the driver frees it once it has.
             _, oldest = self._own.popitem(last=False)
@@ -129,35 +173,40 @@ class SiteGraph(_CudaGraph):
         self, nodes: Sequence[runtime.cudaGraphNode_t]
     ) -> runtime.cudaGraphExec_t:
         (clone,) = _checked(runtime.cudaGraphClone(runtime.cudaGraph_t(self.raw_cuda_graph())))
-        for node in nodes:
-            (twin,) = _checked(runtime.cudaGraphNodeFindInClone(node, clone))
-            before = _neighbours(runtime.cudaGraphNodeGetDependencies, twin)
-            after = _neighbours(runtime.cudaGraphNodeGetDependentNodes, twin)
-            _checked(runtime.cudaGraphDestroyNode(twin))
-            pairs = [(a, b) for a in before for b in after]
-            if pairs:
-                sources, targets = zip(*pairs, strict=True)
-                edges = [runtime.cudaGraphEdgeData() for _ in pairs]
-                _checked(
-                    runtime.cudaGraphAddDependencies(
-                        clone, list(sources), list(targets), edges, len(pairs)
-                    )
-                )
-        (executable,) = _checked(runtime.cudaGraphInstantiate(clone, 0))
-        _checked(runtime.cudaGraphDestroy(clone))
+        try:
+            for node in nodes:
+                _take_out(node, clone)
+            (executable,) = _checked(runtime.cudaGraphInstantiate(clone, 0))
+        finally:
+            runtime.cudaGraphDestroy(clone)
         return executable
 
 
 @contextmanager
 def site_graphs(active: ActiveSites) -> Iterator[None]:
     """CUDA graphs that are made in the meantime, by whomever, follow `active`."""
-    _Active.sites = active
+    _Current.turns = _Turns(active)
     torch.cuda.CUDAGraph = SiteGraph  # type: ignore[misc]  # restored below
     try:
         yield
     finally:
         torch.cuda.CUDAGraph = _CudaGraph  # type: ignore[misc]  # as it was
-        _Active.sites = None
+        _Current.turns = None
+
+
+def _take_out(node: runtime.cudaGraphNode_t, clone: runtime.cudaGraph_t) -> None:
+    """Removes a node's twin from a clone of its graph; what depended on it follows what it did."""
+    (twin,) = _checked(runtime.cudaGraphNodeFindInClone(node, clone))
+    before = _neighbours(runtime.cudaGraphNodeGetDependencies, twin)
+    after = _neighbours(runtime.cudaGraphNodeGetDependentNodes, twin)
+    _checked(runtime.cudaGraphDestroyNode(twin))
+    pairs = [(a, b) for a in before for b in after]
+    if pairs:
+        sources, targets = zip(*pairs, strict=True)
+        edges = [runtime.cudaGraphEdgeData() for _ in pairs]
+        _checked(
+            runtime.cudaGraphAddDependencies(clone, list(sources), list(targets), edges, len(pairs))
+        )
 
 
 def _neighbours(ask: Any, node: runtime.cudaGraphNode_t) -> list[runtime.cudaGraphNode_t]:
@@ -168,5 +217,6 @@ def _neighbours(ask: Any, node: runtime.cudaGraphNode_t) -> list[runtime.cudaGra
 def _checked(result: Any) -> Any:  # the binding's tuples: error first
     error, *rest = result
     if error != runtime.cudaError_t.cudaSuccess:
-        raise RuntimeError(f"CUDA: {runtime.cudaGetErrorString(error)[1].decode()}")
+        runtime.cudaGetLastError()  # or torch reports it after its next launch
+        raise _CudaError(f"CUDA: {runtime.cudaGetErrorString(error)[1].decode()}")
     return rest

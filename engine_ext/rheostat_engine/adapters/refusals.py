@@ -26,6 +26,9 @@ def refuse_unserved(config: VllmConfig) -> None:
         "prefill context parallelism: serve with prefill_context_parallel_size=1": (
             parallel.prefill_context_parallel_size > 1
         ),
+        "fast prefill over shared KV: serve with kv_sharing_fast_prefill=False": (
+            config.cache_config.kv_sharing_fast_prefill
+        ),
     }
     for reason, applies in reasons.items():
         if applies:

@@ -29,7 +29,7 @@ KeyFunction = Callable[[Request, int, int, int], ExtraKeys]
 def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:  # vLLM's own
     """The scheduler that vLLM would have made, in a process that has been made ready for it."""
     install_block_keys()
-    end_with_parent()
+    end_with_parent(vllm_config)
     config = vllm_config.scheduler_config
     ours, config.scheduler_cls = config.scheduler_cls, None
     try:

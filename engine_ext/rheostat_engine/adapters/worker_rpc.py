@@ -70,6 +70,7 @@ class SiteRpc:
             "captured_rows": 0 if captures is None else captures.captured_rows,
             "lost_rows": 0 if captures is None else captures.lost_rows,
             "steps": dict(runtime.steps),
+            "own_graphs": runtime.program.active.own_graphs,
         }
 
     def shutdown(self) -> None:

@@ -18,6 +18,8 @@ class ActiveSites:
         """[sites]."""
         self.key: bytes | None = None
         """Equal for equal masks; None where no site is active."""
+        self.own_graphs = 0
+        """CUDA graphs that were made for the sites of one mask alone."""
 
     def set(self, mask: npt.NDArray[np.bool_]) -> None:
         """Makes exactly the sites of `mask` active."""

@@ -1,7 +1,8 @@
 """Captured rows and words about requests leave the worker here, on a thread of their own.
 
 Invariant: everything leaves in the order in which it was handed over; handing over never waits for
-the device nor for the server. A server that falls behind stops the thread, not the step; whoever
+the device nor for the server. A frame that can't be made or sent is logged and takes no other with
+it. A server that falls behind stops the thread, not the step; whoever
 hands over rows asks `pending_bytes` first, so that what waits stays bounded.
 """
 
@@ -33,6 +34,8 @@ class Frame(NamedTuple):
     """[n, W] on the host."""
     ready: Fence | None = None
     """When `rows`, or what the head is made of, holds what it should."""
+    otherwise: Sequence[Head] = ()
+    """What is sent where the heads can't be made."""
 
 
 class Delivery:
@@ -72,13 +75,30 @@ class Delivery:
 
     def _run(self) -> None:
         while (frame := self._queue.get()) is not None:
-            if frame.ready is not None:
-                frame.ready.synchronize()
-            for head in frame.head() if callable(frame.head) else (frame.head,):
-                self._socket.send_multipart([encode_head(head), _raw(frame.rows)], copy=False)
-            self._count(-_bytes(frame))
+            try:
+                for head in _heads(frame):
+                    self._socket.send_multipart([encode_head(head), _raw(frame.rows)], copy=False)
+            except Exception:  # whatever it is, other requests wait for what comes after
+                _LOG.exception("a frame of the side channel could not be sent and is lost")
+            finally:
+                self._count(-_bytes(frame))
         self._socket.close()
         self._context.term()
+
+
+def _heads(frame: Frame) -> Sequence[Head]:
+    """The frame's heads, once they can be made."""
+    if not callable(frame.head):
+        if frame.ready is not None:
+            frame.ready.synchronize()
+        return (frame.head,)
+    try:
+        if frame.ready is not None:
+            frame.ready.synchronize()
+        return frame.head()
+    except Exception:  # whatever it is, the requests have ended and that must be said
+        _LOG.exception("what was measured could not be read; its requests are released without it")
+        return frame.otherwise
 
 
 def _bytes(frame: Frame) -> int:

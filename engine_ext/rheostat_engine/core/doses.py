@@ -25,7 +25,7 @@ Members = tuple[int, ...]
 
 _CELLS = 8192
 _MOST = 512
-"""Cells that one request may have."""
+"""Cells that one request may have, changes of it included."""
 
 
 class CellRun(NamedTuple):
@@ -46,18 +46,24 @@ class Doses:
         """[sites, cells, 4] float32: rows, sum of |change|, sum and maximum of |change| / |x|."""
         self._runs = Runs(MAX_STEPS, _CELLS + MAX_STEPS)
 
-    def acquire(self, pieces: Sequence[Piece]) -> CellRun | None:
-        """Cells for all variants of a request's pieces; None where they don't fit."""
+    def acquire(self, pieces: Sequence[Piece], held: Sequence[CellRun] = ()) -> CellRun | None:
+        """Cells for the variants of a request's pieces that have none among those that it holds.
+
+        None where they don't fit.
+        """
         places: dict[Members, int] = {}
         count = 0
         for piece in pieces:
             for variant in piece.variants:
-                if variant.combination and variant.members not in places:
-                    places[variant.members] = count
+                members = variant.members
+                known = members in places or any(members in run.places for run in held)
+                if variant.combination and not known:
+                    places[members] = count
                     count += variant.cells
         if count == 0:
             return CellRun(0, 0, {})
-        start = self._runs.take(count) if count <= _MOST else None
+        fits = count + sum(run.count for run in held) <= _MOST
+        start = self._runs.take(count) if fits else None
         if start is None:
             return None
         return CellRun(start, count, {members: start + at for members, at in places.items()})
@@ -78,11 +84,11 @@ class Doses:
         return measured
 
 
-def cell_of(run: CellRun | None, variant: Variant) -> int:
-    """Where a variant's measurements begin; the cells of nobody if there are none."""
-    if run is None or not variant.combination:
+def cell_of(runs: Sequence[CellRun], variant: Variant) -> int:
+    """Where a variant's measurements begin; the cells of nobody if it has none among these."""
+    if not variant.combination:
         return 0
-    return run.places[variant.members]
+    return next((run.places[variant.members] for run in runs if variant.members in run.places), 0)
 
 
 Norms = Mapping[bytes, npt.NDArray[np.float32]]
@@ -106,8 +112,7 @@ def read_doses(
     for run in runs:
         for members, place in run.places.items():
             first = begin + place - run.start
-            for site in {site for member in members for site, _ in acts[member].rows}:
-                groups = attribution(acts, members, site)
+            for site, groups in attribution(acts, members).items():
                 cells = measured[site, first : first + len(groups)].tolist()
                 for (rows, change, share, largest), group in zip(cells, groups, strict=True):
                     if rows == 0:

@@ -48,16 +48,20 @@ class Outlet:
         return left
 
     def send_measured(
-        self, measured: torch.Tensor, heads: Callable[[torch.Tensor], Sequence[Head]]
+        self,
+        measured: torch.Tensor,
+        heads: Callable[[torch.Tensor], Sequence[Head]],
+        otherwise: Sequence[Head],
     ) -> None:
         """Hands over frames that are made of what the work launched so far will have measured.
 
         Args:
             measured: on the device.
             heads: makes the frames' heads of it once it is on the host, on another thread.
+            otherwise: what is sent where that fails.
         """
         host, left = self._copy(measured)
-        self._delivery.send(Frame(lambda: heads(host), ready=left))
+        self._delivery.send(Frame(lambda: heads(host), ready=left, otherwise=otherwise))
 
     def _copy(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         if self._stream is None:

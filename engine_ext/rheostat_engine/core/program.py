@@ -12,6 +12,10 @@ import torch
 
 from rheostat_engine.core.active import ActiveSites
 
+_ALIGNED = 4
+"""A site has room for a multiple of so many tokens. Every site's instructions then begin on 16
+bytes, as kernels expect that were compiled for the first site."""
+
 
 class SiteBuffers(NamedTuple):
     """What one site's op works with."""
@@ -62,6 +66,7 @@ class Program:
             ring: [ring rows, W].
         """
         sites, device = doses.shape[0], rows.device
+        tokens = -(-tokens // _ALIGNED) * _ALIGNED
         self.code = torch.zeros(sites, tokens, dtype=torch.int32, device=device)
         self.cap_row = torch.zeros(sites, tokens, dtype=torch.int32, device=device)
         self.cell = torch.zeros(tokens, dtype=torch.int32, device=device)

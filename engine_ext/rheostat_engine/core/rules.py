@@ -48,6 +48,11 @@ class TokenRules:
         return len(self._numbers)
 
     @property
+    def room(self) -> int:
+        """For how many more pieces there is room."""
+        return len(self._free)
+
+    @property
     def bits(self) -> torch.Tensor:
         """[rules, vocabulary] uint8: bit i says whether a token id is in set i of a rule."""
         return self._bits.tensor

@@ -5,7 +5,7 @@ with an `Installed` that says why, and the server fails that request before a to
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,6 +102,7 @@ class SiteRuntime:
         self._leaving: list[_Held] = []
         self._numbers_free: list[int] = []
         self._numbers_made = 0
+        self._present = np.isin(np.arange(program.sites), list(sites))
         self._tallies = Tallies(sites)
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
@@ -122,8 +123,8 @@ class SiteRuntime:
         """
         if request_id in self._held:
             return
-        name = wire.get("id") if isinstance(wire, Mapping) else None
-        if not isinstance(name, str):
+        name = Plan.name_of(wire)
+        if name is None:
             _LOG.error("request %s brought a plan without a name; nobody can be told", request_id)
             return
         problem = ""
@@ -209,7 +210,8 @@ class SiteRuntime:
                 at = end
             return done
 
-        self._outlet.send_measured(measured, finish)
+        unmeasured = [msgspec.structs.replace(head, measured=False) for head in heads]
+        self._outlet.send_measured(measured, finish, unmeasured)
 
     def begin(self, batch: Batch) -> None:
         """Says what the forward pass that comes next does; call `end` after it."""
@@ -228,6 +230,7 @@ class SiteRuntime:
             copying = self.captures.begin(token_number, positions, self._tallies)
         self._tallies.advance(numbers, computed, computed + scheduled)
         mask = steered.sites if copying is None else steered.sites | copying.sites
+        mask = mask & self._present
         if not mask.any():
             self.steps["plain"] += 1
             return
@@ -254,7 +257,7 @@ class SiteRuntime:
         if any(not 0 <= site < sites for site in named):
             raise ValueError(f"the plan names a site that is not one of the model's {sites}")
         if effort(plan) > MAX_EFFORT:
-            raise ValueError(f"the plan is too fragmented: {effort(plan)} is over {MAX_EFFORT}")
+            raise ValueError(f"the plan is too fragmented: its effort is over {MAX_EFFORT}")
         return plan
 
     def _take_up(self, plan: Plan) -> _Held:

@@ -1,17 +1,19 @@
 """Steering in force: which slot, rule and cell every token of every request has.
 
-Invariant: what a plan's acts hold is taken all at once or not at all, and given back once. A plan
-that is amended keeps the cells of what was measured before.
+Invariant: what a plan's acts hold is taken all at once or not at all, and given back once. Slots
+and rules are held once for equal acts, so that each further sample of a request costs little. A
+plan that is amended keeps the cells of what was measured before, and goes on to fill them.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.composition import compose
+from rheostat_engine.composition import Piece, compose
 from rheostat_engine.core.bank import Bank
 from rheostat_engine.core.doses import CellRun, Doses, Norms, cell_of
 from rheostat_engine.core.rules import TokenRules
@@ -25,16 +27,28 @@ _SLOT, _CELL, _RULE = range(3)
 class Placed(NamedTuple):
     """What a plan's acts hold."""
 
-    slots: tuple[int, ...] = ()
-    """Slots of the bank."""
-    rules: tuple[tuple[TokenSet, ...], ...] = ()
-    """Rules about token ids, one use each."""
+    acts: tuple[Act, ...] = ()
+    """Those for which slots and rules are held."""
     variants: tuple[int, ...] = ()
     """Where the variants of each piece that follows a rule begin."""
     cells: tuple[CellRun, ...] = ()
     """Cells, the amended plan's after those from before."""
     measured: bool = True
     """Whether there were cells for everything."""
+
+
+@dataclass
+class _Arranged:
+    """What acts hold together, however many requests carry them out."""
+
+    pieces: tuple[Piece, ...]
+    slots: list[int]
+    """Of every variant, piece by piece."""
+    rules: list[int]
+    """Of every piece; 0: none."""
+    sets: list[tuple[TokenSet, ...]]
+    """The rules in use."""
+    users: int = 0
 
 
 class Instruction(NamedTuple):
@@ -60,6 +74,7 @@ class Steering:
         self._doses = doses
         self._vectors: dict[bytes, npt.NDArray[np.float32]] = {}
         self._norms: dict[bytes, npt.NDArray[np.float32]] = {}
+        self._arranged: dict[tuple[Act, ...], _Arranged] = {}
         self._table = PositionTable(columns=3)
 
     def load(self, vectors: Vectors) -> None:
@@ -92,66 +107,92 @@ class Steering:
         Args:
             number: the request's number.
             plan: the plan.
-            before: what the request held so far; it is given back, apart from its cells.
+            before: what the request held so far, for a plan that the new one amends; it is given
+                back, apart from its cells.
 
         Raises:
             BankError, ValueError: the plan can't be put in force; nothing has changed then.
         """
-        pieces = compose(plan.acts)
-        variants = [variant for piece in pieces for variant in piece.variants]
-        slots = self.bank.acquire([one.combination for one in variants], self._vectors)
-        ruled: list[tuple[TokenSet, ...]] = []
-        begins: list[int] = []
-        if not any(slots):
-            placed = Placed(tuple(slots))
-            self._table.drop(number)
-        else:
-            cells = self._doses.acquire(pieces)
-            slot_of = iter(slots)
+        old = before or Placed()
+        arranged = self._arrange(plan.acts)
+        ruled = sum(map(bool, arranged.rules))
+        if ruled > self.rules.room + len(old.variants):
+            self._let_go(plan.acts)
+            raise BankError("every piece that follows a rule about token ids is in use")
+        self._displace(old)
+        new = self._doses.acquire(arranged.pieces, old.cells) if old.measured else None
+        cells = (*old.cells, new) if new is not None and new.count else old.cells
+        begins = []
+        if any(arranged.slots):
+            slots = iter(arranged.slots)
             rows = []
-            try:
-                for piece in pieces:
-                    held = [next(slot_of) for _ in piece.variants]
-                    at = [cell_of(cells, variant) for variant in piece.variants]
-                    if not piece.sets:
-                        rows.append((held[0], at[0], 0))
-                        continue
-                    rule = self.rules.acquire(piece.sets)
-                    ruled.append(piece.sets)
-                    start = self.rules.place(held, at)
-                    begins.append(start)
-                    rows.append((start, 0, rule))
-            except BankError:
-                self.release(Placed(tuple(slots), tuple(ruled), tuple(begins)))
-                if cells is not None:
-                    self._doses.take_out([cells])
-                raise
-            placed = Placed(
-                tuple(slots),
-                tuple(ruled),
-                tuple(begins),
-                () if cells is None else (cells,),
-                cells is not None,
-            )
-            self._table.put(number, [piece.start for piece in pieces], rows)
-        if before is None:
-            return placed
-        self.release(before)
-        return placed._replace(
-            cells=before.cells + placed.cells, measured=before.measured and placed.measured
-        )
+            for piece, rule in zip(arranged.pieces, arranged.rules, strict=True):
+                held = [next(slots) for _ in piece.variants]
+                at = [0 if new is None else cell_of(cells, one) for one in piece.variants]
+                if rule:
+                    begins.append(self.rules.place(held, at))
+                    rows.append((begins[-1], 0, rule))
+                else:
+                    rows.append((held[0], at[0], 0))
+            self._table.put(number, [piece.start for piece in arranged.pieces], rows)
+        else:
+            self._table.drop(number)
+        self._let_go(old.acts)
+        return Placed(plan.acts, tuple(begins), cells, new is not None)
 
     def remove(self, number: int, placed: Placed) -> None:
         """Takes a request's acts out of force; its cells stay until `take_out`."""
         self._table.drop(number)
-        self.release(placed)
+        self._displace(placed)
+        self._let_go(placed.acts)
 
-    def release(self, placed: Placed) -> None:
-        """Gives back all but the cells."""
-        for slot in placed.slots:
+    def _arrange(self, acts: tuple[Act, ...]) -> _Arranged:
+        """Slots and rules of acts, used once more; all or none."""
+        arranged = self._arranged.get(acts)
+        if arranged is None:
+            pieces = compose(acts)
+            slots = self.bank.acquire(
+                [variant.combination for piece in pieces for variant in piece.variants],
+                self._vectors,
+            )
+            arranged = _Arranged(pieces, slots, [0] * len(pieces), [])
+            if not any(slots):
+                return arranged
+            try:
+                self._find_rules(arranged)
+            except BankError:
+                self._free(arranged)
+                raise
+            self._arranged[acts] = arranged
+        arranged.users += 1
+        return arranged
+
+    def _find_rules(self, arranged: _Arranged) -> None:
+        """Takes each rule once."""
+        numbers: dict[int, int] = {}
+        for index, piece in enumerate(arranged.pieces):
+            if piece.sets and id(piece.sets) not in numbers:
+                numbers[id(piece.sets)] = self.rules.acquire(piece.sets)
+                arranged.sets.append(piece.sets)
+            arranged.rules[index] = numbers.get(id(piece.sets), 0)
+
+    def _let_go(self, acts: tuple[Act, ...]) -> None:
+        """Ends one use of what acts hold."""
+        arranged = self._arranged.get(acts)
+        if arranged is None:
+            return
+        arranged.users -= 1
+        if not arranged.users:
+            del self._arranged[acts]
+            self._free(arranged)
+
+    def _free(self, arranged: _Arranged) -> None:
+        for slot in arranged.slots:
             self.bank.release(slot)
-        for sets in placed.rules:
+        for sets in arranged.sets:
             self.rules.release(sets)
+
+    def _displace(self, placed: Placed) -> None:
         for start in placed.variants:
             self.rules.displace(start)
 

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 from vllm import SamplingParams
 from vllm.compilation import cuda_graph
-from vllm.config import CompilationConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -143,13 +150,16 @@ def test_the_second_runners_step_begins_with_what_its_adapter_passes_on() -> Non
             VllmConfig,
             {
                 "additional_config",
+                "cache_config",
                 "compilation_config",
                 "model_config",
                 "parallel_config",
+                "shutdown_timeout",
                 "speculative_config",
             },
-            "assembly and refusals",
+            "assembly, refusals and orphans",
         ),
+        (CacheConfig, {"kv_sharing_fast_prefill"}, "refusals"),
         (
             ParallelConfig,
             {"use_ubatching", "data_parallel_size", "prefill_context_parallel_size", "rank"},
@@ -230,12 +240,18 @@ def test_our_settings_enter_vllms_compile_hash() -> None:
     configs: list[Any] = [  # vLLM's type is dict or one with compute_hash
         {},
         EngineSettings("ipc:///a", bank_bytes=1),
-        EngineSettings("ipc:///a", bank_bytes=2),
         EngineSettings("ipc:///b", bank_bytes=2),
-        EngineSettings("ipc:///b", bank_bytes=2, steps=7),
     ]
     hashes = {VllmConfig(additional_config=config).compute_hash() for config in configs}
-    assert len(hashes) == 4, "rheostat_engine.settings relies on it"
+    assert len(hashes) == 2, "rheostat_engine.settings relies on it"
+
+
+def test_how_many_tokens_a_step_has_enters_vllms_compile_hash() -> None:
+    hashes = {
+        SchedulerConfig.default_factory(max_num_batched_tokens=tokens).compute_hash()
+        for tokens in (2048, 4096)
+    }
+    assert len(hashes) == 2, "rheostat_engine.settings relies on it"
 
 
 SERVED = {
@@ -244,6 +260,7 @@ SERVED = {
     "parallel_config": SimpleNamespace(
         use_ubatching=False, data_parallel_size=1, prefill_context_parallel_size=1
     ),
+    "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
 }
 
 
@@ -278,6 +295,10 @@ def changed(part: str, **values: object) -> Any:  # in place of a VllmConfig
         (
             changed("parallel_config", prefill_context_parallel_size=2),
             "prefill context parallelism: serve with prefill_context_parallel_size=1",
+        ),
+        (
+            changed("cache_config", kv_sharing_fast_prefill=True),
+            "fast prefill over shared KV: serve with kv_sharing_fast_prefill=False",
         ),
     ],
 )

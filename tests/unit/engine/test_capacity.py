@@ -147,6 +147,22 @@ def test_every_piece_that_follows_a_rule_takes_a_place_of_its_own() -> None:
     assert ledger.admit(replace(two, request_id="b"), prompt_len=4, max_step_tokens=4) is None
 
 
+def test_every_sample_takes_places_and_ring_rows_of_its_own() -> None:
+    ledger = CapacityLedger(replace(capacity(capture_rows=9), ruled_pieces=3))
+    ruled = replace(add(1), spans=(), conditions=(Condition(((6, 9),), (1,), True),))
+    plan = Plan("a", (ruled,), (Capture((0, 1, 2), ((6, 9),)),))
+    assert ledger.admit(plan, prompt_len=4, max_step_tokens=4, runs=3) is None
+    used = {name: ledger.used(name) for name in ("ruled_pieces", "capture_rows", "slots")}
+    assert used == {"ruled_pieces": 3, "capture_rows": 9, "slots": 1}
+    ledger.release("a")
+    shortage = ledger.admit(plan, prompt_len=4, max_step_tokens=4, runs=4)
+    assert shortage is not None
+    assert (shortage.free, shortage.ever) == (
+        9 if shortage.resource == "capture_rows" else 3,
+        False,
+    )
+
+
 @given(steps())
 def test_once_all_are_released_nothing_is_held(many: list[Plan | int]) -> None:
     ledger = CapacityLedger(capacity(bank_rows=4, slots=4, capture_rows=40))
@@ -162,14 +178,14 @@ def test_once_all_are_released_nothing_is_held(many: list[Plan | int]) -> None:
 
 
 @given(plans(), plans())
-def test_new_keys_are_what_admitting_would_add(one: Plan, other: Plan) -> None:
+def test_what_a_plan_lacks_is_what_admitting_would_add(one: Plan, other: Plan) -> None:
     ledger = CapacityLedger(capacity(capture_rows=10**6))
     assert ledger.admit(one, prompt_len=LIMIT, max_step_tokens=LIMIT) is None
     plan = replace(other, request_id="other", captures=())
-    shared = [name for name in RESOURCES if name != "ruled_pieces"]
-    expected = {name: ledger.used(name) + ledger.new_keys(plan, name) for name in shared}
+    lacking = ledger.lacks(plan)
+    expected = {name: ledger.used(name) + lacking[name] for name in RESOURCES}
     assert ledger.admit(plan, prompt_len=LIMIT, max_step_tokens=LIMIT) is None
-    assert {name: ledger.used(name) for name in shared} == expected
+    assert {name: ledger.used(name) for name in RESOURCES} == expected
 
 
 @given(plans(), st.integers(1, LIMIT), st.integers(1, LIMIT))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import (
+    MAX_EFFORT,
     MAX_STEPS,
     MAX_TOKEN_SETS,
     Act,
@@ -17,6 +18,7 @@ from rheostat_engine import (
     Kind,
     Plan,
     Spans,
+    amend,
     compose,
     effort,
 )
@@ -48,6 +50,8 @@ from .strategies import (
 
 A, B, C = DIGESTS
 ACTS = st.lists(acts(), max_size=4)
+LOOKS = 1
+"""What looking at the acts of a small plan costs: up to 64 looks, or token ids, cost one."""
 
 
 def variant_of(piece: Piece, token: int) -> Variant:
@@ -105,7 +109,7 @@ def test_a_program_measures_as_often_as_attribution_says_and_every_acting_act_on
             programs = dict(variant.combination)
             longest = 0
             for site in range(SITES):
-                groups = attribution(plan.acts, variant.members, site)
+                groups = attribution(plan.acts, variant.members).get(site, [])
                 assert len(groups) == sum(step.last for step in programs.get(site, ()))
                 longest = max(longest, len(groups))
                 expected = [
@@ -119,9 +123,8 @@ def test_a_program_measures_as_often_as_attribution_says_and_every_acting_act_on
 
 def test_attribution_joins_neighbouring_additions_and_nothing_else() -> None:
     many = [add(0), add(0), ablate(0), add(1), add(0), add(0, scale=0.0), add(0)]
-    assert attribution(many, range(7), 0) == [(0, 1), (2,), (4, 6)]
-    assert attribution(many, range(7), 1) == [(3,)]
-    assert attribution(many, (2, 6), 0) == [(2,), (6,)]
+    assert attribution(many, range(7)) == {0: [[0, 1], [2], [4, 6]], 1: [[3]]}
+    assert attribution(many, (2, 6)) == {0: [[2], [6]]}
 
 
 def test_neighbouring_additions_are_one_step_whatever_their_order() -> None:
@@ -203,8 +206,8 @@ def test_effort_counts_pieces_and_what_each_combination_holds() -> None:
     two = add(1, where=((2, 8),))
     plan = Plan("r", (one, two), (Capture((1, 2, 3), ((5, 6),)),))
     # Pieces of the acts begin at 0, 2, 4, 6 and 8, of the captures at 0, 5 and 6; the combinations
-    # are {one}, {one, two}, {two} and nothing, and {capture} and nothing.
-    assert effort(plan) == 5 + 3 + (2 + 3 + 1) + 3
+    # are {one}, {one, two}, {two} and nothing, and {capture} and nothing. Up to 64 looks cost 1.
+    assert effort(plan) == 5 + (2 + 3 + 1) + LOOKS + 3 + 3 + LOOKS
     pieces = compose(plan.acts)
     assert [piece.start for piece in pieces] == [0, 2, 4, 6, 8]
     assert pieces[1].variants is pieces[3].variants
@@ -212,9 +215,38 @@ def test_effort_counts_pieces_and_what_each_combination_holds() -> None:
 
 def test_effort_counts_every_direction_and_every_variant() -> None:
     pull = ablate(0, 1, digests=(A, B, C))
-    assert effort(Plan("r", (pull,))) == 1 + 2 * 3 + 1
+    assert effort(Plan("r", (pull,))) == 1 + 2 * 3 + LOOKS + 1
     ruled = replace(pull, spans=(), conditions=(Condition(((4, 9),), (1,), True),))
-    assert effort(Plan("r", (ruled,))) == 3 + 2 * 2 * 3 + 1
-    assert effort(Plan("r", (ruled, ruled))) == 3 + 2 * 2 * 2 * 3 + 1
+    assert effort(Plan("r", (ruled,))) == 3 + 2 * 2 * 3 + LOOKS + 1
+    assert effort(Plan("r", (ruled, ruled))) == 3 + 2 * 2 * 2 * 3 + LOOKS + 1
     other = replace(ruled, conditions=(Condition(((4, 9),), (2,), True),))
-    assert effort(Plan("r", (ruled, other))) == 3 + 4 * 2 * 2 * 3 + 1
+    assert effort(Plan("r", (ruled, other))) == 3 + 4 * 2 * 2 * 3 + LOOKS + 1
+
+
+def test_effort_counts_token_ids_once_per_set() -> None:
+    def ruled(start: int, count: int) -> Act:
+        where = Condition(((start, start + 1),), tuple(range(count)), True)
+        return replace(add(0), spans=(), conditions=(where,))
+
+    pieces = effort(Plan("r", (ruled(0, 1), ruled(2, 1))))
+    assert effort(Plan("r", (ruled(0, 64_000), ruled(2, 64_000)))) == pieces + 1000
+    assert effort(Plan("r", (ruled(0, 64_000), ruled(2, 6400)))) == pieces + 1100
+    assert effort(Plan("r", (ruled(0, 4_000_000),))) > MAX_EFFORT
+
+
+def test_what_is_worth_too_much_is_found_out_without_looking_at_all_of_it() -> None:
+    many = [add(0, where=tuple((p, p + 1) for p in range(i, 100_000, 200))) for i in range(100)]
+    apart = [replace(act, spans=((0, 100_000),)) for act in many]
+    assert MAX_EFFORT < effort(Plan("r", (*many, *apart))) < 2 * MAX_EFFORT
+
+
+@given(plans(), plans(), st.integers(0, 20))
+def test_an_amended_plan_costs_no_more_than_both_of_its_parts(
+    before: Plan, after: Plan, first: int
+) -> None:
+    assert effort(amend(before, after.acts, first)) <= effort(before) + effort(after)
+
+
+def test_equal_acts_are_composed_once() -> None:
+    once = compose([add(0), ablate(1)])
+    assert compose([add(0), ablate(1)]) is once

@@ -44,6 +44,13 @@ class Fence:
         self._tensor.copy_(torch.arange(4.0).view(2, 2))
 
 
+class Broken:
+    """Something that the device fails at."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("CUDA error")
+
+
 def test_everything_arrives_in_the_order_in_which_it_was_handed_over(server: Server) -> None:
     delivery = Delivery(server.address)
     delivery.send(Frame(installed()))
@@ -82,6 +89,38 @@ def test_frames_that_are_made_of_something_late_keep_their_place(server: Server)
     delivery.close()
 
 
+def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    delivery = Delivery(server.address)
+    delivery.send(Frame(installed()))
+    values = torch.arange(4.0).view(2, 2)
+    delivery.send(Frame(rows(), values, Broken()))
+    delivery.send(Frame(rows(7), values))
+    unread = [released(doses=[], measured=False)]
+    delivery.send(Frame(lambda: [released(doses=[(1 / 0,) * 6])], otherwise=unread))
+    delivery.send(Frame(installed("late")))
+    delivery.send(Frame(list, ready=Broken(), otherwise=[released("late")]))
+    delivery.send(Frame(installed("next")))
+    assert server.wait_for(6) == [
+        (Installed("r", ""),),
+        ROWS_OF_7,
+        (Released("r", (), False, {}, 0, 0, (2, 9)),),
+        (Installed("late", ""),),
+        (Released("late", (DOSE,), True, {}, 0, 0, (2, 9)),),
+        (Installed("next", ""),),
+    ]
+    lost = "a frame of the side channel could not be sent and is lost"
+    unmeasured = "what was measured could not be read; its requests are released without it"
+    assert [(one.message, bool(one.exc_info)) for one in caplog.records] == [
+        (lost, True),
+        (unmeasured, True),
+        (unmeasured, True),
+    ]
+    assert delivery.pending_bytes == 0
+    delivery.close()
+
+
 def test_the_outlet_hands_over_what_was_measured_as_it_was_then(server: Server) -> None:
     outlet = Outlet(Delivery(server.address), torch.device("cpu"), limit=64)
     outlet.send(Frame(installed()))
@@ -92,12 +131,15 @@ def test_the_outlet_hands_over_what_was_measured_as_it_was_then(server: Server) 
         assert held.wait(30)
         return [released(doses=[DOSE._replace(change=values.item())])]
 
-    outlet.send_measured(measured, heads)
+    outlet.send_measured(measured, heads, [])
     measured.zero_()
     held.set()
     assert server.wait_for(2)[1] == (
         Released("r", (DOSE._replace(change=4.0),), True, {}, 0, 0, (2, 9)),
     )
+    outlet.send(Frame(installed("next")))
+    outlet.send_measured(measured, lambda _: [released(lost=1 // 0)], [released("next")])
+    assert server.wait_for(4)[3] == (Released("next", (DOSE,), True, {}, 0, 0, (2, 9)),)
     assert outlet.free_bytes == 64
     outlet.close()
 

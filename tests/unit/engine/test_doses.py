@@ -41,12 +41,12 @@ def test_every_measurement_of_every_variant_has_a_cell_of_its_own(plan: Plan) ->
     assert run is not None
     taken: list[int] = []
     for variant in acted(plan):
-        start = cell_of(run, variant)
+        start = cell_of([run], variant)
         taken += range(start, start + variant.cells)
     assert sorted(taken) == list(range(run.start, run.start + run.count))
     assert not taken or min(taken) >= MAX_STEPS
-    assert cell_of(run, Variant((), ())) == 0
-    assert cell_of(None, Variant((0,), ((0, ()),))) == 0
+    assert cell_of([run], Variant((), ())) == 0
+    assert cell_of([], Variant((0,), ((0, ()),))) == 0
 
 
 @given(plans(), plans(), st.data())
@@ -72,7 +72,7 @@ def test_cells_are_read_as_sums_over_the_variants_of_each_act_and_site(
     for run in held:
         for members, place in run.places.items():
             for site in range(SITES):
-                for number, group in enumerate(attribution(acts, members, site)):
+                for number, group in enumerate(attribution(acts, members).get(site, [])):
                     values: Measured = data.draw(CELL)
                     doses.cells[site, place + number] = torch.tensor(values)
                     rows, change, share, largest = values

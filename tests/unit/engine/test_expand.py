@@ -1,6 +1,7 @@
 """A step's compact instructions mean one code, one cell and one ring row per token and site."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,10 +38,10 @@ def instructions(draw: st.DrawFn) -> tuple[Compact, list[int]]:
     return compact, ids + draw(st.lists(st.integers(-9, 10**6), max_size=2))
 
 
-def programme() -> Program:
+def programme(tokens: int = TOKENS) -> Program:
     """Buffers; only the instructions matter."""
     return Program(
-        tokens=TOKENS,
+        tokens=tokens,
         rows=torch.zeros(9, 2),
         directions=torch.zeros(1, 2),
         ints=torch.zeros(1, 4, dtype=torch.int32),
@@ -48,6 +49,15 @@ def programme() -> Program:
         doses=torch.zeros(SITES, 1, 4),
         ring=torch.zeros(40, 2),
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_every_sites_instructions_begin_where_the_first_sites_do(tokens: int) -> None:
+    program = programme(tokens)
+    assert program.code.shape[1] >= tokens
+    for site in range(SITES):
+        buffers = program.buffers(site)
+        assert {one.data_ptr() % 16 for one in (buffers.code, buffers.cap_row)} == {0}
 
 
 @given(st.lists(instructions(), min_size=1, max_size=3), st.integers(0, 2**32 - 1))

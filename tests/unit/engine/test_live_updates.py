@@ -13,6 +13,7 @@ from rheostat_engine.core.runtime import Amended
 from .schedules import check_doses, check_stream, expected_doses
 from .strategies import DIGESTS, EVERYWHERE, ablate, add, plans
 from .tables import capacity
+from .wires import packed
 from .worker import NOTHING, Worker
 
 
@@ -120,7 +121,7 @@ def test_a_wire_that_is_no_plan_is_answered_and_changes_nothing() -> None:
     worker = Worker()
     worker.install("v", Plan("r", (add(2),)))
     held = worker.held()
-    found = worker.runtime.amend("r", {"id": "r", "acts": 7}, 4)
+    found = worker.runtime.amend("r", packed({"id": "r", "acts": 7}), 4)
     assert found.first == 4
     assert found.error.startswith("this is no plan: ")
     assert worker.held() == held
@@ -151,7 +152,7 @@ def test_captures_of_a_change_are_not_taken_up() -> None:
 
 def test_a_request_that_was_changed_too_often_is_told_so() -> None:
     worker = Worker()
-    spans = tuple((2 * i, 2 * i + 1) for i in range(40_000))
+    spans = tuple((2 * i, 2 * i + 1) for i in range(10_000))
     worker.install("v", Plan("r", (add(0, where=spans),)))
     later = tuple((s + 100_000, e + 100_000) for s, e in spans)
     assert change(worker, add(0, where=later), not_before=90_000) == Amended(90_000, "")

@@ -4,26 +4,55 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rheostat_engine.adapters import orphans
 
 
+def config() -> Any:  # in place of a VllmConfig
+    """An engine's, which lets requests go on for a while."""
+    return SimpleNamespace(shutdown_timeout=31)
+
+
 def test_a_process_that_is_nobodys_child_watches_nobody() -> None:
     before = threading.active_count()
     assert multiprocessing.parent_process() is None
-    orphans.end_with_parent()
+    orphans.end_with_parent(config())
     assert threading.active_count() == before
 
 
-def test_once_the_parent_is_another_the_process_is_told_to_end(
+def test_once_the_parent_is_another_the_process_is_told_to_end_now_and_killed_if_it_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[int, int]] = []
+    served = config()
+    told: list[tuple[int, int, int]] = []
+
+    stock = os.kill
+
+    def kill(pid: int, number: int) -> None:
+        if pid == worker.pid:
+            stock(pid, number)
+        told.append((pid, number, served.shutdown_timeout))
+
     parents = iter([7, 7, 1])
     monkeypatch.setattr(orphans.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(orphans.os, "kill", lambda pid, number: told.append((pid, number)))
+    monkeypatch.setattr(orphans.os, "kill", kill)
     monkeypatch.setattr(orphans, "_LOOK", 0.0)
-    orphans._watch(7)
-    assert told == [(os.getpid(), signal.SIGTERM)]
+    monkeypatch.setattr(orphans, "_GRACE", 0.0)
+    worker = multiprocessing.get_context("spawn").Process(
+        target=time.sleep, args=(60,), daemon=True
+    )
+    worker.start()
+    orphans._watch(7, served)
+    own = os.getpid()
+    assert told == [
+        (own, signal.SIGTERM, 0),
+        (worker.pid, signal.SIGKILL, 0),
+        (own, signal.SIGKILL, 0),
+    ]
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL

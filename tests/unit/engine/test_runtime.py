@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +18,13 @@ from rheostat_engine import (
     Released,
     Rows,
 )
+from rheostat_engine.channel import EventMerger
+from rheostat_engine.events import InstalledHead, encode_head
 
 from .schedules import Schedule, check_events, check_stream, drawn_plans
 from .strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, ablate, add
 from .tables import VECTORS, capacity
-from .wires import WIRES
+from .wires import WIRES, packed
 from .worker import NOTHING, Worker, stream_at
 
 
@@ -72,6 +75,18 @@ def test_a_step_in_which_nothing_happens_is_plain() -> None:
         worker.step([("a", start, 2), ("b", start, 2)])
     worker.step([("b", 6, 1)])
     assert worker.runtime.steps == {"plain": 3, "active": 2}
+
+
+def test_a_step_that_acts_on_sites_of_other_ranks_alone_is_plain() -> None:
+    worker = Worker(sites=frozenset({0, 1, 2}))
+    worker.install("a", steer(add(3)))
+    worker.step([("a", 0, 2)])
+    assert worker.runtime.steps == {"plain": 1, "active": 0}
+    worker.install("b", Plan("s", (add(1), add(3))))
+    worker.step([("a", 2, 1), ("b", 0, 2)])
+    assert worker.runtime.steps == {"plain": 1, "active": 1}
+    assert np.array_equal(worker.streams["b", 0, 3], stream_at("b", 0, 3))
+    assert not np.array_equal(worker.streams["b", 0, 1], stream_at("b", 0, 1))
 
 
 UNKNOWN = b"\xee" * 32
@@ -158,6 +173,23 @@ def test_doses_of_requests_that_finish_together_are_told_apart() -> None:
     counted = [[dose[:3] for dose in one.doses] for one in released]
     assert [one.request_id for one in released] == ["c", "b", "a"]
     assert counted == [[(0, 0, 4), (1, 2, 4)], [], [(0, 2, 2)]]
+
+
+def test_requests_whose_doses_cannot_be_read_are_released_as_unmeasured() -> None:
+    worker = Worker()
+    for name in ("one", "two"):
+        worker.install(name, Plan(name, steer().acts))
+    worker.step([("one", 0, 2), ("two", 0, 1)])
+    worker.finish("one", "two")
+    done = [one for one in worker.outlet.events if isinstance(one, Released)]
+    assert all(one.measured and one.doses for one in done)
+    unmeasured = EventMerger(1)
+    for number, name in ((1, "one"), (2, "two")):
+        unmeasured.feed(encode_head(InstalledHead(0, number, name, "")), b"")
+    events = [
+        e for head in worker.outlet.otherwise for e in unmeasured.feed(encode_head(head), b"")
+    ]
+    assert events == [replace(one, measured=False, doses=()) for one in done]
 
 
 def test_tokens_that_are_computed_again_are_measured_again() -> None:
@@ -262,7 +294,7 @@ def test_what_nobody_knows_is_forgotten_and_preempted_without_a_word() -> None:
 
 def test_a_wire_whose_name_can_be_read_is_answered() -> None:
     worker = Worker()
-    worker.runtime.install("v", {"id": "r", "acts": 5, "capture": []})
+    worker.runtime.install("v", packed({"id": "r", "acts": 5, "capture": []}))
     worker.finish("v")
     installed, released = worker.outlet.events
     assert isinstance(installed, Installed)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from rheostat_engine import Capacity, EngineSettings, engine_kwargs
+from rheostat_engine import Capacity, EngineSettings, engine_kwargs, settings
 
 SETTINGS = EngineSettings("ipc:///tmp/one", bank_bytes=1000, capture_bytes=2000, slots=3)
 
@@ -29,16 +29,22 @@ def test_a_worker_without_settings_is_told_how_to_get_them(config: object) -> No
         EngineSettings.from_config(config)
 
 
-def test_the_compile_cache_tells_apart_what_is_compiled_and_nothing_else() -> None:
-    elsewhere = replace(SETTINGS, channel="ipc:///tmp/two", token_rules=5)
-    assert elsewhere.compute_hash() == SETTINGS.compute_hash()
+def test_other_settings_compile_nothing_anew() -> None:
     others = [
+        replace(SETTINGS, channel="ipc:///tmp/two"),
         replace(SETTINGS, bank_bytes=1001),
         replace(SETTINGS, capture_bytes=2001),
         replace(SETTINGS, slots=4),
         replace(SETTINGS, steps=5),
+        replace(SETTINGS, token_rules=5),
     ]
-    assert len({one.compute_hash() for one in [SETTINGS, *others]}) == 5
+    assert {one.compute_hash() for one in others} == {SETTINGS.compute_hash()}
+
+
+def test_the_compile_cache_tells_apart_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = SETTINGS.compute_hash()
+    monkeypatch.setattr(settings, "_SITE_PROGRAM", -1)
+    assert SETTINGS.compute_hash() != before
 
 
 def test_memory_is_shared_out_among_rows_directions_and_the_ring() -> None:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from rheostat_engine import Act, Band, Capacity, Condition, Kind, Plan, Spans, compose
+from rheostat_engine import Act, Band, Capacity, Condition, Kind, Plan, Spans, amend, compose
 from rheostat_engine.core.steering import Placed
 from rheostat_engine.core.vectors import BankError
 
@@ -112,10 +113,13 @@ def test_a_change_that_cannot_be_put_in_force_leaves_the_old_in_force(last: Act)
     assert worker.held() == NOTHING
 
 
-@given(plans(), plans())
-def test_a_change_holds_what_the_new_plan_needs_and_the_cells_of_both(old: Plan, new: Plan) -> None:
+@given(plans(), plans(), st.integers(0, LIMIT))
+def test_a_change_holds_what_the_new_plan_needs_and_the_cells_of_both(
+    old: Plan, new: Plan, first: int
+) -> None:
     worker, alone = Worker(), Worker()
     before = worker.steering.place(1, old)
+    new = amend(old, new.acts, first)
     placed = worker.steering.place(1, new, before)
     alone.steering.place(1, new)
     assert worker.held() == alone.held()
@@ -125,6 +129,48 @@ def test_a_change_holds_what_the_new_plan_needs_and_the_cells_of_both(old: Plan,
     assert worker.held() == NOTHING
     again = worker.steering.place(1, RICH)
     assert again.cells[0].start == 64
+
+
+def test_changes_go_on_to_fill_the_cells_of_what_stays() -> None:
+    worker = Worker(capacity(slots=300, bank_rows=300))
+    changed = plan(add(0, where=((0, 4),)), add(1))
+    placed = worker.steering.place(1, changed)
+    for number in range(100):
+        changed = amend(changed, (add(2, scale=2.0 + number),), 4 + number)
+        placed = worker.steering.place(1, changed, placed)
+    assert placed.measured
+    # The first two together, the second alone, and every change.
+    assert sum(run.count for run in placed.cells) == 2 + 100
+
+
+def test_a_change_may_take_the_room_of_what_it_replaces() -> None:
+    worker = Worker(replace(capacity(), ruled_pieces=2))
+    before = worker.steering.place(1, plan(ruled(1, where=((5, 6), (8, 9)))))
+    placed = worker.steering.place(1, plan(ruled(1, where=((5, 6), (9, 10)))), before)
+    with pytest.raises(BankError, match=r"^every piece that follows a rule"):
+        worker.steering.place(1, plan(ruled(1, where=((1, 2), (5, 6), (9, 10)))), placed)
+    found = worker.steering.lookup(np.array([1, 1]), np.array([8, 9]))
+    assert (found.rule > 0).tolist() == [False, True]
+    worker.steering.remove(1, placed)
+    assert worker.held() == NOTHING
+
+
+def test_equal_acts_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    one = worker.steering.place(1, RICH)
+    held = worker.held()
+    monkeypatch.setattr(worker.bank, "acquire", None)
+    many = [worker.steering.place(number, replace(RICH, request_id="s")) for number in (2, 3)]
+    numbers = np.repeat([1, 2, 3], LIMIT)
+    found = worker.steering.lookup(numbers, np.tile(np.arange(LIMIT), 3))
+    slots = np.where(found.rule == 0, found.slot, 0).reshape(3, LIMIT)
+    assert slots.any()
+    np.testing.assert_array_equal(slots[1:], slots[[0, 0]])
+    for number, placed in zip((1, 2), (one, many[0]), strict=True):
+        worker.steering.remove(number, placed)
+        assert worker.held() == held
+    worker.steering.remove(3, many[1])
+    assert worker.held() == NOTHING
 
 
 @given(plans())
@@ -157,7 +203,7 @@ def test_a_plan_too_large_to_be_measured_is_in_force_and_says_so() -> None:
     placed = worker.steering.place(1, plan(*many))
     assert (placed.measured, placed.cells) == (False, ())
     again = worker.steering.place(1, plan(add(0)), placed)
-    assert (again.measured, len(again.cells)) == (False, 1)
+    assert (again.measured, again.cells) == (False, ())
 
 
 def test_norms_are_those_of_the_vectors_that_acts_use() -> None:

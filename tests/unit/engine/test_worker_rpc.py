@@ -100,6 +100,7 @@ def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
         "captured_rows": 3,
         "lost_rows": 0,
         "steps": {"plain": 1, "active": 1},
+        "own_graphs": 0,
     }
 
 

@@ -1,8 +1,25 @@
 """What may come in place of a plan: wires that are almost right, and anything at all."""
 
+import msgspec
 from hypothesis import strategies as st
 
 from .strategies import DIGESTS, LIMIT, plans
+
+
+def packed(plain: object) -> object:
+    """A wire that holds this; itself where no wire can."""
+    try:
+        return msgspec.msgpack.encode(plain)
+    except OverflowError:
+        return plain
+
+
+def unpacked(wire: bytes) -> dict[str, object]:
+    """What a plan's wire holds."""
+    plain = msgspec.msgpack.decode(wire)
+    assert isinstance(plain, dict)
+    return plain
+
 
 SCALARS = st.one_of(
     st.none(),
@@ -31,7 +48,7 @@ def mostly(likely: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 @st.composite
 def spoilt(draw: st.DrawFn) -> object:
     """A plan's wire with something else in one place."""
-    wire = draw(plans()).to_wire()
+    wire = unpacked(draw(plans()).to_wire())
     place: object = wire
     while True:
         if isinstance(place, dict) and place:
@@ -67,16 +84,14 @@ ACT = st.fixed_dictionaries(
         "orthogonal": mostly(st.booleans()),
         "conditions": mostly(
             st.lists(
-                st.tuples(PAIRS, mostly(st.lists(INTEGERS, max_size=2)), mostly(st.booleans())).map(
-                    list
-                ),
+                st.tuples(PAIRS, mostly(st.integers(0, 2)), mostly(st.booleans())).map(list),
                 max_size=2,
             )
         ),
     },
 )
 CAPTURE = st.tuples(mostly(st.lists(INTEGERS, max_size=3)), PAIRS).map(list)
-WIRES = st.one_of(
+PLAIN = st.one_of(
     ANYTHING,
     spoilt(),
     spoilt(),
@@ -84,9 +99,11 @@ WIRES = st.one_of(
         {"id": mostly(st.just("r"))},
         optional={
             "acts": mostly(st.lists(mostly(ACT), max_size=3)),
+            "sets": mostly(st.lists(mostly(st.lists(INTEGERS, max_size=3)), max_size=2)),
             "capture": mostly(st.lists(mostly(CAPTURE), max_size=3)),
             "epoch": INTEGERS,
             "private_from": INTEGERS,
         },
     ),
 )
+WIRES = st.one_of(ANYTHING, *[PLAIN.map(packed)] * 9)

@@ -37,6 +37,7 @@ class Outlet:
         self.events: list[Event] = []
         self.numbers: set[int] = set()
         self.free_bytes = 1 << 30
+        self.otherwise: Sequence[Head] = ()
         self._merger = EventMerger(1)
 
     def send(self, frame: Frame) -> None:
@@ -50,8 +51,12 @@ class Outlet:
         return None
 
     def send_measured(
-        self, measured: torch.Tensor, heads: Callable[[torch.Tensor], Sequence[Head]]
+        self,
+        measured: torch.Tensor,
+        heads: Callable[[torch.Tensor], Sequence[Head]],
+        otherwise: Sequence[Head],
     ) -> None:
+        self.otherwise = otherwise
         for head in heads(measured):
             self.send(Frame(head))
 

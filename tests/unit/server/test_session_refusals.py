@@ -16,8 +16,8 @@ from rheostat_server import session
 from rheostat_server.errors import Defect
 
 from .conftest import Refusal, rest
-from .fakes import ScriptedBackend, sites_with
-from .messages import add, request, selector, window
+from .fakes import WIDTH, ScriptedBackend, sites_with
+from .messages import add, generated, request, selector, span, tensor, window
 from .streams import kinds, settled, until
 from .talks import P, Talk, applied, held, start, update
 
@@ -39,6 +39,16 @@ NAME = steering_pb2.VectorRef(name="x")
             "steering.interventions[1].where",
         ),
         (steering_pb2.Intervention(), "REASON_MISSING_FIELD", "steering.interventions[1]"),
+        (
+            add(where=selector(generated(5))),
+            "REASON_INVALID_POSITION",
+            "steering.interventions[1].where.include[0].generated",
+        ),
+        (
+            add(where=selector(span("x"))),
+            "REASON_SPAN_NOT_FOUND",
+            "steering.interventions[1].where.include[0].text",
+        ),
     ],
 )
 async def test_a_wrong_update_is_refused_by_field_and_the_request_goes_on(
@@ -75,6 +85,36 @@ async def test_an_update_without_room_is_refused_and_the_request_goes_on(starter
     await rest(other)
     await settled(running)
     assert running.host.ledger.requests == 0
+
+
+async def test_a_refused_update_keeps_no_vector_in_the_store(starter) -> None:
+    running = await starter(ScriptedBackend(sites=sites_with(bank_rows=1), hold=asyncio.Event()))
+    talk = Talk(running)
+    await talk.say(start(steer=[add(scale=2.0)]))
+    await talk.hear("tokens")
+    pins, held = running.host.store.pins, running.host.ledger.requests
+    for number in range(1, 6):
+        vector = tensor(np.full((1, WIDTH), float(number)))
+        await talk.say(update(number, add(vector, scale=3.0)))
+        assert (await talk.hear("refused")).reason == "REASON_BANK_FULL"
+    assert (running.host.store.pins, running.host.ledger.requests) == (pins, held)
+    running.backend.hold.set()
+    assert kinds(await talk.end())[-1] == "receipt"
+
+
+async def test_a_session_that_asks_for_nothing_does_not_stand_in_line(starter) -> None:
+    running = await starter(ScriptedBackend(sites=sites_with(bank_rows=1), hold=asyncio.Event()))
+    first = running.client.generation.Generate(request(steer=[add(scale=9.0)]))
+    await first.read()
+    waiting = asyncio.ensure_future(running.client.generate(request(steer=[add(scale=8.0)])))
+    await until(lambda: running.host.line.waiting == 1)
+    talk = Talk(running)
+    await talk.say(start())
+    await talk.hear("tokens")
+    running.backend.hold.set()
+    assert kinds(await talk.end())[-1] == "receipt"
+    await rest(first)
+    await waiting
 
 
 async def test_an_update_takes_nothing_new_while_others_wait(starter) -> None:
@@ -244,7 +284,7 @@ async def test_updates_that_together_cost_too_much_are_refused(starter, monkeypa
     from rheostat_server import planning
 
     running, talk = await held(starter, steer=[add()])
-    monkeypatch.setattr(planning, "MAX_EFFORT", 10)
+    monkeypatch.setattr(planning, "MAX_EFFORT", 19)
     await talk.say(*(update(number, add(scale=2.0)) for number in range(1, 6)))
     refusal = await talk.hear("refused")
     assert (refusal.update_id, refusal.reason) == (4, "REASON_INVALID_VALUE")

@@ -5,13 +5,20 @@ import asyncio
 import grpc
 import pytest
 
-from rheostat._proto.v1 import engine_service_pb2, generation_pb2, generation_service_pb2
+from rheostat._proto.v1 import (
+    engine_service_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    steering_pb2,
+    steering_service_pb2,
+)
 from rheostat_engine import Act, Kind, Plan
-from rheostat_server.line import Line
+from rheostat_server.errors import BankFull
+from rheostat_server.line import Line, Room
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend, sites_with
-from .messages import add, capture, request, selector, window
+from .messages import GENERATED, add, capture, request, selector, token_range, window
 from .streams import kinds, settled, until
 
 Code = grpc.StatusCode
@@ -238,6 +245,26 @@ async def test_samples_share_the_room_that_their_steering_takes(starter) -> None
     assert kinds(await rest(call))[-1] == "receipt"
 
 
+async def test_every_sample_has_room_for_what_it_decides_by_its_tokens(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    ruled = add(where=selector(GENERATED, exclude=[token_range(5)]))
+    server_wide = steering_pb2.Steering(interventions=[ruled])
+    await running.client.steering.SetGlobal(
+        steering_service_pb2.SetGlobalRequest(steering=server_wide)
+    )
+    sampling = generation_pb2.Sampling(max_tokens=2, n=3)
+    both = request(steer=[ruled], sampling=sampling, with_baseline=True)
+    call = running.client.generation.Generate(both)
+    await until(lambda: len(running.backend.jobs) == 6)
+    # Three samples, three baselines, and the three that compare them.
+    assert running.host.ledger.used("ruled_pieces") == 9
+    assert running.host.ledger.used("token_rules") == 1
+    running.backend.hold.set()
+    assert kinds(await rest(call))[-1] == "receipt"
+    await settled(running)
+    assert running.host.ledger.used("ruled_pieces") == 0
+
+
 async def test_the_first_in_line_is_weighed_again_only_when_enough_came_free(starter) -> None:
     backend = ScriptedBackend(sites=sites_with(bank_rows=3), hold=asyncio.Event())
     running = await starter(backend)
@@ -260,24 +287,56 @@ async def test_the_first_in_line_is_weighed_again_only_when_enough_came_free(sta
     await rest(calls[2])
 
 
-async def test_the_line_moves_up_when_its_first_one_leaves() -> None:
-    line = Line(sites_with(bank_rows=2).capacity, step_tokens=16, patience=60)
-    held: dict[str, list[str]] = {"first": [], "large": [], "small": []}
+class Crowd:
+    """A line, and requests that enter it with so many rows of their own each."""
 
-    def enter(name: str, *vectors: int) -> asyncio.Task[None]:
+    def __init__(self, rows: int, patience: float = 60) -> None:
+        self.line = Line(sites_with(bank_rows=rows).capacity, step_tokens=16, patience=patience)
+        self.held: dict[str, list[str]] = {}
+
+    def enter(self, name: str, *vectors: int) -> asyncio.Task[None]:
         acts = tuple(
             Act(Kind.ADD, (bytes([vector]) * 32,), ((0, (0,)),), ((vector, vector + 1),))
             for vector in vectors
         )
-        plan = Plan(name, acts)
-        return asyncio.create_task(line.enter([plan], prompt_len=3, wait=True, held=held[name]))
+        rooms, held = [Room(Plan(name, acts))], self.held.setdefault(name, [])
+        return asyncio.create_task(self.line.enter(rooms, prompt_len=3, wait=True, held=held))
 
-    await enter("first", 1)
-    large = enter("large", 2, 3)
-    await until(lambda: line.waiting == 1)
-    small = enter("small", 4)
-    await until(lambda: line.waiting == 2)
+    async def wait_in_line(self, name: str, *vectors: int) -> asyncio.Task[None]:
+        waiting = self.line.waiting
+        task = self.enter(name, *vectors)
+        await until(lambda: self.line.waiting == waiting + 1)
+        return task
+
+
+async def test_the_line_moves_up_when_its_first_one_leaves() -> None:
+    crowd = Crowd(rows=2)
+    await crowd.enter("first", 1)
+    large = await crowd.wait_in_line("large", 2, 3)
+    small = await crowd.wait_in_line("small", 4)
     large.cancel()
     await asyncio.wait_for(small, 10)
-    assert held == {"first": ["first"], "large": [], "small": ["small"]}
-    assert line.ledger.used("bank_rows") == 2
+    assert crowd.held == {"first": ["first"], "large": [], "small": ["small"]}
+    assert crowd.line.ledger.used("bank_rows") == 2
+
+
+async def test_who_gave_up_in_the_same_moment_takes_no_room() -> None:
+    crowd = Crowd(rows=1)
+    await crowd.enter("first", 1)
+    gone = await crowd.wait_in_line("gone", 2)
+    next_one = await crowd.wait_in_line("next", 3)
+    gone.cancel()
+    crowd.line.leave(crowd.held["first"])
+    await asyncio.wait_for(next_one, 10)
+    assert crowd.held == {"first": [], "gone": [], "next": ["next"]}
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+
+
+async def test_all_whose_patience_ends_at_once_hear_why() -> None:
+    crowd = Crowd(rows=1, patience=0.05)
+    await crowd.enter("first", 1)
+    tasks = [crowd.enter(f"{number}", number) for number in range(2, 6)]
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(one) for one in outcomes] == [BankFull] * 4
+    assert crowd.line.waiting == 0

@@ -1,0 +1,116 @@
+"""What a check found, what it has to be, and whether it is; needs no GPU.
+
+Invariant: a value that is not a number is never what it has to be.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine.events import Dose
+
+Float = npt.NDArray[np.floating]
+
+SUMS = 1e-5
+"""Float32 sums of some thousand terms in another order, relative to the largest."""
+ROUNDED = 1e-2
+"""What is rounded to bfloat16: a unit in the last place is at most 2**-7 = 0.8 % of a value."""
+SEEN = 1.5e-2
+"""The least change of a stream for `ROUNDED` to tell that an op was not done. Ablating two of 4,096
+directions changes 2.2 %."""
+
+
+class Verdict(NamedTuple):
+    """One line of a check."""
+
+    value: object
+    """What was found, as JSON can say it."""
+    threshold: str
+    """What it has to be."""
+    ok: bool
+    """Whether it is."""
+
+
+Lines = Mapping[str, Verdict]
+"""Verdicts by what they are about."""
+
+
+def equal(value: object, wanted: object) -> Verdict:
+    """Exactly what is wanted."""
+    return Verdict(value, f"== {wanted}", value == wanted)
+
+
+def at_most(value: float, limit: float) -> Verdict:
+    """Not above a limit."""
+    return Verdict(float(value), f"<= {limit:g}", bool(value <= limit))
+
+
+def at_least(value: float, limit: float) -> Verdict:
+    """Not below a limit."""
+    return Verdict(float(value), f">= {limit:g}", bool(value >= limit))
+
+
+def near(value: float, wanted: float, tolerance: float) -> Verdict:
+    """Within a tolerance of what is wanted."""
+    ok = bool(abs(value - wanted) <= tolerance)
+    return Verdict(float(value), f"{wanted:g} +- {tolerance:g}", ok)
+
+
+def each(good: Collection[bool]) -> Verdict:
+    """All of some, and there are some."""
+    found, of = sum(map(bool, good)), len(good)
+    return Verdict(f"{found}/{of}", f"all of {of}", found == of > 0)
+
+
+def worst(one: Float, other: Float) -> float:
+    """The largest difference, relative to the largest value; NaN if there is one."""
+    return float(np.abs(one - other).max() / np.abs(one).max())
+
+
+def judge_op(name: str, x: Float, got: Float, want: Float, doses: Sequence[Dose]) -> Lines:
+    """Rows [n, W] and doses of an op.
+
+    Args:
+        name: what the op is called.
+        x: what it was given.
+        got: what it made of that.
+        want: what numpy makes of that.
+        doses: what was measured.
+    """
+    size = np.linalg.norm(want)
+    moved = np.linalg.norm(want - x, axis=1)
+    share = float((moved / np.linalg.norm(x, axis=1)).mean())
+    relative = sum(dose.relative for dose in doses)
+    return {
+        f"{name}: relative change in numpy": at_least(np.linalg.norm(want - x) / size, SEEN),
+        f"{name}: relative difference to numpy": at_most(
+            np.linalg.norm(got - want) / size, ROUNDED
+        ),
+        f"{name}: rows measured": equal([dose.rows for dose in doses], [len(x)]),
+        f"{name}: relative dose over numpy's": near(relative / len(x) / share, 1.0, 0.01),
+    }
+
+
+def conclude(results: Mapping[str, Lines], out: Path) -> int:
+    """Writes and prints the lines of each model; the exit status: 1 if one is not ok."""
+    out.write_text(
+        json.dumps(
+            {
+                model: {line: one._asdict() for line, one in lines.items()}
+                for model, lines in results.items()
+            },
+            indent=1,
+        )
+    )
+    verdicts = []
+    for model, lines in results.items():
+        for line, one in lines.items():
+            word = "ok" if one.ok else "FAILED"
+            print(f"{word:6} {model:10} {line}: {one.value} ({one.threshold})")
+            verdicts.append(one.ok)
+    print(f"{sum(verdicts)} of {len(verdicts)} as they have to be")
+    return 0 if verdicts and all(verdicts) else 1

@@ -1,0 +1,108 @@
+"""The check that runs on GPUs fails when a line of it does."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from rheostat_engine.events import Dose
+
+
+def _load() -> ModuleType:
+    path = Path(__file__).parents[2] / "gpu" / "verdicts.py"
+    spec = importlib.util.spec_from_file_location("gpu_verdicts", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+verdicts = _load()
+X = np.random.default_rng(0).normal(size=(40, 64))
+MOVED = X + 0.3 * np.random.default_rng(1).normal(size=(40, 64))
+
+
+def doses(rows: int = 40, times: float = 1.0) -> list[Dose]:
+    """What a site measures of `MOVED`, times a factor."""
+    norms = np.linalg.norm(MOVED - X, axis=1)
+    shares = times * norms / np.linalg.norm(X, axis=1)
+    return [Dose(0, 4, rows, float(norms.sum()), float(shares.sum()), float(shares.max()))]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (verdicts.equal("V2", "V2"), verdicts.equal("V1", "V2")),
+        (verdicts.equal([3], [3]), verdicts.equal([], [3])),
+        (verdicts.at_most(8.1e-7, 1e-2), verdicts.at_most(1.1e-2, 1e-2)),
+        (verdicts.at_most(0.0, 0.0), verdicts.at_most(math.nan, 1e-2)),
+        (verdicts.at_least(26, 1), verdicts.at_least(0, 1)),
+        (verdicts.near(1.009, 1.0, 0.01), verdicts.near(0.98, 1.0, 0.01)),
+        (verdicts.near(1.0, 1.0, 0.01), verdicts.near(math.nan, 1.0, 0.01)),
+        (verdicts.each([True] * 24), verdicts.each([True] * 23 + [False])),
+        (verdicts.each([True]), verdicts.each([])),
+    ],
+)
+def test_a_verdict_is_ok_where_the_value_keeps_to_the_threshold(
+    good: tuple[object, str, bool], bad: tuple[object, str, bool]
+) -> None:
+    assert (good[2], bad[2]) == (True, False)
+
+
+def test_an_op_that_does_what_it_should_is_ok_in_every_line() -> None:
+    lines = verdicts.judge_op("add", X, MOVED * (1 + 2**-8), MOVED, doses())
+    assert [one.ok for one in lines.values()] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "measured", "failing"),
+    [
+        (X, MOVED, doses(), "relative difference to numpy"),
+        (MOVED * np.nan, MOVED, doses(), "relative difference to numpy"),
+        (MOVED, MOVED, doses(times=1.02), "relative dose over numpy's"),
+        (MOVED, MOVED, doses(rows=39), "rows measured"),
+        (MOVED, MOVED, doses() * 2, "rows measured"),
+        (MOVED, MOVED, [], "rows measured"),
+        (X * 1.001, X * 1.001, doses(), "relative change in numpy"),
+    ],
+    ids=["not done", "nan", "dose", "rows", "twice", "not measured", "too little to see"],
+)
+def test_an_op_that_goes_wrong_fails(
+    got: np.ndarray, want: np.ndarray, measured: list[Dose], failing: str
+) -> None:
+    lines = verdicts.judge_op("add", X, got, want, measured)
+    assert not lines[f"add: {failing}"].ok
+
+
+@pytest.mark.parametrize(("found", "status"), [(24, 0), (23, 1)])
+def test_the_check_exits_1_if_a_line_fails_and_writes_every_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: int, status: int
+) -> None:
+    lines = {
+        "idle requests": verdicts.each([True] * found + [False] * (24 - found)),
+        "captured rows": verdicts.at_most(np.float32(0.0), 1e-2),
+    }
+    out = tmp_path / "check.json"
+    assert verdicts.conclude({"kernels": {}, "small": lines}, out) == status
+    assert json.loads(out.read_text()) == {
+        "kernels": {},
+        "small": {
+            "idle requests": {
+                "value": f"{found}/24",
+                "threshold": "all of 24",
+                "ok": not status,
+            },
+            "captured rows": {"value": 0.0, "threshold": "<= 0.01", "ok": True},
+        },
+    }
+    word = "FAILED" if status else "ok    "
+    assert f"{word} small      idle requests: {found}/24 (all of 24)\n" in capsys.readouterr().out
+
+
+def test_a_check_without_lines_has_not_passed(tmp_path: Path) -> None:
+    assert verdicts.conclude({}, tmp_path / "check.json") == 1
