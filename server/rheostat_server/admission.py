@@ -21,7 +21,7 @@ from rheostat_server.offload import offload
 from rheostat_server.planning import check_ranges, compile_plan
 from rheostat_server.prompts import Prompts, PromptTokens
 from rheostat_server.sampling import SamplingSettings, resolve_sampling
-from rheostat_server.selection import SelectionContext, needs_text
+from rheostat_server.selection import SelectionContext, needs_text, selector_work
 from rheostat_server.steering import (
     Draft,
     Intervention,
@@ -29,6 +29,7 @@ from rheostat_server.steering import (
     check_vectors,
     draft_steering,
     look_up,
+    sums_work,
 )
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
@@ -119,11 +120,13 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     )
     context = SelectionContext(prompt, sampling.max_tokens, desk.info.vocabulary)
     own = await resolve_steering(request.steering, desk, context, receipt_pb2.ORIGIN_REQUEST)
-    size = sum(spec.ByteSize() for spec in request.captures) + 4 * len(prompt.token_ids)
+    size = sum(spec.ByteSize() for spec in request.captures)
+    size += selector_work([spec.where for spec in request.captures], context)
     captures = await offload(size, resolve_captures, request.captures, desk.sites, context)
     server_wide = await resolve_global(desk, context)
     interventions = (*server_wide, *own)
-    check_sums(interventions, FloatType(desk.sites.dtype))
+    kind = FloatType(desk.sites.dtype)
+    await offload(sums_work(interventions), check_sums, interventions, kind)
     request_id = request_id or uuid.uuid4().hex
     compiled = await compile_plan(request_id, interventions, captures)
     baseline = None
@@ -159,7 +162,10 @@ async def resolve_steering(
     Raises:
         InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: one cannot be.
     """
-    size = steering.ByteSize() + 4 * context.prompt_len
+    selectors = [one.where for one in steering.interventions]
+    if context.prompt.text is None and any(map(needs_text, selectors)):
+        context = replace(context, prompt=await desk.prompts.read(context.prompt))
+    size = steering.ByteSize() + selector_work(selectors, context)
     drafts: list[Draft] = await offload(size, draft_steering, steering, desk.sites, context)
     found = look_up(drafts, desk.store, desk.sites, origin)
     await offload(directions.work([one.op for one in found]), check_vectors, drafts, found)
@@ -170,7 +176,9 @@ async def resolve_global(desk: Desk, context: SelectionContext) -> tuple[Interve
     """The server-wide interventions in a request."""
     if not desk.server_wide.ops:
         return ()
-    size = desk.server_wide.steering.ByteSize() + 4 * context.prompt_len
+    steering = desk.server_wide.steering
+    size = steering.ByteSize()
+    size += selector_work([one.where for one in steering.interventions], context)
     return await offload(size, desk.server_wide.resolve, context)
 
 
@@ -192,7 +200,7 @@ def _refuse_unserved(request: GenerateRequest) -> None:
 def _check_lora(name: str, known: Sequence[str]) -> None:
     if name and name not in known:
         raise LoraNotFound(
-            f"the server has {', '.join(known) if known else 'no adapters'}",
+            f"there is no adapter {name!r}: the server has {', '.join(known) or 'none'}",
             field="lora",
             resource=Resource("lora", name),
         )

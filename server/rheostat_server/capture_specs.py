@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat_engine import Capture, ModelSites, Site, Spans
@@ -13,11 +14,10 @@ from rheostat_server.selection import (
     EVERYTHING,
     Selection,
     SelectionContext,
-    clipped,
     resolve_selector,
-    united,
 )
 from rheostat_server.sites import resolve_sites
+from rheostat_server.spans import clipped, length, united
 from rheostat_server.tensors import FloatType, float_type
 
 
@@ -39,8 +39,7 @@ class ResolvedCapture:
 
     def payload_bytes(self, *, row_end: int, width: int) -> int:
         """Bytes of payload if every position below `row_end` that is known is computed."""
-        known = clipped(self.selection.known, 0, row_end)
-        positions = sum(end - start for start, end in known)
+        positions = length(clipped(self.selection.known, 0, row_end))
         return positions * len(self.sites) * width * self.kind.itemsize
 
 
@@ -61,16 +60,25 @@ def resolve_captures(
 
 def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
     """What the engine has to copy: every row once, however many captures ask for it."""
-    by_site: dict[int, list[tuple[int, int]]] = {}
-    for capture in captures:
+    asking: dict[int, list[int]] = {}
+    for number, capture in enumerate(captures):
         for index in capture.indices:
-            by_site.setdefault(index, []).extend(capture.selection.reach)
+            asking.setdefault(index, []).append(number)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, numbers in asking.items():
+        alike.setdefault(tuple(numbers), []).append(index)
     by_spans: dict[Spans, list[int]] = {}
-    for index in sorted(by_site):
-        spans = united(by_site[index])
+    for together, indices in alike.items():
+        spans = _reach([captures[number] for number in together])
         if spans:
-            by_spans.setdefault(spans, []).append(index)
-    return tuple(Capture(tuple(sites), spans) for spans, sites in by_spans.items())
+            by_spans.setdefault(spans, []).extend(indices)
+    found = [Capture(tuple(sorted(sites)), spans) for spans, sites in by_spans.items()]
+    return tuple(sorted(found, key=lambda one: one.sites))
+
+
+def _reach(captures: Sequence[ResolvedCapture]) -> Spans:
+    first, *others = dict.fromkeys(capture.selection.reach for capture in captures)
+    return united(chain(first, *others)) if others else first
 
 
 def _resolve(

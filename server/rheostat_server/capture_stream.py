@@ -6,7 +6,7 @@ positions. A position that one site has and another skipped is lost. Which gener
 selected by id is known here: the engine copies rows by position alone, and rows of others end here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import Rows, Site, Spans
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.limits import CHUNK_BYTES
-from rheostat_server.selection import subtracted, united
 from rheostat_server.sites import to_wire
+from rheostat_server.spans import edges, runs, subtracted, united
 from rheostat_server.tensors import FloatType, RawArray, encode_rows, stack_rows
 
 Positions = npt.NDArray[np.int32]
@@ -89,9 +89,7 @@ class _SpecRows:
         self._capture = capture
         self._held = held
         self._prompt_len = prompt_len
-        reach = capture.selection.reach
-        self._starts = np.array([start for start, _ in reach], dtype=np.int64)
-        self._ends = np.array([end for _, end in reach], dtype=np.int64)
+        self._starts, self._ends = capture.selection.edges
         self._waiting: dict[int, list[tuple[Positions, RawArray]]] = {
             site: [] for site in capture.indices
         }
@@ -172,8 +170,7 @@ class _SpecRows:
 
 def _within(positions: Positions, spans: Spans) -> npt.NDArray[np.bool_]:
     """Which of some positions lie in spans."""
-    starts = np.array([start for start, _ in spans], dtype=np.int64)
-    ends = np.array([end for _, end in spans], dtype=np.int64)
+    starts, ends = edges(spans)
     return np.searchsorted(starts, positions, side="right") > np.searchsorted(
         ends, positions, side="right"
     )
@@ -186,18 +183,16 @@ def _common(parts: Sequence[Positions]) -> Positions:
     return reduce(np.intersect1d, parts)
 
 
-def runs(positions: Positions) -> Spans:
-    """Ascending positions as half-open spans."""
-    if not len(positions):
-        return ()
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    pieces = np.split(positions, breaks)
-    return tuple((int(piece[0]), int(piece[-1]) + 1) for piece in pieces)
-
-
 def wire_runs(spans: Spans) -> list[types_pb2.PositionRun]:
     """Spans as messages."""
     return [types_pb2.PositionRun(start=start, count=end - start) for start, end in spans]
+
+
+def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
+    """Adds spans to a message's field, in which `add` makes one: five times quicker than a list."""
+    for start, end in spans:
+        run = add()
+        run.start, run.count = start, end - start
 
 
 def to_captured(

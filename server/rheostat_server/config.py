@@ -56,7 +56,8 @@ class ServerConfig:
     """Loads no tokenizer: token ids in, token ids out."""
 
     bank_bytes: int = 256 * _MIB
-    """Device memory for the rows that steering adds."""
+    """Device memory for what steering adds and acts along: three quarters hold rows that are added,
+    a quarter the float32 directions of `norm_add`, `ablate`, `clamp` and `scale`."""
 
     capture_bytes: int = 512 * _MIB
     """Device memory for the ring that captured rows pass through."""
@@ -75,7 +76,8 @@ class ServerConfig:
     """Captured bytes of one request that may wait for a slow reader; beyond, it fails."""
 
     capacity_wait: float = 30.0
-    """Seconds that a request waits for bank rows that others hold before it is refused."""
+    """Seconds that a request waits for what others hold before it is refused: bank rows,
+    directions, slots, steps, token rules, ruled pieces, captured rows per step."""
 
     drain_grace: float = 30.0
     """Seconds that running requests get to finish when the server is told to end."""

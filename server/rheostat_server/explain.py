@@ -7,15 +7,20 @@ from dataclasses import replace
 from rheostat._proto.v1 import generation_service_pb2, types_pb2
 from rheostat_engine import OPEN_END, BlockKeys, Plan, compose
 from rheostat_server.admission import Admitted
-from rheostat_server.capture_stream import wire_runs
+from rheostat_server.capture_stream import add_runs
 from rheostat_server.engine import EngineHost
 from rheostat_server.offload import offload
-from rheostat_server.planning import plan_work
-from rheostat_server.selection import Selection, clipped
+from rheostat_server.planning import plan_work, selection_work
+from rheostat_server.selection import Selection
 from rheostat_server.sites import to_wire
-from rheostat_server.steering import float32
+from rheostat_server.spans import clipped
+from rheostat_server.steering import Intervention
+from rheostat_server.tensors import float32
 
 _pb = generation_service_pb2
+
+_SITE_BYTES = 128
+"""What `offload` counts for a site that is named: one message or two."""
 
 
 async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb2.ExplainResponse:
@@ -25,16 +30,37 @@ async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb
         ResourceExhausted: it could never run.
     """
     plan = replace(admitted.plan, epoch=host.epoch)
-    keys = await offload(plan_work(plan), cache_keys, plan)
-    return _pb.ExplainResponse(
+    work = plan_work(plan) + explain_work(admitted)
+    answer = await offload(work, _explain, admitted, plan, host.sites.width)
+    answer.new_bank_rows = host.new_bank_rows(admitted)
+    return answer
+
+
+def explain_work(admitted: Admitted) -> int:
+    """Bytes that naming what a request selects and where it acts counts for; see `offload`."""
+    parts = [(one.op.sites, one.selection) for one in admitted.interventions]
+    parts += [(one.sites, one.selection) for one in admitted.captures]
+    return sum(_SITE_BYTES * len(sites) + selection_work(chosen) for sites, chosen in parts)
+
+
+def _explain(admitted: Admitted, plan: Plan, width: int) -> generation_service_pb2.ExplainResponse:
+    answer = _pb.ExplainResponse(
         prompt_tokens=admitted.prompt_len,
         prompt_token_ids=types_pb2.TokenIds(ids=admitted.prompt.token_ids),
-        interventions=_interventions(admitted),
-        captures=_captures(admitted, host.sites.width),
-        cache_keys=keys,
-        new_bank_rows=host.new_bank_rows(admitted),
+        cache_keys=cache_keys(plan),
         global_version=admitted.server_wide.version,
     )
+    end = admitted.context.row_end
+    for one in admitted.interventions:
+        _add_intervention(answer, one, end)
+    for spec, capture in enumerate(admitted.captures):
+        message = answer.captures.add(
+            spec=spec,
+            sites=[to_wire(site) for site in capture.sites],
+            bytes=capture.payload_bytes(row_end=end, width=width),
+        )
+        _select(message.selection, capture.selection, end)
+    return answer
 
 
 def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
@@ -61,41 +87,28 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
     return found
 
 
-def _selection(
-    selection: Selection, admitted: Admitted
-) -> generation_service_pb2.ResolvedSelection:
-    end = admitted.context.row_end
-    message = _pb.ResolvedSelection(positions=wire_runs(clipped(selection.known, 0, end)))
+def _add_intervention(
+    answer: generation_service_pb2.ExplainResponse, one: Intervention, end: int
+) -> None:
+    message = answer.interventions.add(
+        intervention=one.ref,
+        sites=[to_wire(site) for site in one.op.sites],
+        digests=[vector.digest for vector in one.op.vectors],
+        doses=[
+            _pb.SiteDose(site=to_wire(site), norm=float32(dose))
+            for site, dose in zip(one.op.sites, one.op.doses, strict=False)
+        ],
+    )
+    _select(message.selection, one.selection, end)
+
+
+def _select(
+    message: generation_service_pb2.ResolvedSelection, selection: Selection, end: int
+) -> None:
+    """Says which tokens before a position are selected."""
+    message.SetInParent()
+    add_runs(message.positions.add, clipped(selection.known, 0, end))
     for one in selection.conditions:
         if clipped(one.spans, 0, end):
             ids = message.token_ids if one.among else message.excluded_token_ids
             ids.extend(one.tokens)
-    return message
-
-
-def _interventions(admitted: Admitted) -> list[generation_service_pb2.ResolvedIntervention]:
-    return [
-        _pb.ResolvedIntervention(
-            intervention=one.ref,
-            sites=[to_wire(site) for site in one.op.sites],
-            selection=_selection(one.selection, admitted),
-            digests=[vector.digest for vector in one.op.vectors],
-            doses=[
-                _pb.SiteDose(site=to_wire(site), norm=float32(dose))
-                for site, dose in zip(one.op.sites, one.op.doses, strict=False)
-            ],
-        )
-        for one in admitted.interventions
-    ]
-
-
-def _captures(admitted: Admitted, width: int) -> list[generation_service_pb2.ResolvedCapture]:
-    return [
-        _pb.ResolvedCapture(
-            spec=spec,
-            sites=[to_wire(site) for site in capture.sites],
-            selection=_selection(capture.selection, admitted),
-            bytes=capture.payload_bytes(row_end=admitted.context.row_end, width=width),
-        )
-        for spec, capture in enumerate(admitted.captures)
-    ]

@@ -8,6 +8,7 @@ fails is none. Each change is seen through to its end, whoever stops waiting for
 import asyncio
 import errno
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import ParamSpec, TypeVar
 
@@ -43,13 +44,16 @@ class VectorKeeper:
                 with names than the store has room for.
         """
         vectors, names = await asyncio.to_thread(files.read)
+        by_digest: defaultdict[bytes, dict[str, Name]] = defaultdict(dict)
+        for name, label in names.items():
+            by_digest[label.digest][name] = label
         for vector, stored_at in vectors:
             if vector.width != width:
                 raise VectorDirFailed(
                     f"{files.folder} holds vectors of width {vector.width}, but the model's stream "
                     f"has {width}: give each model its own --vector-dir"
                 )
-            labels = {n: label for n, label in names.items() if label.digest == vector.digest}
+            labels = by_digest[vector.digest]
             try:
                 self._store.restore(vector, stored_at, labels)
             except StoreFull as error:

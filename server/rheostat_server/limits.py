@@ -11,6 +11,9 @@ TENSOR_MESSAGE_BYTES = 16 * MIB
 VECTOR_BYTES = 64 * MIB
 """Largest vector in an upload."""
 
+UPLOADED_BYTES = 512 * MIB
+"""Bytes of vectors that all uploads on their way together may have."""
+
 INLINE_VECTOR_BYTES = 8 * MIB
 """Largest vector inside a request."""
 

@@ -1,6 +1,7 @@
 """LoRA adapters that a server is started with.
 
 Invariant: an adapter that can't be read stops the start by name; what is served was there then.
+Configs are read here, weights by vLLM when its engine has come up (`vllm_backend`).
 """
 
 import json

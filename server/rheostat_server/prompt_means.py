@@ -34,8 +34,8 @@ from rheostat_server.errors import (
 from rheostat_server.generation import run
 from rheostat_server.offload import offload
 from rheostat_server.sample import Response
-from rheostat_server.selection import clipped
 from rheostat_server.sites import to_wire
+from rheostat_server.spans import clipped, length
 from rheostat_server.tensors import FloatArray
 
 
@@ -48,7 +48,7 @@ class Reading:
     sites: tuple[Site, ...]
     """The same, resolved."""
     where: selector_pb2.Selector
-    """Which tokens, none of them generated; see `prompt_selector`."""
+    """Which tokens; see `prompt_selector`."""
     lora: str
     """Adapter; empty: none."""
 
@@ -63,7 +63,9 @@ class PromptMean(NamedTuple):
 
 
 def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selector:
-    """A selector that reaches the prompt alone; the last prompt token for None.
+    """A selector that names no generated tokens; the last prompt token for None.
+
+    It need not exclude them: the only token that a prompt's request generates has no row.
 
     Raises:
         EmptySelector: it has no range.
@@ -81,8 +83,7 @@ def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selecto
                 "prompts alone are contrasted, nothing is generated after them",
                 field=f"where.include[{index}].{kind}",
             )
-    generated = selector_pb2.Range(phase=types_pb2.PHASE_GENERATED)
-    return selector_pb2.Selector(include=where.include, exclude=[*where.exclude, generated])
+    return where
 
 
 async def read_prompt(
@@ -149,15 +150,14 @@ def _selected(admitted: Admitted, where: selector_pb2.Selector) -> int:
     Raises:
         InvalidPosition: there are none, or a window reaches past the prompt.
     """
-    length = admitted.prompt_len
+    end = admitted.prompt_len
     for index, one in enumerate(where.include):
-        if one.HasField("positions") and one.positions.end > length:
+        if one.HasField("positions") and one.positions.end > end:
             raise InvalidPosition(
-                f"the window ends at {one.positions.end}, the prompt at {length}",
+                f"the window ends at {one.positions.end}, the prompt at {end}",
                 field=f"where.include[{index}].positions.end",
             )
-    spans = clipped(admitted.captures[0].selection.known, 0, length)
-    count = sum(end - start for start, end in spans)
+    count = length(clipped(admitted.captures[0].selection.known, 0, end))
     if not count:
         raise InvalidPosition("no token of the prompt is selected", field="where")
     return count

@@ -9,8 +9,9 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from rheostat._proto.v1 import generation_service_pb2, types_pb2
 from rheostat_server import checks
@@ -41,7 +42,7 @@ PromptMessage = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class PromptTokens:
     """A prompt as the engine gets it."""
 
@@ -69,6 +70,8 @@ class Prompts:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._model_tokens = model_tokens
+        self._read: WeakKeyDictionary[PromptTokens, PromptTokens] = WeakKeyDictionary()
+        """Prompts of token ids with their text, for as long as the prompts are somebody's."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     @property
@@ -107,11 +110,11 @@ class Prompts:
                 )
             ids = tuple(message.token_ids.ids)
             checks.token_ids(ids, self._vocabulary, "token_ids.ids")
+            prompt = PromptTokens(ids, kind, None, None)
             if not with_text:
-                return PromptTokens(ids, kind, None, None)
-            tokenizer = self._required(kind)
-            text, places = await self._run(lambda: decode_with_offsets(tokenizer, ids))
-            return PromptTokens(ids, kind, text, places)
+                return prompt
+            self._required(kind)
+            return await self.read(prompt)
         tokenizer = self._required(kind)
         if kind == "text":
             if not message.text:
@@ -131,6 +134,16 @@ class Prompts:
                 field=kind,
             )
         return PromptTokens(encoded.token_ids, kind, text, encoded.offsets)
+
+    async def read(self, prompt: PromptTokens) -> PromptTokens:
+        """A prompt with its text and where its tokens stand in it, as far as that can be told."""
+        tokenizer, ids = self._tokenizer, prompt.token_ids
+        if prompt.text is not None or tokenizer is None:
+            return prompt
+        if prompt not in self._read:
+            text, places = await self._run(lambda: decode_with_offsets(tokenizer, ids))
+            self._read[prompt] = replace(prompt, text=text, offsets=places)
+        return self._read[prompt]
 
     def _check_length(self, text: str, field: str) -> None:
         limit = PROMPT_TOKEN_BYTES * self._model_tokens

@@ -1,33 +1,42 @@
 """The receipt: what the engine says that it did, under the names that the request used."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from rheostat._proto.v1 import receipt_pb2
-from rheostat_engine import OPEN_END, Act, Dose, Released, Spans
+from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission import Admitted
-from rheostat_server.capture_stream import wire_runs
+from rheostat_server.capture_stream import add_runs
+from rheostat_server.planning import selection_work
 from rheostat_server.sample import Sample
-from rheostat_server.selection import united
 from rheostat_server.sites import to_wire
-from rheostat_server.steering import Intervention, float32
+from rheostat_server.spans import length, united
+from rheostat_server.steering import Intervention
+from rheostat_server.tensors import float32
+
+_SITE_BYTES = 256
+"""What `offload` counts for a site: two messages."""
 
 
 def receipt_work(admitted: Admitted, samples: Sequence[Sample]) -> int:
-    """Bytes of tokens that `write_receipt` may go over."""
+    """Bytes that `write_receipt` counts for; see `offload`."""
+    longest = max(samples, key=lambda sample: len(sample.amendments))
+    parts = [one for period in _periods(admitted, longest) for one in period.acting]
+    work = sum(_SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in parts)
     tokens = sum(len(sample.tokens) for sample in samples)
-    return 4 * tokens * (len(admitted.interventions) + len(admitted.captures))
+    return len(samples) * work + 4 * tokens * (len(parts) + len(admitted.captures))
 
 
 def write_receipt(admitted: Admitted, samples: Sequence[Sample]) -> receipt_pb2.Receipt:
     """The receipt of a request whose samples are done."""
     ended = [sample.released for sample in samples if sample.released is not None]
-    return receipt_pb2.Receipt(
+    receipt = receipt_pb2.Receipt(
         request_id=admitted.request_id,
         prompt_tokens=admitted.prompt_len,
         generated_tokens=sum(len(sample.tokens) for sample in samples),
-        interventions=[_applied(record) for record in _records(admitted, samples)],
         captures=_captures(admitted, samples),
         cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
         recomputed_tokens=sum(released.recomputed for released in ended),
@@ -35,21 +44,43 @@ def write_receipt(admitted: Admitted, samples: Sequence[Sample]) -> receipt_pb2.
         global_version=admitted.server_wide.version,
         updates=len({one.update_id for sample in samples for one in sample.amendments}),
     )
+    for record in _records(admitted, samples):
+        _apply(receipt.interventions.add(intervention=record.ref), record)
+    return receipt
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True)
+class _Part:
     """An intervention in one sample, at the positions between two changes of its steering."""
 
     sample: Sample
     released: Released
     intervention: Intervention
-    act: Act
-    doses: Sequence[Dose]
+    sites: frozenset[int]
+    """Where it has an act."""
+    doses: Mapping[int, Dose]
+    """What it did at its sites, as far as that was measured."""
     start: int
     end: int
 
-    def held(self, start: int, end: int) -> Spans:
-        """The selected positions of [start, end)."""
+    @cached_property
+    def computed(self) -> Spans:
+        """The positions that the sample computed under it."""
+        start, end = self.released.computed
+        return self._held(start, min(end, self.sample.row_end))
+
+    @cached_property
+    def cached(self) -> Spans:
+        """The selected positions that came from the prefix cache."""
+        start, end = self.released.computed
+        return self._held(0, min(start, end, self.sample.row_end))
+
+    @cached_property
+    def surplus(self) -> int:
+        """Rows that were computed beyond the sample's last one."""
+        return length(self._held(self.sample.row_end, self.released.computed[1]))
+
+    def _held(self, start: int, end: int) -> Spans:
         return self.sample.held(
             self.intervention.selection, max(start, self.start), min(end, self.end)
         )
@@ -70,21 +101,22 @@ def _records(admitted: Admitted, samples: Sequence[Sample]) -> list[_Record]:
     for sample in samples:
         if sample.released is None:
             continue
-        doses: dict[int, list[Dose]] = {}
+        doses: dict[int, dict[int, Dose]] = {}
         for dose in sample.released.doses:
-            doses.setdefault(dose.act, []).append(dose)
+            doses.setdefault(dose.act, {})[dose.site] = dose
         index = 0
-        for interventions, update_id, start, end in _periods(admitted, sample):
-            for one in interventions:
+        for acting, update_id, start, end in _periods(admitted, sample):
+            for one in acting:
                 ref = one.ref
                 if one.origin == receipt_pb2.ORIGIN_UPDATE:
                     ref.update_id = update_id
                 key = (one.origin, one.index, ref.update_id)
                 record = found.setdefault(key, _Record(one, ref))
                 if one.act is not None:
-                    mine = doses.get(index, [])
+                    mine = doses.get(index, {})
+                    sites = frozenset(site for site, _ in one.act.rows)
                     record.parts.append(
-                        _Part(sample, sample.released, one, one.act, mine, start, end)
+                        _Part(sample, sample.released, one, sites, mine, start, end)
                     )
                     index += 1
     return list(found.values())
@@ -93,7 +125,7 @@ def _records(admitted: Admitted, samples: Sequence[Sample]) -> list[_Record]:
 class _Period(NamedTuple):
     """What acted on some positions of a sample."""
 
-    interventions: Sequence[Intervention]
+    acting: Sequence[Intervention]
     update_id: int
     start: int
     end: int
@@ -108,18 +140,14 @@ def _periods(admitted: Admitted, sample: Sample) -> Iterator[_Period]:
         yield _Period(amendment.interventions, amendment.update_id, amendment.first, end)
 
 
-def _applied(record: _Record) -> receipt_pb2.AppliedIntervention:
-    """One intervention; it has no rows where it would not have changed a bit."""
+def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
+    """Says what an intervention did; it has no rows where it would not have changed a bit."""
     op = record.intervention.op
-    message = receipt_pb2.AppliedIntervention(
-        intervention=record.ref,
-        digests=[vector.digest for vector in op.vectors],
-        rows=_rows(record.parts),
-    )
+    message.digests.extend(vector.digest for vector in op.vectors)
+    _add_rows(message, record.parts)
     for site in op.sites:
         applied = message.sites.add(site=to_wire(site))
         _measure(applied, site.index, record.parts)
-    return message
 
 
 def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]) -> None:
@@ -128,58 +156,33 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     A step that ran on after the sample had ended is measured with the others; its rows are none of
     the request's.
     """
-    acting = [part for part in parts if any(at == site for at, _ in part.act.rows)]
+    acting = [part for part in parts if site in part.sites]
     if not all(part.released.measured for part in acting):
-        applied.rows = sum(_count(_computed(part)) for part in acting)
+        applied.rows = sum(length(part.computed) for part in acting)
         return
-    doses = [dose for part in acting for dose in part.doses if dose.site == site]
+    doses = [part.doses[site] for part in acting if site in part.doses]
     rows = sum(dose.rows for dose in doses)
-    applied.rows = max(0, rows - sum(_surplus(part) for part in acting))
+    applied.rows = max(0, rows - sum(part.surplus for part in acting))
     if applied.rows:
         applied.dose.norm = float32(sum(dose.change for dose in doses) / rows)
         applied.dose.relative_mean = float32(sum(dose.relative for dose in doses) / rows)
         applied.dose.relative_max = float32(max(dose.relative_max for dose in doses))
 
 
-def _rows(parts: Sequence[_Part]) -> list[receipt_pb2.AppliedRows]:
+def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) -> None:
     by_sample: dict[int, list[_Part]] = {}
     for part in parts:
         by_sample.setdefault(part.sample.index, []).append(part)
-    return [
-        receipt_pb2.AppliedRows(
-            sample=sample,
-            positions=wire_runs(united(span for part in mine for span in _computed(part))),
-            cached_positions=wire_runs(united(span for part in mine for span in _cached(part))),
-        )
-        for sample, mine in sorted(by_sample.items())
-    ]
-
-
-def _computed(part: _Part) -> Spans:
-    """The positions that the sample computed under it."""
-    start, end = part.released.computed
-    return part.held(start, min(end, part.sample.row_end))
-
-
-def _cached(part: _Part) -> Spans:
-    """The selected positions that came from the prefix cache."""
-    start, end = part.released.computed
-    return part.held(0, min(start, end, part.sample.row_end))
-
-
-def _surplus(part: _Part) -> int:
-    """Rows that were computed beyond the sample's last one."""
-    return _count(part.held(part.sample.row_end, part.released.computed[1]))
-
-
-def _count(spans: Spans) -> int:
-    return sum(end - start for start, end in spans)
+    for sample, mine in sorted(by_sample.items()):
+        rows = message.rows.add(sample=sample)
+        add_runs(rows.positions.add, united(chain.from_iterable(part.computed for part in mine)))
+        add_runs(rows.cached_positions.add, united(chain.from_iterable(p.cached for p in mine)))
 
 
 def _captures(admitted: Admitted, samples: Sequence[Sample]) -> list[receipt_pb2.CaptureReceipt]:
     receipts = []
     for spec, capture in enumerate(admitted.captures):
-        rows = sum(_count(sample.captures.delivered(spec)) for sample in samples)
+        rows = sum(length(sample.captures.delivered(spec)) for sample in samples)
         sites = [receipt_pb2.CapturedSite(site=to_wire(site), rows=rows) for site in capture.sites]
         receipts.append(receipt_pb2.CaptureReceipt(spec=spec, sites=sites))
     return receipts

@@ -26,13 +26,16 @@ from rheostat_server.errors import (
     NotImplementedHere,
     RheostatError,
 )
-from rheostat_server.limits import CONTROL_MESSAGE_BYTES
+from rheostat_server.limits import CONTROL_MESSAGE_BYTES, OFFLOAD_BYTES
 from rheostat_server.status import DETAILS_KEY, to_status
 
 _LOG = logging.getLogger(__name__)
 
 _OURS = "/rheostat.v1."
 _CONTROL = "/rheostat.v1.EngineService/"
+
+_LOGGED = 400
+"""Characters of a refusal's text in the log; clients choose parts of it."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -96,7 +99,7 @@ def _wrapped(
 ) -> "grpc.RpcMethodHandler[Request, Response]":
     decode, encode = handler.request_deserializer, handler.response_serializer
     if decode is not None:
-        decode = _lenient(decode)
+        decode = _lenient(_lean(decode) if handler.request_streaming else decode)
     if handler.unary_unary is not None:
         one = _unary(method, cast(Unary[Request, Response], handler.unary_unary), calls)
         return grpc.unary_unary_rpc_method_handler(one, decode, encode)
@@ -164,6 +167,25 @@ def _lenient(decode: Callable[[bytes], Request]) -> Callable[[bytes], Request]:
     return read
 
 
+def _lean(decode: Callable[[bytes], Request]) -> Callable[[bytes], Request]:
+    """Reads a message that nothing but its known fields makes large.
+
+    gRPC holds a stream's last message until the next one comes, and a message its unknown fields.
+    """
+
+    def read(data: bytes) -> Request:
+        request = decode(data)
+        if len(data) > OFFLOAD_BYTES and isinstance(request, Message):
+            request.DiscardUnknownFields()
+            if request.ByteSize() < len(data):
+                copy = type(request)()
+                copy.CopyFrom(request)
+                return copy
+        return request
+
+    return read
+
+
 def _readable(request: Request) -> Request:
     """A request, or a stream of requests, that raises where `_lenient` could not read one.
 
@@ -215,7 +237,7 @@ def _check_size(method: str, request: object) -> None:
 async def _abort(method: str, context: AnyContext[Request, Response], error: Exception) -> NoReturn:
     if isinstance(error, RheostatError):
         known = error
-        _LOG.info("%s refused: %s: %s", method, known.reason, known.message)
+        _LOG.info("%s refused: %s: %s", method, known.reason, _one_line(known.message))
     else:
         incident = uuid.uuid4().hex[:12]
         _LOG.error("%s failed, incident %s", method, incident, exc_info=error)
@@ -228,3 +250,8 @@ async def _abort(method: str, context: AnyContext[Request, Response], error: Exc
     await context.abort(
         code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
     )
+
+
+def _one_line(text: str) -> str:
+    """A text's beginning, with spaces for line breaks and whatever else does not print."""
+    return "".join(c if c.isprintable() else " " for c in text[:_LOGGED])

@@ -5,7 +5,7 @@ unite, excludes subtract and win, an absent selector is every token. The prompt'
 so only generated positions are ever conditional.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,7 +24,12 @@ from rheostat_server.errors import (
     SpanNotFound,
 )
 from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES
+from rheostat_server.prompt_index import PromptIndex
 from rheostat_server.prompts import PromptTokens
+from rheostat_server.spans import Edges, clipped, edges, joined, subtracted, united
+
+_TOKEN_BYTES = 4
+"""What `offload` counts for a token that a range may name."""
 
 
 @dataclass(frozen=True)
@@ -52,47 +57,9 @@ class SelectionContext:
         return self.prompt_len + self.max_tokens - 1
 
     @cached_property
-    def positions_by_token(self) -> dict[int, list[int]]:
-        """Where each token id stands in the prompt."""
-        found: dict[int, list[int]] = {}
-        for position, token in enumerate(self.prompt.token_ids):
-            found.setdefault(token, []).append(position)
-        return found
-
-
-def united(spans: Iterable[tuple[int, int]]) -> Spans:
-    """The union: ascending, disjoint, not touching. Empty spans vanish."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(span for span in spans if span[0] < span[1]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return tuple(merged)
-
-
-def subtracted(spans: Spans, holes: Spans) -> Spans:
-    """The spans less the holes; both as `united` gives them."""
-    left: list[tuple[int, int]] = []
-    next_hole = 0
-    for start, end in spans:
-        while next_hole < len(holes) and holes[next_hole][1] <= start:
-            next_hole += 1
-        at, hole = start, next_hole
-        while hole < len(holes) and holes[hole][0] < end:
-            if at < holes[hole][0]:
-                left.append((at, holes[hole][0]))
-            at = holes[hole][1]
-            hole += 1
-        if at < end:
-            left.append((at, end))
-    return tuple(left)
-
-
-def clipped(spans: Spans, start: int, end: int) -> Spans:
-    """The part of the spans in [start, end)."""
-    pairs = ((max(a, start), min(b, end)) for a, b in spans)
-    return tuple((a, b) for a, b in pairs if a < b)
+    def index(self) -> PromptIndex:
+        """Finds token ids and texts in the prompt."""
+        return PromptIndex(self.prompt, self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -104,16 +71,21 @@ class Selection:
     conditions: tuple[Condition, ...] = ()
     """Further generated positions, selected only under some tokens; apart from all others."""
 
-    @property
+    @cached_property
     def reach(self) -> Spans:
         """Every position that may be selected."""
-        return united((*self.spans, *(span for one in self.conditions for span in one.spans)))
+        return joined(self.spans, [span for one in self.conditions for span in one.spans])
 
-    @property
+    @cached_property
+    def edges(self) -> Edges:
+        """The edges of `reach`."""
+        return edges(self.reach)
+
+    @cached_property
     def known(self) -> Spans:
         """Positions that are selected unless a token forbids it."""
-        barred = (one.spans for one in self.conditions if not one.among)
-        return united((*self.spans, *(span for spans in barred for span in spans)))
+        barred = [one.spans for one in self.conditions if not one.among]
+        return joined(self.spans, [span for spans in barred for span in spans])
 
     @cached_property
     def _token_sets(self) -> tuple[frozenset[int], ...]:
@@ -129,7 +101,7 @@ class Selection:
             start: first position.
             end: one past the last.
         """
-        found = list(clipped(self.spans, start, end))
+        found = []
         known = prompt_len + len(generated)
         for one, ids in zip(self.conditions, self._token_sets, strict=True):
             found += [
@@ -138,7 +110,7 @@ class Selection:
                 for position in range(a, b)
                 if (generated[position - prompt_len] in ids) == one.among
             ]
-        return united(found)
+        return joined(clipped(self.spans, start, end), found)
 
 
 EVERYTHING = Selection(((0, OPEN_END),))
@@ -185,6 +157,12 @@ def needs_text(selector: selector_pb2.Selector) -> bool:
     return any(r.WhichOneof("kind") == "text" for r in (*selector.include, *selector.exclude))
 
 
+def selector_work(selectors: Sequence[selector_pb2.Selector], context: SelectionContext) -> int:
+    """Bytes that resolving selectors goes over: each range may name any token of the prompt."""
+    ranges = sum(len(one.include) + len(one.exclude) for one in selectors)
+    return _TOKEN_BYTES * (ranges + 1) * context.prompt_len
+
+
 class _Union(NamedTuple):
     """What ranges name: positions, and ids of generated tokens."""
 
@@ -195,17 +173,21 @@ class _Union(NamedTuple):
 def _unite(ranges: Sequence[selector_pb2.Range], context: SelectionContext, path: str) -> _Union:
     seen: set[int] = set()
     spans = united(
-        span
-        for index, one in enumerate(ranges)
-        for span in _resolve_range(one, context, f"{path}[{index}]", seen)
+        [
+            span
+            for index, one in enumerate(ranges)
+            for span in _resolve_range(one, context, f"{path}[{index}]", seen)
+        ]
     )
+    if seen:
+        spans = joined(context.index.tokens(seen), spans)
     return _Union(spans, frozenset(seen))
 
 
 def _resolve_range(
     one: selector_pb2.Range, context: SelectionContext, path: str, seen: set[int]
 ) -> Iterator[tuple[int, int]]:
-    """The spans of a range; of token ids, which join `seen`, those of the prompt, and only once."""
+    """The spans of a range; token ids have none and join `seen`."""
     kind = checks.required(
         one.WhichOneof("kind"), path, "phase, positions, generated, token_ids and text"
     )
@@ -224,11 +206,7 @@ def _resolve_range(
         ids = one.token_ids.ids
         checks.at_most(len(ids), RANGE_TOKEN_IDS, field, "token ids")
         checks.token_ids(ids, context.vocabulary, join(field, "ids"))
-        fresh = set(ids) - seen
-        seen |= fresh
-        for token in fresh:
-            for position in context.positions_by_token.get(token, ()):
-                yield (position, position + 1)
+        seen.update(ids)
     else:
         yield _span(one.text, context, field)
 
@@ -260,10 +238,7 @@ def _no_window(start: int, end: int, context: SelectionContext) -> tuple[str, st
     if first >= past:
         return "", f"positions {first} to {past} hold none; the prompt has {length} tokens"
     if first >= context.row_end:
-        return "", (
-            f"position {first} is never an input: the prompt has {length} tokens and at most "
-            f"{context.max_tokens} are generated, the last of which is none"
-        )
+        return "", _never_an_input(first, context)
     return None
 
 
@@ -274,9 +249,16 @@ def _generated(
         raise InvalidPosition("the window of generated tokens is empty", field=path)
     start = min(context.prompt_len + window.start, OPEN_END)
     end = min(context.prompt_len + window.end, OPEN_END) if window.HasField("end") else OPEN_END
-    if start >= end and not context.server_wide:
-        raise InvalidPosition("no request has so many tokens", field=path)
+    if start >= context.row_end and not context.server_wide:
+        raise InvalidPosition(_never_an_input(start, context), field=path)
     return start, end
+
+
+def _never_an_input(position: int, context: SelectionContext) -> str:
+    return (
+        f"position {position} is never an input: the prompt has {context.prompt_len} tokens and at "
+        f"most {context.max_tokens} are generated, the last of which is none"
+    )
 
 
 def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tuple[int, int]:
@@ -289,27 +271,24 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
             "server-wide steering has no prompt to find a text in; select token ids or positions",
             field=path,
         )
-    text, offsets = context.prompt.text, context.prompt.offsets
-    if text is None or offsets is None:
+    index = context.index
+    if not index.has_places:
         raise NotSupported(
             "where this prompt's tokens stand in its text is not known; select positions",
             field=path,
         )
+    starts = index.occurrences(span.text)
     wanted = span.occurrence if span.HasField("occurrence") else 0
-    count = text.count(span.text)
-    if wanted >= count:
-        raise SpanNotFound(f"the prompt holds the text {count} times", field=path)
-    if count > 1 and not span.HasField("occurrence"):
+    if wanted >= len(starts):
+        raise SpanNotFound(f"the prompt holds the text {len(starts)} times", field=path)
+    if len(starts) > 1 and not span.HasField("occurrence"):
         raise SpanAmbiguous(
-            f"the prompt holds the text {count} times; choose an occurrence",
+            f"the prompt holds the text {len(starts)} times; choose an occurrence",
             field=path,
-            metadata={"occurrences": str(count)},
+            metadata={"occurrences": str(len(starts))},
         )
-    start = text.find(span.text)
-    for _ in range(wanted):
-        start = text.find(span.text, start + len(span.text))
-    end = start + len(span.text)
-    held = [p for p, (a, b) in enumerate(offsets) if a < end and b > start and a < b]
-    if not held:
+    start = int(starts[wanted])
+    held = index.holding(start, start + len(span.text))
+    if held is None:
         raise SpanNotFound("no token of the prompt holds a character of the text", field=path)
-    return held[0], held[-1] + 1
+    return held

@@ -1,5 +1,7 @@
 """From an error to the google.rpc.Status that travels in a call's trailing metadata."""
 
+from itertools import islice
+
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
@@ -18,19 +20,27 @@ DOMAIN = "rheostat"
 DETAILS_KEY = "grpc-status-details-bin"
 """Key of the trailing metadata that holds the status."""
 
-_TEXT_LIMIT = 512
-"""Characters of a text; statuses travel as headers, which gRPC limits to some KiB in all."""
+# Statuses travel as headers, of which gRPC takes 8 KiB in all. There a byte of the message becomes
+# three if it has to be escaped, and details grow by a third. A message is in up to three details.
+_MESSAGE_BYTES = 512
+_NAME_BYTES = 256
+_METADATA_BYTES = 128
+_METADATA_ENTRIES = 4
 
 
 def to_status(error: RheostatError) -> status_pb2.Status:
     """The status of an error.
 
     Details are an ErrorInfo, then, as far as they apply: BadRequest, PreconditionFailure,
-    ResourceInfo, RetryInfo.
+    ResourceInfo, RetryInfo. Texts are cut so that the status fits into a call's metadata.
     """
-    message, field = error.message[:_TEXT_LIMIT], error.field[:_TEXT_LIMIT]
+    message, field = _cut(error.message, _MESSAGE_BYTES), _cut(error.field, _NAME_BYTES)
+    metadata = {
+        _cut(key, _METADATA_BYTES): _cut(value, _METADATA_BYTES)
+        for key, value in islice(error.metadata.items(), _METADATA_ENTRIES)
+    }
     details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     ]
     if field:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -45,8 +55,8 @@ def to_status(error: RheostatError) -> status_pb2.Status:
     if error.resource is not None and isinstance(error, NotFound | AlreadyExists):
         details.append(
             error_details_pb2.ResourceInfo(
-                resource_type=error.resource.kind,
-                resource_name=error.resource.name[:_TEXT_LIMIT],
+                resource_type=_cut(error.resource.kind, _NAME_BYTES),
+                resource_name=_cut(error.resource.name, _NAME_BYTES),
                 description=message,
             )
         )
@@ -58,6 +68,11 @@ def to_status(error: RheostatError) -> status_pb2.Status:
     return status_pb2.Status(
         code=number, message=message, details=[_packed(detail) for detail in details]
     )
+
+
+def _cut(text: str, limit: int) -> str:
+    """As much of a text as `limit` bytes hold."""
+    return text.encode(errors="replace")[:limit].decode(errors="ignore")
 
 
 def _packed(message: Message) -> any_pb2.Any:

@@ -5,15 +5,15 @@ thread; `look_up` finds the vectors in the store, on the event loop; `check_vect
 and may run on a thread again.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
+from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple
 
 from rheostat._proto.v1 import receipt_pb2, steering_pb2
-from rheostat_engine import Act, ModelSites
+from rheostat_engine import Act, ModelSites, Site
 from rheostat_server import checks, directions
 from rheostat_server.checks import join
 from rheostat_server.errors import MissingField, NonFinite, NotSupported, VectorShape
@@ -25,6 +25,12 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
 
 INTERVENTION_PATH = "steering.interventions"
+
+_EXACT = 16
+"""Spans of an addition up to which each is looked at by itself when sums are checked."""
+
+_SITE_BYTES = 64
+"""What `offload` counts for a site at which something is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,34 +121,89 @@ def check_vectors(drafts: Sequence[Draft], interventions: Sequence[Intervention]
         directions.check_independent(intervention.op, vector_paths(draft))
 
 
+def sums_work(interventions: Sequence[Intervention]) -> int:
+    """Bytes that `check_sums` counts for; see `offload`."""
+    return _SITE_BYTES * sum(len(one.op.sites) for one in interventions)
+
+
 def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
     """Refuses sums that could leave the range of the dtype in which the engine holds them.
 
+    What is added to different tokens is no sum. An addition of more than `_EXACT` spans counts as
+    if it held every position from its first to its last.
+
     Raises:
-        NonFinite: one could; the path is that of the addend that is too much.
+        NonFinite: one could; the path is that of an addend that is too much.
     """
-    reached: dict[int, float] = {}
-    server_wide: set[int] = set()
-    for one in interventions:
-        op = one.op
-        if op.op != receipt_pb2.OP_ADD:
+    adding: dict[int, list[_Addend]] = {}
+    for number, one in enumerate(interventions):
+        if one.op.op == receipt_pb2.OP_ADD:
+            (vector,) = one.op.vectors
+            for site, (row,) in zip(one.op.sites, one.op.rows, strict=True):
+                addend = _Addend(number, one, site, abs(one.op.scale) * vector.peaks[row])
+                adding.setdefault(site.index, []).append(addend)
+    excesses = [
+        _excess(addends, kind.largest)
+        for addends in adding.values()
+        if not _sum(addends) < kind.largest
+    ]
+    if not any(excesses):
+        return
+    addends = min(filter(None, excesses), key=lambda addends: addends[-1].number)
+    last = addends[-1]
+    beside = ""
+    if last.own and not all(addend.own for addend in addends):
+        beside = " together with what server-wide steering adds there"
+    raise NonFinite(
+        f"what is added at {last.site.point.value} {last.site.layer} reaches {_sum(addends):.4g}"
+        f"{beside}, which is not finite in the model's {kind.value}",
+        field=join(last.intervention.op.path, "scale"),
+    )
+
+
+class _Addend(NamedTuple):
+    """What an intervention adds at a site."""
+
+    number: int
+    """Which intervention."""
+    intervention: Intervention
+    site: Site
+    peak: float
+    """Its largest magnitude."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is not server-wide steering's."""
+        return self.intervention.origin != receipt_pb2.ORIGIN_GLOBAL
+
+
+def _sum(addends: Sequence[_Addend]) -> float:
+    return sum(addend.peak for addend in addends)
+
+
+def _excess(addends: Sequence[_Addend], largest: float) -> list[_Addend]:
+    """The first addends, in their order, that meet somewhere and reach `largest`; empty if none."""
+    edges: list[tuple[int, bool, _Addend]] = []
+    for addend in addends:
+        reach = addend.intervention.selection.reach
+        if len(reach) > _EXACT:
+            reach = ((reach[0][0], reach[-1][1]),)
+        for start, end in reach:
+            edges += [(end, False, addend), (start, True, addend)]
+    held: dict[int, _Addend] = {}
+    total = 0.0
+    for _, begins, addend in sorted(edges, key=itemgetter(0, 1)):
+        if not begins:
+            total -= held.pop(addend.number).peak
             continue
-        (vector,) = op.vectors
-        for site, (row,) in zip(op.sites, op.rows, strict=True):
-            added = abs(op.scale) * vector.peaks[row]
-            total = reached.get(site.index, 0.0) + added
-            reached[site.index] = total
-            if one.origin == receipt_pb2.ORIGIN_GLOBAL:
-                server_wide.add(site.index)
-            if not total < kind.largest:
-                beside = ""
-                if site.index in server_wide and one.origin != receipt_pb2.ORIGIN_GLOBAL:
-                    beside = " together with what server-wide steering adds there"
-                raise NonFinite(
-                    f"what is added at {site.point.value} {site.layer} reaches {total:.4g}{beside},"
-                    f" which is not finite in the model's {kind.value}",
-                    field=join(op.path, "scale"),
-                )
+        held[addend.number] = addend
+        total += addend.peak
+        if not total < largest:
+            meeting = [held[number] for number in sorted(held)]
+            sums = accumulate(one.peak for one in meeting)
+            needed = sum(1 for reached in sums if reached < largest)
+            return meeting[: needed + 1]
+    return []
 
 
 def _draft(
@@ -207,9 +268,3 @@ def _vector(draft: VectorDraft, store: VectorStore, model: ModelSites, layers: i
             metadata={"expected": str(layers), "got": str(vector.rows)},
         )
     return vector
-
-
-def float32(value: float) -> float:
-    """A number as a float field can hold it: rounded, and at most the largest finite float32."""
-    limit = float(np.finfo(np.float32).max)
-    return min(float(value), limit) if math.isfinite(value) else limit

@@ -72,6 +72,12 @@ _OVERFLOW = {
 }
 
 
+def float32(value: float) -> float:
+    """A number as a float field can hold it: rounded, and at most the largest finite float32."""
+    limit = float(np.finfo(np.float32).max)
+    return min(float(value), limit) if math.isfinite(value) else limit
+
+
 def float_type(dtype: int, path: str) -> FloatType:
     """The float type that a wire value names.
 

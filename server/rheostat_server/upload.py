@@ -1,9 +1,13 @@
-"""An upload of one vector: a header, chunks, and a check that they are what the header says."""
+"""Uploads of vectors: a header, chunks, and a check that they are what the header says.
+
+Invariants: all uploads together hold at most `UPLOADED_BYTES` of elements, from the header until
+the vector is stored or refused; what is kept of a header holds nothing else of its message.
+"""
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple
 
 from rheostat._proto.v1 import steering_service_pb2
@@ -14,12 +18,13 @@ from rheostat_server.errors import (
     InvalidValue,
     MessageTooLarge,
     MissingField,
+    QueueFull,
     RheostatError,
     StoreFull,
     TruncatedUpload,
     VectorShape,
 )
-from rheostat_server.limits import CHUNK_BYTES, LAYERS, VECTOR_BYTES
+from rheostat_server.limits import CHUNK_BYTES, LAYERS, UPLOADED_BYTES, VECTOR_BYTES
 from rheostat_server.offload import offload
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vectors import Vector, make_vector, vector_rows
@@ -31,6 +36,10 @@ _POINTS = 5
 _PATIENCE = 1.0
 """Seconds for which a refused upload is read on."""
 
+_RETRY = 1.0
+
+Messages = AsyncIterator[steering_service_pb2.PutVectorsRequest]
+
 
 class Upload(NamedTuple):
     """A vector and what was said of it."""
@@ -39,31 +48,89 @@ class Upload(NamedTuple):
     vector: Vector
 
 
-async def receive(
-    messages: AsyncIterator[steering_service_pb2.PutVectorsRequest], width: int, capacity: int
-) -> Upload:
-    """Reads an upload to its end, also one that is refused.
+class Uploads:
+    """Receives the uploads of a server."""
 
-    Python's asyncio gRPC reports a write that finds the call ended as INTERNAL, and loses the
-    status that ended it. So a refusal waits, for a moment, until its sender has written.
+    def __init__(self) -> None:
+        """None is on its way."""
+        self._held = 0
+        self._making = asyncio.Lock()
 
-    Args:
-        messages: the header, then chunks.
-        width: W of the model.
-        capacity: bytes of the store.
+    @asynccontextmanager
+    async def receive(self, messages: Messages, width: int, capacity: int) -> AsyncIterator[Upload]:
+        """Reads an upload to its end, also one that is refused. It has room within the context.
 
-    Raises:
-        InvalidArgument: the upload is not what its header says.
-        ResourceExhausted: it is too large.
-    """
-    try:
-        return await _receive(messages, width, capacity)
-    except RheostatError:
-        await _read_on(messages)
-        raise
+        Python's asyncio gRPC reports a write that finds the call ended as INTERNAL, and loses the
+        status that ended it. So a refusal waits, for a moment, until its sender has written.
+
+        Args:
+            messages: the header, then chunks.
+            width: W of the model.
+            capacity: bytes of the store.
+
+        Raises:
+            InvalidArgument: the upload is not what its header says.
+            ResourceExhausted: it is too large, or other uploads leave too little room.
+        """
+        with ExitStack() as room:
+            try:
+                header = await _read_header(messages, width, capacity)
+                room.enter_context(self._room(header.total_bytes))
+                vector = await self._read_vector(header, messages)
+            except RheostatError:
+                await _read_on(messages)
+                raise
+            yield Upload(header, vector)
+
+    @contextmanager
+    def _room(self, size: int) -> Iterator[None]:
+        if self._held + size > UPLOADED_BYTES:
+            raise QueueFull(
+                f"{size} bytes are to be uploaded; other uploads leave "
+                f"{UPLOADED_BYTES - self._held} of {UPLOADED_BYTES}",
+                field="header.total_bytes",
+                retry_after=_RETRY,
+            )
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+
+    async def _read_vector(
+        self, header: steering_service_pb2.VectorHeader, messages: Messages
+    ) -> Vector:
+        data = bytearray()
+        async for message in messages:
+            if _part(message) == "header":
+                raise InvalidValue("only the first message is a header", field="header")
+            _append(data, message.chunk, header.total_bytes)
+        if len(data) < header.total_bytes:
+            raise TruncatedUpload(
+                f"{len(data)} of {header.total_bytes} bytes came", field="header.total_bytes"
+            )
+        # Making a vector takes several times its bytes for a moment.
+        async with self._making:
+            vector = await offload(len(data), _make, header, data)
+        if header.digest and header.digest != vector.digest:
+            raise DigestMismatch(
+                f"the bytes have the digest {vector.digest.hex()}", field="header.digest"
+            )
+        return vector
 
 
-async def _read_on(messages: AsyncIterator[steering_service_pb2.PutVectorsRequest]) -> None:
+async def _read_header(
+    messages: Messages, width: int, capacity: int
+) -> steering_service_pb2.VectorHeader:
+    async for message in messages:
+        if _part(message) != "header":
+            raise MissingField("the first message is the header", field="header")
+        _check_header(message.header, width, capacity)
+        return _detached(message.header)
+    raise TruncatedUpload("the upload ended without a header", field="header")
+
+
+async def _read_on(messages: Messages) -> None:
     left = VECTOR_BYTES
     with suppress(TimeoutError, RheostatError):
         async with asyncio.timeout(_PATIENCE):
@@ -73,36 +140,22 @@ async def _read_on(messages: AsyncIterator[steering_service_pb2.PutVectorsReques
                     return
 
 
-async def _receive(
-    messages: AsyncIterator[steering_service_pb2.PutVectorsRequest], width: int, capacity: int
-) -> Upload:
-    header: steering_service_pb2.VectorHeader | None = None
-    data = bytearray()
-    async for message in messages:
-        part = checks.required(message.WhichOneof("part"), "", "header and chunk")
-        if header is None:
-            if part != "header":
-                raise MissingField("the first message is the header", field="header")
-            header = message.header
-            _check_header(header, width, capacity)
-        elif part == "header":
-            raise InvalidValue("only the first message is a header", field="header")
-        else:
-            _append(data, message.chunk, header.total_bytes)
-    if header is None:
-        raise TruncatedUpload("the upload ended without a header", field="header")
-    if len(data) < header.total_bytes:
-        raise TruncatedUpload(
-            f"{len(data)} of {header.total_bytes} bytes came", field="header.total_bytes"
-        )
+def _part(message: steering_service_pb2.PutVectorsRequest) -> str:
+    return checks.required(message.WhichOneof("part"), "", "header and chunk")
+
+
+def _detached(header: steering_service_pb2.VectorHeader) -> steering_service_pb2.VectorHeader:
+    """A copy of the known fields; any part of a message keeps all of it in memory."""
+    header.DiscardUnknownFields()
+    copy = steering_service_pb2.VectorHeader()
+    copy.CopyFrom(header)
+    return copy
+
+
+def _make(header: steering_service_pb2.VectorHeader, data: bytearray) -> Vector:
     kind = float_type(header.dtype, "header.dtype")
-    rows = header.shape[0]
-    vector = await offload(len(data), make_vector, kind, rows, width, bytes(data), "chunk")
-    if header.digest and header.digest != vector.digest:
-        raise DigestMismatch(
-            f"the bytes have the digest {vector.digest.hex()}", field="header.digest"
-        )
-    return Upload(header, vector)
+    rows, width = header.shape
+    return make_vector(kind, rows, width, bytes(data), "chunk")
 
 
 def check_label(name: str, description: str, path: str) -> None:

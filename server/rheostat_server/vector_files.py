@@ -20,7 +20,7 @@ from google.protobuf import json_format
 from safetensors import SafetensorError, TensorSpec, deserialize, safe_open, serialize
 
 from rheostat._proto.v1 import types_pb2
-from rheostat_server.errors import NonFinite, VectorDirFailed
+from rheostat_server.errors import NonFinite, NotSupported, VectorDirFailed
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, Vector, make_vector
 
@@ -80,6 +80,7 @@ class VectorFiles:
                 ) from error
             raise _unusable(folder, error) from error
         self._open = True
+        self._left: Mapping[str, Name] | None = None
 
     def close(self) -> None:
         """Gives the folder up."""
@@ -92,8 +93,8 @@ class VectorFiles:
     def read(self) -> Contents:
         """All that the folder holds.
 
-        Damaged files are set aside, names without a vector dropped, and what a write left that
-        never ended is deleted.
+        Damaged files are set aside, and what a write left that never ended is deleted. Names
+        without a vector are dropped; they leave the disk before the next vector comes to it.
 
         Raises:
             VectorDirFailed: a file cannot be read, or the names are not what was written.
@@ -113,10 +114,13 @@ class VectorFiles:
                     name, label.digest.hex(), self.folder,
                 )  # fmt: skip
         kept = {name: label for name, label in names.items() if label.digest in there}
+        self._left = kept if len(kept) < len(names) else None
         return Contents(vectors, kept)
 
     def write(self, vector: Vector, stored_at: float) -> None:
-        """Returns once the vector is on the disk. Raises OSError if it is not."""
+        """Returns once the vector is on the disk. Raises as `write_names`."""
+        if self._left is not None:
+            self.write_names(self._left)
         held = np.frombuffer(vector.data, np.uint8)
         tensor = TensorSpec(
             dtype=vector.kind.value,
@@ -132,7 +136,12 @@ class VectorFiles:
         (self.folder / _file_name(digest)).unlink(missing_ok=True)
 
     def write_names(self, names: Mapping[str, Name]) -> None:
-        """Returns once the disk has these names and no others. Raises OSError if it has not."""
+        """Returns once the disk has these names and no others.
+
+        Raises:
+            OSError: the folder cannot be written, and is as it was.
+            NotSupported: the folder cannot be written, and may have changed.
+        """
         said = {
             name: {
                 "digest": label.digest.hex(),
@@ -142,20 +151,19 @@ class VectorFiles:
             for name, label in sorted(names.items())
         }
         self._replace(_NAMES, json.dumps(said, ensure_ascii=False, indent=1).encode())
+        self._left = None
 
     def _replace(self, name: str, data: bytes) -> None:
-        part = self.folder / f".{name}.part"
-        try:
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self.folder / name)
-        finally:
-            part.unlink(missing_ok=True)
+        path = self.folder / name
+        before = path.read_bytes() if path.exists() else None
         folder = os.open(self.folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            _move_in(data, path)
+            try:
+                os.fsync(folder)
+            except OSError as error:
+                _move_back(before, path, error)
+                raise
         finally:
             os.close(folder)
 
@@ -192,6 +200,38 @@ class VectorFiles:
                 f"{path} is not what a server writes ({error}): mend it, or move it away to start "
                 "without names"
             ) from error
+
+
+def _move_in(data: bytes, path: Path) -> None:
+    """Puts a file in place, whole, or raises OSError and changes nothing."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _move_back(before: bytes | None, path: Path, reason: OSError) -> None:
+    """Gives a file the content that it had before, or takes it away if it was not there.
+
+    Raises:
+        NotSupported: it stays as it is.
+    """
+    try:
+        if before is None:
+            path.unlink()
+        else:
+            _move_in(before, path)
+    except OSError as error:
+        _LOG.error("%s was written, but perhaps not for good: %s", path, reason)
+        raise NotSupported(
+            f"the server's --vector-dir cannot be written ({reason.strerror or reason}); a restart "
+            "may bring the change"
+        ) from error
 
 
 def _file_name(digest: bytes) -> str:

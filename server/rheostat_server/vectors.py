@@ -25,6 +25,7 @@ from rheostat_server.errors import (
     VectorShape,
 )
 from rheostat_server.limits import NAMES, VECTOR_ROWS
+from rheostat_server.listing import FIRST, Key, Listing
 from rheostat_server.tensors import FloatType, widen
 
 _RETRY = 1.0
@@ -148,6 +149,7 @@ class VectorStore:
         self._named: Counter[bytes] = Counter()
         self._users: Counter[bytes] = Counter()
         self._kept: Counter[bytes] = Counter()
+        self._listing = Listing()
         self._used = 0
 
     def follow(self, on_evict: Callable[[bytes], None]) -> None:
@@ -192,6 +194,7 @@ class VectorStore:
             return True
         self._make_room(vector.size)
         self._vectors[vector.digest] = vector
+        self._listing.add("", vector.digest)
         self._stored_at[vector.digest] = time.time()
         self._used += vector.size
         return False
@@ -206,9 +209,12 @@ class VectorStore:
         before = self._names.get(name)
         existed = self.put(vector)
         self._names[name] = label
-        self._named[vector.digest] += 1
         if before is not None:
-            self._unname(before.digest)
+            self._unname(name, before.digest)
+        if not self._named[vector.digest]:
+            self._listing.remove("", vector.digest)
+        self._named[vector.digest] += 1
+        self._listing.add(name, vector.digest)
         moved = before is not None and before.digest != vector.digest
         return PutResult(existed, before.digest if before is not None and moved else b"")
 
@@ -289,7 +295,7 @@ class VectorStore:
         """
         label = self.named(name, path)
         del self._names[name]
-        self._unname(label.digest)
+        self._unname(name, label.digest)
         return label.digest
 
     def pin(self, vector: Vector) -> None:
@@ -332,20 +338,13 @@ class VectorStore:
         """The line of one vector under a name, or under none if `name` is empty."""
         return self._entry(name, self.get(digest, path))
 
-    def entries(self, prefix: str) -> list[Entry]:
-        """Every name that begins with `prefix`, then by digest; with no prefix the unnamed too."""
-        lines = [
-            self._entry(name, self._vectors[label.digest])
-            for name, label in self._names.items()
-            if name.startswith(prefix)
-        ]
-        if not prefix:
-            lines += [
-                self._entry("", vector)
-                for digest, vector in self._vectors.items()
-                if not self._named[digest]
-            ]
-        return sorted(lines, key=lambda line: (line.name, line.vector.digest))
+    def entries(self, prefix: str, after: Key = FIRST) -> Iterator[Entry]:
+        """Every name that begins with `prefix`, then by digest; with no prefix the unnamed too.
+
+        Those after a key, of the store as it is while they are taken.
+        """
+        for name, digest in self._listing.after(after, prefix):
+            yield self._entry(name, self._vectors[digest])
 
     def _entry(self, name: str, vector: Vector) -> Entry:
         return Entry(
@@ -356,10 +355,12 @@ class VectorStore:
             self._users[vector.digest],
         )
 
-    def _unname(self, digest: bytes) -> None:
+    def _unname(self, name: str, digest: bytes) -> None:
+        self._listing.remove(name, digest)
         self._named[digest] -= 1
         if not self._named[digest]:
             del self._named[digest]
+            self._listing.add("", digest)
 
     def _make_room(self, size: int) -> None:
         free = self.capacity - self._used
@@ -387,6 +388,7 @@ class VectorStore:
 
     def _evict(self, digest: bytes) -> None:
         self._used -= self._vectors.pop(digest).size
+        self._listing.remove("", digest)
         del self._stored_at[digest]
         for tell in self._on_evict:
             tell(digest)

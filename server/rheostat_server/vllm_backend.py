@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import zmq
 
@@ -13,10 +13,11 @@ from rheostat_engine import EXTRA_ARG, Act, Event, ModelSites, Plan, WorkerChann
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
+from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.vectors import Vector
-from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel
+from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _HEARTBEAT = 1.0
 
@@ -40,14 +43,16 @@ async def start_backend(config: ServerConfig) -> "VllmBackend":
 
     Raises:
         ModelNotFound: there is no such model.
-        EngineFailed: vLLM did not come up.
+        EngineFailed: vLLM did not come up, or cannot load an adapter.
     """
     loaded = await asyncio.to_thread(load_engine, config)
     try:
+        for lora in loaded.loras.values():
+            await load_lora(loaded.llm, lora)
         reports = await ask_workers(loaded.llm, "rheostat_describe")
         sites = ModelSites.from_reports(cast(list[Mapping[str, object]], reports))
         return VllmBackend(config, loaded, sites)
-    except (EngineLost, ValueError, zmq.ZMQError) as error:
+    except (EngineFailed, EngineLost, ValueError, zmq.ZMQError) as error:
         await asyncio.to_thread(loaded.llm.shutdown)
         remove_channel(loaded.settings)
         raise EngineFailed(str(error)) from error
@@ -185,12 +190,7 @@ class VllmBackend:
         self._lost(_LOST)
 
     def _lora(self, name: str) -> "LoRARequest | None":
-        from vllm.lora.request import LoRARequest
-
-        if not name:
-            return None
-        lora = self._loaded.loras[name]
-        return LoRARequest(lora.name, lora.number, lora.path)
+        return _lora_request(self._loaded.loras[name]) if name else None
 
     def _sampling_params(self, job: Job) -> "SamplingParams":
         from vllm import SamplingParams
@@ -221,13 +221,39 @@ class VllmBackend:
         )
 
 
+async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:
+    """Loads an adapter into every worker.
+
+    Requests would load it too, but within a step, where a failure takes the engine with it.
+
+    Raises:
+        EngineFailed: it cannot be loaded.
+    """
+    try:
+        await _answered(llm, llm.add_lora(_lora_request(lora)))
+    except Exception as error:  # vLLM hands whatever the worker raised on as this
+        raise EngineFailed(
+            f"vLLM cannot load the adapter {lora.name} from {lora.path}: {what_happened(error)}. "
+            "Mend it, or start without it"
+        ) from error
+
+
 async def ask_workers(llm: "AsyncLLM", method: str, *args: object) -> object:
-    """Calls a method of every worker. An answer that a dead engine owes is not waited for.
+    """Calls a method of every worker.
 
     Raises:
         EngineLost: the engine is gone.
     """
-    answer = asyncio.ensure_future(llm.collective_rpc(method, args=args))
+    return await _answered(llm, llm.collective_rpc(method, args=args))
+
+
+async def _answered(llm: "AsyncLLM", call: Awaitable[T]) -> T:
+    """What a call of the engine gives. An answer that a dead engine owes is not waited for.
+
+    Raises:
+        EngineLost: the engine is gone.
+    """
+    answer = asyncio.ensure_future(call)
     try:
         while not answer.done():
             await asyncio.wait({answer}, timeout=_HEARTBEAT)
@@ -236,6 +262,12 @@ async def ask_workers(llm: "AsyncLLM", method: str, *args: object) -> object:
         return answer.result()
     finally:
         answer.cancel()
+
+
+def _lora_request(lora: Lora) -> "LoRARequest":
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora.name, lora.number, lora.path)
 
 
 def _payload(vectors: Sequence[Vector]) -> dict[str, tuple[tuple[int, int], bytes]]:

@@ -107,14 +107,14 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
         return _load(config, path, loras)
     except OSError as error:
         raise ModelNotFound(
-            f"cannot read the model {config.model}: {_what_happened(error)}"
+            f"cannot read the model {config.model}: {what_happened(error)}"
         ) from error
     except Exception as error:  # vLLM and torch raise all kinds; each means that nothing came up
         text = str(error)
         if "Invalid repository ID or local directory" in text:
             raise ModelNotFound(f"there is no model {config.model}") from error
         raise EngineFailed(
-            f"vLLM could not start with the model {config.model}: {_what_happened(error)}"
+            f"vLLM could not start with the model {config.model}: {what_happened(error)}"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -233,7 +233,8 @@ def _logger_factory(counter: QueueCounter) -> "type[StatLoggerBase]":
     return Logger
 
 
-def _what_happened(error: Exception) -> str:
+def what_happened(error: Exception) -> str:
+    """An error of vLLM's, in a line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -4,18 +4,20 @@ import base64
 import binascii
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import NamedTuple
+from itertools import islice
 
 from google.protobuf import timestamp_pb2
 
 from rheostat._proto.v1 import steering_service_pb2, steering_service_pb2_grpc
 from rheostat_server import checks
 from rheostat_server.derivation import Derivations
+from rheostat_server.engine import EngineHost
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.listing import FIRST, Key
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
-from rheostat_server.upload import receive
+from rheostat_server.upload import Upload, Uploads
 from rheostat_server.vectors import Entry, Name
 
 _pb = steering_service_pb2
@@ -31,6 +33,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         """A service of the server in this state."""
         self._readiness = readiness
         self._derivations = Derivations()
+        self._uploads = Uploads()
 
     async def PutVectors(
         self,
@@ -39,17 +42,9 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     ) -> steering_service_pb2.PutVectorsResponse:
         """Stores one vector."""
         host = self._readiness.host()
-        header, vector = await receive(request_iterator, host.sites.width, host.store.capacity)
-        if not header.name:
-            existed = await host.keeper.put(vector)
-            return _pb.PutVectorsResponse(digest=vector.digest, existed=existed)
-        label = Name(
-            vector.digest, header.description, header.sites if header.HasField("sites") else None
-        )
-        result = await host.keeper.put_named(vector, header.name, label)
-        return _pb.PutVectorsResponse(
-            digest=vector.digest, existed=result.existed, previous_digest=result.previous
-        )
+        arriving = self._uploads.receive(request_iterator, host.sites.width, host.store.capacity)
+        async with arriving as upload:
+            return await _store(upload, host)
 
     async def ListVectors(
         self, request: steering_service_pb2.ListVectorsRequest, context: Context
@@ -59,14 +54,13 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         if not 1 <= size <= _LARGEST_PAGE:
             raise InvalidValue(f"must be 1 to {_LARGEST_PAGE}", field="page_size")
         store = self._readiness.host().store
-        entries = store.entries(request.name_prefix)
-        if request.page_token:
-            after = _parse_token(request.page_token)
-            entries = [e for e in entries if (e.name, e.vector.digest) > after]
-        page = entries[:size]
+        after = _parse_token(request.page_token) if request.page_token else FIRST
+        entries = store.entries(request.name_prefix, after)
+        page = list(islice(entries, size))
+        more = next(entries, None) is not None
         return _pb.ListVectorsResponse(
             vectors=[_info(entry) for entry in page],
-            next_page_token=_token(page[-1]) if len(entries) > size else "",
+            next_page_token=_token(page[-1]) if more else "",
             used_bytes=store.used_bytes,
             capacity_bytes=store.capacity,
         )
@@ -79,6 +73,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         kind = checks.required(request.WhichOneof("ref"), "", "digest and name")
         name, digest = request.name, request.digest
         if kind == "name":
+            checks.matches(name, checks.VECTOR_NAME, "name")
             digest = store.named(name, "name").digest
         elif len(digest) != hashlib.sha256().digest_size:
             raise InvalidValue("a digest has 32 bytes", field="digest")
@@ -92,7 +87,9 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.DeleteNameRequest, context: Context
     ) -> steering_service_pb2.DeleteNameResponse:
         """Takes a name off its vector."""
-        digest = await self._readiness.host().keeper.delete_name(request.name, "name")
+        keeper = self._readiness.host().keeper
+        checks.matches(request.name, checks.VECTOR_NAME, "name")
+        digest = await keeper.delete_name(request.name, "name")
         return _pb.DeleteNameResponse(digest=digest)
 
     async def DeriveVectors(
@@ -120,9 +117,17 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         return response
 
 
-class _Key(NamedTuple):
-    name: str
-    digest: bytes
+async def _store(upload: Upload, host: EngineHost) -> steering_service_pb2.PutVectorsResponse:
+    header, vector = upload
+    if not header.name:
+        existed = await host.keeper.put(vector)
+        return _pb.PutVectorsResponse(digest=vector.digest, existed=existed)
+    sites = header.sites if header.HasField("sites") else None
+    label = Name(vector.digest, header.description, sites)
+    result = await host.keeper.put_named(vector, header.name, label)
+    return _pb.PutVectorsResponse(
+        digest=vector.digest, existed=result.existed, previous_digest=result.previous
+    )
 
 
 def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
@@ -149,7 +154,7 @@ def _token(last: Entry) -> str:
     return base64.urlsafe_b64encode(last.vector.digest + last.name.encode()).decode()
 
 
-def _parse_token(token: str) -> _Key:
+def _parse_token(token: str) -> Key:
     size = hashlib.sha256().digest_size
     try:
         raw = base64.b64decode(token, altchars=b"-_", validate=True)
@@ -158,4 +163,4 @@ def _parse_token(token: str) -> _Key:
         raise InvalidValue("is not a token of this server", field="page_token") from error
     if len(raw) < size:
         raise InvalidValue("is not a token of this server", field="page_token")
-    return _Key(name, raw[:size])
+    return Key(name, raw[:size])

@@ -119,6 +119,10 @@ def window(start: int | None = None, end: int | None = None) -> selector_pb2.Ran
     return selector_pb2.Range(positions=selector_pb2.Window(start=start, end=end))
 
 
+def generated(start: int | None = None, end: int | None = None) -> selector_pb2.Range:
+    return selector_pb2.Range(generated=selector_pb2.GeneratedWindow(start=start, end=end))
+
+
 PROMPT = selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)
 GENERATED = selector_pb2.Range(phase=types_pb2.PHASE_GENERATED)
 

@@ -17,7 +17,20 @@ from rheostat_server.vectors import make_vector
 
 from .desks import admitted, desk, named, refused, stored
 from .fakes import INFO, LAYERS, PARALLEL, SITES, VOCABULARY, WIDTH, CharTokenizer
-from .messages import ONES, PROMPT, add, capture, request, selector, site_set, span, tensor, window
+from .messages import (
+    GENERATED,
+    ONES,
+    PROMPT,
+    add,
+    capture,
+    request,
+    selector,
+    site_set,
+    span,
+    tensor,
+    token_range,
+    window,
+)
 
 PRE, MID, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_MID, types_pb2.POINT_RESID_POST
 Sampling = generation_pb2.Sampling
@@ -182,6 +195,45 @@ def test_sums_at_one_site_must_be_finite_in_the_models_dtype() -> None:
     )
     elsewhere = add(large, sites=site_set(POST, layers=[0]))
     assert admitted(request(steer=[add(large), elsewhere]), half).interventions != ()
+
+
+HALF = desk(replace(SITES, dtype="float16"))
+LARGE = tensor(np.full((1, WIDTH), 40_000.0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (selector(window(0, 1)), selector(window(1, 3))),
+        (selector(PROMPT), selector(GENERATED)),
+        (selector(token_range(10)), selector(token_range(11), exclude=[GENERATED])),
+        (selector(window(1, 2)), selector(window(0, 1), window(2, 3))),
+    ],
+)
+def test_what_is_added_to_different_tokens_is_no_sum(one, other) -> None:
+    steer = [add(LARGE, where=one), add(LARGE, where=other)]
+    assert len(admitted(request(steer=steer), HALF).interventions) == 2
+    for again in steer:
+        assert refused(request(steer=[*steer, again]), HALF) == (
+            errors.NonFinite,
+            "steering.interventions[2].add.scale",
+        )
+
+
+def test_what_is_added_to_no_token_is_in_no_sum() -> None:
+    nowhere = add(LARGE, where=selector(PROMPT, exclude=[PROMPT]))
+    assert admitted(request(steer=[nowhere, add(LARGE), nowhere]), HALF).plan.acts
+
+
+def test_only_what_meets_is_in_the_sum_that_a_refusal_tells() -> None:
+    steer = [
+        add(LARGE, where=selector(window(0, 1))),
+        add(LARGE, where=selector(window(1, 2))),
+        add(LARGE, scale=0.75, where=selector(window(1, 3))),
+    ]
+    with pytest.raises(errors.NonFinite, match=r"resid_post 1 reaches 7e\+04, which") as caught:
+        admitted(request(steer=steer), HALF)
+    assert caught.value.field == "steering.interventions[2].add.scale"
 
 
 def test_without_a_tokenizer_only_token_ids_are_taken() -> None:

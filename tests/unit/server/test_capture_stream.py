@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from rheostat._proto.v1 import types_pb2
 from rheostat_engine import OPEN_END, Condition, Point, Rows, Site
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import Block, CaptureStream, runs, to_captured
+from rheostat_server.capture_stream import Block, CaptureStream, to_captured
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.selection import Selection
+from rheostat_server.spans import runs
 from rheostat_server.tensors import FloatType
 
 PRE1, POST0, POST1 = (

@@ -141,6 +141,7 @@ async def test_rows_of_a_prompt_are_averaged_and_norms_are_of_single_rows(starte
         (selector(span("ab")), ([97, 98], [97, 98])),
         (selector(exclude=[token_range(97), window(end=1)]), ([98], [98, 99])),
         (selector(window(1, 3), exclude=[GENERATED]), ([97, 97], [97, 98])),
+        (selector(exclude=[token_range(97), *[window(end=1)] * 1023]), ([98], [98, 99])),
     ],
 )
 async def test_a_selector_is_resolved_against_each_prompt(starter, where, picked) -> None:

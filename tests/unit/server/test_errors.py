@@ -1,4 +1,7 @@
+import base64
 import inspect
+import string
+import urllib.parse
 
 import grpc
 import pytest
@@ -6,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from rheostat._proto.v1 import errors_pb2
 from rheostat_server import errors
-from rheostat_server.status import to_status
+from rheostat_server.status import DETAILS_KEY, to_status
 
 LEAVES = [
     kind
@@ -103,6 +106,29 @@ def test_waiting_is_advised_with_a_retry_info() -> None:
     assert retry.retry_delay.ToMilliseconds() == 1500
 
 
-def test_texts_are_cut_so_that_they_fit_into_headers() -> None:
-    status = to_status(errors.InvalidValue("x" * 10_000, field="y" * 10_000))
-    assert len(status.SerializeToString()) < 4096
+@pytest.mark.parametrize("letter", ["x", "\n", "ä", "語", "\N{GRINNING FACE}"])
+@pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
+def test_no_status_exceeds_what_grpc_takes_of_headers(kind, letter: str) -> None:
+    long = letter * 10_000
+    error = kind(
+        long,
+        field=long,
+        metadata={f"{n}{long}": long for n in range(9)},
+        resource=errors.Resource(long, long),
+        retry_after=1.5,
+    )
+    status = to_status(error)
+    escaped = urllib.parse.quote(status.message, safe=string.ascii_letters)
+    trailers = {
+        "grpc-status": str(status.code),
+        "grpc-message": escaped,
+        DETAILS_KEY: base64.b64encode(status.SerializeToString()).decode(),
+        "content-type": "application/grpc",
+    }
+    assert sum(len(key) + len(value) + 32 for key, value in trailers.items()) < 8192
+    assert status.message == letter * (512 // len(letter.encode()))
+
+
+def test_a_short_text_is_not_cut() -> None:
+    text = "ä" * 256
+    assert to_status(errors.InvalidValue(text)).message == text

@@ -113,8 +113,7 @@ async def test_what_was_set_holds_with_digests_a_version_and_a_time(running) -> 
 
 
 async def test_a_range_of_layers_that_holds_has_an_end(running) -> None:
-    steer = add()
-    steer.sites.range.start = 1
+    (steer := add()).sites.range.start = 1
     await set_global(running, steer)
     (one,) = (await held(running)).steering.interventions
     assert (one.sites.range.start, one.sites.range.stop) == (1, running.host.sites.num_layers)
@@ -377,7 +376,7 @@ async def test_what_a_request_alone_makes_impossible_is_not_blamed_on_it(
     running, monkeypatch
 ) -> None:
     await set_global(running, add())
-    monkeypatch.setattr(planning, "_LOOKS", 0)
+    monkeypatch.setattr(planning, "MAX_EFFORT", 0)
     refusal = await running.client.refusal(request(steer=[add(where=selector(window(0, 1)))]))
     assert refusal.message.startswith("the selectors cut the request")
 

@@ -88,6 +88,31 @@ async def test_what_was_put_is_there_after_a_restart(begin) -> None:
     assert await again.keeper.put(vector(1))
 
 
+async def test_names_are_gone_through_once_however_many_vectors_are_restored(
+    begin, monkeypatch
+) -> None:
+    server = await begin(vectors=8)
+    for value in range(8):
+        await server.keeper.put_named(vector(value), f"v{value}", label(vector(value)))
+    walks: list[int] = []
+
+    class Names(dict[str, Name]):
+        def items(self):
+            walks.append(len(self))
+            return super().items()
+
+    read = VectorFiles.read
+
+    def counting(files: VectorFiles):
+        found = read(files)
+        return found._replace(names=Names(found.names))
+
+    monkeypatch.setattr(VectorFiles, "read", counting)
+    again = await begin(vectors=8)
+    assert [name for name, _ in again.held] == [f"v{value}" for value in range(8)]
+    assert walks == [8]
+
+
 async def test_a_name_that_moved_or_went_is_so_after_a_restart(begin) -> None:
     server = await begin()
     await server.keeper.put_named(vector(1), "joy", label(vector(1)))

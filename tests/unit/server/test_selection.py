@@ -18,17 +18,11 @@ from rheostat_server.errors import (
     UnknownToken,
 )
 from rheostat_server.prompts import PromptTokens
-from rheostat_server.selection import (
-    Selection,
-    SelectionContext,
-    clipped,
-    resolve_selector,
-    subtracted,
-    united,
-)
+from rheostat_server.selection import Selection, SelectionContext, resolve_selector
+from rheostat_server.spans import clipped, subtracted, united
 
 from .fakes import CharTokenizer
-from .messages import GENERATED, PROMPT, selector, span, token_range, window
+from .messages import GENERATED, PROMPT, generated, selector, span, token_range, window
 
 TEXT = "the cat saw the dog"
 PROMPT_LEN = 8
@@ -56,10 +50,6 @@ def resolve(*include, exclude=(), text: str | None = None) -> Spans:
     return selection.spans
 
 
-def generated(start: int | None = None, end: int | None = None) -> selector_pb2.Range:
-    return selector_pb2.Range(generated=selector_pb2.GeneratedWindow(start=start, end=end))
-
-
 @pytest.mark.parametrize(
     ("one", "spans"),
     [
@@ -74,7 +64,7 @@ def generated(start: int | None = None, end: int | None = None) -> selector_pb2.
         (window(0, 2**31 - 1), ((0, OPEN_END),)),
         (generated(), ((8, OPEN_END),)),
         (generated(1, 3), ((9, 11),)),
-        (generated(5, 2**32 - 1), ((13, OPEN_END),)),
+        (generated(2, 2**32 - 1), ((10, OPEN_END),)),
     ],
 )
 def test_a_range_is_exactly_these_positions(one, spans) -> None:
@@ -91,6 +81,7 @@ def test_a_range_is_exactly_these_positions(one, spans) -> None:
         (window(8), InvalidPosition, "positions"),
         (window(11, 12), InvalidPosition, "positions"),
         (generated(3, 3), InvalidPosition, "generated"),
+        (generated(3), InvalidPosition, "generated"),
         (generated(2**32 - 1), InvalidPosition, "generated"),
         (selector_pb2.Range(), MissingField, ""),
         (selector_pb2.Range(phase=types_pb2.PHASE_UNSPECIFIED), UnknownEnum, "phase"),
@@ -113,8 +104,10 @@ def test_a_wrong_range_is_refused_by_its_path(one, error, field) -> None:
 def test_the_last_position_with_a_row_can_be_selected_and_the_next_cannot() -> None:
     last = PROMPT_LEN + MAX_TOKENS - 2
     assert resolve(window(last, last + 1)) == ((last, last + 1),)
-    with pytest.raises(InvalidPosition):
-        resolve(window(last + 1, last + 2))
+    assert resolve(generated(MAX_TOKENS - 2)) == ((last, OPEN_END),)
+    for beyond in (window(last + 1, last + 2), generated(MAX_TOKENS - 1)):
+        with pytest.raises(InvalidPosition):
+            resolve(beyond)
 
 
 def test_a_present_selector_without_ranges_is_refused() -> None:
@@ -198,6 +191,7 @@ def test_server_wide_windows_that_a_prompt_does_not_have_select_nothing(missing)
 def test_server_wide_windows_of_generated_tokens_need_not_be_reached() -> None:
     late = generated(2**32 - 2, 2**32 - 1)
     assert selected(late, server_wide=True) == Selection(())
+    assert selected(generated(50), server_wide=True) == Selection(((58, OPEN_END),))
     with pytest.raises(InvalidPosition):
         selected(generated(3, 3), server_wide=True)
 
@@ -278,7 +272,7 @@ def ranges(draw) -> tuple[selector_pb2.Range, set[int], set[int]]:
         ids = draw(IDS)
         return token_range(*ids), set(), set(ids)
     if kind == "generated window":
-        start = draw(st.integers(0, 10))
+        start = draw(st.integers(0, MAX_TOKENS - 2))
         end = draw(st.integers(start + 1, 20))
         held = {p for p in range(END) if start <= p - PROMPT_LEN < end}
         return generated(start, end), held, set()

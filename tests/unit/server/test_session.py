@@ -1,6 +1,7 @@
 """Requests that change while they run, over a real channel."""
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 import numpy as np
@@ -14,9 +15,11 @@ from rheostat._proto.v1 import (
     steering_service_pb2,
     types_pb2,
 )
+from rheostat_server import prompts
+from rheostat_server.tokenizer import Tokenizer
 
 from .fakes import WIDTH, ScriptedBackend
-from .messages import GENERATED, add, request, selector, tensor
+from .messages import GENERATED, add, request, selector, span, tensor
 from .streams import kinds, settled, tokens, until
 from .talks import P, Talk, applied, held, start, stop, update
 
@@ -74,6 +77,45 @@ async def test_an_update_replaces_the_steering_from_the_next_step_on(starter) ->
         (receipt_pb2.ORIGIN_UPDATE, 1, 5, [(P + 1, 4)], 4),
     ]
     assert tokens(events) == [13, 14, 15, 16, 17, 18]
+
+
+@pytest.mark.parametrize("steer", [[], [add(where=selector(span("e")))]])
+async def test_an_update_finds_text_in_a_prompt_of_token_ids_whatever_the_session_began_with(
+    starter, monkeypatch, steer
+) -> None:
+    decoded: list[int] = []
+    decode = prompts.decode_with_offsets
+
+    def counting(tokenizer: Tokenizer, ids: Sequence[int]):
+        decoded.append(len(ids))
+        return decode(tokenizer, ids)
+
+    monkeypatch.setattr(prompts, "decode_with_offsets", counting)
+    ids = types_pb2.TokenIds(ids=[ord(letter) for letter in "ten"])
+    running, talk = await held(starter, token_ids=ids, steer=steer)
+    assert len(decoded) == len(steer)
+    for number in (1, 2):
+        where = selector(span("e"), GENERATED)
+        await talk.say(update(number, add(scale=number, where=where)))
+        assert (await talk.hear("applied")).update_id == number
+    assert [acts[0].spans[0] for _, acts, _ in running.backend.updates] == [(1, 2)] * 2
+    assert decoded == [P]
+    running.backend.hold.set()
+    assert kinds(await talk.end())[-1] == "receipt"
+    assert len(running.host.prompts._read) == 0
+
+
+async def test_without_a_tokenizer_an_update_that_names_text_is_refused(starter) -> None:
+    running, talk = await held(starter)
+    running.host.prompts._tokenizer = None
+    await talk.say(update(1, add(where=selector(span("x")))))
+    refusal = await talk.hear("refused")
+    assert (refusal.reason, refusal.field) == (
+        "REASON_NOT_SUPPORTED",
+        "steering.interventions[0].where.include[0].text",
+    )
+    running.backend.hold.set()
+    assert kinds(await talk.end())[-1] == "receipt"
 
 
 async def test_updates_follow_each_other(starter) -> None:

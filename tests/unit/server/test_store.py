@@ -1,6 +1,7 @@
 """The rpcs of the vector store over a real channel."""
 
 import asyncio
+import threading
 
 import grpc
 import numpy as np
@@ -11,12 +12,14 @@ from rheostat._proto.v1 import (
     tensor_pb2,
     types_pb2,
 )
+from rheostat_server import upload
 from rheostat_server.limits import CHUNK_BYTES
 
 from .conftest import Refusal
 from .fakes import WIDTH
 from .messages import site_set
-from .uploads import chunk, digest, header, put, refusal_of, values
+from .streams import until
+from .uploads import chunk, digest, header, put, refusal_of, unknown_field, values
 
 Code = grpc.StatusCode
 steering = steering_service_pb2
@@ -137,6 +140,55 @@ async def test_a_refusal_reaches_a_client_that_is_still_writing(running) -> None
     assert reasons == ["REASON_VECTOR_SHAPE"] * 40
 
 
+async def test_an_upload_for_which_others_leave_no_room_may_come_again(
+    running, monkeypatch
+) -> None:
+    monkeypatch.setattr(upload, "UPLOADED_BYTES", 2 * WIDTH * 4 - 1)
+    refusal = await refusal_of(put(running.client, header(2), chunk(values(rows=2))))
+    assert refusal == Refusal(
+        Code.RESOURCE_EXHAUSTED,
+        "REASON_QUEUE_FULL",
+        "header.total_bytes",
+        "32 bytes are to be uploaded; other uploads leave 31 of 31",
+        retry=True,
+    )
+    for _ in range(2):
+        await put(running.client, header(), chunk(values()))
+
+
+async def test_an_upload_has_its_bytes_until_it_is_on_the_disk(
+    starter, monkeypatch, tmp_path
+) -> None:
+    running = await starter(vector_dir=str(tmp_path))
+    monkeypatch.setattr(upload, "UPLOADED_BYTES", len(values()))
+    write, go_on = running.server._files.write, threading.Event()
+
+    def slow(*args: object) -> None:
+        go_on.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(running.server._files, "write", slow)
+    first = asyncio.ensure_future(put(running.client, header(), chunk(values())))
+    await until(lambda: len(running.host.store) == 1)
+    refusal = await refusal_of(put(running.client, header(), chunk(values())))
+    assert refusal.reason == "REASON_QUEUE_FULL"
+    go_on.set()
+    assert not (await first).existed
+
+
+async def test_what_is_kept_of_a_header_are_its_known_fields(running) -> None:
+    sites = types_pb2.SiteSet.FromString(
+        site_set(POST, layers=[0, 1]).SerializeToString() + unknown_field(1000)
+    )
+    first = steering.PutVectorsRequest.FromString(
+        header(name="joy", sites=sites).SerializeToString() + unknown_field(1000)
+    )
+    assert len(first.SerializeToString()) > 2000
+    await put(running.client, first, chunk(values()))
+    (name,) = running.host.store.names.values()
+    assert name.sites.SerializeToString() == site_set(POST, layers=[0, 1]).SerializeToString()
+
+
 async def test_listings_go_by_name_and_page_by_page(running) -> None:
     for name in ("b", "a/2", "a/1"):
         await put(running.client, header(name=name), chunk(values()))
@@ -153,6 +205,24 @@ async def test_listings_go_by_name_and_page_by_page(running) -> None:
     assert (page.used_bytes, page.capacity_bytes) == (2 * WIDTH * 4, running.host.store.capacity)
     some = await list_vectors(steering.ListVectorsRequest(name_prefix="a/"))
     assert [vector.name for vector in some.vectors] == ["a/1", "a/2"]
+
+
+async def test_a_page_reads_no_more_of_the_store_than_its_lines(running, monkeypatch) -> None:
+    for number in range(20):
+        await put(running.client, header(name=f"v{number:02}"), chunk(values()))
+    read: list[str] = []
+    entry = running.host.store._entry
+    monkeypatch.setattr(
+        running.host.store, "_entry", lambda name, of: (read.append(name), entry(name, of))[1]
+    )
+    first = await running.client.steering.ListVectors(steering.ListVectorsRequest(page_size=3))
+    token = first.next_page_token
+    read.clear()
+    page = await running.client.steering.ListVectors(
+        steering.ListVectorsRequest(page_size=3, page_token=token)
+    )
+    assert [vector.name for vector in page.vectors] == ["v03", "v04", "v05"]
+    assert read == ["v03", "v04", "v05", "v06"]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +254,17 @@ async def test_a_name_is_taken_off_once(running) -> None:
         'no vector has the name "joy"',
         resource="joy",
     )
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "\N{GRINNING FACE}" * 3000, "a b", "-a"])
+async def test_what_cannot_be_a_name_is_refused_as_such(running, name: str) -> None:
+    client = running.client.steering
+    for call in (
+        client.DeleteName(steering.DeleteNameRequest(name=name)),
+        client.GetVectors(steering.GetVectorsRequest(name=name)).read(),
+    ):
+        refusal = await refusal_of(call)
+        assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "name")
 
 
 @pytest.mark.parametrize(

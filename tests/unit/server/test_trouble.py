@@ -1,6 +1,7 @@
 """What goes wrong with a running request, over a real channel."""
 
 import asyncio
+import logging
 
 import grpc
 import pytest
@@ -246,6 +247,23 @@ async def test_what_nobody_foresaw_is_an_incident_without_details(starter, caplo
     assert "secret" in caplog.text
     stats = await settled(running)
     assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, failed=1)
+
+
+async def test_a_refusal_is_typed_and_one_short_line_of_the_log_whatever_it_says(
+    starter, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    said = "\N{GRINNING FACE}a\r\n\x1b[31m\u2028" * 1000
+    error = errors.NameNotFound(
+        said, field=said, resource=errors.Resource(said, said), metadata={said: said}
+    )
+    running = await starter(ScriptedBackend(broken=error))
+    refusal = await running.client.refusal(request())
+    assert (refusal.code, refusal.reason) == (Code.NOT_FOUND, "REASON_NAME_NOT_FOUND")
+    assert said.startswith(refusal.message)
+    (line,) = (r.getMessage() for r in caplog.records if r.name == "rheostat_server.rpc")
+    assert line.isprintable()
+    assert len(line) < 600
 
 
 async def test_a_refused_request_is_counted_and_harms_no_other(running) -> None:

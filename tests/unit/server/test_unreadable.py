@@ -5,10 +5,14 @@ import asyncio
 import grpc
 import pytest
 
+from rheostat._proto.v1 import generation_service_pb2
+from rheostat_server import rpc
+
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend
 from .streams import settled
 from .talks import start
+from .uploads import unknown_field
 
 GARBAGE = b"\xff\xff\xff"
 BRIEF = (grpc.StatusCode.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "")
@@ -54,3 +58,15 @@ async def test_a_session_ends_with_it_and_holds_nothing(starter, begun) -> None:
         await rest(call)
     assert Refusal.of(caught.value).brief == BRIEF
     await settled(running)
+
+
+def test_a_large_message_of_a_stream_is_read_without_its_unknown_fields() -> None:
+    read = rpc._lean(generation_service_pb2.SessionRequest.FromString)
+    data = start().SerializeToString() + unknown_field(1 << 20)
+    assert read(data).SerializeToString() == start().SerializeToString()
+
+
+def test_a_large_message_of_known_fields_is_read_as_it_is() -> None:
+    read = rpc._lean(generation_service_pb2.SessionRequest.FromString)
+    long = start(text="x" * 1_000_000)
+    assert read(long.SerializeToString()) == long

@@ -13,7 +13,7 @@ from google.protobuf import text_format
 from safetensors.numpy import load_file, save_file
 
 from rheostat._proto.v1 import types_pb2
-from rheostat_server.errors import VectorDirFailed
+from rheostat_server.errors import NotSupported, VectorDirFailed
 from rheostat_server.tensors import FloatType
 from rheostat_server.vector_files import Contents, Saved, VectorFiles
 from rheostat_server.vectors import Name, Vector, make_vector
@@ -177,6 +177,75 @@ def test_a_write_that_fails_changes_nothing(
         files.write_names({})
     assert sorted(files.folder.iterdir()) == before
     assert files.read() == Contents([Saved(vector(1), 1.0)], old)
+
+
+@pytest.fixture
+def broken_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder can be synced; files can."""
+    sync = os.fsync
+
+    def fail(number: int) -> None:
+        if Path(f"/proc/self/fd/{number}").is_dir():
+            raise OSError(5, "Input/output error")
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+def test_what_moved_into_place_but_is_not_known_to_last_moves_back(
+    files: VectorFiles, request: pytest.FixtureRequest
+) -> None:
+    old = {"a": Name(vector(1).digest, "", None)}
+    files.write(vector(1), 1.0)
+    files.write_names(old)
+    before = {path.name: path.read_bytes() for path in files.folder.iterdir()}
+    request.getfixturevalue("broken_folder")
+    for change in (
+        lambda: files.write(vector(1), 2.0),
+        lambda: files.write(vector(2), 2.0),
+        lambda: files.write_names({}),
+    ):
+        with pytest.raises(OSError, match="Input/output"):
+            change()
+    assert {path.name: path.read_bytes() for path in files.folder.iterdir()} == before
+
+
+@pytest.mark.usefixtures("broken_folder")
+def test_what_cannot_be_moved_back_is_said_to_be_there(
+    files: VectorFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unlink = Path.unlink
+
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        if not missing_ok:
+            raise OSError(30, "Read-only file system")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(NotSupported) as caught:
+        files.write(vector(1), 1.0)
+    assert caught.value.message == (
+        "the server's --vector-dir cannot be written (Input/output error); a restart may bring the "
+        "change"
+    )
+    assert files.read().vectors == [Saved(vector(1), 1.0)]
+    assert file_of(files.folder, vector(1)).name in caplog.text
+
+
+def test_a_dropped_name_stays_away_from_a_vector_that_comes_back(files: VectorFiles) -> None:
+    files.write(vector(1), 1.0)
+    here = {"here": Name(vector(1).digest, "", None)}
+    files.write_names({**here, "lost": Name(vector(2).digest, "", None)})
+    files.read()
+    files.write(vector(2), 2.0)
+    assert files.read().names == here
+
+
+def test_reading_alone_changes_no_name_on_the_disk(files: VectorFiles) -> None:
+    files.write_names({"lost": Name(vector(1).digest, "", None)})
+    before = (files.folder / "names.json").read_bytes()
+    assert files.read().names == {}
+    assert (files.folder / "names.json").read_bytes() == before
 
 
 def test_file_and_folder_are_on_the_disk_before_a_write_returns(

@@ -1,10 +1,13 @@
+import contextlib
 import hashlib
+import random
 
 import numpy as np
 import pytest
 
 from rheostat_server import vectors
 from rheostat_server.errors import NameNotFound, NonFinite, StoreFull, VectorNotFound
+from rheostat_server.listing import Key
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, PutResult, Vector, VectorStore, make_vector
 
@@ -135,6 +138,48 @@ def test_a_listing_has_a_line_per_name_and_one_for_the_unnamed() -> None:
         ("b", vector(1).digest, 0),
     ]
     assert [e.name for e in store.entries("a")] == ["a"]
+
+
+def test_a_listing_goes_on_after_any_line_there_or_not() -> None:
+    store = VectorStore(100, lambda digest: None)
+    for label in ("a", "b/1", "b/2", "c"):
+        store.put_named(vector(1), label, name(vector(1)))
+    store.put(vector(2))
+
+    def after(label: str, digest: bytes, prefix: str = "") -> list[str]:
+        return [entry.name for entry in store.entries(prefix, Key(label, digest))]
+
+    assert after("", vector(2).digest) == ["a", "b/1", "b/2", "c"]
+    assert after("b/1", vector(1).digest) == ["b/2", "c"]
+    assert after("b/1", bytes(32)) == ["b/1", "b/2", "c"]
+    assert after("b/15", bytes(32)) == ["b/2", "c"]
+    assert after("a", vector(1).digest, "b/") == ["b/1", "b/2"]
+    assert after("b/1", vector(1).digest, "b/") == ["b/2"]
+    assert after("c", vector(1).digest, "b/") == []
+
+
+def test_a_listing_is_the_store_whatever_happened_to_it() -> None:
+    chance = random.Random(0)
+    store = VectorStore(6 * SIZE, lambda digest: None)
+    made = [vector(value) for value in range(12)]
+    for _ in range(2000):
+        one, label = chance.choice(made), f"n{chance.randrange(5)}"
+        with contextlib.suppress(StoreFull, NameNotFound):
+            match chance.randrange(4):
+                case 0:
+                    store.put(one)
+                case 1:
+                    store.put_named(one, label, name(one))
+                case 2:
+                    store.delete_name(label, "n")
+                case 3:
+                    with contextlib.suppress(ValueError), store.held(one):
+                        raise ValueError
+        names = store.names
+        named = {label.digest for label in names.values()}
+        bare = [("", v.digest) for v in made if v.digest in store and v.digest not in named]
+        lines = [(label, of.digest) for label, of in names.items()]
+        assert [(e.name, e.vector.digest) for e in store.entries("")] == sorted(bare + lines)
 
 
 def test_a_store_that_names_fill_gives_no_hope(store) -> None:

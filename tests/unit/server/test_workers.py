@@ -13,6 +13,7 @@ from rheostat_server import vllm_backend, vllm_engine
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta
+from rheostat_server.loras import Lora
 from rheostat_server.vllm_backend import ask_workers, start_backend
 from rheostat_server.vllm_engine import LoadedEngine, QueueCounter
 
@@ -85,6 +86,76 @@ async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp
     with pytest.raises(EngineFailed):
         await start_backend(ServerConfig(model="demo"))
     assert llm.ended
+
+
+@pytest.fixture
+def lora_request(monkeypatch) -> None:
+    """Stands in for vLLM's class."""
+    module = SimpleNamespace(LoRARequest=lambda *fields: fields)
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("lora_request")
+async def test_every_adapter_is_loaded_before_the_engine_serves(monkeypatch, tmp_path) -> None:
+    class Loads(Engine):
+        async def add_lora(self, lora: object) -> bool:
+            self.asked.append(("add_lora", lora))
+            return True
+
+    async def describe(llm, method) -> list[object]:
+        raise EngineLost("the end of this test")
+
+    llm = Loads()
+    llm.shutdown = lambda: None
+    loras = {name: Lora(name, number, f"/{name}", 8) for number, name in enumerate("ab", 1)}
+    settings = EngineSettings(f"ipc://{tmp_path}/made/events")
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", loras)
+    monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
+    monkeypatch.setattr(vllm_backend, "ask_workers", describe)
+    with pytest.raises(EngineFailed, match="the end of this test"):
+        await start_backend(ServerConfig(model="demo"))
+    assert llm.asked == [("add_lora", ("a", 1, "/a")), ("add_lora", ("b", 2, "/b"))]
+
+
+@pytest.mark.usefixtures("lora_request")
+async def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name(
+    monkeypatch, tmp_path
+) -> None:
+    class Refuses(Engine):
+        ended = False
+
+        async def add_lora(self, lora: object) -> bool:
+            raise Exception("Call to add_lora method failed: no weights\nat all")
+
+        def shutdown(self) -> None:
+            self.ended = True
+
+    llm, folder = Refuses(), tmp_path / "made"
+    folder.mkdir()
+    settings = EngineSettings(f"ipc://{folder}/events")
+    loras = {"odd": Lora("odd", 1, "/some/folder", 8)}
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", loras)
+    monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
+    with pytest.raises(EngineFailed) as caught:
+        await start_backend(ServerConfig(model="demo"))
+    assert str(caught.value) == (
+        "vLLM cannot load the adapter odd from /some/folder: Call to add_lora method failed: no "
+        "weights. Mend it, or start without it"
+    )
+    assert (llm.ended, folder.exists()) == (True, False)
+
+
+@pytest.mark.usefixtures("lora_request")
+async def test_an_engine_that_dies_of_an_adapter_is_not_waited_for(monkeypatch) -> None:
+    class Dies(Engine):
+        async def add_lora(self, lora: object) -> bool:
+            await self.answer.wait()
+            return True
+
+    monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
+    with pytest.raises(EngineFailed, match="cannot load the adapter odd from /odd: the engine or"):
+        await vllm_backend.load_lora(Dies(dead=True), Lora("odd", 1, "/odd", 8))
 
 
 def test_an_engine_that_does_not_come_up_leaves_no_folder(monkeypatch, tmp_path) -> None:

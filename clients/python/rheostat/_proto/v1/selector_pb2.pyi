@@ -148,7 +148,9 @@ Global___Window: _TypeAlias = Window  # noqa: Y015
 
 @_typing.final
 class GeneratedWindow(_message.Message):
-    """Generated tokens start <= g < end, counted from 0 at position P. Empty: REASON_INVALID_POSITION."""
+    """Generated tokens start <= g < end, counted from 0 at position P. Empty, or beyond what can be
+    generated (the last token is never computed): REASON_INVALID_POSITION; server-wide it may be.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

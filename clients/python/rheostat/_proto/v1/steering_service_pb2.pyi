@@ -107,8 +107,8 @@ class VectorHeader(_message.Message):
     """
     total_bytes: _builtins.int
     """Bytes to come; must follow from dtype and shape (REASON_VECTOR_SHAPE). At most
-    Limits.vector_bytes (REASON_MESSAGE_TOO_LARGE). Fewer came: REASON_TRUNCATED_UPLOAD; more:
-    REASON_INVALID_VALUE.
+    Limits.vector_bytes (REASON_MESSAGE_TOO_LARGE), and more than other uploads leave room for now:
+    REASON_QUEUE_FULL. Fewer came: REASON_TRUNCATED_UPLOAD; more: REASON_INVALID_VALUE.
     """
     name: _builtins.str
     """Name to put on the vector; a name on another vector moves. [A-Za-z0-9][A-Za-z0-9._/-]{0,127}.
