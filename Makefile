@@ -42,7 +42,7 @@ breaking: setup ## Whether the protos still keep the promises of the main branch
 	    $(BIN)/buf breaking --against "$$folder"; \
 	fi
 
-types: setup ## mypy --strict on the three packages
+types: setup ## mypy --strict on all packages
 	$(BIN)/mypy
 
 unit: setup ## Tests without an engine

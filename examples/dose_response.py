@@ -51,10 +51,10 @@ SAMPLES, TOKENS, AT_ONCE = 8, 12, 32
 
 
 def joyful_share(texts: Sequence[str]) -> float:
-    """Joyful words, as a fraction of all words that have a tone."""
+    """Joyful words, as a fraction of all words that have a tone; NaN where none has."""
     words = [word.strip(".!,?") for text in texts for word in text.split()]
     tonal = [word in JOYFUL for word in words if word in JOYFUL | GLOOMY]
-    return sum(tonal) / max(len(tonal), 1)
+    return sum(tonal) / len(tonal) if tonal else float("nan")
 
 
 async def measure(
@@ -115,7 +115,12 @@ def draw(derivation: rheostat.Derivation, found: np.ndarray, path: Path) -> None
             label = f"layer {made.site.layer}, {made.separation:.1f}"
             width = 3.0 if made is derivation.best else 1.2
             axes.plot(DOSES, line[:, panel], color=colour, label=label, linewidth=width)
-        axes.set(title=title, xlabel="dose, in norms of the stream", ylim=(-0.03, 1.03))
+        axes.set(
+            title=title,
+            xlabel="dose, in norms of the stream",
+            ylabel="fraction",
+            ylim=(-0.03, 1.03),
+        )
         axes.grid(alpha=0.3)
     figure.axes[0].legend(title="resid_post, separation", fontsize=8)
     figure.savefig(path, dpi=150)
@@ -132,7 +137,11 @@ def main() -> None:
     print("\njoyful share / facts right, by dose in norms of the stream")
     print("dose  " + "".join(f"{f'layer {made.site.layer}':>14}" for made in derivation.rows))
     for number, dose in enumerate(DOSES):
-        cells = (f"{share:.0%} / {right:.0%}" for share, right in found[:, number])
+        shares = ("-" if np.isnan(share) else f"{share:.0%}" for share in found[:, number, 0])
+        cells = (
+            f"{share} / {right:.0%}"
+            for share, right in zip(shares, found[:, number, 1], strict=True)
+        )
         print(f"{dose:+.2f} " + "".join(f"{cell:>14}" for cell in cells))
     try:
         draw(derivation, found, args.out)

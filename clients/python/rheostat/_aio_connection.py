@@ -28,7 +28,7 @@ from rheostat._calls import (
     Upload,
     serialize,
 )
-from rheostat._channel import OPTIONS, checked_target
+from rheostat._channel import CLOSED, OPTIONS, checked_target
 
 _Message = TypeVar("_Message", covariant=True)
 
@@ -48,18 +48,27 @@ class Connection:
         self.target = checked_target(target)
         self.timeout = timeout
         self._channel: grpc.aio.Channel | None = None
+        self._closed = False
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """Made at its first use, when the event loop that it belongs to runs."""
+        """Made at its first use, when the event loop that it belongs to runs.
+
+        Raises Refused once it has been closed.
+        """
+        if self._closed:
+            raise _errors.Refused(CLOSED)
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
         return self._channel
 
+    def limit(self, timeout: float | None) -> float | None:
+        """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
+        return self.timeout if timeout is None else timeout
+
     async def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
         """One request, one answer."""
-        if timeout is None and not call.waits:
-            timeout = self.timeout
+        timeout = timeout if call.waits else self.limit(timeout)
         rpc = self.channel.unary_unary(
             call.path,
             request_serializer=serialize,
@@ -69,6 +78,10 @@ class Connection:
             answer = await rpc(call.request, timeout=timeout)
         except grpc.RpcError as error:
             raise _errors.from_rpc(error, self.target, timeout) from None
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            raise _cancelled() from None
         return call.read(answer)
 
     async def script(self, script: Script[Answer, Result]) -> Result:
@@ -83,6 +96,7 @@ class Connection:
 
     async def upload(self, call: Upload[Answer, Result], timeout: float | None) -> Result:
         """Many requests, one answer."""
+        timeout = self.limit(timeout)
         rpc = self.channel.stream_unary(
             call.path,
             request_serializer=serialize,
@@ -91,8 +105,14 @@ class Connection:
         try:
             answer = await rpc(call.requests, timeout=timeout)
         except grpc.RpcError as error:
-            raise _errors.from_rpc(error, self.target, timeout) from None
-        return call.read(answer)
+            failure = call.requests.failure or _errors.from_rpc(error, self.target, timeout)
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            failure = call.requests.failure or _cancelled()
+        else:
+            return call.read(answer)
+        raise failure
 
     def download(
         self, call: Download[Answer, Step, Result], timeout: float | None
@@ -123,8 +143,19 @@ class Connection:
 
     async def close(self) -> None:
         """End the channel and every call on it."""
+        self._closed = True
         if self._channel is not None:
             await self._channel.close()
+
+
+def _task_is_cancelled() -> bool:
+    """Whether a CancelledError is meant for this task; else a call of it was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _cancelled() -> _errors.Cancelled:
+    return _errors.Cancelled("the call was cancelled here")
 
 
 class Reader(Generic[Answer, Step, Result]):
@@ -144,7 +175,6 @@ class Reader(Generic[Answer, Step, Result]):
         self._waiting: deque[Step] = deque()
         self._target, self._timeout = connection.target, timeout
         self._begun = False
-        self._cancelled = False
 
     def __aiter__(self) -> Self:
         """The events that have not been read yet."""
@@ -158,9 +188,9 @@ class Reader(Generic[Answer, Step, Result]):
             except grpc.RpcError as error:
                 raise self._failure(error) from None
             except asyncio.CancelledError:
-                if self._cancelled:  # by `cancel`, not by the task's own cancellation
-                    raise _errors.Cancelled("the call was cancelled here") from None
-                raise
+                if _task_is_cancelled():
+                    raise
+                raise _cancelled() from None
             self._begun = True
             self._waiting.extend(self._fold.feed(message))
         return self._waiting.popleft()
@@ -173,7 +203,7 @@ class Reader(Generic[Answer, Step, Result]):
 
     def cancel(self) -> None:
         """End the call; the server frees what it held. Nothing happens where it has ended."""
-        self._cancelled = self._call.cancel() or self._cancelled
+        self._call.cancel()
 
     def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:
         return _errors.from_rpc(error, self._target, self._timeout, begun=self._begun)

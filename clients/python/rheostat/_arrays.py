@@ -119,7 +119,10 @@ def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) 
 
 def _numpy(array: object) -> npt.NDArray[np.generic]:
     if not isinstance(array, _Tensor):
-        return np.asarray(array)
+        try:
+            return np.asarray(array)
+        except (TypeError, ValueError) as error:
+            raise invalid("vector", f"no numbers can be read from it: {error}") from error
     tensor = array.detach().cpu()
     try:
         return np.asarray(tensor.numpy())
@@ -150,7 +153,7 @@ def _stored(
             return "bfloat16", bits.astype("<u2")
         numbers = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "bfloat16":
-        if numbers.dtype == np.uint16:
+        if (numbers.dtype.kind, numbers.dtype.itemsize) == ("u", 2):
             return "bfloat16", numbers.astype("<u2")
         return "bfloat16", _bfloat16(_floats(numbers)).view(np.uint16).astype("<u2")
     element: Element = dtype or ("float16" if numbers.dtype == np.float16 else "float32")

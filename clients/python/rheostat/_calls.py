@@ -6,7 +6,7 @@ a call is written twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar, Unpack
@@ -16,10 +16,18 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from rheostat import _requests
-from rheostat._arrays import ArrayLike, Element, VectorData, vector_data, write_element
+from rheostat._arrays import ArrayLike, Element, vector_data, write_element
 from rheostat._derivations import Derivation, DeriveMethod, derive_request, read_derivation
 from rheostat._errors import invalid
 from rheostat._explanations import Explanation, Tokenized, read_explanation, read_tokenized
+from rheostat._fields import (
+    UINT64,
+    builds_message,
+    utf8_text,
+    vector_digest,
+    vector_name,
+    whole_number,
+)
 from rheostat._fold import DownloadFold, GenerationFold
 from rheostat._global_steering import GlobalSteering, read_global
 from rheostat._model import ModelInfo, Stats, read_model, read_stats
@@ -35,6 +43,7 @@ from rheostat._results import Event, Generation
 from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, SessionFold, Updates
 from rheostat._steering import SteeringLike, steering_to_wire
+from rheostat._uploads import Pieces, Progress
 from rheostat._vectors import Vector, VectorInfo, defaults, read_info
 
 Answer = TypeVar("Answer", bound=Message)
@@ -43,10 +52,6 @@ Step = TypeVar("Step")
 Taken = TypeVar("Taken", contravariant=True)
 Whole = TypeVar("Whole", covariant=True)
 
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (bytes handed over, bytes in all), for an upload on gRPC's own thread."""
-
-_CHUNK = 1024 * 1024
 _PAGE = 1000
 
 
@@ -77,7 +82,7 @@ class Upload(Generic[Answer, Result]):
     """Many requests, one answer."""
 
     path: str
-    requests: Iterator[Message]
+    requests: Pieces
     answer: type[Answer]
     read: Callable[[Answer], Result]
 
@@ -191,6 +196,7 @@ def health() -> Unary[health_pb2.HealthCheckResponse, str]:
     )
 
 
+@builds_message
 def put_vector(
     array: ArrayLike | npt.ArrayLike | Vector,
     *,
@@ -219,8 +225,8 @@ def put_vector(
         shape=data.shape,
         digest=digest,
         total_bytes=len(data.data),
-        name="" if name is None else _requests.vector_name(name),
-        description=description or "",
+        name="" if name is None else vector_name(name),
+        description=utf8_text(description or "", "description", "a description"),
         sites=None if at_points is None or at_layers is None else site_set(at_points, at_layers),
     )
     vector = Vector(
@@ -229,33 +235,26 @@ def put_vector(
     )  # fmt: skip
     return Upload(
         "/rheostat.v1.SteeringService/PutVectors",
-        _pieces(header, data, progress),
+        Pieces(header, data, progress),
         steering_service_pb2.PutVectorsResponse,
         lambda _: vector,
     )
 
 
-def _pieces(
-    header: steering_service_pb2.VectorHeader, data: VectorData, progress: Progress | None
-) -> Iterator[Message]:
-    """The header, then chunks."""
-    yield steering_service_pb2.PutVectorsRequest(header=header)
-    total = len(data.data)
-    for start in range(0, total, _CHUNK):
-        yield steering_service_pb2.PutVectorsRequest(chunk=data.data[start : start + _CHUNK])
-        if progress is not None:
-            progress(min(start + _CHUNK, total), total)
-
-
+@builds_message
 def get_vector(
     name: str | None, digest: str | None
 ) -> Download[steering_service_pb2.GetVectorsResponse, None, Vector]:
     """Fetch a vector by name or digest."""
+    if name is not None and digest is not None:
+        raise invalid("digest", "a vector is fetched by its name or by its digest, not by both")
+    if name is None and digest is None:
+        raise invalid("name", "say which vector: its name or its digest", "REASON_MISSING_FIELD")
     request = steering_service_pb2.GetVectorsRequest()
     if digest is not None:
-        request.digest = _requests.vector_digest(digest)
-    else:
-        request.name = _requests.vector_name(name or "")
+        request.digest = vector_digest(digest)
+    if name is not None:
+        request.name = vector_name(name)
     return Download(
         "/rheostat.v1.SteeringService/GetVectors",
         request,
@@ -270,6 +269,7 @@ def list_vectors(
     """Every stored vector, page by page."""
     found: list[VectorInfo] = []
     token = ""
+    utf8_text(prefix, "name_prefix", "a prefix")
     while True:
         page = yield Unary(
             "/rheostat.v1.SteeringService/ListVectors",
@@ -318,22 +318,24 @@ def derive_vectors(
     )
 
 
+@builds_message
 def delete_name(name: str) -> Unary[steering_service_pb2.DeleteNameResponse, str]:
     """Take a name off its vector; gives the digest that it was on."""
     return Unary(
         "/rheostat.v1.SteeringService/DeleteName",
-        steering_service_pb2.DeleteNameRequest(name=_requests.vector_name(name)),
+        steering_service_pb2.DeleteNameRequest(name=vector_name(name)),
         steering_service_pb2.DeleteNameResponse,
         lambda answer: answer.digest.hex(),
     )
 
 
+@builds_message
 def set_global(
     steering: SteeringLike, expected_version: int | None
 ) -> Unary[steering_service_pb2.SetGlobalResponse, int]:
     """Replace the server-wide steering; gives its version."""
-    if expected_version is not None and expected_version < 0:
-        raise invalid("expected_version", f"versions count from 0; {expected_version} is none")
+    if expected_version is not None:
+        whole_number(expected_version, "expected_version", "a version", most=UINT64)
     return Unary(
         "/rheostat.v1.SteeringService/SetGlobal",
         steering_service_pb2.SetGlobalRequest(

@@ -13,8 +13,10 @@ from rheostat._errors import invalid
 
 MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message, either way."""
+CLOSED = "this client has been closed; rheostat.connect makes another"
+"""What calls on a closed client are told."""
 UNARY_TIMEOUT = 60.0
-"""Seconds that calls other than generate and stream may take, unless told otherwise."""
+"""Seconds that calls which run no prompt may take, unless told otherwise."""
 
 _RESOLVERS = re.compile(r"(dns|unix|unix-abstract|vsock|xds):\D|ipv[46]:")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

@@ -26,7 +26,7 @@ from rheostat._calls import (
     Upload,
     serialize,
 )
-from rheostat._channel import OPTIONS, checked_target
+from rheostat._channel import CLOSED, OPTIONS, checked_target
 
 _Message = TypeVar("_Message", covariant=True)
 
@@ -46,12 +46,23 @@ class Connection:
     def __init__(self, target: str, timeout: float | None) -> None:
         self.target = checked_target(target)
         self.timeout = timeout
-        self.channel = grpc.insecure_channel(target, options=OPTIONS)
+        self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        self._closed = False
+
+    @property
+    def channel(self) -> grpc.Channel:
+        """Raises Refused once it has been closed."""
+        if self._closed:
+            raise _errors.Refused(CLOSED)
+        return self._channel
+
+    def limit(self, timeout: float | None) -> float | None:
+        """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
+        return self.timeout if timeout is None else timeout
 
     def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
         """One request, one answer."""
-        if timeout is None and not call.waits:
-            timeout = self.timeout
+        timeout = timeout if call.waits else self.limit(timeout)
         rpc = self.channel.unary_unary(
             call.path,
             request_serializer=serialize,
@@ -75,6 +86,7 @@ class Connection:
 
     def upload(self, call: Upload[Answer, Result], timeout: float | None) -> Result:
         """Many requests, one answer."""
+        timeout = self.limit(timeout)
         rpc = self.channel.stream_unary(
             call.path,
             request_serializer=serialize,
@@ -83,8 +95,10 @@ class Connection:
         try:
             answer = rpc(call.requests, timeout=timeout)
         except grpc.RpcError as error:
-            raise _errors.from_rpc(error, self.target, timeout) from None
-        return call.read(answer)
+            failure = call.requests.failure or _errors.from_rpc(error, self.target, timeout)
+        else:
+            return call.read(answer)
+        raise failure
 
     def download(
         self, call: Download[Answer, Step, Result], timeout: float | None
@@ -112,6 +126,11 @@ class Connection:
         )
         responses: Responses[Answer] = rpc(requests, timeout=timeout)
         return responses
+
+    def close(self) -> None:
+        """End the channel and every call on it."""
+        self._closed = True
+        self._channel.close()
 
 
 class Reader(Generic[Answer, Step, Result]):

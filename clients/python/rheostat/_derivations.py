@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from rheostat._errors import Refused, invalid
+from rheostat._fields import builds_message, utf8_text, vector_name
 from rheostat._notebook import passage
 from rheostat._points import (
     Layers,
@@ -24,7 +25,7 @@ from rheostat._points import (
     site_set,
 )
 from rheostat._proto.v1 import selector_pb2, steering_service_pb2, types_pb2
-from rheostat._requests import Prompt, put_prompt, vector_name
+from rheostat._requests import Prompt, put_prompt
 from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._vectors import Vector
 
@@ -131,6 +132,7 @@ class Derivation:
         return passage(str(self))
 
 
+@builds_message
 def derive_request(
     positive: Iterable[Prompt],
     negative: Iterable[Prompt],
@@ -154,8 +156,8 @@ def derive_request(
         sites=site_set(points_of(points), layers_of(layers)),
         method=METHODS[method],
         name="" if name is None else vector_name(name),
-        description=description,
-        lora=lora or "",
+        description=utf8_text(description, "description", "a description"),
+        lora="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
     )
     if where is not None:
         every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])

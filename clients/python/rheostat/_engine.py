@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from rheostat import _calls, _errors, _readiness
 from rheostat._arrays import ArrayLike, Element
-from rheostat._calls import Dialogue, Progress
+from rheostat._calls import Dialogue
 from rheostat._channel import UNARY_TIMEOUT
 from rheostat._connection import Connection, Reader
 from rheostat._derivations import Derivation, DeriveMethod
@@ -32,6 +32,7 @@ from rheostat._results import Event, Generation
 from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, Updates
 from rheostat._steering import SteeringLike
+from rheostat._uploads import Progress
 from rheostat._vectors import Vector, VectorInfo
 
 
@@ -116,7 +117,8 @@ class Vectors:
         that is on another vector moves here. Without a name the server may evict the vector once
         no request uses it. A `Vector` that holds its numbers, as from `load_vector`, brings its own
         name, description, points and layers for those that are not given. Raises InvalidRequest for
-        another rank and for elements that are not finite.
+        another rank and for elements that are not finite. What ``progress`` raises ends the upload
+        and comes out as it is.
         """
         call = _calls.put_vector(
             array,
@@ -132,8 +134,8 @@ class Vectors:
     def get(
         self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
     ) -> Vector:
-        """Fetch a vector with its numbers (``vector.values``), by name or digest."""
-        call = _calls.get_vector(name, digest)
+        """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
+        call, timeout = _calls.get_vector(name, digest), self._connection.limit(timeout)
         responses = self._connection.download(call, timeout)
         return Reader(self._connection, responses, call.fold(), timeout).result()
 
@@ -310,7 +312,7 @@ class Engine:
 
     def close(self) -> None:
         """End the connection and every call on it."""
-        self._connection.channel.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -333,7 +335,7 @@ class Engine:
 def connect(target: str, *, timeout: float | None = UNARY_TIMEOUT) -> Engine:
     """A client of the server at ``target``, "host:port". Raises InvalidRequest for another form.
 
-    ``timeout`` is how many seconds calls may take that do not generate; None: as long as they like.
-    A generation takes its own timeout.
+    ``timeout`` is how many seconds a call may take that is given none and runs no prompt, as those
+    that put and get vectors; None: as long as it likes. What runs prompts has its own timeout.
     """
     return Engine(target, timeout=timeout)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from rheostat._notebook import table
-from rheostat._points import Site, read_site
-from rheostat._proto.v1 import generation_service_pb2
-from rheostat._receipts import Reference, read_reference, read_runs, show_runs
+from rheostat._points import Site, knows_point, read_site
+from rheostat._proto.v1 import generation_service_pb2, types_pb2
+from rheostat._receipts import (
+    Reference,
+    read_reference,
+    read_runs,
+    show_runs,
+    unknown_places,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class ResolvedIntervention:
     norms of the stream. Empty for other ops, whose dose depends on the stream."""
     rule: str = ""
     """The rule, where ``origin`` is "rule"."""
+    unknown_sites: int = 0
+    """Further sites, at points of a newer server that this client cannot name."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class ResolvedCapture:
     """Which tokens."""
     bytes: int
     """Bytes of payload, if every token known in advance is computed."""
+    unknown_sites: int = 0
+    """Further sites, at points of a newer server that this client cannot name."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +121,17 @@ def _told(one: Explanation) -> list[tuple[str, str]]:
     rows = [("prompt", f"{len(one.prompt_token_ids)} tokens")]
     for done in one.interventions:
         unit = " of the stream" if done.op == "norm_add" else ""
-        sites = ", ".join(
+        sites = [
             f"{site} (dose {done.doses[site]:.3g}{unit})" if site in done.doses else str(site)
             for site in done.sites
-        )
+        ]
+        places = ", ".join([*sites, *unknown_places(done.unknown_sites)])
         which = Reference(done.origin, done.index, done.op, done.rule)
-        rows.append((str(which), f"{sites}; {done.selection}"))
+        rows.append((str(which), f"{places}; {done.selection}"))
     for capture in one.captures:
-        sites = ", ".join(str(site) for site in capture.sites)
+        places = ", ".join([*map(str, capture.sites), *unknown_places(capture.unknown_sites)])
         rows.append(
-            (f"capture {capture.index}", f"{sites}; {capture.selection}; {capture.bytes} bytes")
+            (f"capture {capture.index}", f"{places}; {capture.selection}; {capture.bytes} bytes")
         )
     for key in one.cache_keys:
         told = "private" if key.private else key.digest[:12]
@@ -139,9 +150,10 @@ def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explana
         captures=tuple(
             ResolvedCapture(
                 one.spec,
-                tuple(read_site(site) for site in one.sites),
+                _known(one.sites),
                 _read_selection(one.selection),
                 one.bytes,
+                len(one.sites) - len(_known(one.sites)),
             )
             for one in message.captures
         ),
@@ -162,11 +174,21 @@ def _read_intervention(
         index=which.index,
         op=which.op,
         rule=which.rule,
-        sites=tuple(read_site(site) for site in message.sites),
+        sites=_known(message.sites),
+        unknown_sites=len(message.sites) - len(_known(message.sites)),
         selection=_read_selection(message.selection),
         digests=tuple(digest.hex() for digest in message.digests),
-        doses={read_site(dose.site): dose.norm for dose in message.doses},
+        doses={
+            read_site(dose.site): dose.norm
+            for dose in message.doses
+            if knows_point(dose.site.point)
+        },
     )
+
+
+def _known(sites: Iterable[types_pb2.Site]) -> tuple[Site, ...]:
+    """Those that this client can name."""
+    return tuple(read_site(site) for site in sites if knows_point(site.point))
 
 
 def _read_selection(message: generation_service_pb2.ResolvedSelection) -> Selection:

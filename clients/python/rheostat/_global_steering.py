@@ -66,7 +66,7 @@ def _read_intervention(message: steering_pb2.Intervention, path: str) -> Interve
         raise Unimplemented(f"{path} of the server acts at sites that this client cannot name")
     points, layers = where
     return _read_op(message, path).at(
-        points=points, layers=layers, where=selector_from_wire(message.where)
+        points=points, layers=layers, where=selector_from_wire(message.where, f"{path}.where")
     )
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # a vector's arithmetic makes interventions, so `_vectors` im
 _MOST_DIRECTIONS = 8
 _Default = TypeVar("_Default", tuple[Point, ...], Layers)
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
+_ZERO_FLOAT32 = 2.0**-150
+"""Largest number that float32 rounds to 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ class Intervention(ABC):
             raise invalid(
                 f"{path}.sites",
                 f"{_labels(self.vectors)} has no default points and layers: "
-                "give them, with .at(points=, layers=) or --points and --layers",
+                "give them, with .at(points=, layers=)",
                 "REASON_MISSING_FIELD",
             )
         message = self._op(path, layers)
@@ -302,8 +304,7 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     if any(tuple(one) != tuple(known[0]) for one in known):
         raise invalid(
             path,
-            "the vectors are meant for different sites: say which, with .at(points=, layers=) or "
-            "--points and --layers",
+            "the vectors are meant for different sites: say which, with .at(points=, layers=)",
         )
     return known[0] if known else None
 
@@ -335,6 +336,8 @@ def _finite(number: float, path: str, what: str) -> float:
         raise invalid(path, f"the {what} cannot be {number!r}") from None
     if not abs(found) <= _LARGEST_FLOAT32:
         raise invalid(path, f"the {what} is not finite", "REASON_NON_FINITE")
+    if 0 < abs(found) <= _ZERO_FLOAT32:
+        raise invalid(path, f"the {what} {found:g} is 0 in float32: write 0, or 1e-45 and above")
     return found
 
 

@@ -158,6 +158,7 @@ def _told(model: ModelInfo) -> list[tuple[str, str]]:
             f"{model.limits.model_tokens} tokens, {model.limits.running_requests} requests, "
             f"{model.limits.bank_rows} bank rows, {model.limits.logprobs} logprobs",
         ),
+        ("adapters", ", ".join(model.loras) or "none"),
         ("server", f"{model.build_version}, {model.api_version}"),
     ]
     for group in model.sites:
@@ -266,6 +267,8 @@ class Stats:
     """Seconds since the start."""
     leaked: int
     """Held by no request; anything but 0 is a defect."""
+    global_version: int
+    """Version of the server-wide steering; 0: never set."""
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
@@ -290,4 +293,5 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         vectors=message.vectors,
         uptime=message.uptime.ToTimedelta().total_seconds(),
         leaked=message.leaked,
+        global_version=message.global_version,
     )

@@ -12,6 +12,7 @@ from operator import index
 from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._errors import ServerError, invalid
+from rheostat._fields import UINT32
 from rheostat._proto.v1 import types_pb2
 
 
@@ -76,7 +77,7 @@ class Site(NamedTuple):
 
 def point_of(name: PointLike) -> Point:
     """The point of that name or alias. Raises InvalidRequest for any other."""
-    alias = _ALIASES.get(name)
+    alias = _ALIASES.get(name) if isinstance(name, str) else None
     if alias is not None:
         return alias
     try:
@@ -90,8 +91,9 @@ def point_of(name: PointLike) -> Point:
 
 def points_of(points: PointsLike) -> tuple[Point, ...]:
     """One to five different points, in the caller's order."""
-    names = (points,) if isinstance(points, str) else tuple(points)
-    found = tuple(point_of(name) for name in names)
+    if isinstance(points, str) or not isinstance(points, Iterable):
+        points = (points,)
+    found = tuple(point_of(name) for name in points)
     if not found:
         raise invalid("sites.points", "no point is named", "REASON_MISSING_FIELD")
     if len(set(found)) < len(found):
@@ -108,19 +110,29 @@ def layers_of(layers: LayersLike) -> Layers:
     if isinstance(layers, range) and layers.step > 0:
         found: range | tuple[int, ...] = layers
     else:
-        try:
-            many = tuple(layers) if isinstance(layers, Iterable) else (layers,)
-            found = tuple(sorted(index(layer) for layer in many))
-        except TypeError:
-            raise invalid("sites.layers", f"layers are whole numbers, not {layers!r}") from None
-    if len(found) == 0:
+        many = layers if isinstance(layers, Iterable) else (layers,)
+        found = tuple(sorted(_layer(layer) for layer in many))
+        if len(set(found)) < len(found):
+            raise invalid("sites.layers", "a layer is named twice")
+    if not found:
         raise invalid("sites.layers", "no layer is named")
-    if found[0] < 0:
+    for end in (found[0], found[-1]):
+        _layer(end)
+    return found
+
+
+def _layer(number: int) -> int:
+    """``number``, if the wire can hold it as a layer, and the one after it as a range's end."""
+    try:
+        found = index(number)
+    except TypeError:
+        raise invalid("sites.layers", f"layers are whole numbers, not {number!r}") from None
+    if found < 0:
         raise invalid(
-            "sites.layers", f"layers count from 0; {found[0]} is none", "REASON_UNKNOWN_LAYER"
+            "sites.layers", f"layers count from 0; {found} is none", "REASON_UNKNOWN_LAYER"
         )
-    if len(set(found)) < len(found):
-        raise invalid("sites.layers", "a layer is named twice")
+    if found >= UINT32:
+        raise invalid("sites.layers", f"no model has a layer {found}", "REASON_UNKNOWN_LAYER")
     return found
 
 

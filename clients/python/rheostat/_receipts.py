@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from google.protobuf.descriptor import EnumDescriptor
 
 from rheostat._notebook import table
-from rheostat._points import Point, Site, read_site
+from rheostat._points import Point, Site, knows_point, read_site
 from rheostat._proto.v1 import receipt_pb2, types_pb2
 
 
@@ -69,6 +69,8 @@ class AppliedIntervention:
     """The rule, where ``origin`` is "rule"."""
     update_id: int | None = None
     """The session's update, where ``origin`` is "update"."""
+    unknown_sites: int = 0
+    """Further sites, at points of a newer server that this client cannot name."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class CaptureReceipt:
     """Rows by site, by layer, then point."""
     run: str = ""
     """Run that the rows were stored in, where they were."""
+    unknown_sites: int = 0
+    """Further sites, at points of a newer server that this client cannot name."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Receipt:
     global_version: int = 0
     """Version of the server-wide steering that it ran under."""
     updates: int = 0
-    """Updates of its session that were carried out."""
+    """Changes of its session's steering that were carried out; stopping it is none."""
 
     def __str__(self) -> str:
         """One line per fact."""
@@ -148,14 +152,14 @@ def _told(receipt: Receipt) -> list[tuple[str, str]]:
     for capture in receipt.captures:
         lost = sum(site.dropped_rows for site in capture.sites)
         count = sum(site.rows for site in capture.sites)
-        told = f"{count} rows of {_sites(site.site for site in capture.sites)}"
+        told = f"{count} rows of {_places(capture)}"
         told += f", {lost} lost" if lost else ""
         told += f", stored in run {capture.run}" if capture.run else ""
         rows.append((f"capture {capture.index}", told))
     if receipt.steps:
         steps = ", ".join(f"{count} {variant}" for variant, count in receipt.steps.items())
         rows.append(("steps", steps))
-    if receipt.global_version:
+    if receipt.global_version and any(one.origin == "global" for one in receipt.interventions):
         rows.append(("server-wide steering", f"version {receipt.global_version}"))
     if receipt.updates:
         rows.append(("updates", f"{receipt.updates} carried out"))
@@ -164,8 +168,8 @@ def _told(receipt: Receipt) -> list[tuple[str, str]]:
 
 def _told_intervention(done: AppliedIntervention) -> str:
     told = f"{sum(site.rows for site in done.sites)} rows"
-    if done.sites:
-        told += f" at {_sites(site.site for site in done.sites)}"
+    if places := _places(done):
+        told += f" at {places}"
     doses = [site.dose for site in done.sites if site.dose is not None]
     if doses:
         told += f", dose {_between([dose.norm for dose in doses])}"
@@ -175,6 +179,8 @@ def _told_intervention(done: AppliedIntervention) -> str:
             told += f" ({_between(means)} % of the stream"
             told += f", at most {max(most):.3g} %)" if most else ")"
     samples = Counter((one.positions, one.cached_positions) for one in done.rows)
+    if not any(positions or cached for positions, cached in samples):
+        return told
     for (positions, cached), count in samples.items():
         told += f", positions {show_runs(positions)}"
         told += f" and from the cache {show_runs(cached)}" if cached else ""
@@ -187,12 +193,13 @@ def _between(numbers: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _sites(sites: Iterable[Site]) -> str:
+def _places(done: AppliedIntervention | CaptureReceipt) -> str:
     """As "resid_post 2-5, resid_pre 0"."""
     layers: dict[Point, list[int]] = {}
-    for site in sites:
-        layers.setdefault(site.point, []).append(site.layer)
-    return ", ".join(f"{point} {show_runs(_runs(found))}" for point, found in layers.items())
+    for one in done.sites:
+        layers.setdefault(one.site.point, []).append(one.site.layer)
+    known = [f"{point} {show_runs(_runs(found))}" for point, found in layers.items()]
+    return ", ".join([*known, *unknown_places(done.unknown_sites)])
 
 
 def _runs(numbers: list[int]) -> list[range]:
@@ -209,6 +216,12 @@ def show_runs(runs: Iterable[range]) -> str:
     """As "0-4, 7"; "none" for no run."""
     shown = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return ", ".join(shown) or "none"
+
+
+def unknown_places(count: int) -> list[str]:
+    """What is said of ``count`` sites that this client cannot name, behind those that it can."""
+    sites = "site" if count == 1 else "sites"
+    return [f"{count} {sites} unknown to this client"] if count else []
 
 
 def read_runs(runs: Iterable[types_pb2.PositionRun]) -> tuple[range, ...]:
@@ -262,8 +275,10 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
                 tuple(
                     CapturedSite(read_site(site.site), site.rows, site.dropped_rows)
                     for site in one.sites
+                    if knows_point(site.site.point)
                 ),
                 one.run,
+                sum(not knows_point(site.site.point) for site in one.sites),
             )
             for one in message.captures
         ),
@@ -292,7 +307,9 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
                 _read_dose(one.dose) if one.HasField("dose") else None,
             )
             for one in message.sites
+            if knows_point(one.site.point)
         ),
+        unknown_sites=sum(not knows_point(one.site.point) for one in message.sites),
         rows=tuple(
             AppliedRows(one.sample, read_runs(one.positions), read_runs(one.cached_positions))
             for one in message.rows

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Literal, TypeAlias, TypedDict
 
-from rheostat._errors import invalid
+from rheostat._errors import InvalidRequest, invalid
+from rheostat._fields import builds_message, utf8_text, whole_number
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
 from rheostat._proto.v1 import (
     capture_pb2,
@@ -26,7 +27,6 @@ from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._steering import SteeringLike, steering_to_wire
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _MOST_CAPTURES = 16
 
 
@@ -154,6 +154,7 @@ _SamplingNumber: TypeAlias = Literal[
 ]  # fmt: skip
 
 
+@builds_message
 def generate_request(
     prompt: Prompt,
     *,
@@ -196,7 +197,9 @@ def generate_request(
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
     }
-    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+    if request_id is not None and not (
+        isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)
+    ):
         raise invalid("request_id", "a request id is 1 to 128 of [A-Za-z0-9._:-]")
     if lora == "":
         raise invalid("lora", "the adapter's name is empty")
@@ -205,7 +208,7 @@ def generate_request(
         sampling=_sampling(numbers, stop, stop_token_ids, ignore_eos),
         steering=steering_to_wire(steering),
         captures=_captures(capture),
-        lora=lora or "",
+        lora="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         with_baseline=with_baseline,
         return_prompt_token_ids=True,
         when_full=None if when_full is None else _when_full(when_full),
@@ -225,6 +228,7 @@ def _when_full(word: str) -> generation_service_pb2.WhenFull.ValueType:
     return found
 
 
+@builds_message
 def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
     """What to tokenise, or for token ids to decode."""
     request = generation_service_pb2.TokenizeRequest()
@@ -232,33 +236,31 @@ def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
     return request
 
 
-def vector_name(name: str) -> str:
-    """``name``, if it can be one."""
-    if not _NAME.fullmatch(name):
-        raise invalid(
-            "name", f"{name!r} is no name: 1 to 128 of [A-Za-z0-9._/-], first a letter or digit"
-        )
-    return name
-
-
-def vector_digest(digest: str) -> bytes:
-    """The 32 bytes of ``digest``, 64 hex digits."""
-    try:
-        found = bytes.fromhex(digest)
-    except ValueError:
-        found = b""
-    if len(found) != 32:
-        raise invalid("digest", f"a digest is 64 hex digits, not {digest!r}")
+def _captures(capture: object) -> list[capture_pb2.CaptureSpec]:
+    if capture is None:
+        return []
+    if isinstance(capture, str) or not isinstance(capture, Iterable):
+        capture = (capture,)
+    many = tuple(capture)
+    if len(many) > _MOST_CAPTURES:
+        raise invalid("captures", f"{len(many)} captures; at most {_MOST_CAPTURES} go together")
+    found: list[capture_pb2.CaptureSpec] = []
+    for number, one in enumerate(many):
+        if not isinstance(one, Capture):
+            raise _no_capture(f"captures[{number}]", one)
+        found.append(one.to_wire())
     return found
 
 
-def _captures(capture: CaptureLike) -> list[capture_pb2.CaptureSpec]:
-    if capture is None:
-        return []
-    many = [capture] if isinstance(capture, Capture) else list(capture)
-    if len(many) > _MOST_CAPTURES:
-        raise invalid("captures", f"{len(many)} captures; at most {_MOST_CAPTURES} go together")
-    return [one.to_wire() for one in many]
+def _no_capture(path: str, given: object) -> InvalidRequest:
+    """The error for what is no capture; it says what makes one of it."""
+    if isinstance(given, str):
+        kind, point = "a name", f'"{given}"'
+    else:
+        kind, point = type(given).__name__, '"resid_post"'
+    return invalid(
+        path, f"capture takes captures, not {kind}: use rheostat.Capture({point}, layers=...)"
+    )
 
 
 def put_prompt(
@@ -274,8 +276,11 @@ def put_prompt(
     if isinstance(prompt, str):
         if not prompt:
             raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
-        request.text = prompt
+        request.text = utf8_text(prompt, path, "a prompt")
         return
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Iterable):
+        kind = type(prompt).__name__
+        raise invalid(path, f"a prompt is text, token ids or messages, not {kind}")
     many = list(prompt)
     if not many:
         raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
@@ -296,6 +301,8 @@ def _message(message: object, number: int) -> types_pb2.ChatMessage:
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not isinstance(content, str) or not role:
         raise invalid(f"chat.messages[{number}]", "role and content are texts")
+    for name, said in (("role", role), ("content", content)):
+        utf8_text(said, f"chat.messages[{number}].{name}", f"a {name}")
     return types_pb2.ChatMessage(role=role, content=content)
 
 
@@ -307,8 +314,19 @@ def _sampling(
 ) -> generation_pb2.Sampling | None:
     """The message; None where everything is left to the defaults."""
     message = generation_pb2.Sampling(
-        stop=[stop] if isinstance(stop, str) else stop,
-        stop_token_ids=stop_token_ids,
+        stop=[
+            utf8_text(one, f"sampling.stop[{number}]", "a stop text")
+            for number, one in enumerate([stop] if isinstance(stop, str) else stop)
+        ],
+        stop_token_ids=[
+            whole_number(
+                one,
+                f"sampling.stop_token_ids[{number}]",
+                "a token id",
+                reason="REASON_UNKNOWN_TOKEN",
+            )
+            for number, one in enumerate(stop_token_ids)
+        ],
         ignore_eos=ignore_eos,
     )
     for name, number in numbers.items():

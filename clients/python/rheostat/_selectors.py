@@ -7,14 +7,19 @@ the other side; that is refused here, so what a selector's expression reads like
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import index
 from typing import Literal, NamedTuple, TypeAlias
 
-from rheostat._errors import ServerError, invalid
+from rheostat._errors import Unimplemented, invalid
+from rheostat._fields import utf8_text, whole_number
 from rheostat._proto.v1 import selector_pb2, types_pb2
+
+_FIRST, _LAST = -(2**31), 2**31 - 1
+"""Ends of what the wire holds as a position."""
 
 PhaseName: TypeAlias = Literal["prompt", "generated", "all"]
 """A selector's short form."""
+_CALLS = {'"prompt"': "window()", '"generated"': "generated()"}
+"""What selects the same as a word, where Python would take two words for texts."""
 
 
 class _Phase(NamedTuple):
@@ -119,11 +124,15 @@ class Selector:
         return selector_of(other) - self
 
     def __repr__(self) -> str:
-        """The expression that makes this selector."""
-        union = " | ".join(str(one) for one in self.include) or '"all"'
-        if self.exclude and len(self.include) > 1:
+        """An expression that selects the same tokens."""
+        included = [str(one) for one in self.include] or ['"all"']
+        parts = [*included, *(str(one) for one in self.exclude)]
+        if parts[0].startswith('"') and len(parts) > 1:
+            parts[1] = _CALLS.get(parts[1], parts[1])
+        union = " | ".join(parts[: len(included)])
+        if self.exclude and len(included) > 1:
             union = f"({union})"
-        return " - ".join([union, *(str(one) for one in self.exclude)])
+        return " - ".join([union, *parts[len(included) :]])
 
 
 SelectorLike: TypeAlias = Selector | PhaseName | None
@@ -144,7 +153,7 @@ def selector_of(where: SelectorLike) -> Selector:
 def positions(*at: int) -> Selector:
     """Single positions. Those from 0 on are absolute; -1 is the last prompt token."""
     runs: list[_Window] = []
-    for position in sorted({index(one) for one in at}):
+    for position in sorted({_position(one, _LAST - 1) for one in at}):
         last = runs[-1] if runs else None
         if last is not None and last.end == position:
             runs[-1] = _Window(last.start, _after(position))
@@ -153,6 +162,12 @@ def positions(*at: int) -> Selector:
     if not runs:
         raise invalid("where", "no position is given", "REASON_EMPTY_SELECTOR")
     return Selector(tuple(runs))
+
+
+def _position(number: int, most: int = _LAST) -> int:
+    return whole_number(
+        number, "where", "a position", least=_FIRST, most=most, reason="REASON_INVALID_POSITION"
+    )
 
 
 def _after(position: int) -> int | None:
@@ -166,6 +181,8 @@ def window(start: int | None = None, end: int | None = None) -> Selector:
     Negative numbers count from the prompt's end, an absent start is 0, an absent end is the
     prompt's end. An end past the prompt reaches into generated tokens.
     """
+    start = None if start is None else _position(start)
+    end = None if end is None else _position(end)
     same_side = start is not None and end is not None and (start < 0) == (end < 0)
     if same_side and (start or 0) >= (end or 0):
         raise invalid("where", f"the window {start}:{end} is empty", "REASON_INVALID_POSITION")
@@ -174,18 +191,24 @@ def window(start: int | None = None, end: int | None = None) -> Selector:
 
 def generated(start: int = 0, end: int | None = None) -> Selector:
     """Generated tokens ``start <= g < end``, counted from the first one; no end: all further."""
-    if start < 0 or (end is not None and end <= start):
+    start, end = _generated_at(start), None if end is None else _generated_at(end)
+    if end is not None and end <= start:
         raise invalid(
             "where", f"the generated window {start}:{end} is empty", "REASON_INVALID_POSITION"
         )
     return Selector((_Generated(start, end),))
 
 
+def _generated_at(number: int) -> int:
+    return whole_number(number, "where", "a generated token", reason="REASON_INVALID_POSITION")
+
+
 def token_ids(*ids: int) -> Selector:
     """Every token with one of these ids, in prompt and generation."""
     if not ids:
         raise invalid("where", "no token id is given", "REASON_EMPTY_SELECTOR")
-    return Selector((_TokenIds(tuple(index(one) for one in ids)),))
+    many = (whole_number(one, "where", "a token id", reason="REASON_UNKNOWN_TOKEN") for one in ids)
+    return Selector((_TokenIds(tuple(many)),))
 
 
 def span(text: str, occurrence: int | None = None) -> Selector:
@@ -195,7 +218,9 @@ def span(text: str, occurrence: int | None = None) -> Selector:
     """
     if not text:
         raise invalid("where", "the span's text is empty", "REASON_MISSING_FIELD")
-    return Selector((_Span(text, occurrence),))
+    if occurrence is not None:
+        occurrence = whole_number(occurrence, "where", "an occurrence")
+    return Selector((_Span(utf8_text(text, "where", "the span's text"), occurrence),))
 
 
 def to_wire(selector: Selector) -> selector_pb2.Selector | None:
@@ -208,18 +233,23 @@ def to_wire(selector: Selector) -> selector_pb2.Selector | None:
     )
 
 
-def from_wire(message: selector_pb2.Selector) -> Selector:
-    """The selector of a message; one without ranges, as an absent one reads, is every token."""
+def from_wire(message: selector_pb2.Selector, path: str) -> Selector:
+    """The selector of a message; one without ranges, as an absent one reads, is every token.
+
+    Raises Unimplemented, which names ``path``, for ranges that this client does not know.
+    """
     return Selector(
-        tuple(_read_range(one) for one in message.include),
-        tuple(_read_range(one) for one in message.exclude),
+        tuple(_read_range(one, path) for one in message.include),
+        tuple(_read_range(one, path) for one in message.exclude),
     )
 
 
-def _read_range(message: selector_pb2.Range) -> _Range:
+def _read_range(message: selector_pb2.Range, path: str) -> _Range:
     match message.WhichOneof("kind"):
-        case "phase":
-            return _Phase("prompt" if message.phase == types_pb2.PHASE_PROMPT else "generated")
+        case "phase" if message.phase == types_pb2.PHASE_PROMPT:
+            return _Phase("prompt")
+        case "phase" if message.phase == types_pb2.PHASE_GENERATED:
+            return _Phase("generated")
         case "positions":
             at = message.positions
             return _Window(
@@ -233,5 +263,4 @@ def _read_range(message: selector_pb2.Range) -> _Range:
         case "text":
             text = message.text
             return _Span(text.text, text.occurrence if text.HasField("occurrence") else None)
-        case kind:
-            raise ServerError(f"the server sent a selector of an unknown kind, {kind}")
+    raise Unimplemented(f"{path} of the server selects tokens as this client does not know")

@@ -61,6 +61,7 @@ class Updates:
         self._lock = threading.Lock()
         self._last_id = 0
         self._unanswered: list[int] = []
+        self._stops: set[int] = set()
         self._ended = False
         send(generation_service_pb2.SessionRequest(start=start))
 
@@ -79,17 +80,20 @@ class Updates:
         """End the request, if it has not ended."""
         with self._lock:
             if not self._ended:
+                update_id = self._next_id()
+                self._stops.add(update_id)
                 self._send(
                     generation_service_pb2.SessionRequest(
-                        update_id=self._next_id(), stop=generation_service_pb2.SessionStop()
+                        update_id=update_id, stop=generation_service_pb2.SessionStop()
                     )
                 )
 
-    def answered(self, update_id: int) -> None:
-        """The server answered an update."""
+    def answered(self, update_id: int) -> bool:
+        """The server answered an update. False: it was a stop, whose answer is the end itself."""
         with self._lock:
             if update_id in self._unanswered:
                 self._unanswered.remove(update_id)
+            return update_id not in self._stops
 
     def close(self) -> None:
         """Take no further update."""
@@ -121,8 +125,8 @@ class SessionFold:
         """The message's events."""
         match message.WhichOneof("event"):
             case "applied":
-                self._updates.answered(message.applied.update_id)
-                return [_read_applied(message.applied)]
+                told = self._updates.answered(message.applied.update_id)
+                return [_read_applied(message.applied)] if told else []
             case "refused":
                 self._updates.answered(message.refused.update_id)
                 return [_read_refused(message.refused)]

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TypeAlias, overload
 
 from rheostat._errors import InvalidRequest, invalid
+from rheostat._fields import builds_message
 from rheostat._interventions import Ablate, Add, Band, Clamp, Intervention, NormAdd, Scale
 from rheostat._proto.v1 import steering_pb2
 from rheostat._vectors import Vector
@@ -105,6 +106,8 @@ def _vector(op: str, given: object) -> Vector:
 
 def _no_vector(path: str, what: str, given: object) -> InvalidRequest:
     """The error for what is no vector; it says what makes one of it."""
+    if isinstance(given, Band):
+        return invalid(path, "a band acts in a clamp: use rheostat.clamp(rheostat.band(...))")
     if isinstance(given, str):
         kind, remedy = "a name", f'rheostat.named("{given}", points=..., layers=...)'
     else:
@@ -112,6 +115,7 @@ def _no_vector(path: str, what: str, given: object) -> InvalidRequest:
     return invalid(path, f"{what} takes vectors, not {kind}: use {remedy}")
 
 
+@builds_message
 def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
     """The message, in the caller's order; None for none."""
     if steering is None:
@@ -140,6 +144,9 @@ def _each(steering: object) -> tuple[Intervention, ...]:
         if isinstance(one, Vector):
             found.append(Add(one))
         elif isinstance(one, Intervention):
+            for vector in one.vectors:
+                if not isinstance(vector, Vector):
+                    raise _no_vector(f"steering[{number}]", "an op", vector)
             found.append(one)
         else:
             raise _no_vector(f"steering[{number}]", "steering", one)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, FloatArray, VectorData, read_element, vector_data
 from rheostat._errors import Refused, invalid
+from rheostat._fields import vector_digest, vector_name
 from rheostat._interventions import Add
 from rheostat._points import (
     Layers,
@@ -108,7 +109,7 @@ class Vector:
         if self.by_value and self.rows is not None:
             return steering_pb2.VectorRef(inline=self.rows.to_tensor())
         if self.digest is not None:
-            return steering_pb2.VectorRef(digest=bytes.fromhex(self.digest))
+            return steering_pb2.VectorRef(digest=vector_digest(self.digest))
         return steering_pb2.VectorRef(name=self.name or "")
 
 
@@ -137,7 +138,7 @@ def named(
     if not name:
         raise invalid("vector.name", "the name is empty", "REASON_MISSING_FIELD")
     at_points, at_layers = defaults(points, layers)
-    return Vector(None, name, points=at_points, layers=at_layers)
+    return Vector(None, vector_name(name, "vector.name"), points=at_points, layers=at_layers)
 
 
 def defaults(

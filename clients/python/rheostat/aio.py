@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rheostat import _calls, _errors, _readiness
 from rheostat._aio_connection import Connection, Reader
 from rheostat._arrays import ArrayLike, Element
-from rheostat._calls import Dialogue, Progress
+from rheostat._calls import Dialogue
 from rheostat._channel import UNARY_TIMEOUT
 from rheostat._derivations import Derivation, DeriveMethod
 from rheostat._errors import RheostatError
@@ -30,6 +30,7 @@ from rheostat._results import Event, Generation
 from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, Updates
 from rheostat._steering import SteeringLike
+from rheostat._uploads import Progress
 from rheostat._vectors import Vector, VectorInfo
 
 __all__ = ["Engine", "Session", "Steering", "Stream", "Vectors", "connect"]
@@ -42,7 +43,8 @@ class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation])
 class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
     """A generation that can be changed while it runs, as `rheostat.Session`.
 
-    As `cancel`, its verbs are not awaited: they hand an update over, and events answer it.
+    As `cancel`, its verbs are not awaited: they hand an update over, and events answer it. Other
+    threads may call `steer` and `stop`. It is made while its event loop runs.
     """
 
     def __init__(
@@ -53,7 +55,12 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
     ) -> None:
         """Made by `Engine`; starts the call."""
         requests: asyncio.Queue[generation_service_pb2.SessionRequest | None] = asyncio.Queue()
-        self._updates = Updates(call.start, requests.put_nowait)
+        loop = asyncio.get_running_loop()
+
+        def send(request: generation_service_pb2.SessionRequest | None) -> None:
+            loop.call_soon_threadsafe(requests.put_nowait, request)
+
+        self._updates = Updates(call.start, send)
         responses = connection.dialogue(call, _until_none(requests), timeout)
         responses.add_done_callback(lambda _: self._updates.close())
         super().__init__(connection, responses, call.fold(self._updates), timeout)
@@ -117,8 +124,8 @@ class Vectors:
     async def get(
         self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
     ) -> Vector:
-        """Fetch a vector with its numbers (``vector.values``), by name or digest."""
-        call = _calls.get_vector(name, digest)
+        """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
+        call, timeout = _calls.get_vector(name, digest), self._connection.limit(timeout)
         responses = self._connection.download(call, timeout)
         return await Reader(self._connection, responses, call.fold(), timeout).result()
 

@@ -1,6 +1,7 @@
 """A scripted gRPC server on loopback, and the two clients behind one face."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
@@ -176,6 +177,14 @@ class SyncClient:
             except rheostat.RheostatError as error:
                 return error
 
+    def closed_during(self, use: Callable, begun: threading.Event) -> object:
+        """Close the client once ``begun`` is set, and give the error of ``use``."""
+        with futures.ThreadPoolExecutor(1) as threads:
+            call = threads.submit(use, self.engine)
+            assert begun.wait(30)
+            self.engine.close()
+            return call.exception(30)
+
     def close(self) -> None:
         self.engine.close()
 
@@ -230,6 +239,16 @@ class AioClient:
                     return await stream.result()
                 except rheostat.RheostatError as error:
                     return error
+
+        return self.runner.run(go())
+
+    def closed_during(self, use: Callable, begun: threading.Event) -> object:
+        async def go() -> object:
+            call = asyncio.create_task(use(self.engine))
+            assert await asyncio.to_thread(begun.wait, 30)
+            await self.engine.close()
+            (error,) = await asyncio.gather(call, return_exceptions=True)
+            return error
 
         return self.runner.run(go())
 

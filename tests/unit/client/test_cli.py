@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import types
+from importlib.machinery import ModuleSpec
 
 import grpc
 import numpy as np
@@ -48,7 +49,7 @@ def test_layers_are_read_as_people_write_them(text, expected):
     assert layers(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "-1", "a", "1-", "1,,2"])
+@pytest.mark.parametrize("text", ["", "-1", "a", "1-", "1,,2", "0-99999999999", "0-999,1-26"])
 def test_layers_that_cannot_be_read_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
         layers(text)
@@ -111,7 +112,8 @@ def test_a_name_that_is_not_stored_fails_in_one_line(server, capsys):
     assert main(["generate", "x", "--target", server.target, "--steer", "jo"]) == 1
     assert capsys.readouterr() == (
         "",
-        "rheostat: no vector is named 'jo' [REASON_NAME_NOT_FOUND]\n",
+        "rheostat: no vector is named 'jo' [REASON_NAME_NOT_FOUND]; "
+        "rheostat vectors list shows what is stored\n",
     )
 
 
@@ -129,9 +131,11 @@ def test_vectors_go_from_file_to_server_and_back(server, capsys, tmp_path, monke
     array = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
     np.save("tone.npy", array)
     server.on("PutVectors", steering_service_pb2.PutVectorsResponse())
+    server.on("ListVectors", steering_service_pb2.ListVectorsResponse())
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layers=8))
     line = ["vectors", "put", "tone.npy", "--points", "resid_mid", "--layers", "4,6"]
     assert main([*line, "--name", "my/tone", "--target", server.target]) == 0
-    header = server.asked[0].header
+    header = server.asked[2].header
     digest = header.digest.hex()
     assert (header.name, list(header.sites.list.layers)) == ("my/tone", [4, 6])
     assert capsys.readouterr() == (f"{digest}  my/tone\n", "storing my/tone ...\n")
@@ -150,6 +154,9 @@ def test_vectors_go_from_file_to_server_and_back(server, capsys, tmp_path, monke
     assert np.array_equal(np.load("tone.npy"), array)
     assert main(["vectors", "get", digest, "--out", "b.npy", "--target", server.target]) == 0
     assert server.asked[-1] == steering_service_pb2.GetVectorsRequest(digest=header.digest)
+    assert main(["vectors", "get", digest, "--out", "bare", "--target", server.target]) == 0
+    assert np.array_equal(np.load("bare"), array)
+    assert capsys.readouterr().out.endswith("bare  float32 [2, 2]\n")
 
 
 def test_vectors_delete_prints_what_lost_its_name(server, capsys):
@@ -158,14 +165,22 @@ def test_vectors_delete_prints_what_lost_its_name(server, capsys):
     assert capsys.readouterr().out == f"{'ab' * 32}  joy\n"
 
 
-@pytest.mark.parametrize("content", [b"", b"not numpy", b"\x80\x04."])
-def test_a_file_that_is_no_array_is_a_wrong_command_line(content, tmp_path, capsys):
-    path = tmp_path / "x.npy"
-    path.write_bytes(content)
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("x.npy", b"", "it is not a .npy file"),
+        ("x.txt", b"I am glad.", "it is not a .npy file"),
+        ("x.npy", b"\x80\x04.", "it is not a .npy file"),
+        ("x.gguf", b"GGUF", "it is not a .npy file; rheostat vectors import reads it"),
+        ("x.npy", None, "No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_array_is_a_wrong_command_line(name, content, why, tmp_path, capsys):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
     assert main(["vectors", "put", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"rheostat: cannot read {path}: ")
+    assert capsys.readouterr() == ("", f"rheostat: cannot read {path}: {why}\n")
 
 
 def test_info_prints_model_and_counters(server, capsys):
@@ -185,7 +200,10 @@ def test_a_server_that_is_not_there_fails_in_one_line(server, capsys):
     assert main(["generate", "x", "--target", server.target]) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"rheostat: no server answers at {server.target}: ")
+    assert err == (
+        f"rheostat: no server answers at {server.target}: "
+        "start one with rheostat serve MODEL, or name one with --target\n"
+    )
 
 
 def test_a_server_that_refuses_is_told_from_one_that_is_not_there(server, capsys, refusal):
@@ -210,6 +228,39 @@ def test_a_wrong_request_exits_as_a_wrong_command_line_does(server, capsys):
     assert raised.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            ["generate", "x", "--steer", "joy", "--points", "resid_post", "--layers", "9" * 11],
+            "no model has a layer 99999999999 (at sites.layers) [REASON_UNKNOWN_LAYER]",
+        ),
+        (
+            ["global", "clear", "--expected-version", "9" * 23],
+            "a version is 0 to 18446744073709551615, not",
+        ),
+        (["generate", "\udcff"], "a prompt has half a character at 0, U+DCFF"),
+        (
+            ["vectors", "put", "x.npy", "--description", "\udcff"],
+            "a description has half a character at 0, U+DCFF",
+        ),
+    ],
+)
+def test_what_no_request_can_hold_is_a_wrong_command_line(
+    server, capsys, tmp_path, monkeypatch, line, said
+):
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", np.ones(2))
+    server.on("ListVectors", steering_service_pb2.ListVectorsResponse())
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layers=8))
+    assert main([*line, "--target", server.target]) == 2
+    out, err = capsys.readouterr()
+    reading = (engine_service_pb2.GetModelRequest, steering_service_pb2.ListVectorsRequest)
+    assert out == ""
+    assert [one for one in server.asked if not isinstance(one, reading)] == []
+    assert err.splitlines()[-1].startswith(f"rheostat: {said}")
+
+
 def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     seen = []
     package = types.ModuleType("rheostat_server")
@@ -217,7 +268,8 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     config.ServerConfig = dict
     serve = types.ModuleType("rheostat_server.serve")
     serve.run = lambda config: seen.append(config) or 3
-    for module in (package, config, serve):
+    for module in (package, config, serve, types.ModuleType("vllm")):
+        module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main(["serve", "demo"]) == 3
     line = "serve some/model --host 0.0.0.0 --port 0 --dtype float32 --max-model-len 512"
@@ -248,13 +300,26 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     ]
 
 
-def test_serve_without_the_server_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rheostat_server", None)
-    monkeypatch.delitem(sys.modules, "rheostat_server.config", raising=False)
-    assert main(["serve", "demo"]) == 1
-    assert capsys.readouterr().err == (
-        "rheostat: serving needs the server (no module named rheostat_server.config): "
-        "in a checkout, pip install '.[cpu]' or '.[cuda]'\n"
+@pytest.mark.parametrize("missing", ["rheostat_server", "vllm"])
+@pytest.mark.parametrize(
+    ("line", "task"),
+    [
+        (["serve", "demo"], "serving"),
+        (["demo"], "the demo, unless --target names a server,"),
+    ],
+)
+def test_what_needs_the_server_says_at_once_what_to_install(
+    monkeypatch, capsys, missing, line, task
+):
+    for name in ("rheostat_server", "vllm"):
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, None if name == missing else module)
+    assert main(line) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"rheostat: {task} needs the server (no module named {missing}): "
+        "in a checkout, pip install '.[cpu]' or '.[cuda]'\n",
     )
 
 

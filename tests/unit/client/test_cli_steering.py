@@ -122,8 +122,8 @@ def test_vectors_of_an_op_act_where_those_are_meant_that_are_meant_for_somewhere
     assert main([*line, "--ablate", "bare"]) == 2
     assert capsys.readouterr().err == (
         "rheostat: bare has no default points and layers: give them, with .at(points=, layers=) "
-        "or --points and --layers "
-        "(at steering.interventions[0].sites) [REASON_MISSING_FIELD]\n"
+        "(at steering.interventions[0].sites) [REASON_MISSING_FIELD]; "
+        "here with --points and --layers\n"
     )
 
 
@@ -144,10 +144,12 @@ def test_the_baseline_follows_the_text_and_their_distance_goes_to_stderr(server,
     parse = generation_service_pb2.GenerateResponse
     server.on("Generate", [text_format.Parse(line, parse()) for line in lines])
     line = ["generate", "x", "--target", server.target, "--baseline", "--lora", "poet"]
+    line += ["--seed", "1", "--top-p", "0.5"]
     assert main(line) == 0
     assert server.asked == [
         text_format.Parse(
-            """text: "x" sampling { max_tokens: 128 } lora: "poet" with_baseline: true
+            """text: "x" lora: "poet" with_baseline: true
+               sampling { max_tokens: 128 seed: 1 top_p: 0.5 }
                return_prompt_token_ids: true""",
             generation_service_pb2.GenerateRequest(),
         )
@@ -157,6 +159,23 @@ def test_the_baseline_follows_the_text_and_their_distance_goes_to_stderr(server,
         "KL from the baseline: 0.375 nats per token, most 0.5 at token 1 of 2; "
         "at least 75 % of the probability was compared\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (["--baseline"], True),
+        (["--baseline", "--temperature", "0.5"], True),
+        (["--baseline", "--temperature", "0"], False),
+        (["--baseline", "--seed", "0"], False),
+        ([], False),
+    ],
+)
+def test_a_baseline_that_draws_by_itself_is_warned_of(server, capsys, flags, warned):
+    server.on("Generate", PLAIN)  # without a baseline, which is another matter
+    main(["generate", "x", "--target", server.target, *flags])
+    said = "rheostat: without --seed the two draw differently\n"
+    assert (said in capsys.readouterr().err) is warned
 
 
 def test_the_receipt_is_shown_where_the_server_steered_everyone(server, capsys):
@@ -193,6 +212,13 @@ def test_global_set_sends_the_ops_and_prints_the_version(server, capsys):
 def test_global_set_without_an_op_is_a_wrong_command_line(server, capsys):
     assert main(["global", "set", "--target", server.target]) == 2
     message = "rheostat: no op is given; to have none, use: rheostat global clear\n"
+    assert (capsys.readouterr(), server.asked) == (("", message), [])
+
+
+@pytest.mark.parametrize("flag", [["--points", "resid_mid"], ["--layers", "3"]])
+def test_sites_without_an_op_are_a_wrong_command_line(server, capsys, flag):
+    assert main(["generate", "x", "--target", server.target, *flag]) == 2
+    message = "rheostat: --points and --layers say where ops act, and no op is given\n"
     assert (capsys.readouterr(), server.asked) == (("", message), [])
 
 

@@ -172,14 +172,21 @@ def test_without_a_separation_there_is_no_best_row():
 
 def test_the_command_derives_from_two_files_and_prints_the_table(server, tmp_path, capsys):
     server.on("DeriveVectors", ANSWER)
+    server.on("ListVectors", pb.ListVectorsResponse())
     (tmp_path / "glad").write_text("I am glad\n\nHow nice: é\n", encoding="utf-8")
     (tmp_path / "sad").write_text("I am sad", encoding="utf-8")
     command = ["vectors", "derive", "--target", server.target, "--name", "joy"]
     command += ["--points", "resid_post,resid_pre", "--layers", "1-2"]
     files = ["--positive", str(tmp_path / "glad"), "--negative", str(tmp_path / "sad")]
     assert main([*command, *files]) == 0
-    assert capsys.readouterr().out == f"{TABLE}\n01  joy/resid_post\n02  joy/resid_pre\n"
-    assert server.asked == [
+    assert capsys.readouterr() == (
+        f"{TABLE}\n"
+        "-: not defined; it takes two prompts or more in each set, and sets that differ\n"
+        "01  joy/resid_post\n02  joy/resid_pre\n",
+        "running 2 + 1 prompts ...\n"
+        "rheostat: the sets do not differ at resid_pre[1]: rows of zeros, which steer nothing\n",
+    )
+    assert server.asked[1:] == [
         wire(
             """positive { text: "I am glad" } positive { text: "How nice: é" }
                negative { text: "I am sad" }
@@ -187,6 +194,25 @@ def test_the_command_derives_from_two_files_and_prints_the_table(server, tmp_pat
                        list { layers: 1 layers: 2 } }
                method: DERIVE_METHOD_DIFFERENCE_OF_MEANS name: "joy" """
         )
+    ]
+
+
+def test_the_command_tells_a_vector_of_zeros_and_a_name_that_moves(server, tmp_path, capsys):
+    answer = pb.DeriveVectorsResponse()
+    row = answer.vectors.add(point="POINT_RESID_POST", digest=b"\1" * 32, name="joy").rows.add()
+    row.layer = 2
+    server.on("DeriveVectors", answer)
+    before = pb.ListVectorsResponse()
+    before.vectors.add(digest=b"\2" * 32, name="joy", dtype="DTYPE_FLOAT32", shape=[1, 2])
+    server.on("ListVectors", before)
+    (tmp_path / "same").write_text("I am\nYou are")
+    command = ["vectors", "derive", "--target", server.target, "--name", "joy"]
+    command += ["--points", "resid_post", "--layers", "2"]
+    files = ["--positive", str(tmp_path / "same"), "--negative", str(tmp_path / "same")]
+    assert main([*command, *files]) == 0
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"rheostat: joy was on {'02' * 32} before, which lost the name",
+        "rheostat: the sets do not differ at any site: rows of zeros, which steer nothing",
     ]
 
 

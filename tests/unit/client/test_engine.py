@@ -91,6 +91,7 @@ WORDS = """demo
   model: LlamaForCausalLM, 3 layers, width 8, 100 tokens, bfloat16
   engine: vLLM 0.32.0 on cpu, runner v1, compiled, 2 ranks
   limits: 2048 tokens, 64 requests, 512 bank rows, 20 logprobs
+  adapters: a
   server: 0.1.0, rheostat.v1
   resid_pre 0-2: add, capture
   resid_mid 0-2: nothing: attention and MLP run in parallel"""
@@ -136,7 +137,7 @@ def test_the_counters(client, server):
                steps { variant: "plain" steps: 8 } bank_rows_used: 9 bank_rows: 10
                captured_rows: 11 captured_bytes: 12 dropped_rows: 13 prefix_queried_tokens: 14
                prefix_hit_tokens: 15 vectors: 16 uptime { seconds: 17 nanos: 500000000 }
-               leaked: 18""",
+               leaked: 18 global_version: 19""",
             engine_service_pb2.GetStatsResponse(),
         ),
     )
@@ -159,6 +160,7 @@ def test_the_counters(client, server):
         vectors=16,
         uptime=17.5,
         leaked=18,
+        global_version=19,
     )
 
 

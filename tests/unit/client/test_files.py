@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import rheostat
 from rheostat import Point
+from rheostat._files._errors import replacing
 from rheostat._proto.v1 import steering_service_pb2 as pb
 
 BITS = np.array([[0x3F80, 0xC000, 0x0001], [0x4040, 0x8000, 0x7F7F]], np.uint16)
@@ -232,6 +233,24 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert (list(tmp_path.iterdir()), path.read_bytes()) == ([path], before)
     rheostat.save_vector(path, vector())
     assert rheostat.load_vector(path) == vector()
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path):
+    target, link = tmp_path / "real" / "joy.npz", tmp_path / "link.npz"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    rheostat.save_vector(link, vector())
+    assert (link.is_symlink(), rheostat.load_vector(target)) == (True, vector())
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_writers_of_one_file_do_not_meet_before_it_is_whole(tmp_path):
+    path = tmp_path / "joy.npz"
+    with replacing(path) as first, replacing(path) as second:
+        assert first != second
+        first.write_bytes(b"1")
+        second.write_bytes(b"2")
+    assert ([*tmp_path.iterdir()], path.read_bytes()) == ([path], b"1")
 
 
 def test_what_cannot_be_written_says_why(tmp_path):

@@ -321,8 +321,7 @@ def test_a_receipt_tells_in_words_what_was_done():
         "  add (request 0): 3 rows at resid_post 2-3, dose 4 (50 % of the stream, at most 75 %), "
         "positions 0-2 and from the cache 4\n"
         "  capture 0: 6 rows of resid_post 2-3\n"
-        "  steps: 3 light, 1 plain\n"
-        "  server-wide steering: version 4"
+        "  steps: 3 light, 1 plain"
     )
 
 

@@ -12,9 +12,9 @@ RNG = np.random.default_rng(0)
 DIRECTIONS = {layer: RNG.standard_normal(WIDTH).astype(np.float32) for layer in (12, 10, 11)}
 
 
-def write(path, directions, hint="llama", architecture="controlvector", **tensor):
+def write(path, directions, hint="llama", architecture="controlvector", order="LITTLE", **tensor):
     """A control vector as repeng's `ControlVector.export_gguf` writes it."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, endianess=gguf.GGUFEndian[order])
     writer.add_string(f"{architecture}.model_hint", hint)
     writer.add_uint32(f"{architecture}.layer_count", len(directions))
     for layer, row in directions.items():
@@ -104,6 +104,11 @@ def test_other_types_are_widened_as_their_format_defines(tmp_path, kind):
         ({1: np.array([1, np.nan], np.float32)}, {}, "not finite"),
         ({1: np.array([1, np.inf], np.float16)}, {}, "not finite"),
         ({1: np.ones(4, np.int32)}, {}, "has direction.1 as I32: save it as F32"),
+        (
+            {1: np.ones(4, np.float32)},
+            {"order": "BIG"},
+            "other order than this machine: convert it with gguf-convert-endian",
+        ),
         ({1: np.ones(4, np.float32)}, {"architecture": "llama"}, "no control vector, but llama"),
     ],
 )
@@ -114,6 +119,23 @@ def test_a_file_that_is_no_control_vector_says_what_is_wrong(tmp_path, direction
         rheostat.load_vector(path)
     assert raised.value.path == str(path)
     assert said in raised.value.message
+
+
+def test_a_file_that_cannot_be_written_whole_is_closed(tmp_path, monkeypatch):
+    class Full(gguf.GGUFWriter):
+        def write_tensors_to_file(self) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            closed.append(self.fout[0])
+            super().close()
+
+    closed = []
+    monkeypatch.setattr(gguf, "GGUFWriter", Full)
+    vector = rheostat.inline(np.ones(4), points="resid_post", layers=1)
+    with pytest.raises(rheostat.InvalidRequest, match="No space left"):
+        rheostat.save_vector(tmp_path / "joy.gguf", vector)
+    assert (list(tmp_path.iterdir()), [file.closed for file in closed]) == ([], [True])
 
 
 def test_a_layer_that_is_named_twice_is_refused(tmp_path):

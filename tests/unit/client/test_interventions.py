@@ -128,6 +128,12 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
         ),
         (JOY * 1e39, "add.scale", "REASON_NON_FINITE", "the scale is not finite"),
         (
+            JOY * -1e-50,
+            "add.scale",
+            "REASON_INVALID_VALUE",
+            "the scale -1e-50 is 0 in float32: write 0, or 1e-45 and above",
+        ),
+        (
             rheostat.scale(JOY, "much"),
             "scale.factor",
             "REASON_INVALID_VALUE",
@@ -209,15 +215,13 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
             rheostat.scale(BARE, 2),
             "sites",
             "REASON_MISSING_FIELD",
-            "bare has no default points and layers: give them, with .at(points=, layers=) or "
-            "--points and --layers",
+            "bare has no default points and layers: give them, with .at(points=, layers=)",
         ),
         (
             rheostat.ablate(JOY, CALM),
             "sites",
             "REASON_INVALID_VALUE",
-            "the vectors are meant for different sites: say which, with .at(points=, layers=) or "
-            "--points and --layers",
+            "the vectors are meant for different sites: say which, with .at(points=, layers=)",
         ),
     ],
 )
@@ -245,6 +249,10 @@ def test_what_an_op_cannot_mean_names_the_field(made, path, reason, message):
             lambda: rheostat.scale(JOY * 2, 0),
             "scale takes vectors; put .at(...) on what it returns, and leave scales out",
         ),
+        (
+            lambda: steering_to_wire([rheostat.band(JOY, min=0)]),
+            "a band acts in a clamp: use rheostat.clamp(rheostat.band(...))",
+        ),
         *(
             (
                 make,
@@ -264,6 +272,13 @@ def test_what_is_no_direction_is_refused_where_it_is_written(make, message):
     with pytest.raises(rheostat.InvalidRequest) as raised:
         make()
     assert raised.value.message == message
+
+
+def test_the_smallest_scales_that_float32_holds_are_sent_as_they_are():
+    least = float(np.finfo(np.float32).smallest_subnormal)
+    for scale, expected in ((least, least), (2.0**-150 * 1.001, least), (-0.0, 0.0)):
+        (sent,) = steering_to_wire(JOY * scale).interventions
+        assert sent.add.scale == expected
 
 
 def test_interventions_read_as_what_they_do():

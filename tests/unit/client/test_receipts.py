@@ -136,3 +136,76 @@ def test_an_explanation_gives_doses_in_the_unit_of_their_op(op, dose):
         "  cache key from position 16: private",
         "  bank rows: 0 new",
     ]
+
+
+def test_sites_that_need_a_newer_client_are_counted_and_the_rest_is_kept():
+    known, newer = "point: POINT_RESID_POST layer: 2", "point: 9 layer: 2"
+    receipt = read_receipt(
+        text_format.Parse(
+            f"""request_id: "r1"
+                interventions {{
+                  intervention {{ origin: ORIGIN_GLOBAL op: OP_ADD }}
+                  sites {{ site {{ {known} }} rows: 6 }} sites {{ site {{ {newer} }} rows: 6 }}
+                }}
+                captures {{
+                  sites {{ site {{ {newer} }} rows: 6 }} sites {{ site {{ {known} }} rows: 6 }}
+                }}""",
+            receipt_pb2.Receipt(),
+        )
+    )
+    assert receipt.interventions == (
+        rheostat.AppliedIntervention(
+            "global", 0, "add", (), (rheostat.AppliedSite(EARLY, 6, None),), (), unknown_sites=1
+        ),
+    )
+    assert receipt.captures == (
+        rheostat.CaptureReceipt(0, (rheostat.CapturedSite(EARLY, 6, 0),), unknown_sites=1),
+    )
+    assert str(receipt).splitlines()[2:] == [
+        "  add (global 0): 6 rows at resid_post 2, 1 site unknown to this client",
+        "  capture 0: 6 rows of resid_post 2, 1 site unknown to this client",
+    ]
+    explanation = read_explanation(
+        text_format.Parse(
+            f"""interventions {{
+                  intervention {{ origin: ORIGIN_GLOBAL op: OP_ADD }}
+                  sites {{ {known} }} sites {{ {newer} }} selection {{ positions {{ count: 1 }} }}
+                  doses {{ site {{ {known} }} norm: 2 }} doses {{ site {{ {newer} }} norm: 3 }}
+                }}
+                captures {{ sites {{ {newer} }} selection {{ positions {{ count: 1 }} }} }}""",
+            generation_service_pb2.ExplainResponse(),
+        )
+    )
+    (steered,), (captured,) = explanation.interventions, explanation.captures
+    assert (steered.sites, steered.doses, steered.unknown_sites) == ((EARLY,), {EARLY: 2}, 1)
+    assert (captured.sites, captured.unknown_sites) == ((), 1)
+    assert str(explanation).splitlines()[2:4] == [
+        "  add (global 0): resid_post[2] (dose 2), 1 site unknown to this client; positions 0",
+        "  capture 0: 1 site unknown to this client; positions 0; 0 bytes",
+    ]
+
+
+def test_rows_that_were_not_touched_read_the_same_whatever_kept_them():
+    site = rheostat.AppliedSite(EARLY, 0, None)
+    kept = rheostat.AppliedRows(0, (), ())
+    idle = [
+        rheostat.AppliedIntervention("request", 0, "add", (), (site,), rows)
+        for rows in ((), (kept,), (kept, rheostat.AppliedRows(1, (), ())))
+    ]
+    told = [str(rheostat.Receipt("r", 1, 1, interventions=(one,))).splitlines() for one in idle]
+    assert [lines[-1] for lines in told] == ["  add (request 0): 0 rows at resid_post 2"] * 3
+
+
+def test_positions_from_the_cache_alone_are_told():
+    rows = (rheostat.AppliedRows(0, (), (range(2),)),)
+    done = rheostat.AppliedIntervention("request", 0, "add", (), (), rows)
+    told = str(rheostat.Receipt("r", 1, 1, interventions=(done,))).splitlines()[-1]
+    assert told == "  add (request 0): 0 rows, positions none and from the cache 0-1"
+
+
+@pytest.mark.parametrize(("origin", "shown"), [("global", True), ("request", False)])
+def test_the_version_of_server_wide_steering_is_told_where_some_acted(origin, shown):
+    done = rheostat.AppliedIntervention(origin, 0, "add", (), (), ())
+    told = str(rheostat.Receipt("r", 1, 1, interventions=(done,), global_version=9))
+    assert ("server-wide steering: version 9" in told) is shown
+    assert "server-wide" not in str(rheostat.Receipt("r", 1, 1, global_version=9))

@@ -4,8 +4,11 @@ import pytest
 from google.protobuf import text_format
 
 import rheostat
+from rheostat import Selector
 from rheostat._proto.v1 import selector_pb2
 from rheostat._selectors import selector_of, to_wire
+
+(PROMPT,), (GENERATED,) = selector_of("prompt").include, selector_of("generated").include
 
 
 def wire(text: str) -> selector_pb2.Selector:
@@ -98,4 +101,20 @@ def test_a_selector_reads_as_the_expression_that_makes_it():
     selector = ("prompt" | rheostat.generated(0, 8)) - rheostat.span("Eiffel", occurrence=1)
     expected = "(\"prompt\" | generated(0, 8)) - span('Eiffel', occurrence=1)"
     assert repr(selector) == expected
+    words = [
+        Selector((PROMPT, GENERATED)),
+        Selector((PROMPT,), (GENERATED,)),
+        Selector((), (PROMPT, GENERATED)),
+        Selector((GENERATED, PROMPT), (GENERATED,)),
+        Selector((rheostat.positions(3).include[0], PROMPT, GENERATED)),
+    ]
+    assert [repr(one) for one in words] == [
+        '"prompt" | generated()',
+        '"prompt" - generated()',
+        '"all" - window() - "generated"',
+        '("generated" | window()) - "generated"',
+        'window(3, 4) | "prompt" | "generated"',
+    ]
+    for one in words:
+        eval(repr(one), {"generated": rheostat.generated, "window": rheostat.window})
     assert repr("all" - rheostat.positions(-1)) == '"all" - window(-1, None)'

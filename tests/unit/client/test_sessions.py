@@ -1,5 +1,6 @@
 """Sessions, over both clients: what is said while a request runs, and what answers it."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -206,6 +207,26 @@ def test_a_session_has_the_baseline_too(client, server):
     assert (out.text, out.baseline.text, out.divergence.mean_kl) == ("a", "z", 0.5)
 
 
+def test_a_stop_is_answered_by_the_end_alone(client, server):
+    def serve(requests, _context):
+        next(requests)
+        yield from (STARTED, FIRST)
+        for _ in range(2):
+            yield answer(f"applied {{ update_id: {next(requests).update_id} }}")
+        yield from (ABORTED, RECEIPT)
+
+    def act(session, event):
+        if isinstance(event, Tokens):
+            session.steer(JOY)
+            session.stop()
+
+    server.on("Session", serve)
+    events, out = client.session("x", act)
+    kinds = [type(event).__name__ for event in events]
+    assert kinds == ["Started", "Tokens", "UpdateApplied", "Finished", "Receipt"]
+    assert (events[2], out.finish_reason) == (UpdateApplied(1, {}), "aborted")
+
+
 def test_a_session_that_is_not_touched_is_a_stream(client, server):
     def serve(requests, _context):
         next(requests)
@@ -240,3 +261,26 @@ def test_threads_that_steer_at_once_are_heard_in_the_order_of_their_ids(server):
     assert sorted(ids) == list(range(1, updates + 1))
     applied = [event.update_id for event in events if isinstance(event, UpdateApplied)]
     assert applied == list(range(1, updates + 1))
+
+
+def test_another_thread_wakes_the_event_loop_of_the_session_that_it_steers(server):
+    def serve(requests, _context):
+        next(requests)
+        yield STARTED
+        for _ in range(2):
+            yield answer(f"applied {{ update_id: {next(requests).update_id} }}")
+        yield from (ABORTED, RECEIPT)
+
+    async def steered() -> list:
+        async with rheostat.aio.connect(server.target) as engine, engine.session("x") as session:
+            events = [await anext(session)]
+            assert await asyncio.to_thread(session.steer, JOY) == 1
+            events.append(await anext(session))
+            await asyncio.to_thread(session.stop)
+            return events + [event async for event in session]
+
+    server.on("Session", serve)
+    with asyncio.Runner(debug=True) as runner:  # which refuses what does not wake the loop
+        events = runner.run(steered())
+    kinds = [type(event).__name__ for event in events]
+    assert kinds == ["Started", "UpdateApplied", "Finished", "Receipt"]

@@ -60,6 +60,7 @@ def test_the_digest_is_that_of_the_canonical_form():
         (np.array([1.0, -2.0], np.float16), None, "float16", b"\0\x3c\0\xc0"),
         (np.array([1.0, -2.0]), "float16", "float16", b"\0\x3c\0\xc0"),
         (np.array([0x3F80, 0xC000], np.uint16), "bfloat16", "bfloat16", b"\x80\x3f\0\xc0"),
+        (np.array([0x3F80, 0xC000], ">u2"), "bfloat16", "bfloat16", b"\x80\x3f\0\xc0"),
         (np.array([1.0, -2.0]), "bfloat16", "bfloat16", b"\x80\x3f\0\xc0"),
         (FakeTensor(np.array([1.0, -2.0], np.float32)), None, "float32", b"\0\0\x80\x3f\0\0\0\xc0"),
         (FakeTensor(np.array([1.0, -2.0], np.float32), True), None, "bfloat16", b"\x80\x3f\0\xc0"),

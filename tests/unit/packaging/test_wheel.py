@@ -77,7 +77,7 @@ def test_every_requirement_of_the_client_has_both_ends(metadata: Message) -> Non
     assert operators == {name: {">=", "<"} for name in CLIENT}
 
 
-def test_one_distribution_of_three_packages_under_apache_2(metadata: Message) -> None:
+def test_one_distribution_under_apache_2(metadata: Message) -> None:
     assert metadata["Name"] == "rheostat"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -88,7 +88,7 @@ def test_the_licence_travels_whole(wheel: zipfile.ZipFile, root: Path) -> None:
     assert read(wheel, "licenses/LICENSE") == (root / "LICENSE").read_bytes()
 
 
-def test_the_wheel_holds_the_files_of_the_three_packages_and_no_others(
+def test_the_wheel_holds_the_files_of_the_packages_and_no_others(
     wheel: zipfile.ZipFile, root: Path
 ) -> None:
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -102,6 +102,7 @@ def test_the_wheel_holds_the_files_of_the_three_packages_and_no_others(
     assert packed == sources
     assert {PurePosixPath(name).parts[0] for name in packed} == {
         "rheostat",
+        "rheostat_command",
         "rheostat_engine",
         "rheostat_server",
     }
@@ -114,4 +115,4 @@ def test_the_client_says_that_it_is_typed(wheel: zipfile.ZipFile) -> None:
 def test_the_command_is_the_client_s(wheel: zipfile.ZipFile) -> None:
     parser = configparser.ConfigParser()
     parser.read_string(read(wheel, "entry_points.txt").decode())
-    assert dict(parser["console_scripts"]) == {"rheostat": "rheostat._cli:main"}
+    assert dict(parser["console_scripts"]) == {"rheostat": "rheostat_command:main"}

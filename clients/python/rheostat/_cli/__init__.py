@@ -5,13 +5,14 @@ Exit codes: 0 done, 1 failed, 2 wrongly asked, 130 interrupted.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from rheostat._cli import demo, generate, info, serve, steering, vectors
-from rheostat._cli._common import CommandError
+from rheostat._cli._common import CommandError, Parser
+from rheostat._cli._words import told
 from rheostat._errors import InvalidRequest, RheostatError
 
 _INTERRUPTED = 130
@@ -19,28 +20,40 @@ _INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and give its exit code; argparse itself exits with 2 on a wrong one."""
-    parser = argparse.ArgumentParser(
-        prog="rheostat", description="Steer and read out language models while vLLM serves them."
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (serve, generate, vectors, steering, info, demo):
-        module.add(commands)
-    args = parser.parse_args(arguments)
     try:
+        args, unknown = _parser().parse_known_args(arguments)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(args.run(args))
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except (
-        BrokenPipeError
-    ):  # whoever read our output has gone; say nothing more, not at exit either
+    except BrokenPipeError:  # nobody reads our output: say nothing more, not at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except InvalidRequest as error:
-        return _failed(str(error), 2)
+        return _failed(told(error), 2)
     except RheostatError as error:
-        return _failed(str(error), 1)
+        return _failed(told(error), 1)
     except CommandError as error:
         return _failed(str(error), error.code)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="rheostat", description="Steer and read out language models while vLLM serves them."
+    )
+    parser.add_argument("--version", action="version", version=f"rheostat {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (serve, generate, vectors, steering, info, demo):
+        module.add(commands)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("rheostat")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _failed(message: str, code: int) -> int:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2
 from rheostat._channel import checked_target
 from rheostat._cli._common import CommandError
 from rheostat._cli._progress import Phase
+from rheostat._cli._words import START_ONE
 
 _POLL = 0.5
 _STARTUP = 900.0
@@ -88,7 +89,7 @@ def wait_until_serving(
                     raise CommandError(f"{target} is no Rheostat server") from error
             now = time.monotonic()
             if now - answered > unreachable:
-                raise CommandError(f"no server answers at {target}")
+                raise CommandError(f"no server answers at {target}: {START_ONE}")
             if now - began > _STARTUP:
                 raise CommandError(f"the server at {target} does not become ready")
             time.sleep(_POLL)

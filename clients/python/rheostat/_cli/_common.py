@@ -1,17 +1,37 @@
-"""What several commands share: their target, points and layers as typed, and their own error."""
+"""What several commands share: their server, points and layers as typed, and their own error."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TypeAlias
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
 
+from rheostat._cli._progress import Phase
+from rheostat._engine import Engine, connect
 from rheostat._points import LayersLike
+from rheostat._readiness import READY_TIMEOUT
 
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 """Where a command registers itself."""
 
 DEFAULT_TARGET = "localhost:50051"
 """Where ``rheostat serve`` listens unless told otherwise."""
+
+
+_MOST_LAYERS = 1024
+
+
+class Parser(argparse.ArgumentParser):
+    """Leaves itself in what it parses, so that the usage of the command given can be shown."""
+
+    def __init__(self, **options: Any) -> None:
+        """Takes what argparse takes."""
+        super().__init__(**options)
+        self.set_defaults(parser=self)
 
 
 class CommandError(Exception):
@@ -24,13 +44,70 @@ class CommandError(Exception):
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Give a command ``--target``."""
+    """Give a command ``--target`` and ``--wait``, for `connected`."""
     parser.add_argument(
         "--target",
         default=DEFAULT_TARGET,
         metavar="HOST:PORT",
         help=f"server to talk to (default: {DEFAULT_TARGET})",
     )
+    parser.add_argument(
+        "--wait",
+        nargs="?",
+        type=_seconds,
+        const=READY_TIMEOUT,
+        metavar="SECONDS",
+        help="wait until the server has loaded its model "
+        f"(at most {READY_TIMEOUT:g} s, unless told otherwise); write it last, or --wait=SECONDS",
+    )
+
+
+@contextmanager
+def connected(args: argparse.Namespace) -> Iterator[Engine]:
+    """The server of `add_target`, waited for where that is asked."""
+    with connect(args.target) as engine:
+        if args.wait is not None:
+            with Phase(f"waiting for {args.target}"):
+                engine.wait_until_ready(args.wait)
+        yield engine
+
+
+def warn(message: str) -> None:
+    """Say something on stderr and go on."""
+    print(f"rheostat: {message}", file=sys.stderr)
+
+
+def may_write(path: Path, force: bool) -> None:
+    """Raise CommandError where a file is in the way."""
+    if path.is_file() and not force:
+        raise CommandError(f"{path} is there already; --force replaces it", 2)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Give a command that writes a file ``--force``, for `may_write`."""
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def need_server(task: str) -> None:
+    """Raise CommandError where the server's packages are not installed. Imports none of them."""
+    for name in ("rheostat_server", "vllm"):
+        if find_spec(name) is None:
+            raise CommandError(
+                f"{task} needs the server (no module named {name}): "
+                "in a checkout, pip install '.[cpu]' or '.[cuda]'"
+            )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds; without one, --wait comes last"
+        )
+    return seconds
 
 
 def points(text: str) -> list[str]:
@@ -47,5 +124,10 @@ def layers(text: str) -> LayersLike:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise argparse.ArgumentTypeError(f'layers are "all", 3, 2-5 or 0,4,7-9, not {text!r}')
-        found.extend(range(int(first), int(last if dash else first) + 1))
+        named = range(int(first), int(last if dash else first) + 1)
+        if not named:
+            raise argparse.ArgumentTypeError(f"{part.strip()} counts down: write {last}-{first}")
+        if len(found) + (named.stop - named.start) > _MOST_LAYERS:
+            raise argparse.ArgumentTypeError(f"at most {_MOST_LAYERS} layers go together")
+        found.extend(named)
     return found

@@ -1,7 +1,7 @@
 """Ops as typed on a command line: one flag per op, in the order in which they act.
 
-A flag names stored vectors. They act at --points and --layers where given, else where the vectors
-are meant to act.
+A flag names stored vectors, or gives their digests. They act at --points and --layers where given,
+else where the vectors are meant to act.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rheostat._cli._common import layers, points
+from rheostat._cli._common import CommandError, layers, points
+from rheostat._cli._stored import looks_like_digest, stored
 from rheostat._engine import Engine
-from rheostat._errors import NotFound
 from rheostat._interventions import Add, Band, Clamp, Intervention
 from rheostat._steering import ablate, norm_add, scale
 from rheostat._vectors import Vector, named
@@ -57,6 +57,8 @@ def add_ops(parser: argparse.ArgumentParser) -> None:
 def steering(engine: Engine, args: argparse.Namespace) -> list[Intervention]:
     """What the flags of `add_ops` ask for."""
     ops: list[Typed] = args.ops
+    if not ops and (args.points is not None or args.layers is not None):
+        raise CommandError("--points and --layers say where ops act, and no op is given", 2)
     return [
         op.make(*(_vector(engine, name, args) for name in op.names)).at(
             points=args.points, layers=args.layers
@@ -66,13 +68,10 @@ def steering(engine: Engine, args: argparse.Namespace) -> list[Intervention]:
 
 
 def _vector(engine: Engine, name: str, args: argparse.Namespace) -> Vector:
-    """The named vector, with the sites that are kept with its name where those are needed."""
-    if args.points is not None and args.layers is not None:
+    """The vector that is meant, with the sites that are kept with it where those are needed."""
+    if args.points is not None and args.layers is not None and not looks_like_digest(name):
         return named(name)
-    for stored in engine.vectors.list(name):
-        if stored.vector.name == name:
-            return stored.vector
-    raise NotFound(f"no vector is named {name!r}", reason="REASON_NAME_NOT_FOUND")
+    return stored(engine, name)
 
 
 def read_steer(text: str) -> Typed:

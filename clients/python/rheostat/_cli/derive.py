@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rheostat._cli._common import CommandError, Subparsers, add_target, layers, points
+from rheostat._cli._common import (
+    CommandError,
+    Subparsers,
+    add_target,
+    connected,
+    layers,
+    points,
+    warn,
+)
 from rheostat._cli._progress import Phase
+from rheostat._cli._stored import names, tell_moved
 from rheostat._derivations import METHODS
-from rheostat._engine import connect
 
 
 def add(actions: Subparsers) -> None:
@@ -28,6 +36,7 @@ def add(actions: Subparsers) -> None:
     derive.add_argument(
         "--method", choices=METHODS, default="difference_of_means", help="default: %(default)s"
     )
+    derive.add_argument("--lora", metavar="NAME", help="a loaded adapter to run the prompts under")
     derive.add_argument("--name", help="default: none, so that the server may evict what is made")
     derive.add_argument("--description", default="")
     add_target(derive)
@@ -37,22 +46,29 @@ def add(actions: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the figures of every row, then one line per vector."""
     positive, negative = _prompts(args.positive), _prompts(args.negative)
-    with (
-        connect(args.target) as engine,
-        Phase(f"running {len(positive)} + {len(negative)} prompts"),
-    ):
-        derivation = engine.vectors.derive(
-            positive,
-            negative,
-            points=args.points,
-            layers=args.layers,
-            method=args.method,
-            name=args.name,
-            description=args.description,
-        )
+    with connected(args) as engine:
+        before = names(engine, args.name) if args.name else {}
+        with Phase(f"running {len(positive)} + {len(negative)} prompts"):
+            derivation = engine.vectors.derive(
+                positive,
+                negative,
+                points=args.points,
+                layers=args.layers,
+                method=args.method,
+                name=args.name,
+                description=args.description,
+                lora=args.lora,
+            )
     print(derivation)
+    if any(row.separation is None for row in derivation.rows):
+        print("-: not defined; it takes two prompts or more in each set, and sets that differ")
     for vector in derivation.vectors:
         print(f"{vector.digest}  {vector.name or '-'}")
+        tell_moved(before, vector)
+    zeros = [str(row.site) for row in derivation.rows if row.norm == 0]
+    if zeros:
+        where = "any site" if len(zeros) == len(derivation.rows) else ", ".join(zeros)
+        warn(f"the sets do not differ at {where}: rows of zeros, which steer nothing")
     return 0
 
 

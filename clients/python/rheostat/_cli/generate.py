@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rheostat._cli._common import Subparsers, add_target
+from rheostat._cli._common import Subparsers, add_target, connected, warn
 from rheostat._cli._ops import add_ops, steering
-from rheostat._engine import connect
 from rheostat._results import Divergence, Generation, Tokens
 
 _MAX_TOKENS = 128
@@ -22,12 +21,16 @@ def add(commands: Subparsers) -> None:
         "--max-tokens", type=int, default=_MAX_TOKENS, help=f"default: {_MAX_TOKENS}"
     )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the server's, 1)")
+    parser.add_argument(
+        "--top-p", type=float, help="sample from the likeliest tokens that have this probability"
+    )
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
     parser.add_argument("--lora", metavar="NAME", help="a loaded adapter to run under")
     parser.add_argument(
         "--baseline",
         action="store_true",
-        help="also continue it without the steering, and tell how far apart the two are",
+        help="also continue it without the steering, and tell how far apart the two are; "
+        "with --seed or --temperature 0, as else the two draw differently",
     )
     add_ops(parser)
     parser.set_defaults(run=run)
@@ -35,13 +38,16 @@ def add(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the continuation as it comes, then the baseline's, then what was done."""
-    with connect(args.target) as engine:
+    if args.baseline and args.seed is None and args.temperature != 0:
+        warn("without --seed the two draw differently")
+    with connected(args) as engine:
         steered = steering(engine, args)
         with engine.stream(
             args.prompt,
             steering=steered,
             max_tokens=args.max_tokens,
             temperature=args.temperature,
+            top_p=args.top_p,
             seed=args.seed,
             lora=args.lora,
             with_baseline=args.baseline,

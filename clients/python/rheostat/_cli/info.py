@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rheostat._cli._common import Subparsers, add_target
-from rheostat._engine import connect
+from rheostat._cli._common import Subparsers, add_target, connected
 from rheostat._model import Stats
 
 
@@ -18,7 +17,7 @@ def add(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the model and the counters."""
-    with connect(args.target) as engine:
+    with connected(args) as engine:
         print(engine.model())
         print(f"  now: {_told(engine.stats())}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rheostat._cli._common import CommandError, Subparsers
+from rheostat._cli._common import Subparsers, need_server
 
 _MIB = 1024 * 1024
 
@@ -43,7 +43,7 @@ def add(commands: Subparsers) -> None:
     engine.add_argument("--load-format", help='"dummy" makes random weights')
     memory = parser.add_argument_group("memory, in MiB")
     memory.add_argument("--kv-cache-memory-mib", type=int, metavar="MIB", help="KV cache")
-    memory.add_argument("--bank-mib", type=int, metavar="MIB", help="rows that steering adds")
+    memory.add_argument("--bank-mib", type=int, metavar="MIB", help="vectors of steering")
     memory.add_argument("--capture-mib", type=int, metavar="MIB", help="ring of captured rows")
     memory.add_argument(
         "--inline-capture-mib",
@@ -78,7 +78,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of the server's configuration that the command line sets."""
     found: dict[str, Any] = {}
     for name, value in vars(args).items():
-        if name == "run" or value is None:
+        if name in ("run", "parser") or value is None:
             continue
         if name == "loras":
             found[name] = tuple(value)
@@ -91,12 +91,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    try:
-        from rheostat_server.config import ServerConfig
-        from rheostat_server.serve import run as serve
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            f"serving needs the server (no module named {error.name}): "
-            "in a checkout, pip install '.[cpu]' or '.[cuda]'"
-        ) from error
+    need_server("serving")
+    from rheostat_server.config import ServerConfig
+    from rheostat_server.serve import run as serve
+
     return serve(ServerConfig(**settings(args)))

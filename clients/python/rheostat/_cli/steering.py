@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rheostat._cli._common import CommandError, Subparsers, add_target
+from rheostat._cli._common import CommandError, Subparsers, add_target, connected
 from rheostat._cli._ops import add_ops, steering
-from rheostat._engine import connect
 
 
 def add(commands: Subparsers) -> None:
@@ -39,7 +38,7 @@ def run_set(args: argparse.Namespace) -> int:
     """Print the version that holds."""
     if not args.ops:
         raise CommandError("no op is given; to have none, use: rheostat global clear", 2)
-    with connect(args.target) as engine:
+    with connected(args) as engine:
         version = engine.steering.set_global(steering(engine, args), args.expected_version)
     print(f"version {version}")
     return 0
@@ -47,13 +46,13 @@ def run_set(args: argparse.Namespace) -> int:
 
 def run_get(args: argparse.Namespace) -> int:
     """Print one line per intervention."""
-    with connect(args.target) as engine:
+    with connected(args) as engine:
         print(engine.steering.get_global())
     return 0
 
 
 def run_clear(args: argparse.Namespace) -> int:
     """Print the version that holds."""
-    with connect(args.target) as engine:
+    with connected(args) as engine:
         print(f"version {engine.steering.set_global(None, args.expected_version)}")
     return 0

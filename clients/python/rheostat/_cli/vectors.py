@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rheostat._cli import derive
-from rheostat._cli._common import CommandError, Subparsers, add_target, layers, points
+from rheostat._cli._common import (
+    CommandError,
+    Subparsers,
+    add_force,
+    add_target,
+    connected,
+    layers,
+    may_write,
+    points,
+)
 from rheostat._cli._progress import Phase
-from rheostat._engine import Engine, connect
+from rheostat._cli._rows import check_layers, part
+from rheostat._cli._stored import fetched, names, shown, tell_moved
 from rheostat._files import FORMATS, load_vector, save_vector
 from rheostat._points import show_layers
-from rheostat._vectors import Vector, VectorInfo, defaults
+from rheostat._vectors import Vector, VectorInfo, defaults, inline
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_WRITTEN = tuple(format for format in FORMATS if format != "sae")
 
 
 def add(commands: Subparsers) -> None:
@@ -40,7 +50,7 @@ def add(commands: Subparsers) -> None:
     put.set_defaults(run=run_put)
 
     get = actions.add_parser("get", help="save a vector to a .npy file, as float32")
-    get.add_argument("name", metavar="NAME|DIGEST")
+    get.add_argument("name", metavar="NAME|DIGEST", help="8 digits of a digest or more")
     get.add_argument("--out", type=Path, metavar="FILE.npy", help="default: NAME.npy")
     get.set_defaults(run=run_get)
 
@@ -54,14 +64,18 @@ def add(commands: Subparsers) -> None:
     take.set_defaults(run=run_import)
 
     give = actions.add_parser("export", help="save a vector to a .safetensors, .npz or .gguf file")
-    give.add_argument("name", metavar="NAME|DIGEST")
+    give.add_argument("name", metavar="NAME|DIGEST", help="8 digits of a digest or more")
     give.add_argument("file", metavar="FILE", type=Path)
     give.set_defaults(run=run_export)
 
-    for action in (take, give):
-        action.add_argument("--format", choices=FORMATS, help="default: as the file's name ends")
-        action.add_argument("--points", type=points, help="default: the vector's own")
-        action.add_argument("--layers", type=layers, help="default: the vector's own")
+    take.add_argument("--points", type=points, help="where it is meant to act (default: its own)")
+    take.add_argument("--layers", type=layers, help="default: the vector's own")
+    give.add_argument("--points", type=points, help="some of its points (default: all)")
+    give.add_argument("--layers", type=layers, help="the rows of some of its layers (default: all)")
+    for action, formats in ((take, FORMATS), (give, _WRITTEN)):
+        action.add_argument("--format", choices=formats, help="default: as the file's name ends")
+    for action in (get, give):
+        add_force(action)
 
     delete = actions.add_parser("delete", help="take a name off its vector")
     delete.add_argument("name", metavar="NAME")
@@ -75,7 +89,7 @@ def add(commands: Subparsers) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print one line per vector."""
-    with connect(args.target) as engine:
+    with connected(args) as engine:
         for info in engine.vectors.list(args.prefix):
             print(_line(info))
     return 0
@@ -83,33 +97,19 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_put(args: argparse.Namespace) -> int:
     """Store a file's array under a name."""
-    try:
-        array = np.load(args.file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise CommandError(f"cannot read {args.file}: {error}", 2) from error
-    if not isinstance(array, np.ndarray):
-        raise CommandError(f"{args.file} holds several arrays; save one as .npy", 2)
-    name = args.name or args.file.stem
-    with connect(args.target) as engine, Phase(f"storing {name}") as phase:
-        vector = engine.vectors.put(
-            array,
-            name=name,
-            points=args.points,
-            layers=args.layers,
-            description=args.description,
-            progress=lambda sent, total: phase.note(f"{sent} of {total} bytes"),
-        )
-    print(f"{vector.digest}  {name}")
-    return 0
+    vector = inline(_array(args.file), points=args.points, layers=args.layers)
+    return _put(args, replace(vector, name=args.file.stem))
 
 
 def run_get(args: argparse.Namespace) -> int:
     """Save a vector's numbers."""
-    with connect(args.target) as engine, Phase(f"fetching {args.name}"):
-        vector = _fetch(engine, args.name)
     path = args.out or Path(args.name.rpartition("/")[2] + ".npy")
+    may_write(path, args.force)
+    with connected(args) as engine, Phase(f"fetching {args.name}"):
+        vector = fetched(engine, args.name)
     try:
-        np.save(path, vector.values)
+        with path.open("wb") as file:  # np.save itself would write joy.npy where it is told joy
+            np.save(file, vector.values)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error}") from error
     print(f"{path}  {_shape(vector)}")
@@ -118,42 +118,73 @@ def run_get(args: argparse.Namespace) -> int:
 
 def run_import(args: argparse.Namespace) -> int:
     """Store a file's vector under a name."""
+    if args.format is None and args.file.suffix == ".npy":
+        raise CommandError(f"{args.file} is one array: store it with rheostat vectors put", 2)
     vector = load_vector(args.file, feature=args.feature, format=args.format)
     stem = args.file.stem if args.feature is None else f"{args.file.name}/{args.feature}"
-    name = args.name or vector.name or stem
-    with connect(args.target) as engine, Phase(f"storing {name}") as phase:
-        vector = engine.vectors.put(
+    points, layers = defaults(args.points, args.layers)
+    return _put(
+        args,
+        replace(
             vector,
-            name=name,
-            points=args.points,
-            layers=args.layers,
-            description=args.description,
-            progress=lambda sent, total: phase.note(f"{sent} of {total} bytes"),
-        )
-    print(f"{vector.digest}  {name}")
-    return 0
+            name=vector.name or stem,
+            points=points or vector.points,
+            layers=layers or vector.layers,
+        ),
+    )
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Save a vector with what is known of it."""
-    with connect(args.target) as engine, Phase(f"fetching {args.name}"):
-        vector = _fetch(engine, args.name)
-    at_points, at_layers = defaults(args.points, args.layers)
-    vector = replace(vector, points=at_points or vector.points, layers=at_layers or vector.layers)
+    """Save a vector, or its rows of some layers, with what is known of it."""
+    may_write(args.file, args.force)
+    with connected(args) as engine, Phase(f"fetching {args.name}"):
+        vector = part(fetched(engine, args.name), *defaults(args.points, args.layers))
     save_vector(args.file, vector, format=args.format)
     print(f"{args.file}  {_shape(vector)}")
     return 0
 
 
-def _fetch(engine: Engine, name: str) -> Vector:
-    if _DIGEST.fullmatch(name):
-        return engine.vectors.get(digest=name)
-    return engine.vectors.get(name)
+def _array(path: Path) -> npt.NDArray[np.generic]:
+    """The array of a .npy file."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror or error}", 2) from error
+    except (ValueError, EOFError) as error:  # numpy takes what it does not know for a pickle
+        raise CommandError(
+            f"cannot read {path}: it is not a .npy file{_remedy(path)}", 2
+        ) from error
+    if not isinstance(array, np.ndarray):
+        raise CommandError(f"{path} holds several arrays; save one as .npy", 2)
+    return array
+
+
+def _remedy(path: Path) -> str:
+    known = path.suffix.removeprefix(".") in FORMATS
+    return "; rheostat vectors import reads it" if known else ""
+
+
+def _put(args: argparse.Namespace, vector: Vector) -> int:
+    """Store a vector, once the model has the layers that it is meant for."""
+    name: str = args.name or vector.label
+    with connected(args) as engine:
+        check_layers(vector, engine.model())
+        before = names(engine, name)
+        with Phase(f"storing {name}") as phase:
+            vector = engine.vectors.put(
+                vector,
+                name=name,
+                description=args.description,
+                progress=lambda sent, total: phase.note(f"{sent} of {total} bytes"),
+            )
+    tell_moved(before, vector)
+    print(f"{vector.digest}  {name}")
+    return 0
 
 
 def run_delete(args: argparse.Namespace) -> int:
     """Take a name off its vector."""
-    with connect(args.target) as engine:
+    with connected(args) as engine:
         print(f"{engine.vectors.delete(args.name)}  {args.name}")
     return 0
 
@@ -165,7 +196,7 @@ def _shape(vector: Vector) -> str:
 
 def _line(info: VectorInfo) -> str:
     vector = info.vector
-    parts = [(vector.digest or "")[:12], vector.name or "-", _shape(vector)]
+    parts = [shown(vector), vector.name or "-", _shape(vector)]
     if vector.points and vector.layers:
         parts.append(f"{','.join(vector.points)} {show_layers(vector.layers)}")
     if info.description:

@@ -68,7 +68,8 @@ def save_vector(
     The first two keep every bit, the element type, name, description, points and layers. GGUF keeps
     the numbers as float32, exactly, with name and description; it needs ``points="resid_post"`` and
     layers from 1 on, one row each, and ``model_hint`` goes into its field of that name, which
-    llama.cpp does not read. A file that is there is replaced.
+    llama.cpp does not read. A file that is there is replaced, that of a
+    symbolic link where it is.
 
     Raises InvalidRequest where the format cannot hold the vector or the file cannot be written, and
     Refused for a vector without numbers and where a library is missing.

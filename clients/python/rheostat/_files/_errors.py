@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from rheostat._errors import InvalidRequest, Refused, invalid
 
@@ -33,14 +34,15 @@ def missing_library(error: ModuleNotFoundError) -> Refused:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of ``path`` once it is whole.
+    """Where to write what takes the place of ``path`` once it is whole; links stay links.
 
     Raises InvalidRequest where it cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    place = Path(os.path.realpath(path))
+    part = place.with_name(f".{place.name}.{uuid4().hex}.part")
     try:
         yield part
-        os.replace(part, path)
+        os.replace(part, place)
     except OSError as error:
         raise bad_file(
             path, f"cannot be written ({error.strerror or error})", "is there a folder for it?"

@@ -13,6 +13,7 @@ block, so it is read here, and never written.
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ _HINT = f"{_ARCHITECTURE}.model_hint"
 _COUNT = f"{_ARCHITECTURE}.layer_count"
 _DIRECTION = re.compile(r"direction\.([0-9]+)")
 _NO_HINT = "unknown"
+_SWAPPED = "S"
+"""What the reader calls another byte order. It would read numbers as they lie."""
 
 
 def load(path: Path) -> Vector:
@@ -44,6 +47,12 @@ def load(path: Path) -> Vector:
         raise missing_library(error) from error
     try:
         reader = GGUFReader(path)
+        if reader.byte_order == _SWAPPED:
+            raise bad_file(
+                path,
+                "has its bytes in the other order than this machine",
+                "convert it with gguf-convert-endian, which comes with gguf",
+            )
         texts = {
             key: _text(reader, key)
             for key in ("general.architecture", "general.name", "general.description", _HINT)
@@ -120,17 +129,16 @@ def save(path: Path, vector: Vector, rows: VectorData, model_hint: str) -> None:
         raise missing_library(error) from error
     layers = _layers(vector)
     values = np.broadcast_to(rows.values, (len(layers), rows.shape[1]))
-    writer = GGUFWriter(path, _ARCHITECTURE)
-    writer.add_string(_HINT, model_hint)
-    writer.add_uint32(_COUNT, len(layers))
-    writer.add_string("general.name", vector.name or "")
-    writer.add_string("general.description", vector.description)
-    for layer, row in zip(layers, values, strict=True):
-        writer.add_tensor(f"direction.{layer}", np.ascontiguousarray(row))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with closing(GGUFWriter(path, _ARCHITECTURE)) as writer:
+        writer.add_string(_HINT, model_hint)
+        writer.add_uint32(_COUNT, len(layers))
+        writer.add_string("general.name", vector.name or "")
+        writer.add_string("general.description", vector.description)
+        for layer, row in zip(layers, values, strict=True):
+            writer.add_tensor(f"direction.{layer}", np.ascontiguousarray(row))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
 
 
 def _layers(vector: Vector) -> tuple[int, ...]:
@@ -149,7 +157,4 @@ def _layers(vector: Vector) -> tuple[int, ...]:
 
 
 def _cannot(path: str, why: str) -> InvalidRequest:
-    return invalid(
-        path, f'{why}: replace them, as in dataclasses.replace(vector, points=..., layers=...), '
-        "or write .safetensors",
-    )  # fmt: skip
+    return invalid(path, f"{why}: save a vector of other {path}, or write .safetensors")

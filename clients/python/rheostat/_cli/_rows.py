@@ -1,0 +1,76 @@
+"""The rows of a vector and the layers that they belong to. A row never changes its layer here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rheostat._arrays import VectorData
+from rheostat._cli._common import CommandError
+from rheostat._model import ModelInfo
+from rheostat._points import Layers, Point, show_layers
+from rheostat._vectors import Vector
+
+
+def check_layers(vector: Vector, model: ModelInfo) -> None:
+    """Raise CommandError where the model lacks its layers, or the rows are not one for each."""
+    if vector.layers is None or vector.shape is None:
+        return
+    layers = _numbers(vector.layers, model.layers)
+    if layers[-1] >= model.layers:
+        raise CommandError(
+            f"{model.name} has the layers 0 to {model.layers - 1}, and no layer {layers[-1]}", 2
+        )
+    if vector.shape[0] not in (1, len(layers)):
+        raise CommandError(
+            f"{_count(vector.shape[0], 'row')} for {_count(len(layers), 'layer')} "
+            f"({show_layers(vector.layers)}): a vector has one row, or one per layer",
+            2,
+        )
+
+
+def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None) -> Vector:
+    """The vector at some of its points and layers, with the rows of those layers.
+
+    One whose points or layers are not known is said to act at these. Raises CommandError for other
+    points and layers than its own.
+    """
+    if points is not None and vector.points is not None:
+        elsewhere = [point for point in points if point not in vector.points]
+        if elsewhere:
+            raise CommandError(
+                f"{vector.label} acts at {','.join(vector.points)}, not at {','.join(elsewhere)}",
+                2,
+            )
+    found = replace(vector, points=points or vector.points, layers=layers or vector.layers)
+    if layers is None or vector.layers is None or vector.rows is None or layers == vector.layers:
+        return found
+    count = vector.rows.shape[0]
+    if vector.layers == "all" and count == 1:
+        return found
+    own = _numbers(vector.layers, count)
+    others = layers if layers == "all" else tuple(one for one in layers if one not in own)
+    if layers == "all" or others:
+        raise CommandError(
+            f"{vector.label} has layers {show_layers(own)}, and not {show_layers(others)}", 2
+        )
+    return found if count == 1 else _selected(found, vector.rows, own, layers)
+
+
+def _selected(
+    vector: Vector, rows: VectorData, own: Sequence[int], layers: Sequence[int]
+) -> Vector:
+    size = len(rows.data) // rows.shape[0]
+    starts = [own.index(layer) * size for layer in layers]
+    data = b"".join(rows.data[start : start + size] for start in starts)
+    kept = VectorData(rows.element, (len(starts), rows.shape[1]), data)
+    return replace(vector, digest=kept.digest.hex(), shape=kept.shape, rows=kept)
+
+
+def _numbers(layers: Layers, count: int) -> range | tuple[int, ...]:
+    """The layers by number, where the model has ``count``."""
+    return range(count) if isinstance(layers, str) else layers
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,85 @@
+"""Stored vectors as typed: by name, by digest, or by the beginning of a digest.
+
+A name goes before a digest that begins as it reads.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from rheostat._cli._common import CommandError, warn
+from rheostat._engine import Engine
+from rheostat._errors import NotFound
+from rheostat._vectors import Vector
+
+_LEAST_DIGITS, _ALL_DIGITS = 8, 64
+_DIGITS = re.compile(f"[0-9a-fA-F]{{{_LEAST_DIGITS},{_ALL_DIGITS}}}")
+_SHOWN_DIGITS = 12
+
+
+def looks_like_digest(text: str) -> bool:
+    """Whether a digest may begin so."""
+    return _DIGITS.fullmatch(text) is not None
+
+
+def stored(engine: Engine, text: str) -> Vector:
+    """The stored vector that is meant, without its numbers.
+
+    Raises NotFound where there is none, and CommandError where several digests begin so.
+    """
+    if not looks_like_digest(text):
+        for info in engine.vectors.list(text):
+            if info.vector.name == text:
+                return info.vector
+        raise NotFound(f"no vector is named {text!r}", reason="REASON_NAME_NOT_FOUND")
+    listed = [info.vector for info in engine.vectors.list()]
+    found = [vector for vector in listed if vector.name == text] or [
+        vector for vector in listed if (vector.digest or "").startswith(text.lower())
+    ]
+    digests = {vector.digest for vector in found}
+    if not found:
+        raise NotFound(
+            f"no vector is named {text!r} or has a digest that begins so",
+            reason="REASON_VECTOR_NOT_FOUND",
+        )
+    if len(digests) > 1:
+        raise CommandError(f"{len(digests)} digests begin with {text}: give more digits", 2)
+    return found[0]
+
+
+def fetched(engine: Engine, text: str) -> Vector:
+    """The stored vector that is meant, with its numbers. Raises as `stored`."""
+    if not looks_like_digest(text):
+        return engine.vectors.get(text)
+    if len(text) == _ALL_DIGITS:
+        return engine.vectors.get(digest=text)
+    listed = stored(engine, text)
+    return replace(
+        engine.vectors.get(digest=listed.digest),
+        name=listed.name,
+        points=listed.points,
+        layers=listed.layers,
+        description=listed.description,
+    )
+
+
+def names(engine: Engine, prefix: str) -> dict[str, str]:
+    """The digests by name, of names that begin so."""
+    return {
+        info.vector.name: info.vector.digest
+        for info in engine.vectors.list(prefix)
+        if info.vector.name and info.vector.digest
+    }
+
+
+def tell_moved(before: dict[str, str], vector: Vector) -> None:
+    """Warn where the name of a vector that has been stored was on another one before."""
+    digest = before.get(vector.name or "")
+    if digest not in (None, vector.digest):
+        warn(f"{vector.name} was on {digest} before, which lost the name")
+
+
+def shown(vector: Vector) -> str:
+    """The beginning of the digest, as `stored` reads it."""
+    return (vector.digest or "")[:_SHOWN_DIGITS]

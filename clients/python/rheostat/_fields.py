@@ -1,0 +1,97 @@
+"""Single values, checked against what their fields on the wire can hold.
+
+Protobuf raises errors of its own for what a field cannot hold, and they never leave this package:
+what is easily written wrong is checked by name, and `builds_message` turns the rest into
+InvalidRequest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import wraps
+from operator import index
+from typing import ParamSpec, SupportsIndex, TypeVar
+
+from rheostat._errors import InvalidRequest, invalid
+
+UINT32 = 2**32 - 1
+"""Largest number of most fields."""
+UINT64 = 2**64 - 1
+"""Largest number of a version."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_Parameters = ParamSpec("_Parameters")
+_Message = TypeVar("_Message")
+
+
+def whole_number(
+    number: SupportsIndex,
+    path: str,
+    what: str,
+    *,
+    least: int = 0,
+    most: int = UINT32,
+    reason: str = "REASON_INVALID_VALUE",
+) -> int:
+    """``number``, if it is a whole one from ``least`` to ``most``; ``what`` names it in errors."""
+    try:
+        found = index(number)
+    except TypeError:
+        raise invalid(path, f"{what} is a whole number, not {number!r}") from None
+    if not least <= found <= most:
+        raise invalid(path, f"{what} is {least} to {most}, not {found}", reason)
+    return found
+
+
+def utf8_text(value: object, path: str, what: str) -> str:
+    """``value``, if it is a text that UTF-8 can hold; ``what`` names it in errors."""
+    if not isinstance(value, str):
+        raise invalid(path, f"{what} is a text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(
+            path,
+            f"{what} has half a character at {error.start}, U+{ord(value[error.start]):04X}, which "
+            "UTF-8 cannot hold: take it out, or decode its bytes by their own encoding",
+        ) from None
+    return value
+
+
+def vector_name(name: str, path: str = "name") -> str:
+    """``name``, if it can be a vector's."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise invalid(
+            path, f"{name!r} is no name: 1 to 128 of [A-Za-z0-9._/-], first a letter or digit"
+        )
+    return name
+
+
+def vector_digest(digest: str) -> bytes:
+    """The 32 bytes of ``digest``, 64 hex digits."""
+    try:
+        found = bytes.fromhex(digest)
+    except (TypeError, ValueError):
+        found = b""
+    if len(found) != 32:
+        raise invalid("digest", f"a digest is 64 hex digits, not {digest!r}")
+    return found
+
+
+def builds_message(
+    build: Callable[_Parameters, _Message],
+) -> Callable[_Parameters, _Message]:
+    """``build``, raising InvalidRequest where an argument fits no field of its message."""
+
+    @wraps(build)
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Message:
+        try:
+            return build(*args, **kwargs)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(
+                f"the request cannot be written, as a value is of the wrong kind: {error}",
+                reason="REASON_INVALID_VALUE",
+            ) from error
+
+    return checked

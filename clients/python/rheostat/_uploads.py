@@ -1,0 +1,63 @@
+"""The messages of an upload, made while gRPC takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Self, TypeAlias
+
+from google.protobuf.message import Message
+
+from rheostat._arrays import VectorData
+from rheostat._proto.v1 import steering_service_pb2
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes handed over, bytes in all), for an upload on gRPC's own thread."""
+
+_CHUNK = 1024 * 1024
+
+
+class Pieces:
+    """A vector's header, then its chunks. What ``progress`` raises ends the upload."""
+
+    failure: BaseException | None = None
+    """What ``progress`` raised. gRPC swallows it, so who waits for the answer has to raise it."""
+
+    def __init__(
+        self,
+        header: steering_service_pb2.VectorHeader,
+        data: VectorData,
+        progress: Progress | None,
+    ) -> None:
+        """To be iterated over once."""
+        self._messages = _messages(header, data)
+        self._total = len(data.data)
+        self._sent = 0
+        self._progress = progress
+
+    def __iter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Message:
+        """The next message; before it is made, the last chunk is told."""
+        self._tell()
+        message = next(self._messages)
+        self._sent += len(message.chunk)
+        return message
+
+    def _tell(self) -> None:
+        if self._progress is None or self._sent == 0:
+            return
+        try:
+            self._progress(self._sent, self._total)
+        except BaseException as error:
+            self.failure = error
+            raise RuntimeError("the upload's progress callback raised") from error
+
+
+def _messages(
+    header: steering_service_pb2.VectorHeader, data: VectorData
+) -> Iterator[steering_service_pb2.PutVectorsRequest]:
+    yield steering_service_pb2.PutVectorsRequest(header=header)
+    for start in range(0, len(data.data), _CHUNK):
+        yield steering_service_pb2.PutVectorsRequest(chunk=data.data[start : start + _CHUNK])

@@ -1,0 +1,124 @@
+"""Calls that end otherwise than by their answer, over both clients: whose error comes out."""
+
+import asyncio
+import threading
+
+import grpc
+import numpy as np
+import pytest
+
+import rheostat
+from rheostat._proto.v1 import engine_service_pb2, generation_service_pb2, steering_service_pb2
+
+MODEL = engine_service_pb2.GetModelResponse()
+STARTED = generation_service_pb2.GenerateResponse(started={})
+
+
+class Stall:
+    """A handler that answers nothing until its caller has gone."""
+
+    def __init__(self, *answers: object) -> None:
+        self.begun = threading.Event()
+        self._answers = answers
+
+    def __call__(self, _request: object, context: grpc.ServicerContext) -> list:
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        self.begun.set()
+        gone.wait(30)
+        return [*self._answers]
+
+
+CALLS = {
+    "model": ("GetModel", lambda engine: engine.model()),
+    "put": ("PutVectors", lambda engine: engine.vectors.put(np.ones(2))),
+    "get": ("GetVectors", lambda engine: engine.vectors.get("joy")),
+    "generate": ("Generate", lambda engine: engine.generate("x")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_closing_the_client_cancels_calls_that_run(client, server, name):
+    rpc, use = CALLS[name]
+    stall = Stall()
+    server.on(rpc, stall)
+    assert isinstance(client.closed_during(use, stall.begun), rheostat.Cancelled)
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_task_that_is_cancelled_sees_its_own_cancellation(server, name):
+    rpc, use = CALLS[name]
+    stall = Stall()
+    server.on(rpc, stall)
+    async with rheostat.aio.connect(server.target) as engine:
+        call = asyncio.create_task(use(engine))
+        assert await asyncio.to_thread(stall.begun.wait, 30)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(use for _, use in CALLS.values()),
+        lambda engine: engine.stream("x"),
+        lambda engine: engine.session("x"),
+        lambda engine: engine.vectors.list(),
+        lambda engine: engine.wait_until_ready(),
+    ],
+)
+def test_a_client_that_has_been_closed_says_so(client, server, use):
+    server.on("GetModel", MODEL)
+    client.run(lambda engine: engine.model())
+    client.run(lambda engine: engine.close())
+    with pytest.raises(rheostat.Refused, match=r"this client has been closed; rheostat\.connect"):
+        client.run(use)
+
+
+def test_what_progress_raises_comes_out_as_it_is(client, server):
+    def progress(_sent: int, _total: int) -> None:
+        raise mine
+
+    mine = KeyError("mine")
+    server.on("PutVectors", steering_service_pb2.PutVectorsResponse())
+    with pytest.raises(KeyError) as raised:
+        client.run(lambda engine: engine.vectors.put(np.ones(2), progress=progress))
+    assert raised.value is mine
+
+
+@pytest.mark.parametrize(
+    ("use", "rpc", "limited"),
+    [
+        (lambda engine: engine.vectors.put(np.ones(2)), "PutVectors", True),
+        (lambda engine: engine.vectors.get("joy"), "GetVectors", True),
+        (lambda engine: engine.tokenize("x"), "Tokenize", True),
+        (lambda engine: engine.generate("x"), "Generate", False),
+    ],
+)
+def test_the_clients_timeout_holds_for_calls_that_run_no_prompt(
+    client, server, refusal, use, rpc, limited
+):
+    def answer(_request: object, context: grpc.ServicerContext) -> object:
+        left.append(context.time_remaining())
+        end = refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        return end if rpc in ("PutVectors", "Tokenize") else [end]
+
+    left = []
+    server.on(rpc, answer)
+    with pytest.raises(rheostat.DeadlineExceeded) as raised:
+        client.run(use)
+    assert (left[0] is not None and left[0] < 3600) is limited
+    assert ("timeout of 10 s" in raised.value.message) is limited
+
+
+def test_a_call_has_its_own_timeout_where_it_is_given_one(client, server, refusal):
+    passed = refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    server.on("PutVectors", passed)
+    server.on("GetVectors", [passed])
+    for use in (
+        lambda engine: engine.vectors.put(np.ones(2), timeout=70),
+        lambda engine: engine.vectors.get("joy", timeout=70),
+    ):
+        with pytest.raises(rheostat.DeadlineExceeded, match="timeout of 70 s"):
+            client.run(use)
