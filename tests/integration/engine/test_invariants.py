@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Act, Kind, Plan
+from rheostat_engine import Act, Band, Kind, Plan
 
 from .models import WIDTH
 from .offline import OfflineEngine, Outcome
@@ -40,12 +40,24 @@ def pair(request: pytest.FixtureRequest, start: Callable[..., OfflineEngine]) ->
     engine.load({ZERO: np.zeros((1, WIDTH), np.float32)})
     yield Pair(stock, engine)
     stats = engine.stats()
-    assert (stats["bank_rows_used"], stats["slots_used"], stats["requests"]) == (0, 0, 0)
+    used = [stats[key] for key in stats if key.endswith("_used")]
+    assert (used, stats["requests"]) == ([0] * 5, 0)
 
 
 def same(one: Outcome, other: Outcome) -> bool:
     """Equal in every bit."""
     return one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
+def pull(low: float, high: float, strength: float) -> Plan:
+    """A band at every site."""
+    band = Band(low, high, strength)
+    rows = tuple((site, (0,)) for site in SITES)
+    return steer(Act(Kind.PULL, (vector(0)[0],), rows, EVERYWHERE, bands=(band,)))
+
+
+WIDE = pull(-1e6, 1e6, 1.0)
+"""Wider than any stream here is along any direction."""
 
 
 def test_without_interventions_everything_equals_stock_vllm_bit_for_bit(pair: Pair) -> None:
@@ -59,11 +71,34 @@ def test_without_interventions_everything_equals_stock_vllm_bit_for_bit(pair: Pa
         steer(*(Act(Kind.ADD, (ZERO,), ((site, (0,)),), EVERYWHERE, 3.0) for site in SITES)),
         steer(add(0, 4, spans=())),
         capture(*SITES),
+        WIDE,
+        pull(0.0, 0.0, 0.0),
+        steer(
+            Act(Kind.NORM_ADD, (vector(0)[0],), tuple((s, (0,)) for s in SITES), EVERYWHERE, 0.0)
+        ),
     ],
-    ids=["scale zero", "zero vector", "no position", "capture"],
+    ids=[
+        "scale zero",
+        "zero vector",
+        "no position",
+        "capture",
+        "wide band",
+        "strength zero",
+        "norm_add by zero",
+    ],
 )
 def test_an_intervention_that_does_nothing_changes_no_bit(pair: Pair, nothing: Plan) -> None:
     assert all(map(same, pair.stock, pair.run([nothing] * 8)))
+
+
+def test_a_band_wider_than_the_data_is_done_at_every_row_and_moves_none(pair: Pair) -> None:
+    for prompt, outcome in zip(BATCH, pair.run([WIDE] * 8), strict=True):
+        end = len(prompt) + TOKENS - 1
+        assert outcome.released is not None
+        doses = [(dose.site, dose.rows, dose.change) for dose in outcome.released.doses]
+        assert doses == [(site, end, 0.0) for site in SITES]
+    narrow = pair.run([pull(0.0, 0.0, 1.0)] * 8)
+    assert not any(map(same, pair.stock, narrow))
 
 
 @pytest.mark.parametrize("site", SITES)

@@ -1,18 +1,15 @@
 """Requests under adapters are steered and captured in one batch with others."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
-import transformers as hf
-from safetensors.torch import save_file
 
 from rheostat_engine import Act, Capture, Kind, Plan
 
+from ..adapters import merged, write_adapter
 from .models import build
 from .offline import OfflineEngine
 from .plans import EVERYWHERE, add, prompts, vector
@@ -20,7 +17,6 @@ from .reference import Add, HfReference
 
 pytestmark = pytest.mark.integration
 
-RANK = 4
 TARGETS = {"self_attn.q_proj": (64, 64), "self_attn.o_proj": (64, 64), "mlp.down_proj": (96, 64)}
 """Input and output width of each linear layer that the adapters change."""
 TOKENS = 4
@@ -34,45 +30,6 @@ class Adapted(NamedTuple):
     references: dict[str | None, HfReference]
 
 
-def write_adapter(path: Path, seed: int) -> Path:
-    """A tiny adapter of every layer of the small model, in PEFT's format."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(4):
-        for name, (width, out) in TARGETS.items():
-            key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = 0.2 * torch.randn(RANK, width, generator=generator)
-            tensors[f"{key}.lora_B.weight"] = 0.2 * torch.randn(out, RANK, generator=generator)
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": 2 * RANK,
-        "target_modules": [name.rpartition(".")[2] for name in TARGETS],
-        "bias": "none",
-    }
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
-
-
-def merged(base: Path, adapter: Path, into: Path) -> Path:
-    """The model with the adapter's product added to its weights."""
-    from safetensors.torch import load_file
-
-    model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    with torch.no_grad():
-        for key, a in tensors.items():
-            if key.endswith("lora_A.weight"):
-                b = tensors[key.replace("lora_A", "lora_B")]
-                name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                model.get_submodule(name).weight += 2.0 * b @ a
-    model.save_pretrained(into, safe_serialization=True)
-    return into
-
-
 @pytest.fixture(scope="module", params=["eager", "compiled"])
 def adapted(
     request: pytest.FixtureRequest,
@@ -82,7 +39,10 @@ def adapted(
 ) -> Adapted:
     folder = tmp_path_factory.mktemp("adapters")
     base = build("llama", models_root)
-    paths = {name: write_adapter(folder / name, seed) for seed, name in enumerate(("a", "b"))}
+    paths = {
+        name: write_adapter(folder / name, seed, layers=4, targets=TARGETS, scale=0.2)
+        for seed, name in enumerate(("a", "b"))
+    }
     references: dict[str | None, HfReference] = {None: HfReference("llama", base)}
     for name, path in paths.items():
         references[name] = HfReference("llama", merged(base, path, folder / f"merged-{name}"))

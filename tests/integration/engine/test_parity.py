@@ -22,6 +22,11 @@ TOUCHED = [p for start, end in SPANS for p in range(start, end)]
 VECTOR = np.random.default_rng(1).normal(size=(1, WIDTH)).astype(np.float32)
 DIGEST = bytes(32)
 SCALE = 1.5
+ROWS = 1e-5
+"""Of rows, relative to the largest value of the stream. Two implementations in float32 add in other
+orders; 1e-6 is the most that was seen of any architecture."""
+LOGPROBS = 1e-4
+"""Of log-probabilities, in nats. At most 5e-6 was seen, and each vector moves some by 1e-2."""
 
 
 def sites_of(name: str) -> list[int]:
@@ -90,15 +95,15 @@ def worst(outcome: Outcome, reference: Run) -> float:
 def test_captured_streams_equal_hugging_face_at_every_site(case: Case) -> None:
     outcome = run(case, None)
     assert sorted(outcome.rows) == sorted(case.plain.streams) == sites_of(case.name)
-    assert worst(outcome, case.plain) < 1e-4
-    assert np.abs(outcome.logits() - case.plain.logprobs[-1]).max() < 1e-4
+    assert worst(outcome, case.plain) < ROWS
+    assert np.abs(outcome.logits() - case.plain.logprobs[-1]).max() < LOGPROBS
 
 
 def test_an_added_vector_does_what_the_same_hook_does_in_hugging_face(case: Case) -> None:
     for site, reference in case.steered.items():
         outcome = run(case, site)
-        assert worst(outcome, reference) < 1e-4, site
-        assert np.abs(outcome.logits() - reference.logprobs[-1]).max() < 1e-3, site
+        assert worst(outcome, reference) < ROWS, site
+        assert np.abs(outcome.logits() - reference.logprobs[-1]).max() < LOGPROBS, site
         effect = np.abs(reference.logprobs[-1] - case.plain.logprobs[-1]).max()
         assert effect > 1e-2, site
 

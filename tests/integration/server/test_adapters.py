@@ -1,6 +1,8 @@
 """Requests under LoRA adapters, steered or not, over gRPC in one batch."""
 
 import asyncio
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import rheostat
 
 from ..engine.reference import HfReference
 from .adapters import merged
-from .conftest import MODEL, Server
+from .conftest import MODEL, Server, command, free_port
 from .naive import OPS, compare, everywhere
 
 pytestmark = pytest.mark.integration
@@ -97,3 +99,23 @@ def test_an_adapter_that_nobody_loaded_is_refused_by_name(small: rheostat.Engine
     assert caught.value.reason == "REASON_LORA_NOT_FOUND"
     assert caught.value.resource == rheostat.Resource("lora", "eve")
     assert "ada, bob" in str(caught.value)
+
+
+def test_an_adapter_that_cannot_be_loaded_stops_the_start_by_name(
+    adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    shutil.copy(adapters["ada"] / "adapter_config.json", broken)
+    named = [f"--lora={name}={path}" for name, path in (*adapters.items(), ("odd", broken))]
+    done = subprocess.run(
+        command(
+            "demo", free_port(), "--enforce-eager", "--max-model-len=512",
+            "--kv-cache-memory-mib=64", *named,
+        ),
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 5
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("rheostat: ")]
+    assert f"vLLM cannot load the adapter odd from {broken}" in line
+    assert line.endswith("Mend it, or start without it")

@@ -9,7 +9,7 @@ from rheostat import Capture
 
 from ..engine.reference import Add, HfReference
 from .conftest import MODEL
-from .naive import OPS, Placed, compare, everywhere
+from .naive import OPS, TOLERANCE, Placed, compare, everywhere
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +25,7 @@ def tokenizer() -> hf.PreTrainedTokenizerBase:
     return hf.AutoTokenizer.from_pretrained(MODEL)
 
 
-def steered(scale: float) -> list[rheostat.Dose]:
+def steered(scale: float) -> list[rheostat.Add]:
     return [rheostat.inline(VECTOR, points="resid_post", layers=2) * scale]
 
 
@@ -47,10 +47,14 @@ def test_the_divergence_is_a_lower_bound_of_that_between_hugging_faces_distribut
     plain = reference.run(read).logprobs
     steps = range(len(prompt) - 1, len(read) - 1)
     full = np.array([(np.exp(own[i]) * (own[i] - plain[i])).sum() for i in steps])
-    assert (found.kl <= full + 1e-3).all()
-    assert (found.kl >= 0.2 * full - 1e-3).all()
+    # What is listed gives nearly all where it has nearly all the probability, and here about half
+    # of it at least elsewhere; 1e-6 is what float32 log-probabilities leave open.
+    least = np.where(found.compared > 0.99, 0.9, 0.4) * full
+    assert (least - 1e-6 <= found.kl).all()
+    assert (found.kl <= full + 1e-6).all()
+    assert full.max() > 1e-3
     expected = [plain[i][token] for i, token in zip(steps, out.token_ids, strict=True)]
-    np.testing.assert_allclose(found.baseline_logprobs, expected, atol=1e-3)
+    np.testing.assert_allclose(found.baseline_logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_the_baseline_is_what_the_request_gives_without_its_steering(
@@ -112,10 +116,9 @@ def test_an_updated_session_goes_on_as_hugging_faces_model_with_the_same_hooks(
             Add(SITE, -2.0 * VECTOR[0], slice(start, len(tokens))),
         ],
     )
-    assert out.logprobs is not None
     for step, token in enumerate(out.token_ids):
         expected = run.logprobs[len(prompt) - 1 + step]
-        assert abs(out.logprobs[step].token.logprob - expected[token]) < 2e-3
+        assert abs(out.logprobs[step].token.logprob - expected[token]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -1,19 +1,24 @@
 """A bank that is full: requests wait and then run steered, or are refused; never unsteered.
 
-The small server's bank has room for 1535 rows. A filler takes 768 of them: an addition of its own
-at each of 128 generated tokens, at six layers.
+The small server's bank has room for 1535 rows, 511 directions, 4095 combinations and 32 rules about
+token ids. A filler takes more than half of one of these, and little of the others.
 """
 
+import functools
+import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 import rheostat
 
 from ..engine.reference import HfReference
-from .naive import Placed, add, compare, everywhere, norm_add, row
+from .naive import WIDTH, add, compare, everywhere, norm_add, row
 
 pytestmark = pytest.mark.integration
 
@@ -21,10 +26,12 @@ PROMPT = "My day was"
 ROWS = 1535
 VECTOR = rheostat.inline(row(0).repeat(6, axis=0) * [[1.0], [0.9], [0.8], [0.7], [0.6], [0.5]])
 OPTIONS = {"temperature": 0, "ignore_eos": True, "logprobs": 0}
+ENOUGH = 150
+"""Tokens to generate so that every token that a filler names can be an input."""
 
 
 def filler(seed: int, tokens: int = 128) -> list[rheostat.Intervention]:
-    """Additions that take six rows for each token."""
+    """Additions that take six rows for each of some generated tokens."""
     return [
         (VECTOR * (0.001 * seed + 1e-6 * token)).at(
             points="resid_post", layers="all", where=rheostat.generated(token, token + 1)
@@ -33,10 +40,87 @@ def filler(seed: int, tokens: int = 128) -> list[rheostat.Intervention]:
     ]
 
 
+def direction_filler(seed: int, tokens: int = 50) -> list[rheostat.Intervention]:
+    """Steps along six directions of their own for each token."""
+    rows = np.random.default_rng(seed).normal(size=(tokens, 6, WIDTH)).astype(np.float32)
+    return [
+        rheostat.norm_add(rheostat.inline(rows[token]), 0.05).at(
+            points="resid_post", layers="all", where=rheostat.generated(token, token + 1)
+        )
+        for token in range(tokens)
+    ]
+
+
+def rule_filler(seed: int, tokens: int = 20) -> list[rheostat.Intervention]:
+    """Additions of one vector, at each token unless it is a certain one."""
+    return [
+        (VECTOR * 0.1).at(
+            points="resid_post",
+            layers="all",
+            where=rheostat.generated(token, token + 1) - rheostat.token_ids(40 * seed + token),
+        )
+        for token in range(tokens)
+    ]
+
+
+DIGITS = (*product(["resid_mid"], range(6)), ("resid_pre", 0), ("resid_post", 4), ("resid_post", 5))
+"""Nine sites; `slot_filler` has four others."""
+
+
+def slot_filler(seed: int, tokens: int = 140) -> list[rheostat.Intervention]:
+    """Rows at sites that are the binary digits of a token's number, and at four more by its id.
+
+    Sixteen ids make sixteen combinations of these four: 16 slots for each token.
+    """
+    vector = rheostat.inline(row(0)) * (0.01 * seed)
+    digits = [
+        vector.at(points=point, layers=layer, where=functools.reduce(operator.or_, ranges))
+        for digit, (point, layer) in enumerate(DIGITS)
+        if (ranges := [rheostat.generated(t, t + 1) for t in range(tokens) if t >> digit & 1])
+    ]
+    conditions = [
+        vector.at(
+            points="resid_post",
+            layers=layer,
+            where=rheostat.generated(0, tokens)
+            - rheostat.token_ids(*(40 + one for one in range(16) if one >> layer & 1)),
+        )
+        for layer in range(4)
+    ]
+    return [*digits, *conditions]
+
+
+class Filler(NamedTuple):
+    """What fills one resource."""
+
+    make: Callable[..., list[rheostat.Intervention]]
+    """Of a seed and a number of tokens; two of different seeds don't fit together."""
+    tokens: int
+    """What it takes unless told otherwise. Twice as many never fit."""
+    resource: str
+    """As refusals name it."""
+
+
+FILLERS = [
+    Filler(filler, 128, "bank rows"),
+    Filler(direction_filler, 50, "directions"),
+    Filler(slot_filler, 140, "slots"),
+    Filler(rule_filler, 20, "token rules"),
+]
+
+
+@pytest.fixture(params=FILLERS, ids=lambda one: one.resource)
+def full(request: pytest.FixtureRequest) -> Filler:
+    one: Filler = request.param
+    return one
+
+
 @contextmanager
-def filled(small: rheostat.Engine) -> Iterator[rheostat.Stream]:
+def filled(
+    small: rheostat.Engine, make: Callable[..., list[rheostat.Intervention]] = filler
+) -> Iterator[rheostat.Stream]:
     """While a filler runs."""
-    with small.stream(PROMPT, steering=filler(1), max_tokens=480, **OPTIONS) as stream:
+    with small.stream(PROMPT, steering=make(1), max_tokens=480, **OPTIONS) as stream:
         next(stream)
         yield stream
 
@@ -54,42 +138,50 @@ def test_the_bank_is_as_small_as_these_tests_take_it_to_be(small: rheostat.Engin
     assert small.explain(PROMPT, steering=filler(1), max_tokens=200).new_bank_rows == 768
 
 
-def test_who_waits_for_room_runs_steered_as_if_alone(
-    small: rheostat.Engine, reference: HfReference
-) -> None:
-    options = {"steering": filler(400), "max_tokens": 12, **OPTIONS}
+def test_who_waits_for_room_runs_steered_as_if_alone(small: rheostat.Engine, full: Filler) -> None:
+    options = {"steering": full.make(20), "max_tokens": ENOUGH, **OPTIONS}
     alone = small.generate(PROMPT, **options)
-    with filled(small) as first, small.stream(PROMPT, when_full="wait", **options) as second:
+    with (
+        filled(small, full.make) as first,
+        small.stream(PROMPT, when_full="wait", **options) as second,
+    ):
         until_waiting(small)
         first.cancel()
         out = second.result()
     assert (out.token_ids, out.logprobs) == (alone.token_ids, alone.logprobs)
-    assert out.logprobs != small.generate(PROMPT, max_tokens=12, **OPTIONS).logprobs
-    rows = [sum(site.rows for site in one.sites) for one in out.receipt.interventions]
-    assert rows == [6] * 11 + [0] * 117
+    assert out.logprobs != small.generate(PROMPT, max_tokens=ENOUGH, **OPTIONS).logprobs
+    rows = [
+        [sum(site.rows for site in done.sites) for done in one.receipt.interventions]
+        for one in (out, alone)
+    ]
+    assert rows[0] == rows[1]
+    assert sum(rows[0]) >= 11
 
 
 def test_who_does_not_want_to_wait_is_refused_with_a_hint_when_to_come_back(
-    small: rheostat.Engine,
+    small: rheostat.Engine, full: Filler
 ) -> None:
-    with filled(small):
-        with pytest.raises(rheostat.ResourceExhausted) as caught:
-            small.generate(PROMPT, steering=filler(2), max_tokens=200, when_full="refuse")
+    with filled(small, full.make):
+        with pytest.raises(rheostat.ResourceExhausted, match=f"more {full.resource};") as caught:
+            small.generate(PROMPT, steering=full.make(2), max_tokens=200, when_full="refuse")
         assert caught.value.reason == "REASON_BANK_FULL"
         assert caught.value.path == "steering"
         assert caught.value.retry_after is not None
         assert caught.value.retry_after > 0
         alike = small.generate(
-            PROMPT, steering=filler(1), max_tokens=20, when_full="refuse", **OPTIONS
+            PROMPT, steering=full.make(1), max_tokens=ENOUGH, when_full="refuse", **OPTIONS
         )
-        assert len(alike.token_ids) == 20  # what others hold already takes no room
+        assert len(alike.token_ids) == ENOUGH  # what others hold already takes no room
 
 
-def test_what_never_fits_is_refused_at_once_and_without_a_hint(small: rheostat.Engine) -> None:
+def test_what_never_fits_is_refused_at_once_and_without_a_hint(
+    small: rheostat.Engine, full: Filler
+) -> None:
+    steering = full.make(1, 2 * full.tokens)
     refusals = []
     for call in (small.generate, small.explain):
-        with pytest.raises(rheostat.ResourceExhausted) as caught:
-            call(PROMPT, steering=filler(1, 256), max_tokens=300, when_full="wait", timeout=10)
+        with pytest.raises(rheostat.ResourceExhausted, match=f"more {full.resource};") as caught:
+            call(PROMPT, steering=steering, max_tokens=300, when_full="wait", timeout=10)
         refusals.append((caught.value.reason, caught.value.retry_after))
     assert refusals == [("REASON_BANK_FULL", None)] * 2
 
@@ -114,7 +206,7 @@ def test_who_came_later_does_not_overtake_unless_it_needs_nothing(small: rheosta
     alone = small.generate(PROMPT, **little)
     with (
         filled(small) as first,
-        small.stream(PROMPT, steering=filler(2), max_tokens=4, **OPTIONS) as second,
+        small.stream(PROMPT, steering=filler(2), max_tokens=ENOUGH, **OPTIONS) as second,
     ):
         until_waiting(small)
         assert small.generate(PROMPT, max_tokens=4, **OPTIONS).text
@@ -126,7 +218,7 @@ def test_who_came_later_does_not_overtake_unless_it_needs_nothing(small: rheosta
                 time.sleep(0.02)
             first.cancel()
             assert third.result().logprobs == alone.logprobs
-        assert len(second.result().token_ids) == 4
+        assert len(second.result().token_ids) == ENOUGH
 
 
 def test_an_update_without_room_is_refused_and_the_session_goes_on_as_it_was(
@@ -135,7 +227,7 @@ def test_an_update_without_room_is_refused_and_the_session_goes_on_as_it_was(
     own = everywhere(norm_add(row(1), 0.2), [2])
     with (
         filled(small),
-        small.session(PROMPT, steering=[own.ours], max_tokens=24, **OPTIONS) as session,
+        small.session(PROMPT, steering=[own.ours], max_tokens=ENOUGH, **OPTIONS) as session,
     ):
         next(session)
         session.steer(filler(2))
@@ -146,16 +238,16 @@ def test_an_update_without_room_is_refused_and_the_session_goes_on_as_it_was(
     compare(reference, out, [own])
 
 
-def test_many_requests_that_never_fit_together_all_run_steered(
-    small: rheostat.Engine, reference: HfReference
-) -> None:
-    placed = Placed(add(row(3), 0.7), [4], "all", lambda p, token, length: True)
+def test_many_requests_that_never_fit_together_all_run_steered(small: rheostat.Engine) -> None:
+    placed = everywhere(add(row(3), 0.7), [4])
     streams = [
-        small.stream(PROMPT, steering=[*filler(10 + i), placed.ours], max_tokens=4 + i, **OPTIONS)
+        small.stream(
+            PROMPT, steering=[*filler(10 + i), placed.ours], max_tokens=ENOUGH + i, **OPTIONS
+        )
         for i in range(5)
     ]
     for number, stream in enumerate(streams):
         out = stream.result()
         rows = [sum(site.rows for site in one.sites) for one in out.receipt.interventions]
-        made = 3 + number
-        assert rows == [6] * made + [0] * (128 - made) + [len(out.prompt_token_ids) + made]
+        made = ENOUGH - 1 + number
+        assert rows == [6] * 128 + [len(out.prompt_token_ids) + made]

@@ -1,5 +1,6 @@
 """How a server ends: what runs is finished, what comes is refused, nothing hangs."""
 
+import json
 import signal
 import subprocess
 import threading
@@ -22,7 +23,7 @@ def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_p
     with log.open("wb") as output:
         process = subprocess.Popen(
             command(
-                "demo", port, "--enforce-eager", "--max-model-len=512", "--kv-cache-memory-mib=64"
+                "demo", port, "--enforce-eager", "--max-model-len=2048", "--kv-cache-memory-mib=64"
             ),
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -31,33 +32,48 @@ def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_p
     try:
         wait_until_serving(target, process, log)
         with rheostat.connect(target) as client:
-            stream = client.stream("My day was", max_tokens=300, ignore_eos=True, temperature=0)
+            stream = client.stream("My day was", max_tokens=1500, ignore_eos=True, temperature=0)
             next(stream)
-            drain = threading.Thread(target=curl, args=(target, ENDS_THE_SERVER, {}))
+            answers: list[subprocess.CompletedProcess[str]] = []
+            drain = threading.Thread(
+                target=lambda: answers.append(curl(target, ENDS_THE_SERVER, {}))
+            )
             drain.start()
-            refusals = []
-            for _ in range(100):
-                try:
-                    client.generate("My day was", max_tokens=1)
-                except rheostat.Unavailable as error:
-                    refusals.append(error.reason)
-                    break
-            assert refusals == ["REASON_DRAINING"]
-            assert len(stream.result().token_ids) == 300
+            assert until_refused(client) == "REASON_DRAINING"
+            assert client.stats().running == 1
+            assert len(stream.result().token_ids) == 1500
             drain.join(60)
+            assert json.loads(answers[0].stdout)["finished"] >= 1
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()[-2000:]
     finally:
         process.kill()
 
 
-def test_a_server_that_is_killed_takes_its_engine_with_it(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+def until_refused(client: rheostat.Engine) -> str | None:
+    """Sends small requests until the server takes none; the reason that it gives."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            client.generate("My day was", max_tokens=1)
+        except rheostat.Unavailable as error:
+            return error.reason
+        time.sleep(0.05)
+    return None
+
+
+def test_a_server_that_is_killed_takes_its_engine_and_what_it_runs_with_it(
+    tmp_path: Path,
+) -> None:
+    one_by_one = ["--max-num-seqs=1", "--max-model-len=2048"]
+    with serving(tmp_path, *one_by_one) as server, rheostat.connect(server.target) as client:
+        stream = client.stream("My day was", max_tokens=2000, ignore_eos=True, n=16)
+        next(event for event in stream if isinstance(event, rheostat.Tokens))
         ours = descendants(server.process.pid)
         assert len(ours) >= 2
         server.process.kill()
         server.process.wait(60)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 30
         while any(Path(f"/proc/{one}").exists() for one in ours):
             assert time.monotonic() < deadline, server.log.read_text()[-2000:]
             time.sleep(0.2)

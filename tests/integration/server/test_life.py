@@ -4,6 +4,7 @@ The fixture `engine` looks after each test whether the bank is empty and nothing
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -95,57 +96,73 @@ def test_nothing_of_a_steered_request_stays(
     ending(engine, server, _weak(name))
 
 
+async def _end_of(client: rheostat.aio.Engine, number: int) -> str:
+    """Runs a request that ends in the way that is its number's turn; how it ended."""
+    options: dict[str, object] = {
+        "steering": _weak(list(OPS)[number % len(OPS)]),
+        "capture": Capture("resid_mid", layers=[number % 6]) if number % 3 == 0 else None,
+        "n": 1 + number // 4 % 2,
+        "seed": 1,
+        "ignore_eos": True,
+        **(
+            {"max_tokens": 480},  # to be cancelled
+            {"max_tokens": 480, "timeout": 0.1 * (number % 7 + 1)},
+            {"max_tokens": 40 + number},
+            {"max_tokens": 480, "stop": [" ", "a", "e", "i", "o"]},
+        )[number % 4],
+    }
+    try:
+        out = await client.generate(PROMPT, **options)
+    except rheostat.DeadlineExceeded:
+        return "late"
+    except asyncio.CancelledError:
+        return "cancelled"
+    (reason,) = {one.finish_reason for one in out.samples}
+    return reason
+
+
 def test_requests_that_end_in_every_way_at_once_leave_nothing(
     engine: rheostat.Engine, server: Server
 ) -> None:
-    async def one(client: rheostat.aio.Engine, number: int) -> None:
-        name = list(OPS)[number % len(OPS)]
-        capture = Capture("resid_mid", layers=[number % 6]) if number % 3 == 0 else None
-        options = {"steering": _weak(name), "capture": capture, "n": 1 + number % 2}
-        try:
-            await client.generate(
-                PROMPT, max_tokens=40 + number, seed=1, timeout=0.1 * (number % 7 + 1), **options
-            )
-        except rheostat.DeadlineExceeded:
-            return
-
-    async def run() -> None:
+    async def run() -> Counter[str]:
         async with rheostat.aio.connect(server.target) as client:
-            tasks = [asyncio.create_task(one(client, number)) for number in range(48)]
-            await asyncio.sleep(0)
+            tasks = [asyncio.create_task(_end_of(client, number)) for number in range(48)]
+            while (await client.stats()).running < 12:
+                await asyncio.sleep(0.02)
             for task in tasks[::4]:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            return Counter(await asyncio.gather(*tasks))
 
-    asyncio.run(run())
+    assert asyncio.run(run()) == {"cancelled": 12, "late": 12, "length": 12, "stop": 12}
     assert_empty(engine)
 
 
 @pytest.mark.parametrize("ablating", [False, True])
-def test_a_name_that_is_deleted_or_moved_changes_nothing_for_who_runs(
+def test_a_name_that_is_moved_and_deleted_changes_nothing_for_who_runs(
     engine: rheostat.Engine, ablating: bool
 ) -> None:
     engine.vectors.put(row(0), name="kept")
     handle = rheostat.named("kept", points="resid_post", layers=2)
     steering = [rheostat.ablate(handle) if ablating else handle * 3.0]
-    options = {"max_tokens": 160, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-    alone = engine.generate(PROMPT, steering=steering, **options)
+    alone = engine.generate(PROMPT, steering=steering, **LONG)
+    assert alone.token_ids != engine.generate(PROMPT, **LONG).token_ids
     with (
-        engine.stream(PROMPT, steering=steering, **options) as one,
-        engine.stream(PROMPT, steering=steering, **options) as two,
+        engine.stream(PROMPT, steering=steering, **LONG) as one,
+        engine.stream(PROMPT, steering=steering, **LONG) as two,
     ):
         next(one)
         next(two)
         engine.vectors.put(row(1), name="kept")
-        other = engine.generate(PROMPT, steering=steering, **options)
+        other = engine.generate(PROMPT, steering=steering, **{**LONG, "max_tokens": 2})
         engine.vectors.delete("kept")
+        assert engine.stats().running == 2  # so both ran when the name moved and when it went
         outs = [one.result(), two.result()]
     for out in outs:
         assert out.token_ids == alone.token_ids
         assert out.receipt.interventions[0].digests == alone.receipt.interventions[0].digests
     assert other.receipt.interventions[0].digests != alone.receipt.interventions[0].digests
     with pytest.raises(rheostat.NotFound) as caught:
-        engine.generate(PROMPT, steering=steering, **options)
+        engine.generate(PROMPT, steering=steering, **LONG)
     assert caught.value.reason == "REASON_NAME_NOT_FOUND"
 
 
@@ -181,7 +198,7 @@ def _norm_add(vector: rheostat.Vector) -> rheostat.Intervention:
 
 
 def test_a_request_that_uses_a_name_sends_fewer_than_300_bytes_for_it(
-    engine: rheostat.Engine, server: Server
+    engine: rheostat.Engine,
 ) -> None:
     engine.vectors.put(row(0).repeat(4, axis=0), name="a-name-of-some-length/as-people-give-them")
     handle = rheostat.named("a-name-of-some-length/as-people-give-them")

@@ -10,7 +10,19 @@ from rheostat import Capture
 
 from ..engine.reference import HfReference
 from .conftest import Server
-from .naive import OPS, Placed, ablate, add, clamp, compare, everywhere, norm_add, positions_of, row
+from .naive import (
+    OPS,
+    POINTS,
+    Placed,
+    ablate,
+    add,
+    clamp,
+    compare,
+    everywhere,
+    norm_add,
+    positions_of,
+    row,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -101,16 +113,12 @@ def test_all_ops_share_a_batch_and_each_request_gets_its_own(
 def test_every_point_of_a_layer_takes_every_op(
     engine: rheostat.Engine, reference: HfReference
 ) -> None:
-    steering = [op.does.at(points=["resid_pre", "resid_mid"], layers=[2]) for op in OPS.values()]
-    out = engine.generate(PROMPT, steering=steering, **OPTIONS)
-    ours = [one.at(points="resid_post", layers=1) for one in steering]
-    again = engine.generate(
-        PROMPT,
-        steering=[*ours, *(one.at(points="resid_mid") for one in steering)],
-        **OPTIONS,
-    )
-    assert again.logprobs == out.logprobs  # the stream that leaves a layer enters the next one
-    assert all(site.rows == 16 for one in out.receipt.interventions for site in one.sites)
+    placed = [everywhere(op, [2], POINTS) for op in OPS.values()]
+    out = engine.generate(PROMPT, steering=[one.ours for one in placed], **OPTIONS)
+    (found,) = compare(reference, out, placed)
+    for applied, moved in zip(out.receipt.interventions, found.moved, strict=True):
+        assert [one.site for one in applied.sites] == list(moved)
+        assert [one.rows for one in applied.sites] == [16] * len(POINTS)
 
 
 def _word(one: rheostat.Intervention) -> str:
