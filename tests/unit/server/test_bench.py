@@ -269,3 +269,16 @@ def test_every_result_can_be_drawn_and_has_its_picture(path: Path) -> None:
     assert labels
     assert all(labels)
     assert path.with_suffix(".png").is_file()
+
+
+def test_the_page_on_the_engine_gives_the_figures_of_the_serving_suite() -> None:
+    found = read(DOCS / "h200" / "tpot-qwen3-8b-serving.json")
+    assert isinstance(found, Comparison)
+    page = (DOCS.parent / "engine.md").read_text()
+    _, *arms = found.cells
+    for arm in arms:
+        medians = [
+            f"{cell.median:+.2f} %".replace("-", "\N{MINUS SIGN}")
+            for cell in found.cells[arm].values()
+        ]
+        assert f"| {' | '.join(medians)} |" in page
