@@ -32,9 +32,9 @@ def check_not_zero(op: ResolvedOp, paths: Sequence[str]) -> None:
     """
     if op.op == receipt_pb2.OP_ADD:
         return
-    for vector, path in zip(op.vectors, paths, strict=True):
-        for row, peak in enumerate(vector.peaks):
-            if peak == 0:
+    for number, (vector, path) in enumerate(zip(op.vectors, paths, strict=True)):
+        for row in sorted({rows[number] for rows in op.rows}):
+            if vector.peaks[row] == 0:
                 raise ZeroVector(f"row {row} is zero and has no direction", field=path)
 
 

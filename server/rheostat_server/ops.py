@@ -13,7 +13,7 @@ from rheostat_engine import Act, Band, Kind, Site
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField, OpNotServed
-from rheostat_server.limits import DIRECTIONS, INLINE_VECTOR_BYTES
+from rheostat_server.limits import DIRECTIONS, INLINE_VECTOR_BYTES, LAYERS
 from rheostat_server.selection import Selection
 from rheostat_server.tensors import checked_payload, float_type
 from rheostat_server.vectors import Vector, make_vector, vector_rows
@@ -38,6 +38,8 @@ class VectorDraft(NamedTuple):
     """Path of the VectorRef."""
     vector: Vector | steering_pb2.VectorRef
     """The vector if it came inline, otherwise what to look up."""
+    row_layers: tuple[int, ...] = ()
+    """The layer of each row; empty where it was not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +239,25 @@ def _draft_vector(ref: steering_pb2.VectorRef | None, width: int, path: str) -> 
     if ref is None:
         raise MissingField("a vector is required", field=path)
     kind = checks.required(ref.WhichOneof("ref"), path, "digest, name and inline")
+    layers = _row_layers(ref, path)
     if kind == "inline":
-        return VectorDraft(path, inline_vector(ref.inline, width, join(path, "inline")))
+        return VectorDraft(path, inline_vector(ref.inline, width, join(path, "inline")), layers)
     if kind == "digest" and len(ref.digest) != 32:
         raise InvalidValue("a digest has 32 bytes", field=join(path, "digest"))
     if kind == "name":
         checks.matches(ref.name, checks.VECTOR_NAME, join(path, "name"))
-    return VectorDraft(path, ref)
+    return VectorDraft(path, ref, layers)
+
+
+def _row_layers(ref: steering_pb2.VectorRef, path: str) -> tuple[int, ...]:
+    if not ref.HasField("row_layers"):
+        return ()
+    layers, field = ref.row_layers.layers, join(path, "row_layers.layers")
+    if not layers:
+        raise InvalidValue("at least one layer is required", field=field)
+    checks.at_most(len(layers), LAYERS, field, "layers")
+    checks.no_repeats(layers, field, "layers")
+    return tuple(layers)
 
 
 def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:

@@ -229,17 +229,16 @@ def _draft(
 
 def _look_up(draft: Draft, store: VectorStore, model: ModelSites) -> ResolvedOp:
     layers = draft.sites.layers
-    place = {layer: index for index, layer in enumerate(layers)}
-    vectors = [_vector(one, store, model, len(layers)) for one in draft.op.vectors]
+    vectors = [_vector(one, store, model) for one in draft.op.vectors]
+    row_of = [
+        _rows(vector, one, layers) for vector, one in zip(vectors, draft.op.vectors, strict=True)
+    ]
     op = ResolvedOp(
         op=draft.op.op,
         path=draft.op.path,
         sites=draft.sites.sites,
         vectors=tuple(vectors),
-        rows=tuple(
-            tuple(place[site.layer] if vector.rows > 1 else 0 for vector in vectors)
-            for site in draft.sites.sites
-        ),
+        rows=tuple(tuple(rows[site.layer] for rows in row_of) for site in draft.sites.sites),
         scale=draft.op.scale,
         bands=draft.op.bands,
     )
@@ -247,8 +246,8 @@ def _look_up(draft: Draft, store: VectorStore, model: ModelSites) -> ResolvedOp:
     return op
 
 
-def _vector(draft: VectorDraft, store: VectorStore, model: ModelSites, layers: int) -> Vector:
-    path, vector = draft
+def _vector(draft: VectorDraft, store: VectorStore, model: ModelSites) -> Vector:
+    path, vector, _ = draft
     if not isinstance(vector, Vector):
         if vector.WhichOneof("ref") == "digest":
             vector = store.get(vector.digest, join(path, "digest"))
@@ -261,10 +260,25 @@ def _vector(draft: VectorDraft, store: VectorStore, model: ModelSites, layers: i
             field=path,
             metadata={"expected": str(model.width), "got": str(vector.width)},
         )
-    if vector.rows not in (1, layers):
-        raise VectorShape(
-            f"the vector has {vector.rows} rows for {layers} layers; it needs 1 or one each",
-            field=path,
-            metadata={"expected": str(layers), "got": str(vector.rows)},
-        )
     return vector
+
+
+def _rows(vector: Vector, draft: VectorDraft, layers: Sequence[int]) -> dict[int, int]:
+    """The vector's row at each of the intervention's layers."""
+    named = draft.row_layers
+    if vector.rows == 1 and not named:
+        return dict.fromkeys(layers, 0)
+    rows = {layer: row for row, layer in enumerate(named or layers)}
+    without = [layer for layer in layers if layer not in rows]
+    if vector.rows == len(rows) and not without:
+        return rows
+    problem = f"the vector has {vector.rows} rows for {len(rows)} layers; it needs 1 or one each"
+    if not named:
+        problem += ", or row_layers that say which layer each row belongs to"
+    elif vector.rows == len(rows):
+        problem = f"the vector has no row for layer {without[0]}"
+    raise VectorShape(
+        problem,
+        field=draft.path,
+        metadata={"expected": str(len(rows)), "got": str(vector.rows)},
+    )

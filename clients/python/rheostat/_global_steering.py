@@ -106,4 +106,4 @@ def _stored(ref: steering_pb2.VectorRef) -> Vector:
     """A handle on what the server holds, which it names by digest."""
     if ref.WhichOneof("ref") != "digest":
         raise ServerError("the server sent steering whose vectors are not resolved to digests")
-    return Vector(ref.digest.hex())
+    return Vector(ref.digest.hex(), row_layers=tuple(ref.row_layers.layers) or None)

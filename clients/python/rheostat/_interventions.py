@@ -310,8 +310,13 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
 
 
 def _rows(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
-    """The reference, if the vector has one row or as many as there are layers."""
+    """The reference, if the vector has one row, one per layer, or those of more layers."""
     rows = vector.shape[0] if vector.shape else 1
+    named = vector.row_layers or _rows_of_more(vector, rows, layers)
+    if named:
+        ref = vector.to_wire()
+        ref.row_layers.layers.extend(named)
+        return ref
     if rows > 1 and layers != "all" and rows != len(layers):
         raise invalid(
             path,
@@ -319,6 +324,14 @@ def _rows(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
             "REASON_VECTOR_SHAPE",
         )
     return vector.to_wire()
+
+
+def _rows_of_more(vector: Vector, rows: int, layers: Layers) -> tuple[int, ...]:
+    """The layers of the vector's rows where it acts at some of them alone; else none."""
+    if rows == 1 or layers == "all" or vector.layers is None:
+        return ()
+    own = tuple(range(rows)) if vector.layers == "all" else tuple(vector.layers)
+    return own if len(own) == rows > len(layers) and set(layers) <= set(own) else ()
 
 
 def _direction(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:

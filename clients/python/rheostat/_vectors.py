@@ -54,6 +54,8 @@ class Vector:
     """Whether requests carry the numbers themselves, not the digest."""
     description: str = field(default="", repr=False, compare=False)
     """What was written about it, where this handle knows."""
+    row_layers: tuple[int, ...] | None = None
+    """The layer of each row, where that is not the i-th of those where it acts."""
 
     __array_ufunc__: ClassVar[None] = None
 

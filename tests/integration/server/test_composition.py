@@ -65,6 +65,21 @@ def test_a_name_a_digest_and_the_numbers_themselves_are_one_vector(
         engine.vectors.delete(f"v{i}")
 
 
+def test_a_vector_of_every_layer_acts_at_one_of_them_with_its_own_row(
+    engine: rheostat.Engine,
+) -> None:
+    rows = np.stack([row(layer) for layer in range(engine.model().layers)])
+    engine.vectors.put(rows, points="resid_post", layers="all", name="every")
+    (stored,) = [info.vector for info in engine.vectors.list("every")]
+    alone = engine.generate(
+        PROMPT, steering=0.4 * rheostat.inline(rows[3]).at(points="resid_post", layers=3), **OPTIONS
+    )
+    out = engine.generate(PROMPT, steering=0.4 * stored.at(layers=3), **OPTIONS)
+    plain = engine.generate(PROMPT, **OPTIONS)
+    assert out.logprobs == alone.logprobs != plain.logprobs
+    engine.vectors.delete("every")
+
+
 def test_the_order_of_adds_does_not_matter_and_of_other_ops_it_does(
     engine: rheostat.Engine,
 ) -> None:

@@ -94,17 +94,15 @@ def test_generate_steers_where_the_name_says_and_tells_what_was_done(server, cap
 
 
 def test_generate_steers_where_it_is_told(server):
+    server.on("ListVectors", JOY)
     server.on("Generate", generation(" ok"))
     line = ["generate", "x", "--target", server.target, "--steer", "joy"]
     assert main([*line, "--points", "resid_mid", "--layers", "0-1"]) == 0
-    (request,) = server.asked
-    assert request.steering == text_format.Parse(
-        """interventions {
-             sites { points: POINT_RESID_MID list { layers: 0 layers: 1 } }
-             add { vector { name: "joy" } scale: 1 }
-           }""",
-        type(request.steering)(),
+    (done,) = server.asked[-1].steering.interventions
+    assert done.sites == text_format.Parse(
+        "points: POINT_RESID_MID list { layers: 0 layers: 1 }", type(done.sites)()
     )
+    assert (done.add.vector.digest, done.add.scale) == (b"\xab" * 32, 1)
 
 
 def test_a_name_that_is_not_stored_fails_in_one_line(server, capsys):
@@ -251,7 +249,7 @@ def test_what_no_request_can_hold_is_a_wrong_command_line(
 ):
     monkeypatch.chdir(tmp_path)
     np.save("x.npy", np.ones(2))
-    server.on("ListVectors", steering_service_pb2.ListVectorsResponse())
+    server.on("ListVectors", JOY)
     server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layers=8))
     assert main([*line, "--target", server.target]) == 2
     out, err = capsys.readouterr()

@@ -84,18 +84,20 @@ def test_an_op_that_cannot_be_read_is_told(read, text, message):
 
 
 def test_ops_act_in_the_order_typed_at_the_sites_typed(server):
+    server.on("ListVectors", STORED)
     server.on("Generate", PLAIN)
     line = ["generate", "x", "--target", server.target, "--points", "resid_mid", "--layers", "3"]
-    line += ["--ablate", "b", "--steer", "a:2", "--clamp", "b:..1", "--norm-add", "a:0.5"]
-    assert main([*line, "--steer", "b", "--scale", "a:0"]) == 0
-    (request,) = server.asked
+    line += ["--ablate", "bare", "--steer", "joy:2", "--clamp", "bare:..1", "--norm-add", "joy:0.5"]
+    assert main([*line, "--steer", "bare", "--scale", "joy:0"]) == 0
+    request = server.asked[-1]
+    joy, bare = (f'{{ digest: "{digest}" }}' for digest in (JOY_DIGEST, BARE_DIGEST))
     ops = (
-        'ablate { directions { name: "b" } strength: 1 }',
-        'add { vector { name: "a" } scale: 2 }',
-        'clamp { bands { direction { name: "b" } max: 1 strength: 1 } }',
-        'norm_add { vector { name: "a" } scale: 0.5 }',
-        'add { vector { name: "b" } scale: 1 }',
-        'scale { direction { name: "a" } factor: 0 }',
+        f"ablate {{ directions {bare} strength: 1 }}",
+        f"add {{ vector {joy} scale: 2 }}",
+        f"clamp {{ bands {{ direction {bare} max: 1 strength: 1 }} }}",
+        f"norm_add {{ vector {joy} scale: 0.5 }}",
+        f"add {{ vector {bare} scale: 1 }}",
+        f"scale {{ direction {joy} factor: 0 }}",
     )
     assert request.steering == text_format.Parse(
         "".join(f"interventions {{ {SITES} {op} }}" for op in ops), type(request.steering)()
@@ -192,21 +194,18 @@ def test_the_receipt_is_shown_where_the_server_steered_everyone(server, capsys):
 
 
 def test_global_set_sends_the_ops_and_prints_the_version(server, capsys):
+    server.on("ListVectors", STORED)
     server.on("SetGlobal", steering_service_pb2.SetGlobalResponse(version=4))
     line = ["global", "set", "--target", server.target, "--expected-version", "3"]
-    line += ["--clamp", "a:0", "--points", "resid_mid", "--layers", "3"]
+    line += ["--clamp", "joy:0", "--points", "resid_mid", "--layers", "3"]
     assert main(line) == 0
     assert capsys.readouterr() == ("version 4\n", "")
-    assert server.asked == [
-        text_format.Parse(
-            f"""steering {{ interventions {{
-                  {SITES}
-                  clamp {{ bands {{ direction {{ name: "a" }} min: 0 max: 0 strength: 1 }} }}
-                }} }}
-                expected_version: 3""",
-            steering_service_pb2.SetGlobalRequest(),
-        )
-    ]
+    band = f'direction {{ digest: "{JOY_DIGEST}" }} min: 0 max: 0 strength: 1'
+    assert server.asked[-1] == text_format.Parse(
+        f"steering {{ interventions {{ {SITES} clamp {{ bands {{ {band} }} }} }} }} "
+        "expected_version: 3",
+        steering_service_pb2.SetGlobalRequest(),
+    )
 
 
 def test_global_set_without_an_op_is_a_wrong_command_line(server, capsys):

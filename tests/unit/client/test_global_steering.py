@@ -207,3 +207,17 @@ def test_what_this_client_cannot_hold_is_an_error_and_not_left_out(
     with pytest.raises(error) as raised:
         client.run(lambda engine: engine.steering.get_global())
     assert raised.value.message == message
+
+
+def test_which_layers_rows_belong_to_reads_as_it_was_set(client, server):
+    text = "row_layers { layers: [2, 4] }"
+    server.on(
+        "GetGlobal",
+        held(
+            "steering { interventions { sites { points: POINT_RESID_PRE list { layers: 4 } } "
+            f"add {{ vector {{ DIGEST {text} }} }} }} }}"
+        ),
+    )
+    found = client.run(lambda engine: engine.steering.get_global())
+    (one,) = found.interventions
+    assert list(one.to_wire("x").add.vector.row_layers.layers) == [2, 4]

@@ -308,3 +308,27 @@ def test_interventions_cannot_be_changed_and_name_their_vectors():
     assert (made.vectors, made.points, made.layers) == ((JOY, FEAR), (Point.RESID_MID,), (3,))
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.bands = ()
+
+
+@pytest.mark.parametrize(
+    ("meant_for", "layers", "named"),
+    [
+        ([2, 4, 5], 4, [2, 4, 5]),
+        ([2, 4, 5], [2, 5], [2, 4, 5]),
+        ("all", [1], [0, 1, 2]),
+        ([2, 4, 5], [2, 4, 5], []),
+        ([2, 4, 5], [7, 8, 9], []),
+        ([2, 4, 5], "all", []),
+    ],
+)
+def test_a_vector_of_many_layers_gives_the_rows_of_those_where_it_acts(meant_for, layers, named):
+    rows = rheostat.inline(np.eye(3, 8), points="resid_post", layers=meant_for)
+    sent = rows.at(layers=layers).to_wire("x").add.vector
+    assert list(sent.row_layers.layers) == named
+
+
+def test_rows_that_belong_elsewhere_are_refused_before_they_are_sent():
+    rows = rheostat.inline(np.eye(3, 8), points="resid_post", layers=[2, 4, 5])
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        rows.at(layers=[4, 6]).to_wire("x")
+    assert raised.value.reason == "REASON_VECTOR_SHAPE"

@@ -104,6 +104,46 @@ def test_each_vector_of_an_op_has_its_own_row_at_each_layer() -> None:
     assert acts(one)[0].rows == ((1, (0, 0)), (2, (0, 0)), (5, (1, 0)), (6, (1, 0)))
 
 
+def of_layers(values: np.ndarray, *layers: int) -> steering_pb2.VectorRef:
+    ref = tensor(values)
+    ref.row_layers.layers.extend(layers)
+    return ref
+
+
+def test_rows_act_at_the_layers_that_they_are_said_to_belong_to() -> None:
+    rows = np.arange(1, 2 * WIDTH + 1).reshape(2, WIDTH)
+    (first,) = acts(add(of_layers(rows, 2, 1)))
+    assert first.rows == ((POST1, (1,)),)
+    (both,) = acts(add(of_layers(rows, 2, 0), sites=site_set(POST, layers=[0, 2])))
+    assert both.rows == ((2, (1,)), (6, (0,)))
+    zero_elsewhere = np.concatenate([0 * ONES, ONES])
+    assert acts(norm_add(of_layers(zero_elsewhere, 0, 1)))[0].rows == ((POST1, (1,)),)
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "field"),
+    [
+        ([0, 2], errors.VectorShape, "add.vector"),
+        ([1], errors.VectorShape, "add.vector"),
+        ([0, 1, 2], errors.VectorShape, "add.vector"),
+        ([1, 1], errors.InvalidValue, "add.vector.row_layers.layers"),
+        (range(1025), errors.InvalidValue, "add.vector.row_layers.layers"),
+    ],
+)
+def test_rows_that_belong_to_other_layers_are_refused(layers, error, field) -> None:
+    ref = of_layers(np.ones((2, WIDTH)), *layers)
+    assert refused(request(steer=[add(ref)])) == (error, f"{STEER}.{field}")
+
+
+def test_to_name_no_layers_for_rows_is_refused() -> None:
+    ref = tensor(ONES)
+    ref.row_layers.SetInParent()
+    assert refused(request(steer=[add(ref)])) == (
+        errors.InvalidValue,
+        f"{STEER}.add.vector.row_layers.layers",
+    )
+
+
 def test_acts_keep_the_order_of_the_interventions() -> None:
     mixed = acts(scaled(2.0), add(), clamp(band(low=0.0)), norm_add(), ablate(tensor(ONES)))
     assert [act.kind for act in mixed] == [

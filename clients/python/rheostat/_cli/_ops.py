@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rheostat._cli._common import CommandError, layers, points
-from rheostat._cli._stored import looks_like_digest, stored
+from rheostat._cli._stored import stored
 from rheostat._engine import Engine
 from rheostat._interventions import Add, Band, Clamp, Intervention
 from rheostat._steering import ablate, norm_add, scale
-from rheostat._vectors import Vector, named
+from rheostat._vectors import Vector
 
 _HELP = {
     "--steer": ("NAME[:SCALE]", "add a stored vector, this many times (default: 1)"),
@@ -60,18 +60,11 @@ def steering(engine: Engine, args: argparse.Namespace) -> list[Intervention]:
     if not ops and (args.points is not None or args.layers is not None):
         raise CommandError("--points and --layers say where ops act, and no op is given", 2)
     return [
-        op.make(*(_vector(engine, name, args) for name in op.names)).at(
+        op.make(*(stored(engine, name) for name in op.names)).at(
             points=args.points, layers=args.layers
         )
         for op in ops
     ]
-
-
-def _vector(engine: Engine, name: str, args: argparse.Namespace) -> Vector:
-    """The vector that is meant, with the sites that are kept with it where those are needed."""
-    if args.points is not None and args.layers is not None and not looks_like_digest(name):
-        return named(name)
-    return stored(engine, name)
 
 
 def read_steer(text: str) -> Typed:

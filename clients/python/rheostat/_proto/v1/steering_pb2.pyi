@@ -154,8 +154,9 @@ Global___Intervention: _TypeAlias = Intervention  # noqa: Y015
 class VectorRef(_message.Message):
     """A vector: rank 2, [rows, W], float32, float16 or bfloat16, all elements finite. One row: the same
     for every layer. Otherwise row i belongs to the i-th layer, ascending, of the intervention's
-    SiteSet, and rows must equal the number of its layers. With several points, a layer's row serves
-    each of them. Other shapes: REASON_VECTOR_SHAPE; non-finite elements: REASON_NON_FINITE.
+    SiteSet, and rows must equal the number of its layers; unless VectorRef.row_layers says which
+    layer each row belongs to. With several points, a layer's row serves each of them. Other shapes:
+    REASON_VECTOR_SHAPE; non-finite elements: REASON_NON_FINITE.
 
     The digest is the SHA-256 of the canonical form:
       the ASCII line "rheostat.v1 vector <dtype> <rows>x<width>\\n", with <dtype> one of float32,
@@ -171,6 +172,7 @@ class VectorRef(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    ROW_LAYERS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """Digest: 32 bytes, else REASON_INVALID_VALUE. Not stored: REASON_VECTOR_NOT_FOUND."""
     name: _builtins.str
@@ -183,16 +185,24 @@ class VectorRef(_message.Message):
         REASON_MESSAGE_TOO_LARGE.
         """
 
+    @_builtins.property
+    def row_layers(self) -> _types_pb2.LayerList:
+        """The layer of each row, different ones, as many as there are rows. The intervention's layers must
+        be among them and take their rows; others are left aside. Else REASON_VECTOR_SHAPE. Absent: as
+        said above.
+        """
+
     def __init__(
         self,
         *,
         digest: _builtins.bytes = ...,
         name: _builtins.str = ...,
         inline: _tensor_pb2.Tensor | None = ...,
+        row_layers: _types_pb2.LayerList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref", "row_layers", b"row_layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref", "row_layers", b"row_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["digest", "name", "inline"]  # noqa: Y015
     _WhichOneofArgType_ref: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
