@@ -57,7 +57,7 @@ def same(one: Outcome, other: Outcome) -> bool:
 
 def check_kernels() -> Lines:
     """The compiled kernel against its plain twin, on random programs."""
-    from rheostat_engine.core.program import SiteBuffers
+    from rheostat_engine.core.buffers import SiteBuffers
     from rheostat_engine.sites.kernels import launch_site
     from rheostat_engine.sites.reference import run_site
 

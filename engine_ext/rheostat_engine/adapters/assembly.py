@@ -19,12 +19,12 @@ from rheostat_engine.adapters.probing import contextual, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
 from rheostat_engine.capacity import Capacity
 from rheostat_engine.core.bank import Bank
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Delivery
 from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.outlet import Outlet
-from rheostat_engine.core.program import Program
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import SiteRuntime
 from rheostat_engine.core.steering import Steering
@@ -84,7 +84,7 @@ def assemble(
     vocabulary = config.model_config.get_vocab_size()
     rules = TokenRules(capacity.token_rules, capacity.ruled_pieces, vocabulary, device)
     doses = Doses(sites, device)
-    program = Program(
+    buffers = Buffers(
         tokens=tokens,
         rows=bank.programs.rows,
         directions=bank.programs.directions,
@@ -93,22 +93,22 @@ def assemble(
         doses=doses.cells,
         ring=torch.zeros(capacity.capture_rows + 1, width, dtype=dtype, device=device),
     )
-    installed = install(blocks, forms, program, width=width, entry=get_pp_group().is_first_rank)
-    bind(program)
+    installed = install(blocks, forms, buffers, width=width, entry=get_pp_group().is_first_rank)
+    bind(buffers)
     expected = frozenset(site.index for site in installed)
-    _verify(program, expected, lambda: run_once(model, config, device))
-    expander = Expander(program, bank.code_of, rules, tokens)
+    _verify(buffers, expected, lambda: run_once(model, config, device))
+    expander = Expander(buffers, bank.code_of, rules, tokens)
     if device.type == "cuda":
         from rheostat_engine.sites.kernels import warm_up
 
-        warm_up(program, expander.instructions(_nothing(), torch.zeros(0)))
+        warm_up(buffers, expander.instructions(_nothing(), torch.zeros(0)))
     reports = get_tensor_model_parallel_rank() == 0
     outlet, captures = None, None
     if reports:
         outlet = Outlet(Delivery(settings.channel), device, limit=_WAITING * settings.capture_bytes)
-        captures = Captures(program.ring, outlet, sites=sites, present=expected, rank=rank)
+        captures = Captures(buffers.ring, outlet, sites=sites, present=expected, rank=rank)
     runtime = SiteRuntime(
-        program=program,
+        buffers=buffers,
         steering=Steering(bank, rules, doses),
         captures=captures,
         expander=expander,
@@ -121,11 +121,11 @@ def assemble(
     return Assembled(runtime, capacity, refused, layers, reports)
 
 
-def _verify(program: Program, expected: frozenset[int], run_model: Callable[[], object]) -> None:
+def _verify(buffers: Buffers, expected: frozenset[int], run_model: Callable[[], object]) -> None:
     """Runs the model once more: every site that was put in must run exactly once, no other."""
-    program.census = [0] * program.sites
+    buffers.census = [0] * buffers.sites
     run_model()
-    census, program.census = program.census, None
+    census, buffers.census = buffers.census, None
     wrong = {s: n for s, n in enumerate(census) if n != (s in expected)}
     if wrong:
         raise SiteError(

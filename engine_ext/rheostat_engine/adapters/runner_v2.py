@@ -44,7 +44,7 @@ class GpuSiteRunner(GPUModelRunner):
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Captures CUDA graphs whose site kernels can be left out step by step."""
-        with site_graphs(self.sites.runtime.program.active):
+        with site_graphs(self.sites.runtime.buffers.active):
             return super().capture_model(profile_only=profile_only)
 
     def execute_model(  # type: ignore[override]  # the rest is passed through

@@ -25,14 +25,14 @@ class SiteRpc:
     def rheostat_describe(self) -> dict[str, object]:
         """What `ModelSites.from_reports` reads."""
         assembled = self._assembled
-        program = assembled.runtime.program
+        buffers = assembled.runtime.buffers
         runner = self.model_runner
         config = runner.vllm_config
         return {
             "architecture": config.model_config.architecture,
             "num_layers": assembled.num_layers,
-            "width": program.ring.shape[1],
-            "dtype": str(program.ring.dtype).removeprefix("torch."),
+            "width": buffers.ring.shape[1],
+            "dtype": str(buffers.ring.dtype).removeprefix("torch."),
             "runner": getattr(runner, "runner_name", "V1"),
             "refused": assembled.refused,
             "capacity": asdict(assembled.capacity),
@@ -70,7 +70,7 @@ class SiteRpc:
             "captured_rows": 0 if captures is None else captures.captured_rows,
             "lost_rows": 0 if captures is None else captures.lost_rows,
             "steps": dict(runtime.steps),
-            "own_graphs": runtime.program.active.own_graphs,
+            "own_graphs": runtime.buffers.active.own_graphs,
         }
 
     def shutdown(self) -> None:

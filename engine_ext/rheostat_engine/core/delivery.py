@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import zmq
 
-from rheostat_engine.core.capture import Fence
+from rheostat_engine.core.ring import Fence
 from rheostat_engine.events import Head, encode_head
 
 _LOG = logging.getLogger(__name__)

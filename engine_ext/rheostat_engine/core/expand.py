@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.core.devices import to_device
-from rheostat_engine.core.program import Program
 from rheostat_engine.core.rules import TokenRules
 
 _STAGES = 4
@@ -53,7 +53,7 @@ class Instructions(NamedTuple):
     """[B, sites] int32; None where nothing is captured."""
 
 
-def expand_reference(step: Instructions, program: Program) -> None:
+def expand_reference(step: Instructions, buffers: Buffers) -> None:
     """code[s, t] = code_of[s, slot[t]]; cap_row[s, t] = base[block[t]-1, s] + order[t] or 0."""
     slot, cell, rule, block, order = step.packed.long()
     count = len(slot)
@@ -63,30 +63,30 @@ def expand_reference(step: Instructions, program: Program) -> None:
         variant = torch.where(ruled, slot + step.bits[rule, names].long(), 0)
         slot = torch.where(ruled, step.variants[variant, 0].long(), slot)
         cell = torch.where(ruled, step.variants[variant, 1].long(), cell)
-    program.code[:, :count] = step.code_of[:, slot]
-    program.cell[:count] = cell.int()
-    program.cap_row[:, :count] = 0
+    buffers.code[:, :count] = step.code_of[:, slot]
+    buffers.cell[:count] = cell.int()
+    buffers.cap_row[:, :count] = 0
     if step.base is not None:
         start = step.base[(block - 1).clamp(min=0)].T
         wanted = (start > 0) & (block > 0)
-        program.cap_row[:, :count] = torch.where(wanted, start + order, 0).int()
+        buffers.cap_row[:, :count] = torch.where(wanted, start + order, 0).int()
 
 
 class Expander:
     """Brings a step's instructions to the device and expands them there."""
 
     def __init__(
-        self, program: Program, code_of: torch.Tensor, rules: TokenRules, tokens: int
+        self, buffers: Buffers, code_of: torch.Tensor, rules: TokenRules, tokens: int
     ) -> None:
         """Allocates the staging memory.
 
         Args:
-            program: whose instructions are written.
+            buffers: where the instructions are written.
             code_of: [sites, slots], the bank's.
             rules: rules about token ids.
             tokens: the most tokens of a step.
         """
-        self._program = program
+        self._buffers = buffers
         self._code_of = code_of
         self._rules = rules
         self._device = code_of.device
@@ -98,7 +98,7 @@ class Expander:
         self._packed = torch.zeros(_COLUMNS * tokens, dtype=torch.int32, device=self._device)
 
     def write(self, compact: Compact, ids: torch.Tensor) -> None:
-        """Makes the program's buffers say what `compact` says, for its tokens.
+        """Makes the buffers say what `compact` says, for its tokens.
 
         Args:
             compact: what the step does.
@@ -106,11 +106,11 @@ class Expander:
         """
         step = self.instructions(compact, ids)
         if not self._cuda:
-            expand_reference(step, self._program)
+            expand_reference(step, self._buffers)
             return
         from rheostat_engine.sites.kernels import launch_expand
 
-        launch_expand(step, self._program)
+        launch_expand(step, self._buffers)
 
     def instructions(self, compact: Compact, ids: torch.Tensor) -> Instructions:
         """What `compact` says, on its way to the device."""

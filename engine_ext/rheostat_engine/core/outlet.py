@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rheostat_engine.core.capture import Fence
 from rheostat_engine.core.delivery import Delivery, Frame
+from rheostat_engine.core.ring import Fence
 from rheostat_engine.events import Head, RowsHead
 
 

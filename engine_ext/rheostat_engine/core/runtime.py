@@ -16,12 +16,12 @@ import torch
 
 from rheostat_engine.amend import amend
 from rheostat_engine.composition import MAX_EFFORT, effort
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.core.captures import Captures, Copying
 from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.doses import Norms, read_doses
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.outlet import Outlet
-from rheostat_engine.core.program import Program
 from rheostat_engine.core.segments import Int64
 from rheostat_engine.core.steering import Instruction, Placed, Steering
 from rheostat_engine.core.tallies import Tallies
@@ -71,7 +71,7 @@ class SiteRuntime:
     def __init__(
         self,
         *,
-        program: Program,
+        buffers: Buffers,
         steering: Steering,
         captures: Captures | None,
         expander: Expander,
@@ -82,7 +82,7 @@ class SiteRuntime:
         """Joins the parts.
 
         Args:
-            program: the buffers that the sites read.
+            buffers: the buffers that the sites read.
             steering: acts in force.
             captures: captures in force; None on a rank that doesn't report.
             expander: writes the step's instructions.
@@ -90,7 +90,7 @@ class SiteRuntime:
             rank: this worker's rank.
             sites: the sites that lie in this rank's part of the model.
         """
-        self.program = program
+        self.buffers = buffers
         self.steering = steering
         self.captures = captures
         self.steps: dict[str, int] = {"plain": 0, "active": 0}
@@ -102,7 +102,7 @@ class SiteRuntime:
         self._leaving: list[_Held] = []
         self._numbers_free: list[int] = []
         self._numbers_made = 0
-        self._present = np.isin(np.arange(program.sites), list(sites))
+        self._present = np.isin(np.arange(buffers.sites), list(sites))
         self._tallies = Tallies(sites)
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
@@ -236,11 +236,11 @@ class SiteRuntime:
             return
         self.steps["active"] += 1
         self._expander.write(_padded(steered, copying, batch.padded_tokens), batch.input_ids)
-        self.program.active.set(mask)
+        self.buffers.active.set(mask)
 
     def end(self) -> None:
         """After the forward pass has been launched: captured rows leave, no site stays active."""
-        self.program.active.clear()
+        self.buffers.active.clear()
         if self.captures is not None:
             self.captures.end()
 
@@ -251,7 +251,7 @@ class SiteRuntime:
 
     def _checked(self, wire: object) -> Plan:
         plan = Plan.from_wire(wire)
-        sites = self.program.sites
+        sites = self.buffers.sites
         named = [site for act in plan.acts for site, _ in act.rows]
         named += [site for capture in plan.captures for site in capture.sites]
         if any(not 0 <= site < sites for site in named):

@@ -12,7 +12,7 @@ from types import MethodType
 import torch
 from torch import nn
 
-from rheostat_engine.core.program import Program
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.points import Point, Site
 from rheostat_engine.sites.calls import streams
 from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
@@ -25,7 +25,7 @@ _CARRIED: list[torch.Tensor] = []
 def install(
     blocks: Sequence[Block],
     forms: Sequence[BlockForm],
-    program: Program,
+    buffers: Buffers,
     *,
     width: int,
     entry: bool,
@@ -35,7 +35,7 @@ def install(
     Args:
         blocks: consecutive decoder blocks.
         forms: their forms.
-        program: whose buffers the ops are given.
+        buffers: what the ops are given.
         width: W.
         entry: whether the first block is the model's first, so that its `resid_pre` is no other
             block's `resid_post`.
@@ -62,7 +62,7 @@ def install(
 
     def attach(module: nn.Module, where: str, at: Site) -> None:
         installed.append(at)
-        module.register_buffer(f"rheostat_{where}", program.mark(at.index), persistent=False)
+        module.register_buffer(f"rheostat_{where}", buffers.mark(at.index), persistent=False)
 
     for number, (block, form) in enumerate(zip(blocks, forms, strict=True)):
         attach(block.module, "exit", Site(Point.RESID_POST, block.layer))

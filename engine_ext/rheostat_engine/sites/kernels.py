@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rheostat_engine.core.buffers import Buffers, SiteBuffers
 from rheostat_engine.core.expand import Instructions
-from rheostat_engine.core.program import Program, SiteBuffers
 from rheostat_engine.plan import Kind
 
 _TOKENS = 128
@@ -206,9 +206,9 @@ def launch_site(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers
     )
 
 
-def launch_expand(step: Instructions, program: Program) -> None:
+def launch_expand(step: Instructions, buffers: Buffers) -> None:
     """Writes every site's instructions for the step's tokens; see `expand_reference`."""
-    count, (sites, tokens) = step.packed.shape[1], program.code.shape
+    count, (sites, tokens) = step.packed.shape[1], buffers.code.shape
     _expand_kernel[(triton.cdiv(count, _TOKENS), sites)](
         step.packed,
         step.packed if step.ids is None else step.ids,
@@ -216,9 +216,9 @@ def launch_expand(step: Instructions, program: Program) -> None:
         step.variants,
         step.code_of,
         step.code_of if step.base is None else step.base,
-        program.code,
-        program.cap_row,
-        program.cell,
+        buffers.code,
+        buffers.cap_row,
+        buffers.cell,
         count,
         step.bits.shape[1],
         step.code_of.shape[1],
@@ -230,19 +230,19 @@ def launch_expand(step: Instructions, program: Program) -> None:
     )
 
 
-def warm_up(program: Program, instructions: Instructions) -> None:
+def warm_up(buffers: Buffers, instructions: Instructions) -> None:
     """Compiles every variant of both kernels, so that no request waits for one.
 
     Args:
-        program: whose buffers the kernels will be given; nothing in them says anything yet.
+        buffers: what the kernels will be given; nothing in them says anything yet.
         instructions: of a step with one token, which does nothing.
     """
-    site = program.buffers(0)
-    row = torch.zeros_like(program.ring[:1])
+    site = buffers.of(0)
+    row = torch.zeros_like(buffers.ring[:1])
     for carried in (None, row, row.float()):
         launch_site(row, carried, site)
     ids = torch.zeros(1, dtype=torch.int32, device=row.device)
-    base = torch.zeros(1, program.sites, dtype=torch.int32, device=row.device)
+    base = torch.zeros(1, buffers.sites, dtype=torch.int32, device=row.device)
     for with_ids in (None, ids):
         for with_base in (None, base):
-            launch_expand(instructions._replace(ids=with_ids, base=with_base), program)
+            launch_expand(instructions._replace(ids=with_ids, base=with_base), buffers)

@@ -8,14 +8,14 @@ branch that the next norm is about to add, both the norm and the carried stream 
 
 Invariant: the op is opaque to the compiler and reads only tensors that exist anyway, so that what
 is compiled around it computes the same bits as without it; a site that isn't active launches
-nothing. What it works with beside h is found through `mark`, one of `Program`'s views, which keeps
+nothing. What it works with beside h is found through `mark`, one of `Buffers`' views, which keeps
 the compiled code of equal blocks equal; it is written behind the schema's back, and nothing in the
 graph reads it.
 """
 
 import torch
 
-from rheostat_engine.core.program import Program
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.sites import recorder
 from rheostat_engine.sites.reference import run_site
 
@@ -24,12 +24,12 @@ _LIBRARY.define("site(Tensor(a!) h, Tensor? carried, Tensor mark) -> ()")
 
 
 class _Bound:
-    program: Program | None = None
+    buffers: Buffers | None = None
 
 
-def bind(program: Program) -> None:
-    """Makes `program` the one that this process's sites follow."""
-    _Bound.program = program
+def bind(buffers: Buffers) -> None:
+    """Makes `buffers` those that this process's sites follow."""
+    _Bound.buffers = buffers
 
 
 def site(
@@ -42,30 +42,30 @@ def site(
 
 
 def _on_cpu(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -> None:
-    program = _Bound.program
-    if program is None:
+    buffers = _Bound.buffers
+    if buffers is None:
         return
-    number = program.site_of(mark)
-    if program.census is not None:
-        program.census[number] += 1
-    if program.active.mask[number]:
-        run_site(h, carried, program.buffers(number))
+    number = buffers.site_of(mark)
+    if buffers.census is not None:
+        buffers.census[number] += 1
+    if buffers.active.mask[number]:
+        run_site(h, carried, buffers.of(number))
 
 
 def _on_cuda(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -> None:
     from rheostat_engine.sites.kernels import launch_site
 
-    program = _Bound.program
-    if program is None:
+    buffers = _Bound.buffers
+    if buffers is None:
         return
-    number = program.site_of(mark)
-    if program.census is not None:
-        program.census[number] += 1
+    number = buffers.site_of(mark)
+    if buffers.census is not None:
+        buffers.census[number] += 1
     if torch.cuda.is_current_stream_capturing():
-        launch_site(h, carried, program.buffers(number))
+        launch_site(h, carried, buffers.of(number))
         recorder.note(number)
-    elif program.active.mask[number]:
-        launch_site(h, carried, program.buffers(number))
+    elif buffers.active.mask[number]:
+        launch_site(h, carried, buffers.of(number))
 
 
 def _fake(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -> None:

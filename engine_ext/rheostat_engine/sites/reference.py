@@ -7,7 +7,7 @@ their bits.
 
 import torch
 
-from rheostat_engine.core.program import SiteBuffers
+from rheostat_engine.core.buffers import SiteBuffers
 from rheostat_engine.plan import Kind
 
 

@@ -8,7 +8,7 @@ from types import MethodType
 import torch
 from torch import nn
 
-from rheostat_engine.core.program import Program
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.points import site_count
 from rheostat_engine.sites.forms import Block
 
@@ -189,11 +189,11 @@ def give_own_forward(module: nn.Module) -> None:
     module.forward = MethodType(type(module).forward, module)
 
 
-def program(
+def buffers(
     layers: int, *, rows: int = 4, ring: int = 64, dtype: torch.dtype = torch.float32
-) -> Program:
-    """A program for a decoder; row r of what is added holds r everywhere."""
-    return Program(
+) -> Buffers:
+    """Buffers for a decoder; row r of what is added holds r everywhere."""
+    return Buffers(
         tokens=TOKENS,
         rows=torch.arange(rows).to(dtype)[:, None].repeat(1, WIDTH),
         directions=torch.zeros(2, WIDTH),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rheostat_engine import Kind
-from rheostat_engine.core.program import SiteBuffers
+from rheostat_engine.core.buffers import SiteBuffers
 
 CELLS = 24
 RING = 12

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from rheostat_engine import Kind
+from rheostat_engine.core.buffers import Buffers, SiteBuffers
 from rheostat_engine.core.expand import Compact, Expander, Instructions, expand_reference
-from rheostat_engine.core.program import Program, SiteBuffers
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.sites.kernels import launch_expand, launch_site, warm_up
 from rheostat_engine.sites.reference import run_site
@@ -102,10 +102,10 @@ def check_idle(dtype: torch.dtype, carried: torch.dtype | None) -> None:
     assert not site.doses[:, 1].any()
 
 
-def program(tokens: int) -> Program:
+def all_buffers(tokens: int) -> Buffers:
     """Buffers, each filled with something."""
     generator = torch.Generator().manual_seed(7)
-    return Program(
+    return Buffers(
         tokens=tokens,
         rows=torch.randn(4, 24, generator=generator),
         directions=torch.randn(3, 24, generator=generator),
@@ -136,7 +136,7 @@ def check_expand(*, captures: bool, rules: bool) -> None:
     code_of = torch.from_numpy(rng.integers(-100, 100, (SITES, 6)).astype(np.int32))
     names = np.where(rule > 0, rng.integers(0, VOCABULARY, count), 10**9)
     ids = torch.from_numpy(names.astype(np.int32))
-    ones, others = program(256), program(256)
+    ones, others = all_buffers(256), all_buffers(256)
     for made in (ones, others):
         made.code[:], made.cap_row[:], made.cell[:] = -1, -1, -1
     step: Instructions = Expander(ones, code_of, table, 256).instructions(compact, ids)
@@ -151,14 +151,14 @@ def check_expand(*, captures: bool, rules: bool) -> None:
 
 def check_warm_up() -> None:
     """Warming up changes nothing that a step could see."""
-    made, before = program(16), program(16)
+    made, before = all_buffers(16), all_buffers(16)
     none = np.zeros(1, np.int32)
     compact = Compact(none, none, none, none, none, None)
     code_of = torch.zeros(SITES, 8, dtype=torch.int32)
     expander = Expander(made, code_of, TokenRules(1, 8, VOCABULARY, CPU), 16)
     warm_up(made, expander.instructions(compact, torch.zeros(0)))
     for site in range(SITES):
-        for one, other in zip(made.buffers(site), before.buffers(site), strict=True):
+        for one, other in zip(made.of(site), before.of(site), strict=True):
             assert same_bits(one, other)
 
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.core.expand import Compact, Expander
-from rheostat_engine.core.program import Program
 from rheostat_engine.core.rules import TokenRules
 
 from .strategies import SETS, VOCABULARY
@@ -38,9 +38,9 @@ def instructions(draw: st.DrawFn) -> tuple[Compact, list[int]]:
     return compact, ids + draw(st.lists(st.integers(-9, 10**6), max_size=2))
 
 
-def programme(tokens: int = TOKENS) -> Program:
+def made(tokens: int = TOKENS) -> Buffers:
     """Buffers; only the instructions matter."""
-    return Program(
+    return Buffers(
         tokens=tokens,
         rows=torch.zeros(9, 2),
         directions=torch.zeros(1, 2),
@@ -53,18 +53,18 @@ def programme(tokens: int = TOKENS) -> Program:
 
 @pytest.mark.parametrize("tokens", [1, 5, 8])
 def test_every_sites_instructions_begin_where_the_first_sites_do(tokens: int) -> None:
-    program = programme(tokens)
-    assert program.code.shape[1] >= tokens
+    buffers = made(tokens)
+    assert buffers.code.shape[1] >= tokens
     for site in range(SITES):
-        buffers = program.buffers(site)
-        assert {one.data_ptr() % 16 for one in (buffers.code, buffers.cap_row)} == {0}
+        one = buffers.of(site)
+        assert {part.data_ptr() % 16 for part in (one.code, one.cap_row)} == {0}
 
 
 @given(st.lists(instructions(), min_size=1, max_size=3), st.integers(0, 2**32 - 1))
 def test_instructions_are_expanded_token_by_token_and_site_by_site(
     steps: list[tuple[Compact, list[int]]], seed: int
 ) -> None:
-    program = programme()
+    buffers = made()
     generator = torch.Generator().manual_seed(seed)
     code_of = torch.randint(-9, 9, (SITES, SLOTS), generator=generator, dtype=torch.int32)
     rules = TokenRules(2, 8, VOCABULARY, CPU)
@@ -72,12 +72,12 @@ def test_instructions_are_expanded_token_by_token_and_site_by_site(
     # As many variants as any start may reach.
     slots, cells = ([draw % SLOTS for draw in range(9)], list(range(100, 109)))
     assert rules.place(slots, cells) == 0
-    expander = Expander(program, code_of, rules, TOKENS)
+    expander = Expander(buffers, code_of, rules, TOKENS)
     for step, ids in steps:
-        before = program.code.clone(), program.cap_row.clone(), program.cell.clone()
+        before = buffers.code.clone(), buffers.cap_row.clone(), buffers.cell.clone()
         expander.write(step, torch.tensor(ids, dtype=torch.int32))
         count = len(step.slot)
-        for now, then in zip((program.code, program.cap_row, program.cell), before, strict=True):
+        for now, then in zip((buffers.code, buffers.cap_row, buffers.cell), before, strict=True):
             assert torch.equal(now[..., count:], then[..., count:])
         for token in range(count):
             slot, cell = step.slot[token], step.cell[token]
@@ -85,11 +85,11 @@ def test_instructions_are_expanded_token_by_token_and_site_by_site(
                 held = sets[int(step.rule[token])]
                 variant = slot + sum((ids[token] in one) << bit for bit, one in enumerate(held))
                 slot, cell = slots[variant], cells[variant]
-            assert program.cell[token] == cell
+            assert buffers.cell[token] == cell
             for site in range(SITES):
-                assert program.code[site, token] == code_of[site, slot]
+                assert buffers.code[site, token] == code_of[site, slot]
                 target = 0
                 if step.base is not None and step.block[token]:
                     first = step.base[step.block[token] - 1, site]
                     target = first + step.order[token] if first else 0
-                assert program.cap_row[site, token] == target
+                assert buffers.cap_row[site, token] == target

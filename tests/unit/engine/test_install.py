@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rheostat_engine import Point, Site
-from rheostat_engine.core.program import Program
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.points import site_count
 from rheostat_engine.sites.forms import SiteError
 from rheostat_engine.sites.install import install
@@ -23,8 +23,8 @@ from .blocks import (
     PostNorm,
     Sandwich,
     Single,
+    buffers,
     give_own_forward,
-    program,
     stream,
 )
 
@@ -32,10 +32,10 @@ LAYERS = 3
 KINDS = [Pair, Sandwich, Single, PostNorm, Parallel]
 
 
-def sited(model: Decoder, *, entry: bool = True) -> tuple[Program, list[Site]]:
+def sited(model: Decoder, *, entry: bool = True) -> tuple[Buffers, list[Site]]:
     """Installs the sites; every site captures every token once it is active."""
     forms = probe(model.blocks(), WIDTH, lambda: model(stream()))
-    made = program(LAYERS, ring=1 + site_count(LAYERS) * TOKENS)
+    made = buffers(LAYERS, ring=1 + site_count(LAYERS) * TOKENS)
     count = made.cap_row.numel()
     made.cap_row[:] = torch.arange(1, count + 1, dtype=torch.int32).view_as(made.cap_row)
     installed = install(model.blocks(), forms, made, width=WIDTH, entry=entry)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rheostat_engine.core.program import Program
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.points import site_count
 from rheostat_engine.sites import install as installation
 from rheostat_engine.sites.forms import Block, BlockForm, Carrier
@@ -15,7 +15,7 @@ from rheostat_engine.sites.install import install
 from rheostat_engine.sites.op import bind, site
 from rheostat_engine.sites.probe import probe
 
-from .blocks import TOKENS, WIDTH, Base, Decoder, Norm, Pair, Parts, Single, program, stream
+from .blocks import TOKENS, WIDTH, Base, Decoder, Norm, Pair, Parts, Single, buffers, stream
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +25,9 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def busy(layers: int, dtype: torch.dtype = torch.float32) -> Program:
-    """A program that adds to every other token and captures every third, at every site."""
-    made = program(layers, dtype=dtype)
+def busy(layers: int, dtype: torch.dtype = torch.float32) -> Buffers:
+    """Buffers that say: add to every other token and capture every third, at every site."""
+    made = buffers(layers, dtype=dtype)
     sites = site_count(layers)
     for number in range(sites):
         made.code[number, ::2] = 1 + number % 3
@@ -36,7 +36,7 @@ def busy(layers: int, dtype: torch.dtype = torch.float32) -> Program:
     return made
 
 
-def call(made: Program, number: int, h: torch.Tensor, carried: torch.Tensor | None = None) -> None:
+def call(made: Buffers, number: int, h: torch.Tensor, carried: torch.Tensor | None = None) -> None:
     """The op at a site, through the dispatcher."""
     site(h, carried, made.mark(number))
 
@@ -63,7 +63,7 @@ def test_a_site_that_is_not_active_touches_nothing() -> None:
 
 
 def test_a_census_counts_every_call_of_a_site() -> None:
-    made = program(1)
+    made = buffers(1)
     bind(made)
     made.census = [0, 0, 0]
     for number in (1, 2, 1):
@@ -72,9 +72,9 @@ def test_a_census_counts_every_call_of_a_site() -> None:
 
 
 def test_a_site_knows_itself_by_its_mark() -> None:
-    made = program(2)
+    made = buffers(2)
     assert [made.site_of(made.mark(number)) for number in range(made.sites)] == list(range(5))
-    assert [made.buffers(n).code.data_ptr() for n in range(made.sites)] == [
+    assert [made.of(n).code.data_ptr() for n in range(made.sites)] == [
         made.mark(n).data_ptr() for n in range(made.sites)
     ]
 
@@ -156,7 +156,7 @@ def test_an_idle_op_changes_no_bit_of_a_compiled_segment_because_it_is_given_the
     torch.manual_seed(0)
     stock = Segment().to(torch.bfloat16).eval()
     sited, rounded = copy.deepcopy(stock), copy.deepcopy(stock)
-    made = program(1, dtype=torch.bfloat16)
+    made = buffers(1, dtype=torch.bfloat16)
     bind(made)
     for one in (sited, rounded):
         form = BlockForm(Carrier.PAIR, one.tail.second, "")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan
-from rheostat_engine.core.capture import Blocks
+from rheostat_engine.core.ring import Blocks
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.events import ReleasedHead
 

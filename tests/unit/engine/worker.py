@@ -9,12 +9,12 @@ import torch
 from rheostat_engine import Capacity, Event, Plan
 from rheostat_engine.channel import EventMerger
 from rheostat_engine.core.bank import Bank
-from rheostat_engine.core.capture import Fence
+from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Expander
-from rheostat_engine.core.program import Program
+from rheostat_engine.core.ring import Fence
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import Batch, SiteRuntime
 from rheostat_engine.core.steering import Steering
@@ -86,7 +86,7 @@ class Worker:
         self.rules = TokenRules(room.token_rules, room.ruled_pieces, VOCABULARY, CPU)
         self.doses = Doses(SITES, CPU)
         programs = self.bank.programs
-        self.program = Program(
+        self.buffers = Buffers(
             tokens=TOKENS,
             rows=programs.rows,
             directions=programs.directions,
@@ -97,7 +97,7 @@ class Worker:
         )
         self.outlet = Outlet()
         self.captures = Captures(
-            self.program.ring,
+            self.buffers.ring,
             self.outlet,  # type: ignore[arg-type]  # has what is used
             sites=SITES,
             present=sites,
@@ -105,10 +105,10 @@ class Worker:
         )
         self.steering = Steering(self.bank, self.rules, self.doses)
         self.runtime = SiteRuntime(
-            program=self.program,
+            buffers=self.buffers,
             steering=self.steering,
             captures=self.captures,
-            expander=Expander(self.program, self.bank.code_of, self.rules, TOKENS),
+            expander=Expander(self.buffers, self.bank.code_of, self.rules, TOKENS),
             outlet=self.outlet,  # type: ignore[arg-type]  # as above
             rank=0,
             sites=sites,
@@ -145,18 +145,18 @@ class Worker:
             h = torch.full((len(tokens) + padding, WIDTH), 7.0)
             for token, (request_id, position) in enumerate(tokens):
                 h[token] = torch.from_numpy(stream_at(request_id, position, site))
-            if self.program.active.mask[site]:
-                run_site(h, None, self.program.buffers(site))
+            if self.buffers.active.mask[site]:
+                run_site(h, None, self.buffers.of(site))
             for token, (request_id, position) in enumerate(tokens):
                 self.streams[request_id, position, site] = h[token].numpy().copy()
             self.padding_touched |= bool((h[len(tokens) :] != 7.0).any())
         self.runtime.end()
-        self.padding_touched |= bool(self.program.ring[0].any())
+        self.padding_touched |= bool(self.buffers.ring[0].any())
 
     def held(self) -> tuple[int, ...]:
         """What is held: requests, rows, directions, steps, slots, rules, cells, active sites."""
         busy = int(self.doses.cells.any(dim=(0, 2)).sum())
-        active = int(self.program.active.mask.sum())
+        active = int(self.buffers.active.mask.sum())
         return (self.runtime.requests, *used(self.bank), len(self.rules), busy, active)
 
 

@@ -1,4 +1,4 @@
-"""The buffers that the sites' ops read and write.
+"""The buffers that the sites' ops read and write: what a step does, and what that refers to.
 
 Invariant: buffers never move and never change shape after they are made; captured graphs hold their
 addresses. For each site and token `code` says what happens (0: nothing, see `Programs`) and
@@ -40,7 +40,7 @@ class SiteBuffers(NamedTuple):
     """[ring rows, W]."""
 
 
-class Program:
+class Buffers:
     """The per-token, per-site instructions of the step at hand, and what they refer to."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Program:
         self.active = ActiveSites(sites)
         self.census: list[int] | None = None
         """While the sites are being verified: how often each one's op has run."""
-        self._buffers = [
+        self._of_site = [
             SiteBuffers(
                 self.code[site],
                 self.cap_row[site],
@@ -88,21 +88,21 @@ class Program:
             )
             for site in range(sites)
         ]
-        self._site_of = {one.code.data_ptr(): site for site, one in enumerate(self._buffers)}
+        self._site_of = {one.code.data_ptr(): site for site, one in enumerate(self._of_site)}
 
     @property
     def sites(self) -> int:
         """Number of sites."""
-        return len(self._buffers)
+        return len(self._of_site)
 
     def mark(self, site: int) -> torch.Tensor:
         """The tensor by which a site's op knows its site: its view of `code`."""
-        return self._buffers[site].code
+        return self._of_site[site].code
 
     def site_of(self, mark: torch.Tensor) -> int:
         """Which site a mark belongs to."""
         return self._site_of[mark.data_ptr()]
 
-    def buffers(self, site: int) -> SiteBuffers:
+    def of(self, site: int) -> SiteBuffers:
         """What one site's op works with."""
-        return self._buffers[site]
+        return self._of_site[site]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine.core.capture import Blocks, Region, Ring, cut_blocks, place
+from rheostat_engine.core.ring import Blocks, Region, Ring, cut_blocks, place
 
 CLASS_SITES = np.array([[-1, -1, -1], [-1, 0, -1], [0, 1, 2], [0, -1, 1]], np.int32)
 """Class 0 captures nowhere, 1 at site 1, 2 everywhere, 3 at sites 0 and 2."""
