@@ -145,7 +145,7 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantSteps]:
-        """Steps that the request took part in, by graph variant."""
+        """Steps that the request took part in, by graph variant. Empty: not counted yet."""
 
     def __init__(
         self,
