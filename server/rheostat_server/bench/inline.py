@@ -22,6 +22,7 @@ from rheostat_engine import Act, Kind, ModelSites, Plan
 from rheostat_server.bench.arms import EVERYWHERE, act, middle, posts
 from rheostat_server.bench.engines import Engines, Ran, Vectors
 from rheostat_server.bench.machine import (
+    Model,
     add_model_arguments,
     chosen,
     described,
@@ -90,9 +91,8 @@ def run(
     return ran
 
 
-def measure(engines: Engines, batch: int, *, tokens: int, repeats: int) -> Times:
-    """Times every arm; arms take turns."""
-    starts = len(engines.stock)
+def measure(engines: Engines, batch: int, *, starts: int, tokens: int, repeats: int) -> Times:
+    """Times every arm on so many of the starts; arms take turns."""
     rng = np.random.default_rng(1)
     turns = [(arm, start) for start in range(starts) for arm in ARMS]
     times = empty([arm.name for arm in ARMS], [batch], starts)
@@ -106,6 +106,28 @@ def measure(engines: Engines, batch: int, *, tokens: int, repeats: int) -> Times
     return times
 
 
+def report(
+    engines: Engines, model: Model, out: Path, *, batch: int, starts: int, tokens: int, repeats: int
+) -> None:
+    """Measures, prints the table and writes `inline.json`."""
+    times = measure(engines, batch, starts=starts, tokens=tokens, repeats=repeats)
+    table = summary(times)
+    result = {
+        "benchmark": "inline",
+        "measures": "the whole of a batch, end to end and not per token: loading its vectors "
+        "into the workers, prefill and all tokens",
+        **described(model, engines.sites.runner),
+        "prompt_tokens": _PROMPT,
+        "output_tokens": tokens,
+        "repeats": repeats,
+        "starts": starts,
+        "summary": table,
+        "times_ms": times,
+    }
+    (out / "inline.json").write_text(json.dumps(result, indent=1))
+    show(table)
+
+
 def show(table: Table) -> None:
     """Prints the table."""
     print(f"{'ms of the whole generation':42}{'median':>10}  (to stock)")
@@ -115,7 +137,7 @@ def show(table: Table) -> None:
 
 
 def main() -> None:
-    """Measures, prints the table and writes the JSON."""
+    """Starts engines and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_model_arguments(parser, default="qwen3-8b")
     parser.add_argument("--out", type=Path, required=True, help="a folder, for inline.json")
@@ -134,24 +156,15 @@ def main() -> None:
             enable_prefix_caching=False,
         )
         engines = Engines(model.path, scratch, device(), arguments.starts, options)
-        times = measure(
-            engines, arguments.batch, tokens=arguments.tokens, repeats=arguments.repeats
+        report(
+            engines,
+            model,
+            arguments.out,
+            batch=arguments.batch,
+            starts=arguments.starts,
+            tokens=arguments.tokens,
+            repeats=arguments.repeats,
         )
-        table = summary(times)
-        result = {
-            "benchmark": "inline",
-            "measures": "the whole of a batch, end to end and not per token: loading its vectors "
-            "into the workers, prefill and all tokens",
-            **described(model, engines.sites.runner),
-            "prompt_tokens": _PROMPT,
-            "output_tokens": arguments.tokens,
-            "repeats": arguments.repeats,
-            "starts": arguments.starts,
-            "summary": table,
-            "times_ms": times,
-        }
-        (arguments.out / "inline.json").write_text(json.dumps(result, indent=1))
-        show(table)
     leave()
 
 

@@ -3,9 +3,10 @@
 All engines live on one device, so that the arms can take turns. A batch's time per token is the
 median over its requests of the time between first and last token, by vLLM's own clock in the
 engine's process. The arms are pooled over the starts. Medians, ratios to stock and the spread are
-written as JSON, the starts kept apart.
+written as JSON, the starts kept apart. Engines take minutes to start on a GPU: several suites, and
+the benchmark of inline vectors, can share them.
 
-    python -m rheostat_server.bench.tpot --shape qwen3-8b --suite serving --out results
+    python -m rheostat_server.bench.tpot --shape qwen3-8b --suite serving ops --inline --out results
 """
 
 import argparse
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from rheostat_server.bench import inline
 from rheostat_server.bench.arms import SUITES, Arm
 from rheostat_server.bench.engines import Engines
 from rheostat_server.bench.machine import (
@@ -72,7 +74,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_model_arguments(parser, default="qwen3-8b")
     parser.add_argument("--out", type=Path, required=True, help="a folder: one file per suite")
-    parser.add_argument("--suite", choices=sorted(SUITES), nargs="+", default=["serving"])
+    parser.add_argument("--suite", choices=sorted(SUITES), nargs="*", default=["serving"])
+    parser.add_argument(
+        "--inline", action="store_true", help="also what `inline` measures, on one of the starts"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--configuration-batch", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=100)
@@ -117,6 +122,16 @@ def main() -> None:
                 json.dumps(result, indent=1)
             )
             show(table, batches)
+        if arguments.inline:
+            inline.report(
+                engines,
+                model,
+                arguments.out,
+                batch=arguments.configuration_batch,
+                starts=1,
+                tokens=arguments.tokens,
+                repeats=arguments.repeats,
+            )
     leave()
 
 
