@@ -25,11 +25,10 @@ def test_an_engine_with_speculative_decoding_does_not_start(
     models_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.syspath_prepend(
-        Path(__file__).parents[3]
-    )  # the process below looks for this module
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     # In a process of its own: n-grams bring numba, and vLLM starts no further engine beside that.
+    # It imports this module by its name from here.
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         told = pool.submit(
             why_not,
