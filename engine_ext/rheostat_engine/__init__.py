@@ -7,7 +7,8 @@ from rheostat_engine.amend import amend
 from rheostat_engine.block_keys import BlockKeys
 from rheostat_engine.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.channel import WorkerChannel
-from rheostat_engine.composition import MAX_EFFORT, MAX_STEPS, MAX_TOKEN_SETS, compose, effort
+from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS, compose
+from rheostat_engine.effort import MAX_EFFORT, effort
 from rheostat_engine.events import Dose, Event, Installed, Released, Rows
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.plan import (

@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from rheostat_engine.composition import segment
+from rheostat_engine.pieces import segment
 from rheostat_engine.plan import Act, Kind, Plan, Spans
 
 

@@ -7,26 +7,20 @@ Invariant: equal content gives equal programs, combinations and pieces, whatever
 however neighbouring additions are ordered; this is what rows, slots and steps are shared by.
 """
 
-from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from rheostat_engine.plan import OPEN_END, Act, Band, Kind, Plan, Spans, TokenSet
+from rheostat_engine.clauses import Owner, clauses_of
+from rheostat_engine.pieces import sweep
+from rheostat_engine.plan import Act, Band, Kind, TokenSet
 
 RowKey = tuple[tuple[bytes, int, float], ...]
 """What a row that is added is made of: every addend's (digest, row, scale), sorted."""
 
 Direction = tuple[tuple[bytes, int], ...]
 """What a unit vector is made of: the last (digest, row), made orthogonal to those before it."""
-
-MAX_EFFORT = 50_000
-"""The most that a plan may cost (`effort`). A step waits for a plan that begins: for about half a
-second at most."""
-
-_GLANCES = 64
-"""Acts that are looked at, or token ids that are read, for the price of one thing that is made."""
 
 MAX_TOKEN_SETS = 4
 """Different sets of token ids that may meet at one position."""
@@ -93,15 +87,6 @@ class Piece(NamedTuple):
     """2 ** len(sets); bit i of the index says whether the token is in set i."""
 
 
-def segment(spans: Sequence[Spans]) -> list[tuple[int, tuple[int, ...]]]:
-    """Cuts the positions where membership changes.
-
-    Returns (start, members) for each piece from position 0 on, ascending by start, where members
-    are the indices of the spans that hold the piece. The last piece has no end.
-    """
-    return list(_sweep(spans))
-
-
 def compose(acts: Sequence[Act]) -> tuple[Piece, ...]:
     """The pieces of a plan's acts, ascending from position 0.
 
@@ -156,102 +141,12 @@ def attribution(acts: Sequence[Act], members: Sequence[int]) -> dict[int, list[l
     return by_site
 
 
-def effort(plan: Plan) -> int:
-    """What it costs to put a plan in force: its pieces, and what each combination holds.
-
-    An amended plan (`amend`) costs no more than both of its parts. Beyond `MAX_EFFORT` only that it
-    is more is certain.
-    """
-    clauses = _clauses(plan.acts)
-    sizes = [sum(len(rows) for _, rows in plan.acts[owner.act].rows) for owner in clauses.owners]
-
-    def combining(members: tuple[int, ...]) -> int:
-        sets = {clauses.owners[i].tokens for i in members} - {None}
-        variants = 1 << min(len(sets), MAX_TOKEN_SETS + 1)
-        return variants * sum(sizes[i] for i in members)
-
-    def capturing(members: tuple[int, ...]) -> int:
-        return sum(len(plan.captures[i].sites) for i in members)
-
-    acting = _price(clauses.spans, combining, sum(map(len, clauses.sets)))
-    return acting + _price([capture.spans for capture in plan.captures], capturing, 0)
-
-
-def _price(spans: Sequence[Spans], of: Callable[[tuple[int, ...]], int], glances: int) -> int:
-    total = 0
-    made: set[tuple[int, ...]] = set()
-    for _, members in _sweep(spans):
-        total += 1
-        glances += len(members)
-        if members not in made:
-            made.add(members)
-            total += of(members)
-        if total + glances // _GLANCES > MAX_EFFORT:
-            break
-    return total - -glances // _GLANCES
-
-
-class _Owner(NamedTuple):
-    act: int
-    """Index in the plan."""
-    tokens: int | None
-    """The set of token ids that it depends on, by number."""
-    among: bool
-    """Whether the selected tokens are those with such an id."""
-
-
-class _Clauses(NamedTuple):
-    """Every act's positions, those that it takes under a condition apart."""
-
-    owners: list[_Owner]
-    """One per clause."""
-    spans: list[Spans]
-    """One per clause."""
-    sets: tuple[TokenSet, ...]
-    """The different sets of token ids, in order. Their numbers stand for them."""
-
-
-def _clauses(acts: Sequence[Act]) -> _Clauses:
-    sets = tuple(sorted({one.tokens for act in acts for one in act.conditions}))
-    number = {tokens: place for place, tokens in enumerate(sets)}
-    owners: list[_Owner] = []
-    spans: list[Spans] = []
-    for index, act in enumerate(acts):
-        owners.append(_Owner(index, None, among=True))
-        spans.append(act.spans)
-        for condition in act.conditions:
-            owners.append(_Owner(index, number[condition.tokens], condition.among))
-            spans.append(condition.spans)
-    return _Clauses(owners, spans, sets)
-
-
-def _sweep(spans: Sequence[Spans]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """`segment`, piece by piece."""
-    enter: defaultdict[int, list[int]] = defaultdict(list)
-    leave: defaultdict[int, list[int]] = defaultdict(list)
-    for index, one in enumerate(spans):
-        for start, end in one:
-            enter[start].append(index)
-            leave[end].append(index)
-    held: list[int] = []
-    before: tuple[int, ...] | None = None
-    for cut in sorted({0, *enter, *leave} - {OPEN_END}):
-        for index in leave[cut]:
-            held.remove(index)
-        for index in enter[cut]:
-            insort(held, index)
-        members = tuple(held)
-        if members != before:
-            yield cut, members
-        before = members
-
-
 @lru_cache(maxsize=8)
 def _composed(acts: tuple[Act, ...]) -> tuple[Piece, ...]:
-    clauses = _clauses(acts)
+    clauses = clauses_of(acts)
     made: dict[tuple[int, ...], tuple[tuple[TokenSet, ...], tuple[Variant, ...]]] = {}
     pieces = []
-    for start, held in _sweep(clauses.spans):
+    for start, held in sweep(clauses.spans):
         if held not in made:
             made[held] = _variants(acts, [clauses.owners[i] for i in held], clauses.sets)
         pieces.append(Piece(start, *made[held]))
@@ -259,7 +154,7 @@ def _composed(acts: tuple[Act, ...]) -> tuple[Piece, ...]:
 
 
 def _variants(
-    acts: Sequence[Act], owners: Sequence[_Owner], sets: Sequence[TokenSet]
+    acts: Sequence[Act], owners: Sequence[Owner], sets: Sequence[TokenSet]
 ) -> tuple[tuple[TokenSet, ...], tuple[Variant, ...]]:
     numbers = sorted({owner.tokens for owner in owners if owner.tokens is not None})
     if len(numbers) > MAX_TOKEN_SETS:

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.composition import segment
 from rheostat_engine.core.classes import CaptureClasses
 from rheostat_engine.core.outlet import Outlet
 from rheostat_engine.core.ring import Blocks, Region, Ring, cut_blocks, place
 from rheostat_engine.core.segments import Int64, PositionTable
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.events import RowsHead
+from rheostat_engine.pieces import segment
 from rheostat_engine.plan import Plan
 
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from rheostat_engine.amend import amend
-from rheostat_engine.composition import MAX_EFFORT, effort
 from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.core.captures import Captures, Copying
 from rheostat_engine.core.delivery import Frame
@@ -26,6 +25,7 @@ from rheostat_engine.core.segments import Int64
 from rheostat_engine.core.steering import Instruction, Placed, Steering
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.core.vectors import BankError
+from rheostat_engine.effort import MAX_EFFORT, effort
 from rheostat_engine.events import Head, InstalledHead
 from rheostat_engine.plan import Plan
 

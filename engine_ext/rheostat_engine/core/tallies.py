@@ -8,10 +8,10 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.composition import segment
 from rheostat_engine.core.ring import Blocks
 from rheostat_engine.core.segments import Int64
 from rheostat_engine.events import ReleasedHead
+from rheostat_engine.pieces import segment
 from rheostat_engine.plan import OPEN_END, Plan, Spans
 
 

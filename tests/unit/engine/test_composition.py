@@ -29,8 +29,8 @@ from rheostat_engine.composition import (
     attribution,
     combine,
     only_adds,
-    segment,
 )
+from rheostat_engine.pieces import segment
 
 from .naive import described, steps
 from .strategies import (
