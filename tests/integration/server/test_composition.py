@@ -68,7 +68,7 @@ def test_a_name_a_digest_and_the_numbers_themselves_are_one_vector(
 def test_a_vector_of_every_layer_acts_at_one_of_them_with_its_own_row(
     engine: rheostat.Engine,
 ) -> None:
-    rows = np.stack([row(layer) for layer in range(engine.model().layers)])
+    rows = np.concatenate([row(layer) for layer in range(engine.model().layers)])
     engine.vectors.put(rows, points="resid_post", layers="all", name="every")
     (stored,) = [info.vector for info in engine.vectors.list("every")]
     alone = engine.generate(
