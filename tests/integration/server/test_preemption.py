@@ -1,6 +1,7 @@
-"""Requests that lose their place in a full KV cache and come back are steered as if nothing was.
+"""Samples that lose their place in a full KV cache and come back are steered as if nothing was.
 
-The small server's cache holds 16 blocks of 128 tokens: too few for any five of these requests.
+The small server's cache holds 16 blocks of 128 tokens: too few for any five of these samples. Those
+of a request begin together, so that some must give way.
 """
 
 import asyncio
@@ -17,12 +18,13 @@ from .naive import OPS, Placed, compare, positions_of
 
 pytestmark = pytest.mark.integration
 
-REQUESTS = 12
+REQUESTS = 3
+SAMPLES = 6
 LENGTH = 150
-OPTIONS = {"max_tokens": 340, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+OPTIONS = {"max_tokens": 340, "n": SAMPLES, "seed": 1, "ignore_eos": True, "logprobs": 0}
 
 
-def test_preempted_requests_are_steered_on_the_same_tokens_as_others(
+def test_preempted_samples_are_steered_on_the_same_tokens_as_others(
     small_server: Server, small: rheostat.Engine, reference: HfReference
 ) -> None:
     rng = np.random.default_rng(5)
@@ -46,15 +48,16 @@ def test_preempted_requests_are_steered_on_the_same_tokens_as_others(
             )
 
     outs = asyncio.run(run())
-    preempted = [out.receipt.preemptions for out in outs]
-    assert 0 < sum(map(bool, preempted)) < REQUESTS
-    for placed, out in zip(many, outs, strict=True):
-        (found,) = compare(reference, out, placed)
-        for applied, moved in zip(out.receipt.interventions, found.moved, strict=True):
-            (want,) = moved.values()
-            (rows,) = applied.rows
-            assert positions_of([*rows.cached_positions, *rows.positions]) == want.positions
-            (site,) = applied.sites
-            again = site.rows - len(positions_of(rows.positions))
-            assert again >= 0 if out.receipt.preemptions else again == 0
+    assert all(out.receipt.preemptions for out in outs)
     assert any(out.receipt.recomputed_tokens for out in outs)
+    for placed, out in zip(many, outs, strict=True):
+        samples = compare(reference, out, placed)
+        for number, applied in enumerate(out.receipt.interventions):
+            computed = 0
+            for rows in applied.rows:
+                (want,) = samples[rows.sample].moved[number].values()
+                assert positions_of([*rows.cached_positions, *rows.positions]) == want.positions
+                computed += len(positions_of(rows.positions))
+            assert [rows.sample for rows in applied.rows] == list(range(SAMPLES))
+            (site,) = applied.sites
+            assert site.rows >= computed
