@@ -3,6 +3,7 @@
 The only module, beside `vllm_backend`, that imports vLLM; it does so when called.
 """
 
+import logging
 import os
 import shutil
 import signal
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
+_LOG = logging.getLogger(__name__)
+
 _CPU_KV_BYTES = 4 << 30
 """What the KV cache gets on a CPU, unless told otherwise or memory is short."""
+
+_CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+"""By which vLLM is told that on a CPU, in GiB."""
 
 _IPC = "ipc://"
 
@@ -152,7 +158,7 @@ def _start(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments: dict[str, Any] = {
-        **(_modest_memory() if device == "cpu" else {}),
+        **(cpu_memory(config) if device == "cpu" else {}),
         **engine_arguments(config, path),
         **engine_kwargs(settings, device=device),
         **lora_arguments(loras, cpu=device == "cpu"),
@@ -169,9 +175,16 @@ def _start(
     )
 
 
-def _modest_memory() -> dict[str, object]:
-    """A KV cache for a machine that does other things too; vLLM would take 92 % of its memory."""
-    if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+def cpu_memory(config: ServerConfig) -> dict[str, object]:
+    """A KV cache for a machine that does other things too; vLLM would take 92 % of its memory.
+
+    What the config says holds: on a CPU vLLM would let its environment variable override it.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        if os.environ.pop(_CPU_KV_VARIABLE, ""):
+            _LOG.warning("%s is ignored: the size of the KV cache was given", _CPU_KV_VARIABLE)
+        return {}
+    if os.environ.get(_CPU_KV_VARIABLE):
         return {}
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"kv_cache_memory_bytes": min(_CPU_KV_BYTES, free // 4)}

@@ -25,7 +25,6 @@ from rheostat_engine import (
     engine_kwargs,
 )
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -94,6 +93,8 @@ class OfflineEngine:
             "seed": 0,
             "disable_log_stats": True,
         }
+        if device == "cpu":
+            defaults["kv_cache_memory_bytes"] = 1 << 30
         self.llm = LLM(model=str(model), **{**defaults, **options}, **extension)
         self.sites = (
             ModelSites.from_reports(self.llm.collective_rpc("rheostat_describe")) if sited else None
