@@ -191,6 +191,7 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
     assert ours.sites is not None
     width, layers = ours.sites.width, ours.sites.num_layers
     results["runner"] = equal(ours.sites.runner, "V2")
+    results["points that are not served"] = equal(sorted(ours.sites.refused), [])
     results["stock equals itself"] = each([*map(same, plain, again)])
     idle = ours.run(batch, **sampling)
     results["idle requests bit-identical to stock"] = each([*map(same, plain, idle)])
@@ -239,7 +240,7 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
     for name in ("requests", *(name for name in stats if name.endswith("_used"))):
         results[f"{name} at the end"] = equal(stats[name], 0)
     ours.close()
-    eager = OfflineEngine(model, f"ipc://{scratch}/b", enforce_eager=True, **options)
+    eager = OfflineEngine(model, f"ipc://{scratch}/b", **{**options, "enforce_eager": True})
     reference = eager.run(batch, some, **sampling)
     eager.close()
     differences = []
@@ -272,7 +273,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["small", "8b"])
     arguments = parser.parse_args()
     results = {"kernels": check_kernels()}
-    shared: dict[str, Any] = {"device": "cuda"}
+    shared: dict[str, Any] = {"device": "cuda", "enforce_eager": False}
     shared |= {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.5, "max_model_len": 512, "block_size": 32}
     with tempfile.TemporaryDirectory() as scratch:

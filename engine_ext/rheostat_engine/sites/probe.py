@@ -31,6 +31,8 @@ from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
 
 _TOLERANCE = 0.05
 """Relative; bfloat16 rounds sums to 0.4 %, a wrong site is off by 100 %."""
+_LOUD = 1000.0
+"""How much larger attention's other noise is: a stream rounds small branches away."""
 
 
 def probe(blocks: list[Block], width: int, run_model: Callable[[], object]) -> list[BlockForm]:
@@ -71,14 +73,14 @@ class _Noise:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
 
-    def around(self, seed: int) -> dict[nn.Module, Around]:
-        return {module: self._one(seed) for module in self._modules}
+    def around(self, seed: int, scale: float = 1.0) -> dict[nn.Module, Around]:
+        return {module: self._one(seed, scale) for module in self._modules}
 
-    def _one(self, seed: int) -> Around:
+    def _one(self, seed: int, scale: float) -> Around:
         def around(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
             out = forward(*args, **kwargs)
             if isinstance(out, torch.Tensor) and out.is_floating_point():
-                return _noise_like(out, seed)
+                return scale * _noise_like(out, seed)
             return out
 
         return around
@@ -100,7 +102,7 @@ def _find_mid(
 ) -> tuple[nn.Module | None, bool]:
     """The module at `resid_mid`, and whether one was given the stream before attention instead."""
     base = _replay(block, call, noise, {}, seed=1)
-    other = _replay(block, call, noise, {}, seed=2)
+    other = _replay(block, call, noise, {}, seed=2, scale=_LOUD)
     attended = _after_attention(block, base)
     parallel = False
     seen: set[nn.Module] = set()
@@ -140,8 +142,11 @@ def _carries(
     block: Block, call: Call, noise: _Noise, width: int, seen: Call, base: Trace, carrier: Carrier
 ) -> bool:
     """Whether what is added to the candidate's input comes out of the block."""
-    target = streams(seen.args, seen.kwargs, width)[0]
-    scale = target.float().pow(2).mean().sqrt().clamp(min=1e-2)
+    given = streams(seen.args, seen.kwargs, width)
+    target = given[0]
+    # As large as the stream, which may be far larger than the branch: the sum is rounded to it.
+    whole = torch.stack([part.float() for part in given]).sum(0)
+    scale = whole.pow(2).mean().sqrt().clamp(min=1e-2)
     added = (_noise_like(target, 3).float() * scale).to(target.dtype)
 
     def around(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
@@ -162,10 +167,16 @@ def _carries(
 
 
 def _replay(
-    block: Block, call: Call, noise: _Noise, around: dict[nn.Module, Around], *, seed: int
+    block: Block,
+    call: Call,
+    noise: _Noise,
+    around: dict[nn.Module, Around],
+    *,
+    seed: int,
+    scale: float = 1.0,
 ) -> Trace:
     trace = Trace()
-    attention = {m: a for m, a in noise.around(seed).items() if m in block.attention}
+    attention = {m: a for m, a in noise.around(seed, scale).items() if m in block.attention}
     watched = {
         module: trace.watch(module)
         for module in block.module.modules()

@@ -50,6 +50,16 @@ def test_mid_is_the_module_whose_input_is_the_stream_after_attention(
     ]
 
 
+@pytest.mark.parametrize("kind", [Pair, Sandwich, Single])
+def test_mid_is_found_where_branches_are_far_smaller_than_the_stream(kind: type[Base]) -> None:
+    model = Decoder(kind, layers=6).to(torch.bfloat16)
+    for layer in model.bases():
+        layer.attention.out.weight.data *= 1e-3
+    big = 30 * stream(torch.bfloat16)
+    found = probe(model.blocks(), WIDTH, lambda: model(big))
+    assert [form.mid for form in found] == [layer.second for layer in model.bases()]
+
+
 @pytest.mark.parametrize(("kind", "reason"), [(Parallel, PARALLEL), (SharedNorm, NOWHERE)])
 def test_a_block_without_such_a_module_has_no_mid_and_says_why(
     kind: type[Base], reason: str
