@@ -15,6 +15,7 @@ from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
 from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
+from rheostat_server.tensors import FloatType
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.vectors import Vector
 from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
@@ -270,9 +271,13 @@ def _lora_request(lora: Lora) -> "LoRARequest":
     return LoRARequest(lora.name, lora.number, lora.path)
 
 
-def _payload(vectors: Sequence[Vector]) -> dict[str, tuple[tuple[int, int], bytes]]:
+def _payload(vectors: Sequence[Vector]) -> dict[str, tuple[tuple[float, ...], bytes]]:
+    """What `rheostat_load_vectors` takes."""
     return {
-        vector.digest.hex(): ((vector.rows, vector.width), vector.float32_bytes())
+        vector.digest.hex(): (
+            vector.norms,
+            vector.data if vector.kind is FloatType.FLOAT32 else vector.float32_bytes(),
+        )
         for vector in vectors
     }
 

@@ -39,14 +39,14 @@ class SiteRpc:
             "reports": assembled.reports,
         }
 
-    def rheostat_load_vectors(self, vectors: Mapping[str, tuple[Sequence[int], bytes]]) -> None:
-        """Keeps float32 vectors: hex digest -> (shape [rows, W], little-endian bytes)."""
-        self._assembled.runtime.steering.load(
-            {
-                bytes.fromhex(digest): np.frombuffer(data, "<f4").reshape(tuple(shape))
-                for digest, (shape, data) in vectors.items()
-            }
-        )
+    def rheostat_load_vectors(self, vectors: Mapping[str, tuple[Sequence[float], bytes]]) -> None:
+        """Keeps float32 vectors: hex digest -> (L2 norm of each row, little-endian [rows, W])."""
+        contents, norms = {}, {}
+        for name, (lengths, data) in vectors.items():
+            digest = bytes.fromhex(name)
+            contents[digest] = np.frombuffer(data, "<f4").reshape(len(lengths), -1)
+            norms[digest] = np.array(lengths, np.float32)
+        self._assembled.runtime.steering.load(contents, norms)
 
     def rheostat_drop_vectors(self, digests: Sequence[str]) -> None:
         """Forgets vectors by hex digest."""

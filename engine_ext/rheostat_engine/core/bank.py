@@ -60,6 +60,8 @@ class Bank:
     def acquire(self, combinations: Sequence[Combination], vectors: Vectors) -> list[int]:
         """Takes a slot for each combination, making what isn't there yet; all or none.
 
+        What was made is on the device after `flush`.
+
         Args:
             combinations: what to do at which site; an empty one is slot 0.
             vectors: float32 [rows, W] by digest.
@@ -68,16 +70,31 @@ class Bank:
             BankError: a combination can't be made, or there is no room. Nothing is taken then.
         """
         taken: list[int] = []
+        fresh: dict[int, Combination] = {}
         try:
             for combination in combinations:
-                taken.append(self._acquire_one(combination, vectors))
+                taken.append(self._take(combination, fresh))
+            programs = [program for made in fresh.values() for _, program in made]
+            codes = iter(self.programs.acquire(programs, vectors))
         except BankError:
-            for slot in taken:
-                self.release(slot)
+            for combination, slot in zip(combinations, taken, strict=False):
+                if slot:
+                    self._slots.give(combination)
             raise
+        columns = np.zeros((len(self.code_of), len(fresh)), np.int32)
+        for index, combination in enumerate(fresh.values()):
+            for site, _ in combination:
+                columns[site, index] = next(codes)
+        if fresh:
+            self._codes.put_all(list(fresh), columns)
+            self.slot_sites[list(fresh)] = columns.T != 0
+            self._combinations |= fresh
+        return taken
+
+    def flush(self) -> None:
+        """Brings what was made to the device."""
         self.programs.flush()
         self._codes.flush()
-        return taken
 
     def release(self, slot: int) -> None:
         """Gives a slot back."""
@@ -97,27 +114,14 @@ class Bank:
         touched: npt.NDArray[np.bool_] = np.logical_or.reduce(self.slot_sites[used], axis=0)
         return touched
 
-    def _acquire_one(self, combination: Combination, vectors: Vectors) -> int:
+    def _take(self, combination: Combination, fresh: dict[int, Combination]) -> int:
+        """A combination's slot; noted if it is a new one."""
         if not combination:
             return 0
         try:
             taken = self._slots.take(combination)
         except Full as error:
             raise BankError("every slot is in use") from error
-        if not taken.fresh:
-            return taken.number
-        column = np.zeros(len(self.code_of), np.int32)
-        made = []
-        try:
-            for site, program in combination:
-                column[site] = self.programs.acquire(program, vectors)
-                made.append(program)
-        except BankError:
-            self._slots.give(combination)
-            for program in made:
-                self.programs.release(program)
-            raise
-        self._codes.put(taken.number, column)
-        self.slot_sites[taken.number] = column != 0
-        self._combinations[taken.number] = combination
+        if taken.fresh:
+            fresh[taken.number] = combination
         return taken.number

@@ -7,7 +7,6 @@ Invariant: a program holds its rows, directions and steps for as long as somebod
 is what a site's instruction says: 0 nothing, r > 0 add row r, -s run the chain from step s on.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,16 +16,18 @@ from rheostat_engine.capacity import Capacity
 from rheostat_engine.composition import Direction, Program, RowKey, Step, only_adds
 from rheostat_engine.core.shared import Full, Shared
 from rheostat_engine.core.tables import Table
-from rheostat_engine.core.vectors import BankError, Vectors, sum_of, unit_of
+from rheostat_engine.core.vectors import BankError, Vectors, sums_of, unit_of
 from rheostat_engine.plan import Kind
 
+_INFINITE = 2.0**128 - 2.0**103
+"""The smallest number that float32 rounds to infinity."""
 
-@dataclass
+
+@dataclass(slots=True)
 class _Entry:
     code: int
-    users: int
-    held: tuple[Step, ...]
-    chain: tuple[int, ...]
+    chain: tuple[int, ...] = ()
+    users: int = 0
 
 
 class Programs:
@@ -89,18 +90,25 @@ class Programs:
         """Steps in use."""
         return self._ints.tensor.shape[0] - 1 - len(self._free_steps)
 
-    def acquire(self, program: Program, vectors: Vectors) -> int:
-        """Uses a program, made if it isn't there yet; its code.
+    def acquire(self, programs: Sequence[Program], vectors: Vectors) -> list[int]:
+        """Uses programs, made where they aren't there yet; their codes. All or none.
 
         Raises:
-            BankError: it can't be made, or there is no room. Nothing is held then.
+            BankError: one can't be made, or there is no room. Nothing is held then.
         """
-        entry = self._entries.get(program)
-        if entry is None:
-            entry = self._make(program, vectors)
-            self._entries[program] = entry
-        entry.users += 1
-        return entry.code
+        rows = self._make_rows(programs, vectors)
+        codes: list[int] = []
+        try:
+            for program in programs:
+                codes.append(self._use(program, vectors))
+        except BankError:
+            for program, _ in zip(programs, codes, strict=False):
+                self.release(program)
+            raise
+        finally:
+            for key in rows:
+                self._give_row(key)
+        return codes
 
     def release(self, program: Program) -> None:
         """Ends one use."""
@@ -108,7 +116,7 @@ class Programs:
         entry.users -= 1
         if entry.users == 0:
             del self._entries[program]
-            self._let_go(entry.held)
+            self._let_go(program)
             self._free_steps.extend(entry.chain)
 
     def flush(self) -> None:
@@ -116,36 +124,71 @@ class Programs:
         for table in (self._rows, self._directions, self._ints, self._floats):
             table.flush()
 
+    def _make_rows(self, programs: Sequence[Program], vectors: Vectors) -> list[RowKey]:
+        """Makes all rows that programs miss in one go, and holds them; which."""
+        missing = {
+            step.addends: None
+            for program in programs
+            if program not in self._entries
+            for step in program
+            if step.kind is Kind.ADD
+            and step.addends not in self._row_numbers
+            and step.addends not in self._zeros
+        }
+        if not missing:
+            return []
+        made = sums_of(list(missing), vectors, self.rows.shape[1], self.rows.dtype)
+        full = made.rows[~made.zero] if made.zero.any() else made.rows
+        held: list[RowKey] = []
+        numbers: list[int] = []
+        try:
+            for key, zero in zip(missing, made.zero.tolist(), strict=True):
+                if zero:
+                    self._zeros[key] = 1
+                else:
+                    numbers.append(self._row_numbers.take(key).number)
+                held.append(key)
+        except Full as error:
+            for key in held:
+                self._give_row(key)
+            raise BankError("every row of the bank is in use") from error
+        if numbers:
+            self._rows.put_all(numbers, full)
+        return held
+
+    def _use(self, program: Program, vectors: Vectors) -> int:
+        entry = self._entries.get(program)
+        if entry is None:
+            entry = self._make(program, vectors)
+            self._entries[program] = entry
+        entry.users += 1
+        return entry.code
+
     def _make(self, program: Program, vectors: Vectors) -> _Entry:
-        simple = only_adds(program)
-        floats = [torch.tensor([s.low, s.high, s.strength, 0.0]) for s in program]
-        if not all(_usable(*one.tolist()) for one in floats):
+        if only_adds(program):
+            return _Entry(self._take_row(program[0].addends))
+        if not all(map(_usable, program)):
             raise BankError("a bound or strength is not finite in float32")
-        if not simple and len(program) > len(self._free_steps):
+        if len(program) > len(self._free_steps):
             raise BankError("every step is in use")
-        held: list[Step] = []
-        numbers = []
+        numbers: list[int] = []
         try:
             for step in program:
                 numbers.append(self._take(step, vectors))
-                held.append(step)
         except BankError:
-            self._let_go(held)
+            self._let_go(program[: len(numbers)])
             raise
-        if simple:
-            return _Entry(numbers[0], 0, tuple(held), ())
         chain = tuple(self._free_steps.pop() for _ in program)
-        after = (*chain[1:], 0)
-        for at, step, number, following, values in zip(
-            chain, program, numbers, after, floats, strict=True
-        ):
-            self._ints.put(at, torch.tensor([step.kind, number, following, step.last]))
-            self._floats.put(at, values)
-        return _Entry(-chain[0], 0, tuple(held), chain)
+        lines = zip(program, numbers, (*chain[1:], 0), strict=True)
+        ints = [[step.kind, number, following, step.last] for step, number, following in lines]
+        self._ints.put_all(chain, torch.tensor(ints))
+        floats = [[step.low, step.high, step.strength, 0.0] for step in program]
+        self._floats.put_all(chain, torch.tensor(floats))
+        return _Entry(-chain[0], chain)
 
     def _take(self, step: Step, vectors: Vectors) -> int:
         if step.kind is Kind.ADD:
-            return self._take_row(step.addends, vectors)
+            return self._take_row(step.addends)
         key = step.direction
         try:
             taken = self._direction_numbers.take(key)
@@ -160,39 +203,29 @@ class Programs:
             self._directions.put(taken.number, content)
         return taken.number
 
-    def _take_row(self, key: RowKey, vectors: Vectors) -> int:
+    def _take_row(self, key: RowKey) -> int:
+        """The number of a row that has been made, used once more."""
         if key in self._zeros:
             self._zeros[key] += 1
             return 0
-        try:
-            taken = self._row_numbers.take(key)
-        except Full as error:
-            raise BankError("every row of the bank is in use") from error
-        if not taken.fresh:
-            return taken.number
-        try:
-            content = sum_of(key, vectors, self.rows.shape[1], self.rows.dtype)
-        except BankError:
+        return self._row_numbers.take(key).number
+
+    def _give_row(self, key: RowKey) -> None:
+        if key not in self._zeros:
             self._row_numbers.give(key)
-            raise
-        if not bool(content.any()):
-            self._row_numbers.give(key)
-            self._zeros[key] = 1
-            return 0
-        self._rows.put(taken.number, content)
-        return taken.number
+            return
+        self._zeros[key] -= 1
+        if not self._zeros[key]:
+            del self._zeros[key]
 
     def _let_go(self, held: Sequence[Step]) -> None:
         for step in held:
-            if step.kind is not Kind.ADD:
-                self._direction_numbers.give(step.direction)
-            elif step.addends not in self._zeros:
-                self._row_numbers.give(step.addends)
+            if step.kind is Kind.ADD:
+                self._give_row(step.addends)
             else:
-                self._zeros[step.addends] -= 1
-                if not self._zeros[step.addends]:
-                    del self._zeros[step.addends]
+                self._direction_numbers.give(step.direction)
 
 
-def _usable(low: float, high: float, strength: float, _: float) -> bool:
-    return low < math.inf and high > -math.inf and math.isfinite(strength)
+def _usable(step: Step) -> bool:
+    """Whether a step's bounds and strength are what they must be once they are float32."""
+    return step.low < _INFINITE and step.high > -_INFINITE and abs(step.strength) < _INFINITE

@@ -22,7 +22,7 @@ class Taken(NamedTuple):
     """Whether the content was not there before: whoever takes it must write it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     number: int
     users: int
@@ -39,6 +39,10 @@ class Shared(Generic[K]):
     def __len__(self) -> int:
         """Numbers in use."""
         return len(self._entries)
+
+    def __contains__(self, content: K) -> bool:
+        """Whether content has a number."""
+        return content in self._entries
 
     def take(self, content: K) -> Taken:
         """The content's number, used once more.

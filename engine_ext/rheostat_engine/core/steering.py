@@ -77,11 +77,10 @@ class Steering:
         self._arranged: dict[tuple[Act, ...], _Arranged] = {}
         self._table = PositionTable(columns=3)
 
-    def load(self, vectors: Vectors) -> None:
-        """Keeps vectors, by digest, for plans to come."""
-        for digest, vector in vectors.items():
-            self._vectors[digest] = vector
-            self._norms[digest] = np.linalg.norm(vector.astype(np.float64), axis=1).astype("<f4")
+    def load(self, vectors: Vectors, norms: Norms) -> None:
+        """Keeps vectors and the norms of their rows, by digest, for plans to come."""
+        self._vectors |= vectors
+        self._norms |= norms
 
     def drop(self, digests: Sequence[bytes]) -> None:
         """Forgets vectors. What was made of them stays as long as its requests."""
@@ -201,7 +200,11 @@ class Steering:
         return self._doses.take_out([run for one in placed for run in one.cells])
 
     def lookup(self, numbers: Int64, positions: Int64) -> Instruction:
-        """What each token of a step is to do, [n] each; see `PositionTable.lookup`."""
+        """What each token of a step is to do, [n] each; see `PositionTable.lookup`.
+
+        All that it needs is brought to the device.
+        """
+        self.bank.flush()
         found = self._table.lookup(numbers, positions)
         slot, cell, rule = found[:, _SLOT], found[:, _CELL], found[:, _RULE]
         if not rule.any():

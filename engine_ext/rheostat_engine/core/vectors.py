@@ -4,7 +4,8 @@ Invariant: what comes out is finite in the dtype in which the device holds it; n
 there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +21,34 @@ class BankError(Exception):
     """Something can't be put into the bank; the request that wants it must fail."""
 
 
-def sum_of(key: RowKey, vectors: Vectors, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """The float32 sum of scale * vector over the addends, rounded once to `dtype`, [W].
+class Sums(NamedTuple):
+    """Rows that are added."""
+
+    rows: npt.NDArray[np.float32]
+    """[n, W]: sums that the stream's dtype can hold once they are rounded to it."""
+    zero: npt.NDArray[np.bool_]
+    """[n]: whether nothing of a row is left then."""
+
+
+def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.dtype) -> Sums:
+    """The float32 sums of scale * vector over the addends of each key.
 
     Raises:
-        BankError: a vector is missing or of another shape, or the sum isn't finite in `dtype`.
+        BankError: a vector is missing or of another shape, or a sum isn't finite in `dtype`.
     """
-    total = np.zeros(width, np.float32)
-    for digest, row, scale in key:
-        with np.errstate(over="ignore", invalid="ignore"):
-            total += np.float32(scale) * _row(digest, row, vectors, width)
-    composed = torch.from_numpy(total).to(dtype)
-    if not bool(composed.isfinite().all()):
+    totals = np.empty((len(keys), width), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for total, key in zip(totals, keys, strict=True):
+            digest, row, scale = key[0]
+            np.multiply(_row(digest, row, vectors, width), np.float32(scale), out=total)
+            for digest, row, scale in key[1:]:
+                total += np.float32(scale) * _row(digest, row, vectors, width)
+    # Rounding keeps order: what becomes of the largest magnitude says it of the whole row.
+    largest = np.maximum(totals.max(axis=1), -totals.min(axis=1))
+    rounded = torch.from_numpy(largest).to(dtype).float().numpy()
+    if not np.isfinite(rounded).all():
         raise BankError(f"the sum of the vectors is not finite in {dtype}")
-    return composed
+    return Sums(totals, rounded == 0)
 
 
 def unit_of(key: Direction, vectors: Vectors, width: int) -> torch.Tensor:

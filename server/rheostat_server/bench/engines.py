@@ -35,6 +35,9 @@ ROWS = 256
 Vectors = Mapping[bytes, npt.NDArray[np.float32]]
 """Vectors, [rows, W] each, by digest."""
 
+_Payload = dict[str, tuple[list[float], bytes]]
+"""What `rheostat_load_vectors` takes."""
+
 
 class Ran(NamedTuple):
     """What came of a batch."""
@@ -118,11 +121,7 @@ class Engines:
 
     def load(self, start: int, vectors: Vectors) -> None:
         """Brings vectors to the workers of an engine with sites, in one call."""
-        data = {
-            digest.hex(): (list(one.shape), np.ascontiguousarray(one, "<f4").tobytes())
-            for digest, one in vectors.items()
-        }
-        self.sited[start].collective_rpc("rheostat_load_vectors", args=(data,))
+        self._load(start, _payload(vectors))
 
     def drop(self, start: int, digests: Sequence[bytes]) -> None:
         """Takes vectors from the workers of an engine with sites."""
@@ -160,8 +159,8 @@ class Engines:
             prompts: token ids of each request.
             plans: one per request; None: stock vLLM runs it.
             tokens: how many each request generates.
-            loads: vectors that come with the batch, one call of the workers each. They are part of
-                its time.
+            loads: vectors that come with the batch, one call of the workers each. The calls are
+                part of its time, what the server does to make a vector is not.
             read_cache: whether it may find its prompts in the prefix cache.
         """
         from vllm import SamplingParams
@@ -185,10 +184,11 @@ class Engines:
         ]
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
         engine = (self.stock if plans is None else self.sited)[start]
+        payloads = [_payload(vectors) for vectors in loads]
         released = self._releases.count
         begun = time.perf_counter()
-        for vectors in loads:
-            self.load(start, vectors)
+        for payload in payloads:
+            self._load(start, payload)
         outputs = engine.generate(inputs, params, use_tqdm=False)  # type: ignore[arg-type]  # plain token prompts
         seconds = time.perf_counter() - begun
         self._releases.wait_for(released + sum(wire is not None for wire in wires))
@@ -202,3 +202,16 @@ class Engines:
                 if output.metrics and tokens > 1
             ],
         )
+
+    def _load(self, start: int, payload: _Payload) -> None:
+        self.sited[start].collective_rpc("rheostat_load_vectors", args=(payload,))
+
+
+def _payload(vectors: Vectors) -> _Payload:
+    return {
+        digest.hex(): (
+            np.linalg.norm(one.astype(np.float64), axis=1).tolist(),
+            np.ascontiguousarray(one, "<f4").tobytes(),
+        )
+        for digest, one in vectors.items()
+    }

@@ -1,9 +1,9 @@
-"""A batch in which every request brings a vector that the engine has never seen, end to end.
+"""Batches that bring vectors that the engine has never seen, end to end.
 
 What is timed is the whole of it: the way of the vectors into the workers, prefill and all tokens.
-The server loads the vectors of each request by a call of its own as it arrives; the arms "together"
-load those of the batch by one call, which shows what the calls cost beside the bytes. Making a
-vector and its digest, and the way from a client, are not part of it.
+They are loaded as the server loads those of a burst of requests: together, in calls of at most
+`CALL_BYTES`, each vector once. Making a vector, its digest and its norms, and the way from a
+client, are not part of it.
 
     python -m rheostat_server.bench.inline --shape qwen3-8b --out results
 """
@@ -11,12 +11,14 @@ vector and its digest, and the way from a client, are not part of it.
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rheostat_engine import Act, Kind, ModelSites, Plan
 from rheostat_server.bench.arms import EVERYWHERE, act, middle, posts
@@ -31,6 +33,7 @@ from rheostat_server.bench.machine import (
     leave,
 )
 from rheostat_server.bench.summaries import Table, Times, empty, summary
+from rheostat_server.loader import CALL_BYTES
 
 _PROMPT = 32
 _WARM_UP = 150
@@ -45,19 +48,20 @@ class Arm:
     """What the table calls it."""
     where: Callable[[ModelSites], list[int]] | None = None
     """Where its requests are steered; None: nowhere."""
-    fresh: bool = False
-    """Whether each of them brings a vector, with a row per site."""
-    together: bool = False
-    """Whether one call loads them all."""
+    new: int = 0
+    """How many new vectors the batch brings, with a row per site; at most one for each request."""
 
+
+_EACH = sys.maxsize
 
 ARMS = (
     Arm("stock"),
     Arm("one resident vector, one layer", middle),
     Arm("one resident vector, all layers", posts),
-    Arm("a new vector each, one layer", middle, fresh=True),
-    Arm("a new vector each, all layers", posts, fresh=True),
-    Arm("a new vector each, all layers, together", posts, fresh=True, together=True),
+    Arm("16 new vectors, one layer", middle, 16),
+    Arm("16 new vectors, all layers", posts, 16),
+    Arm("a new vector each, one layer", middle, _EACH),
+    Arm("a new vector each, all layers", posts, _EACH),
 )
 """What is measured; the first is the reference."""
 
@@ -70,6 +74,20 @@ def brought(sites: list[int], width: int, rng: np.random.Generator) -> tuple[Vec
     return {digest: values}, Plan("", (Act(Kind.ADD, (digest,), rows, EVERYWHERE),))
 
 
+def in_calls(made: Iterable[Vectors], most: int = CALL_BYTES) -> list[Vectors]:
+    """Vectors, call by call, so many bytes or one of `made` each."""
+    calls: list[dict[bytes, npt.NDArray[np.float32]]] = []
+    room = -1
+    for vectors in made:
+        size = sum(one.nbytes for one in vectors.values())
+        if size > room:
+            calls.append({})
+            room = most
+        calls[-1].update(vectors)
+        room -= size
+    return list(calls)
+
+
 def run(
     engines: Engines, arm: Arm, start: int, batch: int, tokens: int, rng: np.random.Generator
 ) -> Ran:
@@ -78,16 +96,14 @@ def run(
     if arm.where is None:
         return engines.run(start, prompts, None, tokens=tokens)
     sites = arm.where(engines.sites)
-    if not arm.fresh:
+    if not arm.new:
         plan = Plan("", (act(Kind.ADD, sites),))
         return engines.run(start, prompts, [plan] * batch, tokens=tokens)
-    made = [brought(sites, engines.sites.width, rng) for _ in range(batch)]
-    each = [vectors for vectors, _ in made]
-    every = {digest: values for vectors in each for digest, values in vectors.items()}
-    plans = [plan for _, plan in made]
-    loads = [every] if arm.together else each
+    made = [brought(sites, engines.sites.width, rng) for _ in range(min(arm.new, batch))]
+    plans = [made[i % len(made)][1] for i in range(batch)]
+    loads = in_calls(vectors for vectors, _ in made)
     ran = engines.run(start, prompts, plans, tokens=tokens, loads=loads)
-    engines.drop(start, list(every))
+    engines.drop(start, [digest for vectors in loads for digest in vectors])
     return ran
 
 

@@ -110,7 +110,10 @@ class OfflineEngine:
     def load(self, vectors: Mapping[bytes, npt.NDArray[np.float32]]) -> None:
         """Brings vectors to the worker."""
         data = {
-            digest.hex(): (list(v.shape), np.ascontiguousarray(v, "<f4").tobytes())
+            digest.hex(): (
+                np.linalg.norm(v.astype(np.float64), axis=1).tolist(),
+                np.ascontiguousarray(v, "<f4").tobytes(),
+            )
             for digest, v in vectors.items()
         }
         self.llm.collective_rpc("rheostat_load_vectors", args=(data,))

@@ -8,7 +8,9 @@ import torch
 
 from rheostat_engine import Capacity
 from rheostat_engine.core.bank import Bank
+from rheostat_engine.core.doses import Norms
 from rheostat_engine.core.programs import Programs
+from rheostat_engine.core.vectors import Vectors
 
 from .strategies import DIGESTS, ROWS
 
@@ -19,6 +21,14 @@ VECTORS: dict[bytes, npt.NDArray[np.float32]] = {
     for i, digest in enumerate(DIGESTS)
 }
 """Positive, so that sums of them with positive scales are never zero, and independent."""
+
+
+def norms(vectors: Vectors) -> Norms:
+    """What comes with vectors when they are loaded."""
+    return {
+        digest: np.linalg.norm(vector.astype(np.float64), axis=1).astype(np.float32)
+        for digest, vector in vectors.items()
+    }
 
 
 def capacity(

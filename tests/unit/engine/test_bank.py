@@ -39,6 +39,7 @@ def at(site: int, *addends: tuple[bytes, int, float]) -> tuple[int, Program]:
 
 def content(bank: Bank, slot: int) -> torch.Tensor:
     """[sites, W]: what a slot adds."""
+    bank.flush()
     return bank.programs.rows[bank.code_of[:, slot].long()]
 
 
@@ -66,6 +67,7 @@ def test_a_slot_adds_its_combinations_sums() -> None:
 def test_a_slot_with_a_chain_says_where_the_chain_begins() -> None:
     bank = make()
     (slot,) = bank.acquire([CHAIN], VECTORS)
+    bank.flush()
     codes = bank.code_of[:, slot].tolist()
     assert (codes[0] < 0, codes[1], codes[2] > 0) == (True, 0, True)
     assert bank.slot_sites[slot].tolist() == [True, False, True]
@@ -96,6 +98,36 @@ def test_an_empty_combination_is_slot_zero_and_a_sum_of_zeros_row_zero() -> None
     bank.release(nothing)
     bank.release(zeros)
     assert used(bank) == NOTHING
+
+
+def test_rows_of_zeros_need_no_room() -> None:
+    bank = make(rows=1)
+    zeros = (at(0, (ZERO, 0, 3.0)), at(2, (A, 0, 1.0), (A, 0, -1.0)))
+    (slot,) = bank.acquire([(zeros[0], *ONE, zeros[1])], VECTORS)
+    assert content(bank, slot).any(dim=1).tolist() == [False, True, False]
+    assert used(bank) == (1, 0, 0, 1)
+    bank.release(slot)
+    assert used(bank) == NOTHING
+
+
+@pytest.mark.parametrize(("dtype", "held"), [(torch.float16, 0.0), (torch.bfloat16, 1e-8)], ids=str)
+def test_what_the_streams_dtype_rounds_to_zero_is_a_row_of_zeros(
+    dtype: torch.dtype, held: float
+) -> None:
+    bank = make(dtype=dtype)
+    tiny = {b"tiny": np.full((1, 8), -1e-8, np.float32)}
+    bank.acquire([(at(0, (b"tiny", 0, 1.0)),)], tiny)
+    assert bank.programs.rows_used == bool(held)
+
+
+def test_what_was_made_is_on_the_device_after_a_flush() -> None:
+    bank = make()
+    slots = bank.acquire([ONE, CHAIN], VECTORS)
+    assert not bank.code_of.any()
+    assert not bank.programs.ints.any()
+    bank.flush()
+    assert bank.code_of[:, slots].any(dim=0).all()
+    assert bank.programs.ints.any()
 
 
 UNIT = "vector {} has no direction of its own"
@@ -202,6 +234,7 @@ COMBINATIONS = st.dictionaries(
 
 def said(bank: Bank, slot: int) -> list[object]:
     """All that a slot says, contents in place of numbers."""
+    bank.flush()
     words: list[object] = []
     for code in bank.code_of[:, slot].tolist():
         programs, step = bank.programs, -code

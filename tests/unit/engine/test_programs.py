@@ -37,13 +37,18 @@ def along(*digests: bytes, kind: Kind = Kind.PULL, last: bool = True) -> Step:
     return Step(kind, (), direction, -math.inf, 0.5, 0.25, last)
 
 
+def acquire(programs: Programs, program: Program) -> int:
+    (code,) = programs.acquire([program], VECTORS)
+    return code
+
+
 def counts(programs: Programs) -> tuple[int, int, int]:
     return programs.rows_used, programs.directions_used, programs.steps_used
 
 
 def test_a_single_addition_is_a_row_and_no_step() -> None:
     programs = make()
-    code = programs.acquire((row(A, 2.0),), VECTORS)
+    code = acquire(programs, (row(A, 2.0),))
     programs.flush()
     assert code > 0
     assert programs.rows[code].tolist() == (2 * VECTORS[A][0]).tolist()
@@ -53,7 +58,7 @@ def test_a_single_addition_is_a_row_and_no_step() -> None:
 def test_a_chain_names_what_it_uses_step_by_step() -> None:
     programs = make()
     program = (along(A, last=False), along(A, B), row(C), along(A, kind=Kind.NORM_ADD))
-    code = programs.acquire(program, VECTORS)
+    code = acquire(programs, program)
     programs.flush()
     made = list(chain(programs, code))
     assert [ints[0] for ints, _ in made] == [Kind.PULL, Kind.PULL, Kind.ADD, Kind.NORM_ADD]
@@ -76,8 +81,8 @@ def test_a_chain_names_what_it_uses_step_by_step() -> None:
 def test_equal_programs_are_one_until_the_last_use_ends() -> None:
     programs = make()
     program = (along(A), row(B))
-    code = programs.acquire(program, VECTORS)
-    assert programs.acquire(program, VECTORS) == code
+    code = acquire(programs, program)
+    assert acquire(programs, program) == code
     assert counts(programs) == (1, 1, 2)
     programs.release(program)
     assert counts(programs) == (1, 1, 2)
@@ -88,7 +93,7 @@ def test_equal_programs_are_one_until_the_last_use_ends() -> None:
 def test_programs_share_rows_and_directions_but_not_steps() -> None:
     programs = make()
     many: list[Program] = [(along(A), row(B)), (row(B), along(A)), (row(B),)]
-    codes = [programs.acquire(program, VECTORS) for program in many]
+    codes = [acquire(programs, program) for program in many]
     assert len(set(codes)) == 3
     assert counts(programs) == (1, 1, 4)
     for program, left in zip(many, [(1, 1, 2), (1, 0, 0), (0, 0, 0)], strict=True):
@@ -99,8 +104,8 @@ def test_programs_share_rows_and_directions_but_not_steps() -> None:
 def test_a_sum_of_zeros_in_a_chain_is_row_zero_and_is_counted_as_nothing() -> None:
     programs = make(rows=2)
     zero = Step(Kind.ADD, addends=((A, 0, -1.0), (A, 0, 1.0)))
-    programs.acquire((row(B),), VECTORS)
-    code = programs.acquire((along(A), zero, along(B), zero), VECTORS)
+    acquire(programs, (row(B),))
+    code = acquire(programs, (along(A), zero, along(B), zero))
     programs.flush()
     assert [ints[1] for ints, _ in chain(programs, code)][1::2] == [0, 0]
     assert not programs.rows[0].any()
@@ -119,19 +124,19 @@ def test_a_sum_of_zeros_in_a_chain_is_row_zero_and_is_counted_as_nothing() -> No
 )
 def test_where_room_is_short_nothing_is_taken(programs: Programs, message: str) -> None:
     with pytest.raises(BankError, match=f"^{message}$"):
-        programs.acquire((row(A), along(A), row(B), along(B)), VECTORS)
+        acquire(programs, (row(A), along(A), row(B), along(B)))
     assert counts(programs) == (0, 0, 0)
-    assert programs.acquire((row(A), along(A)), VECTORS) < 0
+    assert acquire(programs, (row(A), along(A))) < 0
 
 
 @pytest.mark.parametrize("step", [row(b"?"), along(b"?"), along(A, A), row(A, 1e39)])
 def test_a_chain_that_cannot_be_made_to_its_end_takes_nothing(step: Step) -> None:
     programs = make()
     held = (row(A), along(B))
-    programs.acquire(held, VECTORS)
+    acquire(programs, held)
     before = counts(programs)
     with pytest.raises(BankError):
-        programs.acquire((row(A), row(C), along(B), along(C), step), VECTORS)
+        acquire(programs, (row(A), row(C), along(B), along(C), step))
     assert counts(programs) == before
     programs.release(held)
     assert counts(programs) == (0, 0, 0)
@@ -140,12 +145,46 @@ def test_a_chain_that_cannot_be_made_to_its_end_takes_nothing(step: Step) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_directions_are_float32_whatever_the_stream_is(dtype: torch.dtype) -> None:
     programs = make(dtype=dtype)
-    code = programs.acquire((along(A), row(A)), VECTORS)
+    code = acquire(programs, (along(A), row(A)))
     programs.flush()
     (_, number, _), (_, added, _) = (ints for ints, _ in chain(programs, code))
     unit = VECTORS[A][0].astype(np.float64) / np.linalg.norm(VECTORS[A][0].astype(np.float64))
     assert torch.equal(programs.directions[number], torch.from_numpy(unit).float())
     assert torch.equal(programs.rows[added], torch.from_numpy(VECTORS[A][0]).to(dtype))
+
+
+def test_programs_are_made_together_or_not_at_all() -> None:
+    programs = make()
+    many: list[Program] = [(row(A),), (along(A), row(B)), (row(A),)]
+    codes = programs.acquire(many, VECTORS)
+    assert codes[0] == codes[2]
+    before = counts(programs)
+    with pytest.raises(BankError, match="is not in the worker"):
+        programs.acquire([(row(C),), *many, (along(B), row(B), along(b"?"))], VECTORS)
+    assert counts(programs) == before == (2, 1, 2)
+    for program in many:
+        programs.release(program)
+    assert counts(programs) == (0, 0, 0)
+
+
+LAST = float(np.finfo(np.float32).max)
+
+
+@given(st.floats(LAST, LAST * (1 + 2**-23)) | st.floats(allow_infinity=True, allow_nan=True))
+def test_what_a_step_is_told_is_finite_in_float32_or_refused(value: float) -> None:
+    told = torch.tensor(value)
+    steps = {
+        Step(Kind.PULL, (), ((A, 0),), low=value): told < math.inf,
+        Step(Kind.PULL, (), ((A, 0),), high=value): told > -math.inf,
+        Step(Kind.PULL, (), ((A, 0),), strength=value): told.isfinite(),
+    }
+    for step, usable in steps.items():
+        programs = make()
+        if usable:
+            acquire(programs, (step,))
+        else:
+            with pytest.raises(BankError, match="is not finite in float32"):
+                acquire(programs, (step,))
 
 
 VECTOR = st.lists(st.floats(-1, 1, width=32), min_size=5, max_size=5)

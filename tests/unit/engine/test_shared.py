@@ -36,6 +36,7 @@ def test_content_has_one_number_while_it_is_used_and_no_other_content_has_it(
                 del users[content]
         numbers = [numbers[0] for numbers in users.values()]
         assert len(set(numbers)) == len(numbers) == len(shared)
+        assert all((one in shared) == (one in users) for one in "abcdef")
 
 
 def test_a_number_that_is_free_again_is_fresh_again() -> None:
@@ -96,3 +97,23 @@ def test_a_table_can_be_written_column_by_column_and_keeps_its_memory() -> None:
     table.flush()
     assert table.tensor is tensor
     assert tensor.tolist() == [[3, 0, 1], [4, 0, 2]]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@given(st.lists(st.lists(st.integers(0, 4), max_size=5, unique=True), max_size=6))
+def test_of_several_contents_for_a_row_the_last_one_stays(dim: int, puts: list[list[int]]) -> None:
+    table = Table(torch.zeros(5, 5, dtype=torch.bfloat16), dim=dim)
+    expected = torch.zeros(5, 5)
+    for count, numbers in enumerate(puts, 1):
+        contents = torch.full((len(numbers), 5), float(count))
+        table.put_all(numbers, contents if dim == 0 else contents.T)
+        expected[numbers] = float(count)
+    table.flush()
+    assert table.tensor.tolist() == (expected if dim == 0 else expected.T).tolist()
+
+
+def test_much_does_not_wait() -> None:
+    table = Table(torch.zeros(3, 200_000))
+    for number in range(2):
+        table.put(number, np.ones(200_000, np.float32))
+    assert table.tensor.any(dim=1).tolist() == [True, True, False]

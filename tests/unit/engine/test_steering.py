@@ -22,7 +22,7 @@ from .strategies import (
     add,
     plans,
 )
-from .tables import VECTORS, WIDTH, capacity
+from .tables import VECTORS, WIDTH, capacity, norms
 from .worker import NOTHING, Worker
 
 A, B, C = DIGESTS
@@ -65,7 +65,8 @@ def test_what_cannot_be_put_in_force_leaves_nothing_behind(
     room: Capacity, last: Act, message: str
 ) -> None:
     worker = Worker(room)
-    worker.steering.load({ZERO: np.zeros((1, WIDTH), np.float32)})
+    zero = {ZERO: np.zeros((1, WIDTH), np.float32)}
+    worker.steering.load(zero, norms(zero))
     for before in (None, Placed()):
         with pytest.raises(BankError, match=f"^{message}"):
             worker.steering.place(1, replace(RICH, acts=(*RICH.acts, last)), before)
@@ -208,9 +209,9 @@ def test_a_plan_too_large_to_be_measured_is_in_force_and_says_so() -> None:
 
 def test_norms_are_those_of_the_vectors_that_acts_use() -> None:
     steering = Worker().steering
-    norms = steering.norms_of((add(0), ablate(1, digests=(C,)), add(0, scale=0.0, digest=UNKNOWN)))
-    assert sorted(norms) == [A, C]
-    for digest, norm in norms.items():
+    found = steering.norms_of((add(0), ablate(1, digests=(C,)), add(0, scale=0.0, digest=UNKNOWN)))
+    assert sorted(found) == [A, C]
+    for digest, norm in found.items():
         expected = np.linalg.norm(VECTORS[digest].astype(np.float64), axis=1)
         np.testing.assert_allclose(norm, expected, rtol=1e-6)
     with pytest.raises(BankError, match=f"^vector {UNKNOWN.hex()} is not in the worker$"):

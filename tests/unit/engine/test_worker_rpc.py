@@ -60,7 +60,8 @@ def test_vectors_come_and_go_by_hexadecimal_digest() -> None:
     worker = Worker()
     rpc = Rpc(worker)
     values = np.arange(2 * WIDTH, dtype="<f4").reshape(2, WIDTH)
-    rpc.rheostat_load_vectors({NEW.hex(): ((2, WIDTH), values.tobytes())})
+    rpc.rheostat_load_vectors({NEW.hex(): ([5.0, 6.0], values.tobytes())})
+    assert worker.steering.norms_of([add(1, digest=NEW)])[NEW].tolist() == [5.0, 6.0]
     worker.install("v", Plan("r", (add(1, digest=NEW),)))
     worker.step([("v", 0, 1)])
     assert worker.streams["v", 0, 1].tolist() == (stream_at("v", 0, 1) + values[0]).tolist()

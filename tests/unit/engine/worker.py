@@ -22,7 +22,7 @@ from rheostat_engine.events import Head, RowsHead, encode_head
 from rheostat_engine.sites.reference import run_site
 
 from .strategies import SITES, VOCABULARY
-from .tables import CPU, VECTORS, WIDTH, capacity, used
+from .tables import CPU, VECTORS, WIDTH, capacity, norms, used
 
 TOKENS = 64
 
@@ -113,7 +113,7 @@ class Worker:
             rank=0,
             sites=sites,
         )
-        self.steering.load(VECTORS)
+        self.steering.load(VECTORS, norms(VECTORS))
         self.streams: dict[tuple[str, int, int], npt.NDArray[np.float32]] = {}
         """What left a site, by (vLLM's id, position, site), as it was computed last."""
         self.padding_touched = False

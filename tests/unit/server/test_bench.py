@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Band, Kind, ModelSites, Plan
+from rheostat_engine import OPEN_END, Band, Kind, ModelSites, Plan, Point, Site
 from rheostat_server.bench import inline, plot, prefix_cache
 from rheostat_server.bench.arms import SUITES
 from rheostat_server.bench.results import (
@@ -27,7 +27,7 @@ TIMES = {
     "stock": {"1": [[4.0, 2.0], [6.0, 8.0]]},
     "steered": {"1": [[6.0, 6.0], [5.0, 7.0]]},
 }
-POSTS = [2, 4, 6]
+POSTS = [Site(Point.RESID_POST, layer).index for layer in range(3)]
 
 
 def written(folder: Path, content: object) -> Path:
@@ -223,7 +223,57 @@ def test_an_inline_vector_has_a_row_for_each_site_and_is_never_the_same() -> Non
         assert values.shape == (3, SITES.width)
         (act,) = plan.acts
         assert (act.kind, act.vectors) == (Kind.ADD, (digest,))
-        assert act.rows == ((2, (0,)), (4, (1,)), (6, (2,)))
+        assert act.rows == tuple((site, (row,)) for row, site in enumerate(POSTS))
+
+
+def test_new_vectors_are_loaded_in_calls_of_so_many_bytes() -> None:
+    rng = np.random.default_rng(0)
+    made = [inline.brought(POSTS, SITES.width, rng)[0] for _ in range(5)]
+    size = sum(one.nbytes for one in made[0].values())
+    for most, counts in [(size - 1, [1] * 5), (2 * size, [2, 2, 1]), (1 << 30, [5])]:
+        calls = inline.in_calls(made, most)
+        assert [len(call) for call in calls] == counts
+        assert [digest for call in calls for digest in call] == [next(iter(one)) for one in made]
+
+
+class Batches:
+    """Notes what a benchmark's engines are asked to run."""
+
+    sites = SITES
+
+    def __init__(self) -> None:
+        self.ran: tuple[set[Plan], int] = (set(), 0)
+        self.dropped: list[bytes] = []
+
+    def prompts(self, batch: int, length: int) -> list[list[int]]:
+        return [[1] * length] * batch
+
+    def run(self, start: int, prompts, plans, *, tokens: int, loads=()) -> None:
+        assert plans is None or len(plans) == len(prompts)
+        self.ran = (set(plans or ()), sum(map(len, loads)))
+
+    def drop(self, start: int, digests: list[bytes]) -> None:
+        self.dropped = digests
+
+
+def test_an_arm_brings_as_many_vectors_as_its_name_says() -> None:
+    found = {}
+    for arm in inline.ARMS:
+        engines = Batches()
+        inline.run(engines, arm, 0, 20, 4, np.random.default_rng(0))  # type: ignore[arg-type]
+        plans, loaded = engines.ran
+        assert len(set(engines.dropped)) == loaded
+        (sites, *_) = {len(act.rows) for plan in plans for act in plan.acts} or {0}
+        found[arm.name] = (len(plans), loaded, sites)
+    assert found == {
+        "stock": (0, 0, 0),
+        "one resident vector, one layer": (1, 0, 1),
+        "one resident vector, all layers": (1, 0, 3),
+        "16 new vectors, one layer": (16, 16, 1),
+        "16 new vectors, all layers": (16, 16, 3),
+        "a new vector each, one layer": (20, 20, 1),
+        "a new vector each, all layers": (20, 20, 3),
+    }
 
 
 def plan_counts(sites: ModelSites, suite: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Act, EngineSettings, Kind, Plan
@@ -14,6 +15,8 @@ from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta
 from rheostat_server.loras import Lora
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors import make_vector
 from rheostat_server.vllm_backend import ask_workers, start_backend
 from rheostat_server.vllm_engine import LoadedEngine, QueueCounter
 
@@ -223,3 +226,14 @@ async def test_an_update_that_the_workers_do_not_take_up_alike_is_a_defect(secon
     backend, _ = backend_with([{"first": 7, "error": ""}, {"first": first, "error": error}])
     with pytest.raises(Defect, match=words):
         await backend.update("r#0@1", (ACT,), 5)
+
+
+async def test_vectors_reach_every_worker_as_float32_with_the_norms_of_their_rows() -> None:
+    rows = np.array([[3.0, 4.0], [0.0, -2.0]])
+    wide = make_vector(FloatType.FLOAT32, 2, 2, rows.astype("<f4").tobytes(), "v")
+    narrow = make_vector(FloatType.FLOAT16, 2, 2, rows.astype("<f2").tobytes(), "v")
+    backend, asked = backend_with([])
+    await backend.load_vectors([wide, narrow])
+    sent = ((5.0, 2.0), rows.astype("<f4").tobytes())
+    told = {wide.digest.hex(): sent, narrow.digest.hex(): sent}
+    assert asked == [("rheostat_load_vectors", told)]
