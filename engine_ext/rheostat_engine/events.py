@@ -75,7 +75,7 @@ class Released:
     computed: tuple[int, int]
     """[start, end) positions that were computed for it; those below start came from the cache."""
     recomputed: int = 0
-    """Tokens that were computed again after a preemption."""
+    """Tokens computed again after a preemption, and cached ones computed for a capture."""
 
 
 Event = Installed | Rows | Released

@@ -27,6 +27,9 @@ TokenSet = tuple[int, ...]
 EXTRA_ARG = "rheostat"
 """The key of the plan in `SamplingParams.extra_args`."""
 
+FORGONE_ARG = "rheostat_forgone"
+"""The key, beside the plan, of how many cached tokens are computed because they are captured."""
+
 
 class Kind(IntEnum):
     """How an act changes a row x of the stream. Norms are L2; u is a row v made a unit vector."""
@@ -126,9 +129,11 @@ class Plan:
         """Whether the request's KV differs from that of the same tokens without interventions."""
         return self.private_from is not None or any(act.acts for act in self.acts)
 
-    def captures_prompt(self, prompt_len: int) -> bool:
-        """Whether a captured position lies in a prompt of `prompt_len` tokens."""
-        return any(c.sites and c.spans and c.spans[0][0] < prompt_len for c in self.captures)
+    @property
+    def first_captured(self) -> int:
+        """The lowest captured position; `OPEN_END` if nothing is captured."""
+        starts = (c.spans[0][0] for c in self.captures if c.sites and c.spans)
+        return min(starts, default=OPEN_END)
 
     def to_wire(self) -> bytes:
         """The plan as vLLM carries it: bytes, which nobody on the way looks into or copies."""

@@ -217,7 +217,6 @@ class VllmBackend:
             ignore_eos=settings.ignore_eos,
             detokenize=self._llm.tokenizer is not None,
             output_kind=RequestOutputKind.DELTA,
-            skip_reading_prefix_cache=job.plan.captures_prompt(len(job.prompt)) or None,
             extra_args={EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
         )
 

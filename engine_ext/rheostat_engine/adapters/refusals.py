@@ -1,7 +1,7 @@
-"""Configurations of vLLM that move rows in ways the sites don't follow.
+"""Configurations of vLLM that move rows, or bring KV, in ways the sites don't follow.
 
 Invariant: such a configuration stops the engine at startup, with its name and a way out; it never
-runs with sites that would touch the wrong tokens.
+runs with sites that would touch the wrong tokens, or miss some.
 """
 
 from vllm.config import VllmConfig
@@ -29,6 +29,7 @@ def refuse_unserved(config: VllmConfig) -> None:
         "fast prefill over shared KV: serve with kv_sharing_fast_prefill=False": (
             config.cache_config.kv_sharing_fast_prefill
         ),
+        "KV connectors: serve without kv_transfer_config": config.kv_transfer_config is not None,
     }
     for reason, applies in reasons.items():
         if applies:

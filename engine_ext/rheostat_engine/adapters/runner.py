@@ -9,7 +9,7 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from rheostat_engine.adapters.probing import PROBE_TOKENS
 from rheostat_engine.core.runtime import SiteRuntime
-from rheostat_engine.plan import EXTRA_ARG
+from rheostat_engine.plan import EXTRA_ARG, FORGONE_ARG
 
 
 def follow(runtime: SiteRuntime, scheduled: SchedulerOutput) -> None:
@@ -22,7 +22,7 @@ def follow(runtime: SiteRuntime, scheduled: SchedulerOutput) -> None:
     for new in scheduled.scheduled_new_reqs:
         extra = new.sampling_params.extra_args if new.sampling_params is not None else None
         if extra and EXTRA_ARG in extra:
-            runtime.install(new.req_id, extra[EXTRA_ARG])
+            runtime.install(new.req_id, extra[EXTRA_ARG], extra.get(FORGONE_ARG, 0))
 
 
 def without_adapters(runner: LoRAModelRunnerMixin) -> None:

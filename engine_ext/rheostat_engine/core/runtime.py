@@ -112,7 +112,7 @@ class SiteRuntime:
         """Requests whose plan is in force."""
         return len(self._held)
 
-    def install(self, request_id: str, wire: object) -> None:
+    def install(self, request_id: str, wire: object, forgone: int = 0) -> None:
         """Puts the plan of a request that is scheduled for the first time in force.
 
         A request that is already known, because it was preempted, keeps what it has.
@@ -120,6 +120,7 @@ class SiteRuntime:
         Args:
             request_id: vLLM's id.
             wire: what `Plan.to_wire` made.
+            forgone: tokens that it could have had from the prefix cache, but for its captures.
         """
         if request_id in self._held:
             return
@@ -129,10 +130,10 @@ class SiteRuntime:
             return
         problem = ""
         try:
-            held = self._take_up(self._checked(wire))
+            held = self._take_up(self._checked(wire), forgone)
         except (BankError, ValueError) as error:
             problem = str(error)
-            held = self._take_up(Plan(name))
+            held = self._take_up(Plan(name), forgone)
         self._held[request_id] = held
         self._ids[name] = request_id
         self._last_ids = ()
@@ -260,7 +261,7 @@ class SiteRuntime:
             raise ValueError(f"the plan is too fragmented: its effort is over {MAX_EFFORT}")
         return plan
 
-    def _take_up(self, plan: Plan) -> _Held:
+    def _take_up(self, plan: Plan, forgone: int) -> _Held:
         norms = self.steering.norms_of(plan.acts)
         number = self._new_number()
         try:
@@ -269,7 +270,7 @@ class SiteRuntime:
             self._numbers_free.append(number)
             raise
         classes = () if self.captures is None else self.captures.put(number, plan)
-        self._tallies.start(number)
+        self._tallies.start(number, forgone)
         return _Held(plan, number, placed, classes, norms)
 
     def _new_number(self) -> int:

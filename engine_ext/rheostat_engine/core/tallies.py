@@ -33,6 +33,8 @@ class Tallies:
         """Tokens computed, each as often as it was."""
         self.preemptions: Int64 = np.zeros(1, np.int64)
         """Preemptions."""
+        self.forgone: Int64 = np.zeros(1, np.int64)
+        """Cached tokens that are computed all the same, because rows of them are captured."""
         self._lost: dict[int, Counter[int]] = {}
 
     def make_room(self, numbers: int) -> None:
@@ -45,13 +47,15 @@ class Tallies:
         self.computed_end = np.pad(self.computed_end, (0, grow))
         self.computed_tokens = np.pad(self.computed_tokens, (0, grow))
         self.preemptions = np.pad(self.preemptions, (0, grow))
+        self.forgone = np.pad(self.forgone, (0, grow))
 
-    def start(self, number: int) -> None:
-        """A request takes the number."""
+    def start(self, number: int, forgone: int) -> None:
+        """A request takes the number, and computes `forgone` tokens that are cached."""
         self.computed_start[number] = OPEN_END
         self.computed_end[number] = 0
         self.computed_tokens[number] = 0
         self.preemptions[number] = 0
+        self.forgone[number] = forgone
         self._lost.pop(number, None)
 
     def advance(self, numbers: Int64, start: Int64, end: Int64) -> None:
@@ -87,6 +91,7 @@ class Tallies:
         """
         start = int(min(self.computed_start[number], self.computed_end[number]))
         end = int(self.computed_end[number])
+        again = int(self.computed_tokens[number]) - (end - start)
         lost = self._lost.pop(number, Counter())
         return ReleasedHead(
             rank=rank,
@@ -98,7 +103,7 @@ class Tallies:
             lost_rows=lost.total(),
             preemptions=int(self.preemptions[number]),
             computed=(start, end),
-            recomputed=int(self.computed_tokens[number]) - (end - start),
+            recomputed=again + min(int(self.forgone[number]), end - start),
         )
 
 

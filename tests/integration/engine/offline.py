@@ -154,8 +154,7 @@ class OfflineEngine:
                     max_tokens=max_tokens,
                     detokenize=False,
                     extra_args=extra,
-                    skip_reading_prefix_cache=skip_cache
-                    or (plan is not None and plan.captures_prompt(len(prompt))),
+                    skip_reading_prefix_cache=skip_cache or None,
                 )
             )
         outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=loras)

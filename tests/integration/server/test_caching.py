@@ -1,4 +1,4 @@
-"""The prefix cache under steering: equal steering shares, and nothing else does."""
+"""The prefix cache: equal steering shares and nothing else does, captures read what lies below."""
 
 from collections.abc import Iterator
 
@@ -33,6 +33,29 @@ def fresh(seed: int) -> list[int]:
 def cached(out: rheostat.Generation) -> int:
     """Prompt tokens that came from the cache."""
     return out.receipt.cached_prompt_tokens
+
+
+def accounts(out: rheostat.Generation) -> tuple[int, int]:
+    """Tokens that came from the cache, and those that were computed although they were there."""
+    return out.receipt.cached_prompt_tokens, out.receipt.recomputed_tokens
+
+
+def capture(where: rheostat.Selector | None = None) -> rheostat.Capture:
+    return rheostat.Capture("resid_post", layers=[0, 3], where=where)
+
+
+def assert_rows(out: rheostat.Generation, whole: rheostat.Generation, positions: range) -> None:
+    """Captured are just these positions, for every sample, with the rows of another run."""
+    for sample in out.samples:
+        for layer in (0, 3):
+            found = sample.activations.positions("resid_post", layer).tolist()
+            assert found == list(positions)
+            np.testing.assert_allclose(
+                sample.activations["resid_post", layer],
+                whole.activations["resid_post", layer][positions.start : positions.stop],
+                rtol=1e-5,
+                atol=1e-5,
+            )
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -135,3 +158,89 @@ def test_server_wide_steering_shares_blocks_with_a_request_that_asks_for_the_sam
     wide = shared.generate(prompt, **OPTIONS)
     assert (cached(own), cached(wide)) == (0, BLOCKS)
     assert wide.token_ids == own.token_ids
+
+
+@pytest.mark.parametrize(
+    ("where", "hit", "positions"),
+    [
+        (None, 0, range(303)),
+        (rheostat.window(), 0, range(300)),
+        (rheostat.window(127, 130), 0, range(127, 130)),
+        (rheostat.window(128, 130), 128, range(128, 130)),
+        (rheostat.window(255), 128, range(255, 300)),
+        (rheostat.window(256), 256, range(256, 300)),
+        (rheostat.positions(-1), 256, range(299, 300)),
+        (rheostat.generated(), 256, range(300, 303)),
+    ],
+    ids=str,
+)
+def test_a_capture_reads_what_is_cached_below_it_and_says_what_it_computed_again(
+    engine: rheostat.Engine, where: rheostat.Selector | None, hit: int, positions: range
+) -> None:
+    prompt = fresh(106)
+    whole = engine.generate(prompt, capture=capture(), **OPTIONS)
+    out = engine.generate(prompt, capture=capture(where), **OPTIONS)
+    assert accounts(out) == (hit, BLOCKS - hit)
+    assert out.token_ids == whole.token_ids
+    assert_rows(out, whole, positions)
+
+
+def test_every_sample_that_captures_says_what_it_computed_again(engine: rheostat.Engine) -> None:
+    prompt = fresh(107)
+    whole = engine.generate(prompt, capture=capture(), **OPTIONS)
+    assert accounts(whole) == (0, 0)
+    options = {**OPTIONS, "temperature": 1.0, "seed": 3}
+    out = engine.generate(prompt, capture=capture(rheostat.window(200)), n=3, **options)
+    assert accounts(out) == (3 * 128, 3 * 128)
+    assert_rows(out, whole, range(200, 300))
+
+
+def test_a_steered_capture_and_its_baseline_each_read_their_own_blocks(
+    engine: rheostat.Engine, reference: HfReference
+) -> None:
+    prompt = fresh(108)
+    late = Placed(OPS["add"], [1], rheostat.window(140), lambda p, token, n: 140 <= p < n)
+    steered = engine.generate(prompt, steering=[late.ours], capture=capture(), **OPTIONS)
+    plain = engine.generate(prompt, capture=capture(), **OPTIONS)
+    assert (accounts(steered), accounts(plain)) == ((0, 0), (0, 128))
+    out = engine.generate(
+        prompt,
+        steering=[late.ours],
+        capture=capture(rheostat.window(150)),
+        with_baseline=True,
+        **OPTIONS,
+    )
+    compare(reference, out, [late])
+    assert accounts(out) == (128, 128)
+    assert out.baseline is not None
+    assert_rows(out, steered, range(150, 300))
+    np.testing.assert_allclose(
+        out.baseline.activations["resid_post", 3],
+        plain.activations["resid_post", 3][150:300],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_log_probabilities_of_the_prompt_keep_a_capture_from_reading_anything(
+    engine: rheostat.Engine,
+) -> None:
+    prompt = fresh(109)
+    whole = engine.generate(prompt, capture=capture(), **OPTIONS)
+    out = engine.generate(
+        prompt, capture=capture(rheostat.window(280)), prompt_logprobs=0, **OPTIONS
+    )
+    assert accounts(out) == (0, 0)
+    assert_rows(out, whole, range(280, 300))
+
+
+def test_what_the_server_counts_as_hits_is_what_captures_were_given(
+    engine: rheostat.Engine,
+) -> None:
+    prompt = fresh(110)
+    engine.generate(prompt, **OPTIONS)
+    before = engine.stats()
+    engine.generate(prompt, capture=capture(rheostat.window(130)), **OPTIONS)
+    after = engine.stats()
+    assert after.prefix_queried_tokens - before.prefix_queried_tokens == LENGTH
+    assert after.prefix_hit_tokens - before.prefix_hit_tokens == 128

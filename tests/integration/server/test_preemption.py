@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat import generated, window
+from rheostat import Point, Site, generated, window
 
 from ..engine.reference import HfReference
 from .conftest import Server
-from .naive import OPS, Placed, compare, positions_of
+from .naive import OPS, Placed, compare, number_of, positions_of
 
 pytestmark = pytest.mark.integration
 
@@ -61,3 +61,35 @@ def test_preempted_samples_are_steered_on_the_same_tokens_as_others(
             assert [rows.sample for rows in applied.rows] == list(range(SAMPLES))
             (site,) = applied.sites
             assert site.rows >= computed
+
+
+def test_preempted_samples_that_capture_deliver_each_row_once(
+    small_server: Server, small: rheostat.Engine, reference: HfReference
+) -> None:
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(3, 1900, LENGTH).tolist() for _ in range(REQUESTS)]
+    first = (0, 100, 140)
+
+    async def run() -> list[rheostat.Generation]:
+        async with rheostat.aio.connect(small_server.target) as client:
+            return await asyncio.gather(
+                *(
+                    client.generate(
+                        prompt,
+                        capture=rheostat.Capture("resid_post", layers=2, where=window(start, 250)),
+                        **OPTIONS,
+                    )
+                    for prompt, start in zip(prompts, first, strict=True)
+                )
+            )
+
+    outs = asyncio.run(run())
+    assert sum(out.receipt.preemptions for out in outs) > 0
+    for prompt, start, out in zip(prompts, first, outs, strict=True):
+        for sample in out.samples:
+            rows = sample.activations
+            assert rows.positions("resid_post", 2).tolist() == list(range(start, 250))
+            tokens = prompt + list(sample.token_ids)
+            site = number_of(Site(Point.RESID_POST, 2))
+            stream = reference.run(tokens).streams[site][start:250]
+            np.testing.assert_allclose(rows["resid_post", 2], stream, rtol=1e-3, atol=1e-3)

@@ -152,6 +152,7 @@ def test_the_second_runners_step_begins_with_what_its_adapter_passes_on() -> Non
                 "additional_config",
                 "cache_config",
                 "compilation_config",
+                "kv_transfer_config",
                 "model_config",
                 "parallel_config",
                 "shutdown_timeout",
@@ -230,10 +231,17 @@ def test_a_forward_pass_can_skip_what_is_compiled() -> None:
     )
 
 
-def test_sampling_parameters_carry_a_plan_and_can_forgo_the_cache() -> None:
-    params = SamplingParams(extra_args={EXTRA_ARG: {"id": "r"}}, skip_reading_prefix_cache=True)
+def test_sampling_parameters_carry_a_plan() -> None:
+    params = SamplingParams(extra_args={EXTRA_ARG: {"id": "r"}})
     assert params.extra_args == {EXTRA_ARG: {"id": "r"}}
-    assert params.skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize(("wanted", "forgone"), [(None, False), (0, True), (5, True)])
+def test_log_probabilities_of_a_prompt_alone_forgo_the_cache(
+    wanted: int | None, forgone: bool
+) -> None:
+    params = SamplingParams(prompt_logprobs=wanted)
+    assert params.skip_reading_prefix_cache is forgone, "rheostat_server.vllm_backend relies on it"
 
 
 def test_our_settings_enter_vllms_compile_hash() -> None:
@@ -256,6 +264,7 @@ def test_how_many_tokens_a_step_has_enters_vllms_compile_hash() -> None:
 
 SERVED = {
     "speculative_config": None,
+    "kv_transfer_config": None,
     "model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=False),
     "parallel_config": SimpleNamespace(
         use_ubatching=False, data_parallel_size=1, prefill_context_parallel_size=1
@@ -299,6 +308,10 @@ def changed(part: str, **values: object) -> Any:  # in place of a VllmConfig
         (
             changed("cache_config", kv_sharing_fast_prefill=True),
             "fast prefill over shared KV: serve with kv_sharing_fast_prefill=False",
+        ),
+        (
+            SimpleNamespace(**{**SERVED, "kv_transfer_config": object()}),
+            "KV connectors: serve without kv_transfer_config",
         ),
     ],
 )

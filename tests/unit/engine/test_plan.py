@@ -48,12 +48,10 @@ def test_bounds_that_are_missing_are_none_on_the_wire() -> None:
     assert Plan.from_wire(wire) == plan
 
 
-@given(plans(), st.integers(0, LIMIT + 2))
-def test_a_plan_captures_the_prompt_where_it_captures_one_of_its_positions(
-    plan: Plan, prompt_len: int
-) -> None:
-    expected = any(captured(plan, position) for position in range(prompt_len))
-    assert plan.captures_prompt(prompt_len) == expected
+@given(plans())
+def test_nothing_is_captured_before_the_first_captured_position(plan: Plan) -> None:
+    found = [position for position in POSITIONS if captured(plan, position)]
+    assert plan.first_captured == min(found, default=OPEN_END)
 
 
 @given(plans())

@@ -6,6 +6,7 @@ from typing import Any
 from rheostat_engine import EXTRA_ARG
 from rheostat_engine.adapters.probing import PROBE_TOKENS
 from rheostat_engine.adapters.runner import follow, without_adapters
+from rheostat_engine.plan import FORGONE_ARG
 
 
 class Heard:
@@ -20,8 +21,8 @@ class Heard:
     def preempt(self, request_id: str) -> None:
         self.words.append(("preempt", request_id))
 
-    def install(self, request_id: str, wire: object) -> None:
-        self.words.append(("install", request_id, str(wire)))
+    def install(self, request_id: str, wire: object, forgone: int) -> None:
+        self.words.append(("install", request_id, str(wire), str(forgone)))
 
     def settle(self) -> None:
         self.words.append(("settle",))
@@ -39,6 +40,7 @@ def test_the_runtime_hears_of_what_ends_before_what_begins() -> None:
             new("a", {EXTRA_ARG: "plan"}),
             new("c", None),
             new("d", {"other": 1}),
+            new("f", {EXTRA_ARG: "capture", FORGONE_ARG: 32}),
             SimpleNamespace(req_id="e", sampling_params=None),
         ],
     )
@@ -50,7 +52,8 @@ def test_the_runtime_hears_of_what_ends_before_what_begins() -> None:
         ("forget", "a"),
         ("settle",),
         ("preempt", "b"),
-        ("install", "a", "plan"),
+        ("install", "a", "plan", "0"),
+        ("install", "f", "capture", "32"),
         ("forget", "a"),
         ("settle",),
     ]

@@ -221,6 +221,7 @@ class Made:
 
     def __init__(self, **arguments: object) -> None:
         self.arguments = arguments
+        self.kv_cache_manager = SimpleNamespace(get_computed_blocks=None)
 
 
 @pytest.mark.usefixtures("_as_it_was")
@@ -236,4 +237,5 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_made(
     assert isinstance(made, Made)
     assert made.arguments == {"vllm_config": vllm_config, "block_size": 16, "log_stats": True}
     assert config.scheduler_cls == "ours"
+    assert made.kv_cache_manager.get_computed_blocks is not None
     assert getattr(kv_cache_utils, NAME) is not STOCK

@@ -20,7 +20,7 @@ def started(*numbers: int, sites: frozenset[int] = frozenset(range(5))) -> Talli
     tallies = Tallies(sites)
     tallies.make_room(max(numbers) + 1)
     for number in numbers:
-        tallies.start(number)
+        tallies.start(number, 0)
     return tallies
 
 
@@ -63,6 +63,19 @@ def test_a_request_that_was_never_computed_got_nothing() -> None:
     )
 
 
+def test_cached_tokens_that_were_computed_for_a_capture_count_as_computed_again() -> None:
+    tallies = started(1, 2)
+    for number, forgone in ((1, 5), (2, 5)):
+        tallies.start(number, forgone)
+    tallies.advance(ints(1, 2), ints(4, 4), ints(20, 7))
+    tallies.advance(ints(1), ints(4), ints(6))
+    found = [tallies.released(n, PLAN, rank=0, measured=True).recomputed for n in (1, 2)]
+    assert found == [5 + 2, 3]
+    tallies.start(1, 0)
+    tallies.advance(ints(1), ints(4), ints(20))
+    assert tallies.released(1, PLAN, rank=0, measured=True).recomputed == 0
+
+
 def lose(tallies: Tallies, number: int, count: int) -> None:
     """One block of class 1 finds no place, one does."""
     blocks = Blocks(
@@ -83,7 +96,7 @@ def test_lost_rows_are_not_counted_as_captured_and_are_forgotten_with_the_reques
     lose(tallies, 1, 1)
     first = tallies.released(1, PLAN, rank=0, measured=False)
     assert (first.captured, first.lost_rows) == ({4: 4}, 8)
-    tallies.start(1)
+    tallies.start(1, 0)
     tallies.advance(ints(1), ints(0), ints(1))
     second = tallies.released(1, PLAN, rank=0, measured=False)
     assert (second.captured, second.lost_rows) == ({0: 1, 2: 1, 4: 1}, 0)
@@ -99,7 +112,7 @@ def test_growing_keeps_what_was_counted() -> None:
     tallies = started(1)
     tallies.advance(ints(1), ints(2), ints(4))
     tallies.make_room(40)
-    tallies.start(39)
+    tallies.start(39, 0)
     tallies.advance(ints(39), ints(1), ints(2))
     assert tallies.released(1, PLAN, rank=0, measured=False).computed == (2, 4)
     assert tallies.released(39, PLAN, rank=0, measured=False).computed == (1, 2)
