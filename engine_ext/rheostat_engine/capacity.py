@@ -2,7 +2,8 @@
 
 Invariant: as long as every plan passes through `admit` before it reaches the engine and is
 released only after the worker has let go of it, the worker's tables and ring never overflow.
-Everything is counted by content, exactly as the worker shares it.
+Everything is counted by content, exactly as the worker shares it. Captured rows are counted as if
+all requests took their densest step at once, unless no step is large enough for that to matter.
 """
 
 from collections import Counter
@@ -52,6 +53,8 @@ class _Holding:
     keys: Mapping[tuple[str, Hashable], int]
     own: Mapping[str, int]
     """What it shares with nobody, by resource."""
+    sites: int
+    """The most sites at which it captures a token."""
 
 
 class CapacityLedger:
@@ -63,6 +66,8 @@ class CapacityLedger:
         self._users: Counter[tuple[str, Hashable]] = Counter()
         self._used: Counter[str] = Counter()
         self._held: dict[str, _Holding] = {}
+        self._sites: Counter[int] = Counter()
+        """How many plans capture a token at so many sites."""
 
     @property
     def requests(self) -> int:
@@ -98,6 +103,10 @@ class CapacityLedger:
         keys = _shared(pieces)
         rows = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
         own = {"capture_rows": runs * rows, "ruled_pieces": runs * _ruled(pieces)}
+        sites = sum(len(capture.sites) for capture in plan.captures)
+        # A step's rows are at most its tokens, each at as many sites as any plan captures.
+        widest = max((*self._sites, sites))
+        any_step_fits = widest * max_step_tokens <= self._limits["capture_rows"]
         alone: Counter[str] = Counter(own)
         fresh: Counter[str] = Counter(own)
         for key, weight in keys.items():
@@ -107,17 +116,19 @@ class CapacityLedger:
             Shortage(
                 resource,
                 fresh[resource],
-                limit - self._used[resource],
+                max(0, limit - self._used[resource]),
                 alone[resource] <= limit,
             )
             for resource, limit in self._limits.items()
             if self._used[resource] + fresh[resource] > limit
+            and not (any_step_fits and resource == "capture_rows")
         ]
         if shortages:
             return min(shortages, key=lambda shortage: shortage.ever)
         self._users.update(keys.keys())
         self._used.update(fresh)
-        self._held[plan.request_id] = _Holding(keys, own)
+        self._sites[sites] += 1
+        self._held[plan.request_id] = _Holding(keys, own, sites)
         return None
 
     def release(self, request_id: str) -> None:
@@ -131,6 +142,8 @@ class CapacityLedger:
                 del self._users[key]
                 self._used[key[0]] -= weight
         self._used.subtract(holding.own)
+        self._sites[holding.sites] -= 1
+        self._sites = +self._sites
 
 
 def needs(plan: Plan) -> dict[tuple[str, Hashable], int]:

@@ -1,8 +1,9 @@
 """Points, layers and sites, and the one number that stands for a site inside the engine.
 
-Invariant: two names of the same tensor have the same index. `resid_post` of layer L and `resid_pre`
-of layer L+1 are one site, 2 * (L + 1); `resid_mid` of layer L is 2 * L + 1. A model of N layers
-has the sites 0 ... 2N.
+Invariant: two names of the same tensor have the same index, and indices ascend as a sequential
+block comes to its sites. `resid_post` of layer L and `resid_pre` of layer L+1 are one site,
+4 * (L + 1). 4 * L + 1, 2 and 3 are `attn_out`, `resid_mid` and `mlp_out` of layer L. A model of N
+layers has the sites 0 ... 4N.
 """
 
 from enum import StrEnum
@@ -21,8 +22,22 @@ class Point(StrEnum):
     RESID_POST = "resid_post"
     """The stream that leaves the block."""
 
+    ATTN_OUT = "attn_out"
+    """What attention adds to the stream, as it is added: normed and scaled."""
 
-_OFFSET = {Point.RESID_PRE: 0, Point.RESID_MID: 1, Point.RESID_POST: 2}
+    MLP_OUT = "mlp_out"
+    """What the MLP or mixture adds to the stream, as it is added."""
+
+
+_PER_LAYER = 4
+_OFFSET = {
+    Point.RESID_PRE: 0,
+    Point.ATTN_OUT: 1,
+    Point.RESID_MID: 2,
+    Point.MLP_OUT: 3,
+    Point.RESID_POST: 4,
+}
+_INSIDE = {offset: point for point, offset in _OFFSET.items() if 0 < offset < _PER_LAYER}
 
 
 class Site(NamedTuple):
@@ -34,16 +49,16 @@ class Site(NamedTuple):
     @property
     def index(self) -> int:  # type: ignore[override]  # a site is no sequence to search
         """The site's number, equal for both names of one tensor."""
-        return 2 * self.layer + _OFFSET[self.point]
+        return _PER_LAYER * self.layer + _OFFSET[self.point]
 
     @staticmethod
     def names(index: int, num_layers: int) -> tuple["Site", ...]:
         """Every name of a site in a model of `num_layers`, `resid_post` first where it has one."""
         if not 0 <= index < site_count(num_layers):
             raise ValueError(f"site {index} is not one of the {site_count(num_layers)} sites")
-        layer, is_mid = divmod(index, 2)
-        if is_mid:
-            return (Site(Point.RESID_MID, layer),)
+        layer, offset = divmod(index, _PER_LAYER)
+        if offset in _INSIDE:
+            return (Site(_INSIDE[offset], layer),)
         names = []
         if layer > 0:
             names.append(Site(Point.RESID_POST, layer - 1))
@@ -54,4 +69,4 @@ class Site(NamedTuple):
 
 def site_count(num_layers: int) -> int:
     """How many sites a model of `num_layers` decoder blocks has."""
-    return 2 * num_layers + 1
+    return _PER_LAYER * num_layers + 1

@@ -9,19 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rheostat._proto.v1 import generation_service_pb2, receipt_pb2, steering_pb2
-from rheostat_engine import ModelSites, Plan
+from rheostat_engine import Capture, ModelSites, Plan
 from rheostat_server import checks, directions
 from rheostat_server.baseline import Baseline, compared_logprobs
-from rheostat_server.capture_specs import ResolvedCapture, resolve_captures
+from rheostat_server.capture_specs import ResolvedCapture, Target, resolve_captures
 from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, Resource
 from rheostat_server.global_steering import GlobalSteering
 from rheostat_server.limits import LABELS
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
-from rheostat_server.planning import check_ranges, compile_plan
+from rheostat_server.planning import check_ranges, compile_plan, observe
 from rheostat_server.prompts import Prompts, PromptTokens
 from rheostat_server.sampling import SamplingSettings, resolve_sampling
 from rheostat_server.selection import SelectionContext, needs_text, selector_work
+from rheostat_server.sinks import Sinks
 from rheostat_server.steering import (
     Draft,
     Intervention,
@@ -31,6 +32,7 @@ from rheostat_server.steering import (
     look_up,
     sums_work,
 )
+from rheostat_server.subscriptions import Subscriptions, Wish, merged
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
 
@@ -51,6 +53,10 @@ class Desk:
     """The stored vectors."""
     server_wide: GlobalSteering = field(default_factory=GlobalSteering)
     """The server-wide steering that holds."""
+    subscriptions: Subscriptions | None = None
+    """Those that are open. None: nobody observes what is admitted."""
+    sinks: Sinks | None = None
+    """Where rows can be kept. None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Admitted:
 
     request_id: str
     """Given or made."""
+    labels: Mapping[str, str]
+    """By which it can be found."""
     prompt: PromptTokens
     """The prompt."""
     context: SelectionContext
@@ -69,8 +77,12 @@ class Admitted:
     """The server-wide ones, then the request's, in order."""
     captures: tuple[ResolvedCapture, ...]
     """One per capture, in order."""
+    wishes: tuple[Wish, ...]
+    """What subscriptions want of it."""
     plan: Plan
     """What the engine has to do to every sample, under the request's own id."""
+    unobserved: tuple[Capture, ...]
+    """What of the plan's captures the request asks for itself."""
     vectors: tuple[Vector, ...]
     """Every vector that the plan needs, each once."""
     lora: str
@@ -88,6 +100,13 @@ class Admitted:
     def prompt_len(self) -> int:
         """P."""
         return len(self.prompt.token_ids)
+
+    @property
+    def inline_captures(self) -> dict[int, ResolvedCapture]:
+        """Those whose rows go into the response, by their place in the request."""
+        return {
+            index: one for index, one in enumerate(self.captures) if one.target is Target.INLINE
+        }
 
 
 async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = False) -> Admitted:
@@ -122,26 +141,40 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     own = await resolve_steering(request.steering, desk, context, receipt_pb2.ORIGIN_REQUEST)
     size = sum(spec.ByteSize() for spec in request.captures)
     size += selector_work([spec.where for spec in request.captures], context)
-    captures = await offload(size, resolve_captures, request.captures, desk.sites, context)
+    captures = await offload(
+        size, resolve_captures, request.captures, desk.sites, context, desk.sinks
+    )
+    request_id = request_id or uuid.uuid4().hex
+    wishes = merged(
+        [*_directed(captures, desk), *await _observers(request, request_id, desk, context)]
+    )
     server_wide = await resolve_global(desk, context)
     interventions = (*server_wide, *own)
     kind = FloatType(desk.sites.dtype)
     await offload(sums_work(interventions), check_sums, interventions, kind)
-    request_id = request_id or uuid.uuid4().hex
     compiled = await compile_plan(request_id, interventions, captures)
+    wanted = observe(compiled.plan, captures, wishes)
     baseline = None
     if request.with_baseline:
         without = await compile_plan(request_id, server_wide, captures)
         compared = compared_logprobs(sampling, desk.info.logprobs)
-        baseline = Baseline(without.plan, compared, desk.info.model_tokens)
+        plan = replace(without.plan, captures=wanted)
+        baseline = Baseline(plan, compared, desk.info.model_tokens)
     return Admitted(
         request_id=request_id,
+        labels=dict(request.labels),
         prompt=prompt,
         context=context,
         sampling=sampling,
         interventions=interventions,
         captures=captures,
-        plan=replace(compiled.plan, private_from=context.prompt_len if changeable else None),
+        wishes=wishes,
+        plan=replace(
+            compiled.plan,
+            captures=wanted,
+            private_from=context.prompt_len if changeable else None,
+        ),
+        unobserved=compiled.plan.captures,
         lora=request.lora,
         vectors=compiled.vectors,
         server_wide=desk.server_wide,
@@ -180,6 +213,39 @@ async def resolve_global(desk: Desk, context: SelectionContext) -> tuple[Interve
     size = steering.ByteSize()
     size += selector_work([one.where for one in steering.interventions], context)
     return await offload(size, desk.server_wide.resolve, context)
+
+
+def _directed(captures: Sequence[ResolvedCapture], desk: Desk) -> list[Wish]:
+    """What a request sends to subscriptions, each of which must be open.
+
+    Rows go out under numbers after those of the subscription's own specs.
+    """
+    by_name: dict[str, dict[int, ResolvedCapture]] = {}
+    for index, capture in enumerate(captures):
+        if capture.target is Target.SUBSCRIPTION:
+            by_name.setdefault(capture.subscription, {})[index] = capture
+    wishes = []
+    for name, wanted in by_name.items():
+        path = f"captures[{min(wanted)}].subscription"
+        if desk.subscriptions is None:
+            raise NotSupported("nobody can subscribe to this request", field=path)
+        found = desk.subscriptions.named(name, path)
+        after = len(found.specs)
+        sent = {after + i: one for i, one in wanted.items()}
+        wishes.append(Wish(found, sent, frozenset(sent)))
+    return wishes
+
+
+async def _observers(
+    request: GenerateRequest, request_id: str, desk: Desk, context: SelectionContext
+) -> list[Wish]:
+    """What subscriptions want of a request that does not know of them."""
+    if desk.subscriptions is None or not len(desk.subscriptions):
+        return []
+    specs = desk.subscriptions.selecting(request_id, request.labels)
+    size = sum(spec.ByteSize() for one in specs for spec in one.specs)
+    size += selector_work([spec.where for one in specs for spec in one.specs], context)
+    return await offload(size, desk.subscriptions.wishes, specs, context)
 
 
 def _looks_for_text(request: GenerateRequest) -> bool:

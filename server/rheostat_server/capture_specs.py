@@ -1,13 +1,15 @@
 """CaptureSpecs resolved: which rows, under which names, in which dtype."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import chain
 
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat_engine import Capture, ModelSites, Site, Spans
 from rheostat_server import checks
 from rheostat_server.checks import join
+from rheostat_server.encodings import AS_THEY_ARE, Form
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
 from rheostat_server.selection import (
@@ -16,9 +18,19 @@ from rheostat_server.selection import (
     SelectionContext,
     resolve_selector,
 )
+from rheostat_server.sinks import Sinks, encoding_of, group_targets
+from rheostat_server.sinks import Target as SinkTarget
 from rheostat_server.sites import resolve_sites
 from rheostat_server.spans import clipped, length, united
 from rheostat_server.tensors import FloatType, float_type
+
+
+class Target(Enum):
+    """Where a capture's rows go."""
+
+    INLINE = "inline"
+    SUBSCRIPTION = "subscription"
+    SINK = "sink"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +42,17 @@ class ResolvedCapture:
     selection: Selection
     """Which tokens. The engine copies every row within its reach; see `CaptureStream`."""
     kind: FloatType
-    """Element type of the delivered rows."""
+    """Element type of the delivered rows, once decoded."""
+    form: Form = AS_THEY_ARE
+    """How they travel."""
+    target: Target = Target.INLINE
+    """Where they go."""
+    subscription: str = ""
+    """The subscription that they go to."""
+    sink: SinkTarget | None = None
+    """The sink that they go to."""
+    overload: capture_pb2.Overload.ValueType = capture_pb2.OVERLOAD_FAIL
+    """What happens when they come faster than they are taken; a subscription has its own."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -40,22 +62,57 @@ class ResolvedCapture:
     def payload_bytes(self, *, row_end: int, width: int) -> int:
         """Bytes of payload if every position below `row_end` that is known is computed."""
         positions = length(clipped(self.selection.known, 0, row_end))
-        return positions * len(self.sites) * width * self.kind.itemsize
+        return positions * len(self.sites) * self.form.row_bytes(width, self.kind)
 
 
 def resolve_captures(
-    specs: Sequence[capture_pb2.CaptureSpec], model: ModelSites, context: SelectionContext
+    specs: Sequence[capture_pb2.CaptureSpec],
+    model: ModelSites,
+    context: SelectionContext,
+    sinks: Sinks | None = None,
 ) -> tuple[ResolvedCapture, ...]:
     """The captures of a request.
+
+    Args:
+        specs: as they came.
+        model: its sites.
+        context: what selectors are resolved against.
+        sinks: those that there are.
 
     Raises:
         InvalidArgument: something is malformed.
         FailedPrecondition: something is not served.
     """
     checks.at_most(len(specs), CAPTURES, "captures", "captures")
-    return tuple(
-        _resolve(spec, model, context, f"captures[{index}]") for index, spec in enumerate(specs)
+    found = tuple(
+        _aimed(resolve_capture(spec, model, context, path, _target(spec, path)), spec, sinks, path)
+        for spec, path in ((spec, f"captures[{index}]") for index, spec in enumerate(specs))
     )
+    sink_groups(found)
+    return found
+
+
+def sink_groups(
+    captures: Sequence[ResolvedCapture],
+) -> list[tuple[SinkTarget, dict[int, ResolvedCapture]]]:
+    """The captures of a request that go to sinks, by index, in the groups that they keep together.
+
+    Raises:
+        InvalidValue: one group is to be kept in two ways.
+    """
+    aimed = [(index, one.sink) for index, one in enumerate(captures) if one.sink is not None]
+    groups = []
+    for target, indices in group_targets(aimed):
+        members = {index: captures[index] for index in indices}
+        for index, one in members.items():
+            if one.overload != captures[indices[0]].overload:
+                raise InvalidValue(
+                    f"captures {indices[0]} and {index} go to one sink under one tag with "
+                    "different overload policies: give them different tags",
+                    field=f"captures[{index}].overload",
+                )
+        groups.append((target, members))
+    return groups
 
 
 def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
@@ -81,13 +138,22 @@ def _reach(captures: Sequence[ResolvedCapture]) -> Spans:
     return united(chain(first, *others)) if others else first
 
 
-def _resolve(
-    spec: capture_pb2.CaptureSpec, model: ModelSites, context: SelectionContext, path: str
+def resolve_capture(
+    spec: capture_pb2.CaptureSpec,
+    model: ModelSites,
+    context: SelectionContext,
+    path: str,
+    target: Target,
 ) -> ResolvedCapture:
+    """A capture, apart from where it says that its rows go.
+
+    Raises:
+        InvalidArgument: something is malformed.
+        FailedPrecondition: something is not served.
+    """
     if not spec.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))
-    _check_target(spec, path)
-    _check_encoding(spec, path)
+    form = _form(spec, model.width, path)
     _check_enum_options(spec, path)
     sites = resolve_sites(spec.sites, model, join(path, "sites")).sites
     selection = EVERYTHING
@@ -96,31 +162,65 @@ def _resolve(
     kind = FloatType(model.dtype)
     if spec.HasField("dtype"):
         kind = float_type(spec.dtype, join(path, "dtype"))
-    return ResolvedCapture(sites, selection, kind)
+    overload = spec.overload if spec.HasField("overload") else capture_pb2.OVERLOAD_FAIL
+    return ResolvedCapture(sites, selection, kind, form, target, overload=overload)
 
 
-def _check_target(spec: capture_pb2.CaptureSpec, path: str) -> None:
+def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
     target = checks.required(spec.WhichOneof("to"), path, "inline, subscription, sink and run")
-    if target != "inline":
+    if target not in {one.value for one in Target}:
         raise NotSupported(
-            f"captures into a {target} are not served yet; inline ones are",
+            f"captures into a {target} are not served yet; inline ones and those into a "
+            "subscription or a sink are",
             field=join(path, target),
         )
+    if target == "subscription" and spec.HasField("overload"):
+        raise InvalidValue("the subscription's own policy holds", field=join(path, "overload"))
+    return Target(target)
 
 
-def _check_encoding(spec: capture_pb2.CaptureSpec, path: str) -> None:
-    if spec.HasField("encoding"):
-        field = join(path, "encoding")
-        checks.known_enum(spec.encoding, tensor_pb2.Encoding.values(), field)
-        if spec.encoding != tensor_pb2.ENCODING_RAW:
-            raise NotSupported("only ENCODING_RAW is served yet", field=field)
-    for name in ("kept", "seed"):
-        if spec.HasField(name):
-            raise InvalidValue("has no meaning for ENCODING_RAW", field=join(path, name))
+def _aimed(
+    capture: ResolvedCapture, spec: capture_pb2.CaptureSpec, sinks: Sinks | None, path: str
+) -> ResolvedCapture:
+    """A capture with where it goes, which is there."""
+    if capture.target is Target.SUBSCRIPTION:
+        return replace(capture, subscription=spec.subscription)
+    if capture.target is Target.INLINE:
+        if capture.overload != capture_pb2.OVERLOAD_FAIL:
+            raise NotSupported(
+                "inline rows are served with OVERLOAD_FAIL alone; send them to a subscription",
+                field=join(path, "overload"),
+            )
+        return capture
+    if sinks is None:
+        raise NotSupported("sinks are not served here", field=join(path, "sink"))
+    encoding_of(capture.form.encoding, join(path, "encoding"))
+    return replace(capture, sink=sinks.check(spec.sink, join(path, "sink")))
+
+
+_LOSSY = (tensor_pb2.ENCODING_RP8, tensor_pb2.ENCODING_TOPK8)
+"""Encodings that keep K numbers of each row."""
+
+
+def _form(spec: capture_pb2.CaptureSpec, width: int, path: str) -> Form:
     if spec.HasField("projection"):
         raise NotSupported(
             "projections are not served yet; capture whole rows", field=join(path, "projection")
         )
+    encoding = spec.encoding if spec.HasField("encoding") else tensor_pb2.ENCODING_RAW
+    checks.known_enum(encoding, tensor_pb2.Encoding.values(), join(path, "encoding"))
+    name = tensor_pb2.Encoding.Name(encoding)
+    if spec.HasField("seed") and encoding != tensor_pb2.ENCODING_RP8:
+        raise InvalidValue(f"has no meaning for {name}", field=join(path, "seed"))
+    if encoding not in _LOSSY:
+        if spec.HasField("kept"):
+            raise InvalidValue(f"has no meaning for {name}", field=join(path, "kept"))
+        return Form(encoding)
+    if not spec.HasField("kept"):
+        raise MissingField(f"{name} wants to know how many", field=join(path, "kept"))
+    if not 1 <= spec.kept <= width:
+        raise InvalidValue(f"must be 1 to {width}", field=join(path, "kept"))
+    return Form(encoding, spec.kept, spec.seed)
 
 
 def _check_enum_options(spec: capture_pb2.CaptureSpec, path: str) -> None:
@@ -129,5 +229,5 @@ def _check_enum_options(spec: capture_pb2.CaptureSpec, path: str) -> None:
     if spec.HasField("overload"):
         field = join(path, "overload")
         checks.known_enum(spec.overload, capture_pb2.Overload.values(), field)
-        if spec.overload != capture_pb2.OVERLOAD_FAIL:
-            raise NotSupported("only OVERLOAD_FAIL is served yet", field=field)
+        if spec.overload == capture_pb2.OVERLOAD_SPILL:
+            raise NotSupported("OVERLOAD_SPILL is not served yet", field=field)

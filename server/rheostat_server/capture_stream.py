@@ -1,12 +1,12 @@
-"""Rows of one sample on their way to the client: joined over sites, labelled, cut into chunks.
+"""Rows of one sample on their way to a reader: joined over sites, labelled, cut into chunks.
 
 Invariants: per capture and site each position comes once, ascending; a row leaves only when the
 token after it is known, since the last sampled token has no row; all sites of a chunk have the same
-positions. A position that one site has and another skipped is lost. Which generated tokens are
+positions. A position that one site has and another lost is lost. Which generated tokens are
 selected by id is known here: the engine copies rows by position alone, and rows of others end here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -16,10 +16,11 @@ import numpy.typing as npt
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import Rows, Site, Spans
 from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.encodings import Form
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import edges, runs, subtracted, united
-from rheostat_server.tensors import FloatType, RawArray, encode_rows, stack_rows
+from rheostat_server.tensors import FloatType, RawArray, stack_rows
 
 Positions = npt.NDArray[np.int32]
 
@@ -28,7 +29,7 @@ class Block(NamedTuple):
     """Rows of one capture, ready to be sent."""
 
     spec: int
-    """Index of the capture."""
+    """Number of the capture."""
     sites: tuple[Site, ...]
     """Names of the sites."""
     positions: Positions
@@ -39,35 +40,106 @@ class Block(NamedTuple):
     """Element type of the rows."""
     wanted: FloatType
     """Element type to send."""
+    form: Form
+    """How they are to travel."""
 
     @property
     def size(self) -> int:
         """Bytes of the rows."""
         return sum(part.nbytes for part in self.rows)
 
+    @property
+    def work(self) -> int:
+        """Bytes that encoding them goes over; see `offload`."""
+        return self.size + self.form.work(self.rows[0].shape[1])
+
+
+class Meter:
+    """What waits, of everything that counts in it."""
+
+    def __init__(self) -> None:
+        """Nothing waits."""
+        self.bytes = 0
+        self.rows = 0
+
+
+class Piece:
+    """Rows of one site that wait, until they are taken or given up."""
+
+    __slots__ = ("data", "meter", "positions")
+
+    def __init__(self, positions: Positions, data: RawArray, meter: Meter) -> None:
+        """Rows [n, width] at positions [n], which count in a meter."""
+        self.positions = positions
+        self.data = data
+        self.meter = meter
+        meter.bytes += data.nbytes
+        meter.rows += len(data)
+
+    def __len__(self) -> int:
+        """Rows that still wait."""
+        return len(self.positions)
+
+    def take(self, frontier: int) -> tuple[Positions, RawArray]:
+        """The rows below a position, which wait no more."""
+        cut = int(np.searchsorted(self.positions, frontier))
+        taken = self.positions[:cut], self.data[:cut]
+        self.positions, self.data = self.positions[cut:], self.data[cut:]
+        self.meter.bytes -= taken[1].nbytes
+        self.meter.rows -= cut
+        return taken
+
+    def give_up(self) -> None:
+        """Loses what still waits."""
+        self.meter.bytes -= self.data.nbytes
+        self.meter.rows -= len(self.data)
+        self.positions, self.data = self.positions[:0], self.data[:0]
+
 
 class CaptureStream:
     """Joins the rows of one sample's captures."""
 
     def __init__(
-        self, captures: Sequence[ResolvedCapture], held: FloatType, prompt_len: int
+        self,
+        captures: Mapping[int, ResolvedCapture],
+        held: FloatType,
+        prompt_len: int,
+        meter: Meter | None = None,
     ) -> None:
-        """Captures of a request of `prompt_len` prompt tokens, whose rows come as `held`."""
-        self._specs = [
-            _SpecRows(index, capture, held, prompt_len) for index, capture in enumerate(captures)
-        ]
+        """Captures of a request, by number.
 
-    def feed(self, rows: Rows) -> None:
-        """Takes rows of one site."""
-        for spec in self._specs:
-            spec.feed(rows)
+        Args:
+            captures: what is wanted.
+            held: element type in which rows come.
+            prompt_len: P.
+            meter: counts what waits.
+        """
+        meter = meter or Meter()
+        self._specs = {
+            number: _SpecRows(number, capture, held, prompt_len, meter)
+            for number, capture in captures.items()
+        }
 
-    def ready(self, generated: Sequence[int], end: int) -> list[Block]:
+    def feed(self, rows: Rows) -> list[Piece]:
+        """Takes rows of one site; what of them waits."""
+        pieces = (spec.feed(rows) for spec in self._specs.values())
+        return [piece for piece in pieces if piece is not None]
+
+    def discard(self) -> None:
+        """Loses what waits."""
+        for spec in self._specs.values():
+            spec.discard()
+
+    def ready(self, generated: Sequence[int], end: int, *, last: bool = False) -> Iterator[Block]:
         """The rows below position `end` that all sites of their capture have, about 1 MiB each.
 
-        `generated` are the sample's tokens, at least those below `end`.
+        Args:
+            generated: the sample's tokens, at least those below `end`.
+            end: one past the last position whose row is known to be one.
+            last: whether nothing more comes, so that nobody waits for what a site lost.
         """
-        return [block for spec in self._specs for block in spec.ready(generated, end)]
+        for spec in self._specs.values():
+            yield from spec.ready(generated, end, last=last)
 
     def delivered(self, spec: int) -> Spans:
         """Positions of a capture that `ready` has given out."""
@@ -77,27 +149,58 @@ class CaptureStream:
         """Of `selected` positions of a capture, those that `ready` has not given out."""
         return subtracted(selected, self.delivered(spec))
 
+    def lost(self, spec: int, selected: Spans) -> Spans:
+        """Of `selected` positions, those that were neither given out nor wait at all sites."""
+        one = self._specs[spec]
+        return subtracted(selected, united((*one.delivered, *one.waiting)))
+
+    def frontier(self, spec: int) -> int:
+        """One past the last position that all sites of a capture have been fed."""
+        return self._specs[spec].frontier
+
 
 class _SpecRows:
     """Rows of one capture."""
 
     def __init__(
-        self, index: int, capture: ResolvedCapture, held: FloatType, prompt_len: int
+        self,
+        number: int,
+        capture: ResolvedCapture,
+        held: FloatType,
+        prompt_len: int,
+        meter: Meter,
     ) -> None:
         self.delivered: Spans = ()
-        self._index = index
+        self._meter = meter
+        self._number = number
         self._capture = capture
         self._held = held
         self._prompt_len = prompt_len
         self._starts, self._ends = capture.selection.edges
-        self._waiting: dict[int, list[tuple[Positions, RawArray]]] = {
-            site: [] for site in capture.indices
-        }
+        self._waiting: dict[int, list[Piece]] = {site: [] for site in capture.indices}
         self._next = dict.fromkeys(capture.indices, 0)
 
-    def feed(self, rows: Rows) -> None:
+    def discard(self) -> None:
+        for pieces in self._waiting.values():
+            for piece in pieces:
+                piece.give_up()
+            pieces.clear()
+
+    @property
+    def frontier(self) -> int:
+        return min(self._next.values())
+
+    @property
+    def waiting(self) -> Spans:
+        held = [
+            np.concatenate([piece.positions for piece in pieces] or [np.empty(0, np.int32)])
+            for pieces in self._waiting.values()
+        ]
+        return runs(_common(held))
+
+    def feed(self, rows: Rows) -> Piece | None:
         if rows.site not in self._waiting or not len(self._starts):
-            return
+            return None
         span = np.searchsorted(self._starts, rows.positions, side="right") - 1
         chosen = (
             (span >= 0)
@@ -105,40 +208,71 @@ class _SpecRows:
             & (rows.positions >= self._next[rows.site])
         )
         if not chosen.any():
-            return
+            return None
         positions = rows.positions[chosen]
-        data = rows.data if chosen.all() else rows.data[chosen]
-        self._waiting[rows.site].append((positions, data))
+        piece = Piece(positions, rows.data if chosen.all() else rows.data[chosen], self._meter)
+        self._waiting[rows.site].append(piece)
         self._next[rows.site] = int(positions[-1]) + 1
+        return piece
 
-    def ready(self, generated: Sequence[int], end: int) -> Iterator[Block]:
-        frontier = min(end, *self._next.values())
-        taken = {site: self._take(site, frontier) for site in self._waiting}
-        positions = _common([held for held, _ in taken.values()])
-        if self._capture.selection.conditions and len(positions):
-            first, past = int(positions[0]), int(positions[-1]) + 1
-            held = self._capture.selection.held(self._prompt_len, generated, first, past)
-            positions = positions[_within(positions, held)]
-        if not len(positions):
-            return
-        rows = {
-            site: data if len(held) == len(positions) else data[np.isin(held, positions)]
-            for site, (held, data) in taken.items()
-        }
-        self.delivered = united((*self.delivered, *runs(positions)))
-        yield from self._cut(positions, rows)
+    def ready(self, generated: Sequence[int], end: int, *, last: bool) -> Iterator[Block]:
+        frontier = end if last else min(end, self.frontier)
+        while (site := self._any_waiting()) is not None:
+            per_site = self._capture.kind.itemsize * self._waiting[site][0].data.shape[1]
+            site_count = max(1, min(len(self._capture.sites), CHUNK_BYTES // per_site))
+            cut = self._cut(frontier, max(1, CHUNK_BYTES // (per_site * site_count)))
+            taken = {site: self._take(site, cut) for site in self._waiting}
+            if not any(len(held) for held, _ in taken.values()):
+                return
+            positions = self._selected(_common([held for held, _ in taken.values()]), generated)
+            if not len(positions):
+                continue
+            rows = {
+                site: data if len(held) == len(positions) else data[np.isin(held, positions)]
+                for site, (held, data) in taken.items()
+            }
+            self.delivered = united((*self.delivered, *runs(positions)))
+            for lowest in range(0, len(self._capture.sites), site_count):
+                sites = self._capture.sites[lowest : lowest + site_count]
+                yield Block(
+                    self._number,
+                    sites,
+                    positions,
+                    tuple(rows[site.index] for site in sites),
+                    self._held,
+                    self._capture.kind,
+                    self._capture.form,
+                )
+
+    def _any_waiting(self) -> int | None:
+        """A site at which rows wait, if there is one."""
+        return next((site for site, pieces in self._waiting.items() if pieces), None)
+
+    def _cut(self, frontier: int, most: int) -> int:
+        """One past the last position to take now: each site has at most so many rows below it."""
+        for pieces in self._waiting.values():
+            room = most
+            for piece in pieces:
+                count = int(np.searchsorted(piece.positions, frontier))
+                if count >= room:
+                    frontier = int(piece.positions[room - 1]) + 1
+                    break
+                room -= count
+        return frontier
+
+    def _selected(self, positions: Positions, generated: Sequence[int]) -> Positions:
+        """Those of some positions whose token is selected."""
+        if not self._capture.selection.conditions or not len(positions):
+            return positions
+        first, past = int(positions[0]), int(positions[-1]) + 1
+        held = self._capture.selection.held(self._prompt_len, generated, first, past)
+        return positions[_within(positions, held)]
 
     def _take(self, site: int, frontier: int) -> tuple[Positions, RawArray]:
         """The site's rows below the frontier, which leave the buffer."""
-        waiting = self._waiting[site]
-        taken, kept = [], []
-        for positions, data in waiting:
-            cut = int(np.searchsorted(positions, frontier))
-            if cut:
-                taken.append((positions[:cut], data[:cut]))
-            if cut < len(positions):
-                kept.append((positions[cut:], data[cut:]))
-        self._waiting[site] = kept
+        taken = [piece.take(frontier) for piece in self._waiting[site]]
+        self._waiting[site] = [piece for piece in self._waiting[site] if len(piece)]
+        taken = [one for one in taken if len(one[0])]
         if not taken:
             return np.empty(0, dtype=np.int32), np.empty((0, 0), dtype=np.float32)
         if len(taken) == 1:
@@ -147,25 +281,6 @@ class _SpecRows:
             np.concatenate([positions for positions, _ in taken]),
             np.concatenate([data for _, data in taken]),
         )
-
-    def _cut(self, positions: Positions, rows: dict[int, RawArray]) -> Iterator[Block]:
-        wanted = self._capture.kind
-        width = next(iter(rows.values())).shape[1]
-        per_site = width * wanted.itemsize
-        site_count = max(1, min(len(self._capture.sites), CHUNK_BYTES // per_site))
-        length = max(1, CHUNK_BYTES // (per_site * site_count))
-        for first in range(0, len(positions), length):
-            part = slice(first, first + length)
-            for lowest in range(0, len(self._capture.sites), site_count):
-                sites = self._capture.sites[lowest : lowest + site_count]
-                yield Block(
-                    self._index,
-                    sites,
-                    positions[part],
-                    tuple(rows[site.index][part] for site in sites),
-                    self._held,
-                    wanted,
-                )
 
 
 def _within(positions: Positions, spans: Spans) -> npt.NDArray[np.bool_]:
@@ -206,5 +321,5 @@ def to_captured(
         sites=[to_wire(site) for site in block.sites],
         positions=wire_runs(runs(block.positions)),
         token_ids=token_ids,
-        tensor=encode_rows(stack_rows(block.rows), held=block.held, wanted=block.wanted),
+        tensor=block.form.encode(stack_rows(block.rows), held=block.held, wanted=block.wanted),
     )

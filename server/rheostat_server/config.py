@@ -75,6 +75,19 @@ class ServerConfig:
     inline_capture_bytes: int = 512 * _MIB
     """Captured bytes of one request that may wait for a slow reader; beyond, it fails."""
 
+    sinks: tuple[str, ...] = ()
+    """Sinks for captured rows, each as "name=plugin:key=value,key=value"."""
+
+    subscriptions_bytes: int = 1024 * _MIB
+    """Memory of the server for captured rows on their way to subscribers, all together; what a
+    subscriber has not acknowledged counts."""
+
+    resume_window: float = 60.0
+    """Seconds that a subscription waits for a reader whose connection broke."""
+
+    heartbeat: float = 5.0
+    """Seconds after which a subscription that has nothing to say gives a sign of life."""
+
     capacity_wait: float = 30.0
     """Seconds that a request waits for what others hold before it is refused: bank rows,
     directions, slots, steps, token rules, ruled pieces, captured rows per step."""

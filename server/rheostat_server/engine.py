@@ -8,9 +8,9 @@ ends and none enters.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rheostat_engine import CapacityLedger, Event, Installed
@@ -24,14 +24,17 @@ from rheostat_server.errors import (
     QueueFull,
     Resource,
 )
-from rheostat_server.flight import Flight, Life, Role
+from rheostat_server.flight import Flight, Life
 from rheostat_server.global_steering import ServerWide
 from rheostat_server.host import Backend
 from rheostat_server.keeper import VectorKeeper
 from rheostat_server.limits import WAITING_REQUESTS
-from rheostat_server.line import RETRY, Line, Room
+from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
+from rheostat_server.opening import open_outlets
 from rheostat_server.prompts import Prompts
+from rheostat_server.sinks import Sinks
+from rheostat_server.subscriptions import Subscriptions
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
@@ -66,8 +69,11 @@ class Drained(NamedTuple):
 class EngineHost:
     """A running engine and the requests in it. Lives on the event loop."""
 
-    def __init__(self, backend: Backend, prompts: Prompts, config: ServerConfig) -> None:
+    def __init__(
+        self, backend: Backend, prompts: Prompts, config: ServerConfig, sinks: Sinks | None = None
+    ) -> None:
         """A host that serves nothing yet; see `start`."""
+        self.sinks = sinks or Sinks([])
         self.backend = backend
         self.info = backend.info
         self.sites = backend.sites
@@ -86,10 +92,17 @@ class EngineHost:
         self.server_wide = ServerWide(
             self.info, self.sites, self.loader, self.line.refuse_what_never_fits
         )
+        self.subscriptions = Subscriptions(
+            self.info,
+            self.sites,
+            buffer_bytes=config.subscriptions_bytes,
+            resume_window=config.resume_window,
+            heartbeat=config.heartbeat,
+        )
         self.epoch = 0
         """Part of every plan that starts; raised when the prefix cache may hold what it should
         not."""
-        self._config = config
+        self.config = config
         self._flights: dict[str, Flight] = {}
         self._routes: dict[str, tuple[Flight, Life]] = {}
         self._changed = asyncio.Condition()
@@ -99,7 +112,15 @@ class EngineHost:
     @property
     def desk(self) -> Desk:
         """What requests are checked against."""
-        return Desk(self.info, self.sites, self.prompts, self.store, self.server_wide.current)
+        return Desk(
+            self.info,
+            self.sites,
+            self.prompts,
+            self.store,
+            self.server_wide.current,
+            self.subscriptions,
+            self.sinks,
+        )
 
     @property
     def ledger(self) -> CapacityLedger:
@@ -110,6 +131,11 @@ class EngineHost:
     def open_requests(self) -> int:
         """Requests that hold something."""
         return len(self._flights)
+
+    @property
+    def running(self) -> dict[str, Mapping[str, str]]:
+        """The labels of the requests that hold something, by id."""
+        return {name: flight.admitted.labels for name, flight in self._flights.items()}
 
     def start(self, on_lost: Callable[[], None]) -> None:
         """Takes events from the backend; `on_lost` is told once if the engine dies."""
@@ -126,12 +152,14 @@ class EngineHost:
             QueueFull, BankFull, CaptureOverflow, StoreFull: there is no room.
         """
         self._check_open(admitted)
-        flight = Flight(admitted, inline_bytes=self._config.inline_capture_bytes)
+        flight = Flight(admitted, inline_bytes=self.config.inline_capture_bytes)
         self._flights[admitted.request_id] = flight
         try:
             await self.hold(flight, admitted.vectors)
             self._check_serving()
             await self._reserve(flight)
+            self._check_serving()
+            await open_outlets(flight, self)
             self._check_serving()
             self.counts.admitted += 1
             flight.start(self.backend, flight.lives, epoch=self.epoch)
@@ -155,7 +183,7 @@ class EngineHost:
         Raises:
             BankFull, CaptureOverflow: it could never run.
         """
-        rooms = _rooms(Flight(admitted, inline_bytes=0))
+        rooms = Flight(admitted, inline_bytes=0).rooms
         self.line.refuse_what_never_fits(rooms, admitted.prompt_len)
         return self.ledger.lacks(admitted.plan)["bank_rows"]
 
@@ -188,6 +216,12 @@ class EngineHost:
         """Lets nothing in and waits for what runs; after `timeout` seconds aborts the rest."""
         self.draining = True
         self.line.close(Draining(_ENDING))
+        try:
+            return await self._drained(timeout)
+        finally:
+            self.subscriptions.end()
+
+    async def _drained(self, timeout: float | None) -> Drained:
         running = len(self._flights)
         _LOG.info("draining, %d requests in flight", running)
         try:
@@ -227,7 +261,12 @@ class EngineHost:
 
     async def _reserve(self, flight: Flight) -> None:
         """Reserves what a flight needs of the engine, in turn."""
-        rooms = _rooms(flight)
+        rooms = flight.rooms
+        if any(wish.observed for wish in flight.admitted.wishes) and not self.line.fits_now(
+            rooms, flight.admitted.prompt_len
+        ):
+            flight.unobserve()
+            rooms = flight.rooms
         if rooms:
             await self.line.enter(
                 rooms,
@@ -275,6 +314,7 @@ class EngineHost:
         self.lost = reason
         self.line.close(EngineLost(reason))
         _LOG.error("the engine is lost: %s", reason)
+        self.subscriptions.lose(EngineLost(reason))
         for flight in self._flights.values():
             flight.fail(EngineLost(reason))
             for life in flight.lives:
@@ -288,6 +328,8 @@ class EngineHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         held = [life for life in flight.lives if life.plan_id in self._routes]
         await asyncio.gather(*(self._until_released(life) for life in held))
+        flight.close_outlets()
+        await flight.outlets.settle()
         self._give_back(flight)
 
     async def _until_released(self, life: Life) -> None:
@@ -307,6 +349,7 @@ class EngineHost:
             _LOG.error("the engine never released %s", life.plan_id)
 
     def _give_back(self, flight: Flight) -> None:
+        flight.close_outlets()
         for life in flight.lives:
             self._routes.pop(life.plan_id, None)
         for digest in flight.pinned:
@@ -337,16 +380,6 @@ class EngineHost:
         task = asyncio.create_task(self._notify())
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
-
-
-def _rooms(flight: Flight) -> list[Room]:
-    """What all that a flight runs needs: its samples, their baselines, and what compares them."""
-    samples = len(flight.own)
-    plans = {life.role: life.job.plan for life in reversed(flight.lives)}
-    if Role.BASELINE in plans:
-        scoring = flight.plan_id(0, Role.SCORE)
-        plans[Role.SCORE] = replace(plans[Role.BASELINE], request_id=scoring, captures=())
-    return [Room(plan, samples) for plan in plans.values() if plan.acts or plan.captures]
 
 
 async def _released_within(life: Life, seconds: float) -> bool:

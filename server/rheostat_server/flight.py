@@ -14,19 +14,29 @@ from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
-from rheostat._proto.v1 import monitor_pb2
+from rheostat._proto.v1 import monitor_pb2, types_pb2
 from rheostat_engine import Event, Installed, Plan, Released, Rows
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
+from rheostat_server.line import Room
+from rheostat_server.outlets import Outlets
 from rheostat_server.steering import Intervention
+from rheostat_server.taps import Track
 
 _LOG = logging.getLogger(__name__)
 
 
 _NUMBERS = itertools.count()
 """Tells flights apart whose requests have the same id, one after the other."""
+
+FINISH_REASONS = {
+    Ending.STOP: types_pb2.FINISH_REASON_STOP,
+    Ending.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    Ending.ABORTED: types_pb2.FINISH_REASON_ABORTED,
+}
+"""How the wire says why a sample ended."""
 
 Notice = monitor_pb2.UpdateApplied | monitor_pb2.UpdateRefused
 """What became of an update."""
@@ -71,6 +81,8 @@ class Life:
         self.amendments: list[Amendment] = []
         self.task: asyncio.Task[None] | None = None
         self.ended = False
+        self.ending: Ending | None = None
+        """How it ended, once it has."""
         self.heard = False
         self.installed = False
         self.known = asyncio.Event()
@@ -83,6 +95,11 @@ class Life:
     def plan_id(self) -> str:
         """Under which the engine knows it."""
         return self.job.plan.request_id
+
+    @property
+    def track(self) -> Track:
+        """Whose tokens it generates."""
+        return Track(self.sample, self.role is Role.BASELINE)
 
 
 class Item(NamedTuple):
@@ -107,13 +124,18 @@ class Flight:
         self.completed = False
         self.failed = False
         self.aborted = False
+        self.unobserved = False
+        """Whether observers get nothing of it: the engine had no room."""
         self.unanswered = 0
         """Updates whose answer `next` has not given out."""
         self.pinned: list[bytes] = []
         """Vectors that the store keeps for it."""
         self.reserved: list[str] = []
         """Under which the ledger holds something for it."""
+        self.outlets = Outlets()
+        """Where captured rows go beside the response."""
         self._number = next(_NUMBERS)
+        self._inline = bool(admitted.inline_captures)
         self.lives = [
             *self._samples(Role.OWN, admitted.plan),
             *(self._samples(Role.BASELINE, admitted.baseline.plan) if admitted.baseline else ()),
@@ -137,7 +159,7 @@ class Flight:
     @property
     def settled(self) -> bool:
         """Whether the engine holds nothing of it any more."""
-        return all(
+        return not self.outlets.writing and all(
             life.task is None or (life.task.done() and life.released.is_set())
             for life in self.lives
         )
@@ -146,6 +168,16 @@ class Flight:
     def touches_kv(self) -> bool:
         """Whether something of it runs whose KV interventions change."""
         return any(life.task is not None and life.job.plan.touches_kv for life in self.lives)
+
+    @property
+    def rooms(self) -> list[Room]:
+        """What all that it runs needs: its samples, their baselines, and what compares them."""
+        samples = len(self.own)
+        plans = {life.role: life.job.plan for life in reversed(self.lives)}
+        if Role.BASELINE in plans:
+            scoring = self.plan_id(0, Role.SCORE)
+            plans[Role.SCORE] = replace(plans[Role.BASELINE], request_id=scoring, captures=())
+        return [Room(plan, samples) for plan in plans.values() if plan.acts or plan.captures]
 
     def never_scheduled(self, life: Life) -> bool:
         """Whether a sample was aborted before the engine said anything of it."""
@@ -190,12 +222,29 @@ class Flight:
                 self.fail(Defect("the engine could not take up the request's plan"))
         elif isinstance(event, Released):
             life.released.set()
-        elif not self._closed:
+            if life.role is not Role.SCORE:
+                self.outlets.release(life.track, event)
+            self._close_outlets()
+        else:
+            self.outlets.feed(life.track, event)
+            if self._closed or not self._inline:
+                return
             self._waiting_bytes += event.data.nbytes
             self._waiting_rows += len(event.data)
             if self._waiting_bytes > self._inline_bytes:
                 self._overflow()
         self._put(Item(life, event))
+
+    def unobserve(self) -> None:
+        """Leaves out what nobody but observers wants to be captured."""
+        self.unobserved = True
+        for life in self.lives:
+            plan = replace(life.job.plan, captures=self.admitted.unobserved)
+            life.job = replace(life.job, plan=plan)
+
+    def close_outlets(self) -> None:
+        """Nothing more comes; every outlet hears how the samples ended."""
+        self.outlets.close([_reason(life, failed=self.failed) for life in self.own])
 
     def answer(self, notice: Notice) -> None:
         """Says what became of an update."""
@@ -203,6 +252,7 @@ class Flight:
 
     def fail(self, error: RheostatError) -> None:
         """Ends the request with an error; the first one counts."""
+        self.failed = True
         self._put(error)
         self.close()
 
@@ -212,6 +262,7 @@ class Flight:
         for life in self.lives:
             if not life.ended:
                 life.ended = True
+                life.ending = Ending.ABORTED
                 life.known.set()
                 if life.task is not None:
                     life.task.cancel()
@@ -224,6 +275,12 @@ class Flight:
             life.known.set()
             if life.task is not None:
                 life.task.cancel()
+
+    def _close_outlets(self) -> None:
+        """Closes the outlets once everything that can fill them has ended by itself."""
+        lives = [life for life in self.lives if life.role is not Role.SCORE]
+        if all(life.ended and life.released.is_set() for life in lives):
+            self.close_outlets()
 
     def _samples(self, role: Role, plan: Plan) -> list[Life]:
         admitted = self.admitted
@@ -266,6 +323,9 @@ class Flight:
                 async for delta in deltas:
                     life.heard = True
                     life.ended = delta.ending is not None
+                    life.ending = delta.ending
+                    if life.role is not Role.SCORE:
+                        self.outlets.extend(life.track, delta.token_ids)
                     self._put(Item(life, delta))
             if not life.ended:
                 raise Defect("the engine ended a sample without saying why")
@@ -276,3 +336,11 @@ class Flight:
             self.fail(Defect("the engine could not run the request"))
         finally:
             life.known.set()
+            self._close_outlets()
+
+
+def _reason(life: Life, *, failed: bool) -> types_pb2.FinishReason.ValueType:
+    """How a sample ended; one that was still running was aborted."""
+    if failed:
+        return types_pb2.FINISH_REASON_ERROR
+    return FINISH_REASONS[life.ending or Ending.ABORTED]

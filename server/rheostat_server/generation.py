@@ -52,8 +52,10 @@ async def run(
             if beside is not None:
                 beside.cancel()
                 await asyncio.wait({beside})
+        await flight.outlets.written()
         work = receipt_work(admitted, stream.own)
-        receipt = await offload(work, write_receipt, admitted, stream.own)
+        handed_over = flight.outlets.handed_over()
+        receipt = await offload(work, write_receipt, admitted, stream.own, handed_over)
         yield Response(receipt=receipt)
         flight.completed = True
     _LOG.info(
@@ -210,7 +212,7 @@ class _Stream:
             for block in sample.captures.ready(sample.tokens, sample.row_end):
                 tokens = sample.token_ids(block.positions.tolist())
                 message = await offload(
-                    block.size, to_captured, block, sample.index, tokens, baseline=baseline
+                    block.work, to_captured, block, sample.index, tokens, baseline=baseline
                 )
                 yield Response(captured=message)
 
@@ -221,7 +223,7 @@ class _Stream:
             if sample.released is None or not sample.released.lost_rows:
                 continue
             start, end = sample.released.computed
-            for spec, capture in enumerate(self._admitted.captures):
+            for spec, capture in self._admitted.inline_captures.items():
                 selected = sample.held(capture.selection, start, min(end, sample.row_end))
                 missing = sample.captures.missing(spec, selected)
                 count = sum(stop - begin for begin, stop in missing)

@@ -20,8 +20,12 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
 from rheostat_server.ops import ResolvedOp, vector_refs
 from rheostat_server.planning import check_ranges, compile_plan
-from rheostat_server.prompts import PromptTokens
-from rheostat_server.selection import EVERYTHING, SelectionContext, resolve_selector
+from rheostat_server.selection import (
+    EVERYTHING,
+    SelectionContext,
+    resolve_selector,
+    typical_context,
+)
 from rheostat_server.steering import (
     INTERVENTION_PATH,
     Intervention,
@@ -35,9 +39,6 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
-
-_TYPICAL_PROMPT = 4096
-"""Tokens of the prompt that stands for all when server-wide steering is checked, at most."""
 
 Fits = Callable[[Sequence[Room], int], None]
 """Raises ResourceExhausted if plans, for a prompt of so many tokens, could never be admitted."""
@@ -63,7 +64,7 @@ class GlobalSteering:
 
     def resolve(self, context: SelectionContext) -> tuple[Intervention, ...]:
         """Its interventions in a request."""
-        server_wide = replace(context, server_wide=True)
+        server_wide = replace(context, lenient=True)
         return tuple(
             Intervention(
                 receipt_pb2.ORIGIN_GLOBAL,
@@ -134,7 +135,7 @@ class ServerWide:
     async def _check(self, steering: steering_pb2.Steering) -> tuple[ResolvedOp, ...]:
         """The ops of a steering, checked as if it were the only one of a typical request."""
         check_ranges(steering)
-        context = _typical(self._info)
+        context = typical_context(self._info)
         drafts = await offload(
             steering.ByteSize() + 4 * context.prompt_len,
             draft_steering,
@@ -150,15 +151,6 @@ class ServerWide:
         compiled = await compile_plan("server-wide", interventions, ())
         self._fits([Room(compiled.plan)], context.prompt_len)
         return ops
-
-
-def _typical(info: ModelInfo) -> SelectionContext:
-    """What stands for the requests to come: windows can't be checked against their prompts."""
-    length = max(1, min(info.model_tokens // 2, _TYPICAL_PROMPT))
-    prompt = PromptTokens((0,) * length, "token_ids", None, None)
-    return SelectionContext(
-        prompt, max(1, info.model_tokens - length), info.vocabulary, server_wide=True
-    )
 
 
 def _spelled_out(

@@ -91,3 +91,16 @@ UNREAD_ANSWERS = 1024
 
 WAITING_REQUESTS = 1024
 """Samples that may wait beyond those that run."""
+
+SUBSCRIPTIONS = 64
+"""Most subscriptions at the same time."""
+
+MISSED_REQUESTS = 1024
+"""Most requests of which a subscription is told that they began before it."""
+
+SUBSCRIBED_REQUESTS = 4096
+"""Most request ids of a subscription's filter."""
+
+CALL_BYTES = 32 * MIB
+"""Bytes as float32 that a call of the workers carries at most, or a single vector: no step waits
+for more than these."""

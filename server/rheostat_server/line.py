@@ -97,6 +97,14 @@ class Line:
                 self._tickets.remove(ticket)
                 self._advance()
 
+    def fits_now(self, rooms: Sequence[Room], prompt_len: int) -> bool:
+        """Whether `enter` would reserve rooms at once."""
+        held: list[str] = []
+        fits = not self._tickets and self._admit(rooms, prompt_len, held) is None
+        for plan_id in held:
+            self.ledger.release(plan_id)
+        return fits
+
     def enter_now(self, room: Room, *, prompt_len: int, held: list[str]) -> None:
         """Reserves a room at once. Where others wait, it must need nothing new.
 

@@ -14,13 +14,10 @@ from collections.abc import Callable, Coroutine, Sequence
 
 from rheostat_server.errors import EngineLost
 from rheostat_server.host import Backend
+from rheostat_server.limits import CALL_BYTES
 from rheostat_server.vectors import Vector, VectorStore
 
 _LOG = logging.getLogger(__name__)
-
-CALL_BYTES = 32 << 20
-"""Bytes as float32 that a call of the workers carries at most, or a single vector: no step waits
-for more than these."""
 
 
 class _Call:

@@ -11,7 +11,7 @@ from rheostat_server import limits
 from rheostat_server.engine import EngineHost
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.ops import NO_REPLACE, SERVED
-from rheostat_server.sites import BRANCH_REFUSAL, BRANCHES, ENGINE_POINTS
+from rheostat_server.sites import ENGINE_POINTS
 from rheostat_server.tensors import FloatType
 
 _pb = engine_service_pb2
@@ -49,13 +49,10 @@ def build_version() -> str:
 
 
 def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:
-    layers = range(sites.num_layers)
     groups = []
     for wire, point in ENGINE_POINTS.items():
         for refusal, group in _by_refusal(sites, point).items():
             groups.append(_group(wire, group, refusal))
-    for wire in BRANCHES:
-        groups.append(_group(wire, layers, BRANCH_REFUSAL))
     return groups
 
 
@@ -103,6 +100,8 @@ def _limits(host: EngineHost) -> engine_service_pb2.Limits:
     info, sites = host.info, host.sites
     wait = duration_pb2.Duration()
     wait.FromMilliseconds(int(host.line.patience * 1000))
+    window = duration_pb2.Duration()
+    window.FromMilliseconds(int(host.subscriptions.resume_window * 1000))
     return _pb.Limits(
         model_tokens=info.model_tokens,
         running_requests=info.running_samples,
@@ -115,5 +114,7 @@ def _limits(host: EngineHost) -> engine_service_pb2.Limits:
         inline_vector_bytes=limits.INLINE_VECTOR_BYTES,
         samples=limits.SAMPLES,
         logprobs=info.logprobs,
+        subscription_buffer_bytes=host.subscriptions.buffer_bytes,
+        resume_window=window,
         capacity_wait=wait,
     )

@@ -268,12 +268,17 @@ def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:
         MessageTooLarge: it is too large.
     """
     kind = float_type(tensor.dtype, join(path, "dtype"))
-    if len(tensor.inline) > INLINE_VECTOR_BYTES:
-        raise MessageTooLarge(
-            f"{len(tensor.inline)} bytes; inline vectors have at most {INLINE_VECTOR_BYTES}. "
-            "Put it first",
-            field=join(path, "inline"),
-        )
+    _check_size(len(tensor.inline), path)
     rows = vector_rows(tensor.shape, width, join(path, "shape"))
+    if tensor.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
+        _check_size(rows * width * kind.itemsize, path)
     data = checked_payload(tensor, path, kind=kind)
     return make_vector(kind, rows, width, data, join(path, "inline"))
+
+
+def _check_size(size: int, path: str) -> None:
+    if size > INLINE_VECTOR_BYTES:
+        raise MessageTooLarge(
+            f"{size} bytes; inline vectors have at most {INLINE_VECTOR_BYTES}. Put it first",
+            field=join(path, "inline"),
+        )

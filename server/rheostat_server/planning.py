@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rheostat._proto.v1 import capture_pb2, receipt_pb2, steering_pb2
-from rheostat_engine import MAX_EFFORT, Act, Condition, Plan, Spans, compose, effort
+from rheostat_engine import MAX_EFFORT, Act, Capture, Condition, Plan, Spans, compose, effort
 from rheostat_server import checks
 from rheostat_server.capture_specs import ResolvedCapture, engine_captures
 from rheostat_server.errors import InvalidValue
@@ -16,6 +16,7 @@ from rheostat_server.limits import REQUEST_RANGES
 from rheostat_server.offload import offload
 from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
+from rheostat_server.subscriptions import Wish
 from rheostat_server.vectors import Vector
 
 _SPAN_BYTES = 1024
@@ -56,6 +57,22 @@ async def compile_plan(
     )
     work += sum(_SITE_BYTES * len(one.sites) + selection_work(one.selection) for one in captures)
     return await offload(work, _compile, request_id, interventions, captures)
+
+
+def observe(
+    plan: Plan, captures: Sequence[ResolvedCapture], wishes: Sequence[Wish]
+) -> tuple[Capture, ...]:
+    """The captures of a plan together with what subscriptions want beside them.
+
+    Where all that together is too much for an engine, the plan's own are left.
+    """
+    beside = [
+        one for wish in wishes for number, one in wish.captures.items() if number not in wish.own
+    ]
+    if not beside:
+        return plan.captures
+    together = engine_captures([*captures, *beside])
+    return plan.captures if effort(replace(plan, captures=together)) > MAX_EFFORT else together
 
 
 def selection_work(selection: Selection) -> int:

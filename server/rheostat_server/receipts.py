@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rheostat._proto.v1 import receipt_pb2
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission import Admitted
+from rheostat_server.capture_specs import Target
 from rheostat_server.capture_stream import add_runs
 from rheostat_server.planning import selection_work
 from rheostat_server.sample import Sample
@@ -30,14 +31,23 @@ def receipt_work(admitted: Admitted, samples: Sequence[Sample]) -> int:
     return len(samples) * work + 4 * tokens * (len(parts) + len(admitted.captures))
 
 
-def write_receipt(admitted: Admitted, samples: Sequence[Sample]) -> receipt_pb2.Receipt:
-    """The receipt of a request whose samples are done."""
+def write_receipt(
+    admitted: Admitted, samples: Sequence[Sample], handed_over: Mapping[int, tuple[int, int]]
+) -> receipt_pb2.Receipt:
+    """The receipt of a request whose samples are done.
+
+    Args:
+        admitted: the request.
+        samples: its own.
+        handed_over: positions that were given to subscriptions, and those that were lost on the
+            way, by capture.
+    """
     ended = [sample.released for sample in samples if sample.released is not None]
     receipt = receipt_pb2.Receipt(
         request_id=admitted.request_id,
         prompt_tokens=admitted.prompt_len,
         generated_tokens=sum(len(sample.tokens) for sample in samples),
-        captures=_captures(admitted, samples),
+        captures=_captures(admitted, samples, handed_over),
         cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
         recomputed_tokens=sum(released.recomputed for released in ended),
         preemptions=sum(released.preemptions for released in ended),
@@ -179,10 +189,19 @@ def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) 
         add_runs(rows.cached_positions.add, united(chain.from_iterable(p.cached for p in mine)))
 
 
-def _captures(admitted: Admitted, samples: Sequence[Sample]) -> list[receipt_pb2.CaptureReceipt]:
+def _captures(
+    admitted: Admitted, samples: Sequence[Sample], handed_over: Mapping[int, tuple[int, int]]
+) -> list[receipt_pb2.CaptureReceipt]:
     receipts = []
     for spec, capture in enumerate(admitted.captures):
-        rows = sum(length(sample.captures.delivered(spec)) for sample in samples)
-        sites = [receipt_pb2.CapturedSite(site=to_wire(site), rows=rows) for site in capture.sites]
+        lost = 0
+        if capture.target is Target.INLINE:
+            rows = sum(length(sample.captures.delivered(spec)) for sample in samples)
+        else:
+            rows, lost = handed_over.get(spec, (0, 0))
+        sites = [
+            receipt_pb2.CapturedSite(site=to_wire(site), rows=rows, dropped_rows=lost)
+            for site in capture.sites
+        ]
         receipts.append(receipt_pb2.CaptureReceipt(spec=spec, sites=sites))
     return receipts

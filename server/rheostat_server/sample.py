@@ -8,23 +8,17 @@ from collections.abc import Sequence
 
 from google.protobuf import duration_pb2
 
-from rheostat._proto.v1 import generation_pb2, generation_service_pb2, types_pb2
+from rheostat._proto.v1 import generation_pb2, generation_service_pb2
 from rheostat_engine import Released, Spans
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import asked_for
 from rheostat_server.capture_stream import CaptureStream
-from rheostat_server.flight import Amendment, Life, Role
+from rheostat_server.flight import FINISH_REASONS, Amendment, Life, Role
 from rheostat_server.host import Delta, Ending
 from rheostat_server.selection import Selection
 from rheostat_server.tensors import FloatType
 
 Response = generation_service_pb2.GenerateResponse
-
-_REASONS = {
-    Ending.STOP: types_pb2.FINISH_REASON_STOP,
-    Ending.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    Ending.ABORTED: types_pb2.FINISH_REASON_ABORTED,
-}
 
 
 class Sample:
@@ -47,7 +41,7 @@ class Sample:
         self.installed = not life.job.has_plan
         self.ended = False
         self.released: Released | None = None
-        self.captures = CaptureStream(admitted.captures, held, admitted.prompt_len)
+        self.captures = CaptureStream(admitted.inline_captures, held, admitted.prompt_len)
         self._life = life
         self._baseline = life.role is Role.BASELINE
         self._compared = life.role is Role.OWN and admitted.baseline is not None
@@ -120,7 +114,7 @@ class Sample:
         message = generation_pb2.Finished(
             sample=self.index,
             baseline=self._baseline,
-            reason=_REASONS[ending],
+            reason=FINISH_REASONS[ending],
             tokens=len(self.tokens),
             finished_after=self._since_admission(time.monotonic()),
         )

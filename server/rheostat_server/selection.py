@@ -24,9 +24,13 @@ from rheostat_server.errors import (
     SpanNotFound,
 )
 from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES
+from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompt_index import PromptIndex
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.spans import Edges, clipped, edges, joined, subtracted, united
+
+_TYPICAL_PROMPT = 4096
+"""Tokens of the prompt that stands for all those to come, at most."""
 
 _TOKEN_BYTES = 4
 """What `offload` counts for a token that a range may name."""
@@ -42,9 +46,9 @@ class SelectionContext:
     """Tokens that may be generated."""
     vocabulary: int
     """Number of token ids."""
-    server_wide: bool = False
-    """Whether it is server-wide steering's: windows that the prompt does not have select nothing,
-    and there are no spans of text."""
+    lenient: bool = False
+    """Whether the selector is for whatever prompt comes, as server-wide steering's: windows that
+    the prompt does not have select nothing, and there are no spans of text."""
 
     @property
     def prompt_len(self) -> int:
@@ -115,6 +119,15 @@ class Selection:
 
 EVERYTHING = Selection(((0, OPEN_END),))
 """Every token."""
+
+
+def typical_context(info: ModelInfo) -> SelectionContext:
+    """What stands for the requests to come: windows can't be checked against their prompts."""
+    length = max(1, min(info.model_tokens // 2, _TYPICAL_PROMPT))
+    prompt = PromptTokens((0,) * length, "token_ids", None, None)
+    return SelectionContext(
+        prompt, max(1, info.model_tokens - length), info.vocabulary, lenient=True
+    )
 
 
 def resolve_selector(
@@ -218,7 +231,7 @@ def _window(window: selector_pb2.Window, context: SelectionContext, path: str) -
     problem = _no_window(start, end, context)
     if problem is None:
         return start + length if start < 0 else start, end + length if end < 0 else end
-    if context.server_wide:
+    if context.lenient:
         return _NOTHING
     name, text = problem
     raise InvalidPosition(text, field=join(path, name) if name else path)
@@ -249,7 +262,7 @@ def _generated(
         raise InvalidPosition("the window of generated tokens is empty", field=path)
     start = min(context.prompt_len + window.start, OPEN_END)
     end = min(context.prompt_len + window.end, OPEN_END) if window.HasField("end") else OPEN_END
-    if start >= context.row_end and not context.server_wide:
+    if start >= context.row_end and not context.lenient:
         raise InvalidPosition(_never_an_input(start, context), field=path)
     return start, end
 
@@ -266,7 +279,7 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
         raise MissingField("a text is required", field=join(path, "text"))
     if len(span.text.encode()) > SPAN_BYTES:
         raise InvalidValue(f"has more than {SPAN_BYTES} bytes", field=join(path, "text"))
-    if context.server_wide:
+    if context.lenient:
         raise InvalidValue(
             "server-wide steering has no prompt to find a text in; select token ids or positions",
             field=path,

@@ -34,15 +34,17 @@ from rheostat._proto.v1 import (
 )
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine import EngineHost
-from rheostat_server.errors import PortInUse, StartupError
+from rheostat_server.errors import PortInUse, SinksFailed, StartupError
 from rheostat_server.host import Backend
 from rheostat_server.limits import TENSOR_MESSAGE_BYTES
 from rheostat_server.prompts import Prompts
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Calls, ErrorInterceptor
+from rheostat_server.services.capture import CaptureService
 from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
 from rheostat_server.services.steering import SteeringService
+from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vllm_backend import start_backend
 from rheostat_server.vllm_engine import model_path
@@ -102,6 +104,7 @@ class RunningServer:
         self._backend: Backend | None = None
         self._prompts: Prompts | None = None
         self._files: VectorFiles | None = None
+        self._sinks: Sinks | None = None
         self._host: EngineHost | None = None
 
     async def bind(self) -> None:
@@ -127,7 +130,7 @@ class RunningServer:
             SteeringService(self.readiness), server
         )
         capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(
-            capture_service_pb2_grpc.CaptureServiceServicer(), server
+            CaptureService(self.readiness), server
         )
         patch_service_pb2_grpc.add_PatchServiceServicer_to_server(
             patch_service_pb2_grpc.PatchServiceServicer(), server
@@ -146,11 +149,12 @@ class RunningServer:
         """Loads the model and serves.
 
         Raises:
-            StartupError: there is no such model, the engine does not come up, or the folder of
-                vectors cannot be used.
+            StartupError: there is no such model, the engine does not come up, a sink cannot be
+                made, or the folder of vectors cannot be used.
         """
         if self._config.vector_dir is not None:
             self._files = VectorFiles(Path(self._config.vector_dir))
+        self._sinks = await asyncio.to_thread(_make_sinks, self._config)
         backend = await bring_up(self._config)
         self._backend = backend
         self._prompts = Prompts(
@@ -158,7 +162,7 @@ class RunningServer:
             vocabulary=backend.info.vocabulary,
             model_tokens=backend.info.model_tokens,
         )
-        self._host = EngineHost(backend, self._prompts, self._config)
+        self._host = EngineHost(backend, self._prompts, self._config, self._sinks)
         if self._files is not None:
             await self._host.keeper.restore(self._files, backend.sites.width)
         await self.readiness.serve(self._host)
@@ -177,9 +181,23 @@ class RunningServer:
             await self._host.keeper.settle()
         if self._backend is not None:
             await self._backend.close()
+        if self._sinks is not None:
+            await asyncio.to_thread(self._sinks.close)
         if self._files is not None:
             self._files.close()
         _LOG.info("ended")
+
+
+def _make_sinks(config: ServerConfig) -> Sinks:
+    """The sinks of a server.
+
+    Raises:
+        SinksFailed: one cannot be made.
+    """
+    try:
+        return Sinks([parse_sink(text) for text in config.sinks])
+    except SinkSettingsError as error:
+        raise SinksFailed(str(error)) from error
 
 
 async def start(config: ServerConfig, bring_up: BackendFactory = start_backend) -> RunningServer:

@@ -18,17 +18,10 @@ ENGINE_POINTS = {
     types_pb2.POINT_RESID_PRE: Point.RESID_PRE,
     types_pb2.POINT_RESID_MID: Point.RESID_MID,
     types_pb2.POINT_RESID_POST: Point.RESID_POST,
+    types_pb2.POINT_ATTN_OUT: Point.ATTN_OUT,
+    types_pb2.POINT_MLP_OUT: Point.MLP_OUT,
 }
 """The points that the engine has."""
-
-BRANCHES = {
-    types_pb2.POINT_ATTN_OUT: "attn_out",
-    types_pb2.POINT_MLP_OUT: "mlp_out",
-}
-"""The points that no engine serves yet."""
-
-BRANCH_REFUSAL = "branches are not served yet; use resid_pre, resid_mid or resid_post"
-"""Why a branch is refused, and what to use instead."""
 
 _WIRE_POINTS = {point: wire for wire, point in ENGINE_POINTS.items()}
 
@@ -84,9 +77,6 @@ def _points(sites: types_pb2.SiteSet, path: str) -> list[Point]:
     for index, point in enumerate(sites.points):
         checks.known_enum(point, types_pb2.Point.values(), f"{field}[{index}]")
     checks.no_repeats(sites.points, field, "points")
-    for index, point in enumerate(sites.points):
-        if point in BRANCHES:
-            raise SiteNotServed(f"{BRANCHES[point]}: {BRANCH_REFUSAL}", field=f"{field}[{index}]")
     return [ENGINE_POINTS[point] for point in sorted(sites.points)]
 
 

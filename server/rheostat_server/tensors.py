@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._proto.v1 import tensor_pb2
+from rheostat_server import planes
 from rheostat_server.checks import join, known_enum
 from rheostat_server.errors import (
     InvalidValue,
     MissingField,
-    NotSupported,
-    RheostatError,
     TensorPayload,
 )
 
@@ -93,13 +92,12 @@ def float_type(dtype: int, path: str) -> FloatType:
 
 
 def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) -> bytes:
-    """The bytes of a tensor in a request, as long as its shape wants them.
+    """The elements of a tensor in a request, as many as its shape wants.
 
     Raises:
         MissingField: it has no payload.
         InvalidValue: rank, encoding or kind of payload is not for requests.
-        NotSupported: the encoding is not served yet.
-        TensorPayload: the length or the checksum is wrong.
+        TensorPayload: the length or the checksum is wrong, or it is no LZ4 frame of that length.
     """
     if len(tensor.shape) > _MAX_RANK:
         raise InvalidValue(f"rank is at most {_MAX_RANK}", field=join(path, "shape"))
@@ -110,31 +108,33 @@ def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) ->
     if payload != "inline":
         raise InvalidValue("a request's tensors are inline", field=join(path, payload))
     expected = math.prod(tensor.shape) * kind.itemsize
-    if len(tensor.inline) != expected:
+    raw = tensor.encoding == tensor_pb2.ENCODING_RAW
+    if raw and len(tensor.inline) != expected:
         raise TensorPayload(
             f"{len(tensor.inline)} bytes; dtype and shape want {expected}",
             field=join(path, "inline"),
         )
     if tensor.HasField("crc32c") and google_crc32c.value(tensor.inline) != tensor.crc32c:
         raise TensorPayload("the bytes do not have this checksum", field=join(path, "crc32c"))
-    return tensor.inline
+    if raw:
+        return tensor.inline
+    try:
+        return planes.unpacked(tensor.inline, expected, kind.itemsize)
+    except ValueError as error:
+        raise TensorPayload(str(error), field=join(path, "inline")) from error
 
 
 def _check_encoding(tensor: tensor_pb2.Tensor, path: str) -> None:
     field = join(path, "encoding")
     known_enum(tensor.encoding, tensor_pb2.Encoding.values(), field)
-    if tensor.encoding == tensor_pb2.ENCODING_RAW:
-        return
-    error: type[RheostatError] = InvalidValue
-    if tensor.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
-        error = NotSupported
-    raise error("send ENCODING_RAW", field=field)
+    if tensor.encoding not in (tensor_pb2.ENCODING_RAW, tensor_pb2.ENCODING_LZ4_PLANES):
+        raise InvalidValue("send ENCODING_RAW or ENCODING_LZ4_PLANES", field=field)
 
 
 def widen(data: bytes, kind: FloatType) -> FloatArray:
     """The elements as float32, exactly. Shape [elements]."""
     raw = np.frombuffer(data, dtype=_NUMPY[kind])
-    return _widened(raw, kind)
+    return widened(raw, kind)
 
 
 def encode_rows(
@@ -144,10 +144,7 @@ def encode_rows(
     wanted: FloatType,
 ) -> tensor_pb2.Tensor:
     """A raw tensor of rows, with its checksum; narrowing rounds to nearest, ties to even."""
-    if held is wanted:
-        payload = np.ascontiguousarray(rows, dtype=_NUMPY[held]).tobytes()
-    else:
-        payload = _narrowed(_widened(rows, held), wanted).tobytes()
+    payload = converted(rows, held=held, wanted=wanted).tobytes()
     return tensor_pb2.Tensor(
         dtype=wanted.wire,
         shape=rows.shape,
@@ -157,12 +154,20 @@ def encode_rows(
     )
 
 
+def converted(rows: RawArray, *, held: FloatType, wanted: FloatType) -> RawArray:
+    """Rows in another type; in their own, every bit stays."""
+    if held is wanted:
+        return np.ascontiguousarray(rows, dtype=_NUMPY[held])
+    return _narrowed(widened(rows, held), wanted)
+
+
 def stack_rows(parts: Sequence[RawArray]) -> RawArray:
     """Joins the rows of several sites, each [positions, width], to [sites, positions, width]."""
     return np.stack(parts)
 
 
-def _widened(raw: RawArray, kind: FloatType) -> FloatArray:
+def widened(raw: RawArray, kind: FloatType) -> FloatArray:
+    """Rows as float32, exactly."""
     if kind is FloatType.BFLOAT16:
         return (raw.astype(np.uint32) << 16).view(np.float32)
     return raw.astype(np.float32)

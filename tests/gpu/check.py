@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,21 @@ from verdicts import (
     equal,
     judge_op,
     worst,
+    write,
 )
 
-from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Band,
+    Capture,
+    Condition,
+    Kind,
+    Plan,
+    Point,
+    Site,
+    site_count,
+)
 from rheostat_server.bench.shapes import write_shape
 
 EVERYWHERE = ((0, OPEN_END),)
@@ -65,7 +78,7 @@ def check_kernels() -> Lines:
     tokens, width = 97, 2560
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
-        for carried in (None, dtype, torch.float32):
+        for carried, gain in ((None, 1.0), (None, 0.22), (dtype, 1.0), (torch.float32, 1.0)):
             ints = torch.zeros(64, 4, dtype=torch.int32)
             for step in range(1, 64):
                 kind = step % 3 + 1
@@ -89,10 +102,10 @@ def check_kernels() -> Lines:
             rest = None if carried is None else torch.randn(tokens, width, dtype=carried)
             ours = SiteBuffers(*(one.cuda() for one in made))
             h2, rest2 = h.cuda(), None if rest is None else rest.cuda()
-            run_site(h, rest, made)
-            launch_site(h2, rest2, ours)
+            run_site(h, rest, made, gain)
+            launch_site(h2, rest2, ours, gain)
             limit = SUMS if dtype is torch.float32 else ROUNDED
-            title = f"{dtype} carried {carried}: worst difference of"
+            title = f"{dtype} carried {carried} gain {gain}: worst difference of"
             pairs = {"h": (h, h2), "ring": (made.ring, ours.ring)}
             for name, (one, other) in pairs.items():
                 difference = worst(one.float().numpy(), other.float().cpu().numpy())
@@ -176,8 +189,10 @@ def check_ops(
     return results
 
 
-def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]) -> Lines:
-    """All checks on one model."""
+def check_model(
+    model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]
+) -> Iterator[Lines]:
+    """All checks on one model: every line so far, again and again."""
     batch = prompts(24, 40, vocabulary)
     sampling = {"max_tokens": 24, "logprobs": 3}
     results: dict[str, Verdict] = {}
@@ -195,13 +210,15 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
     results["stock equals itself"] = each([*map(same, plain, again)])
     idle = ours.run(batch, **sampling)
     results["idle requests bit-identical to stock"] = each([*map(same, plain, idle)])
+    yield results
     vector = np.random.default_rng(1).normal(size=(2, width)).astype(np.float32)
     ours.load({VECTOR: vector})
-    middle = layers - layers % 2
+    sites_of = {point: Site(point, layers // 2).index for point in Point}
+    middle, every = sites_of[Point.RESID_PRE], tuple(range(site_count(layers)))
     for name, sites in {
         "one site": (middle,),
-        "resid_mid": (middle + 1,),
-        "every site": tuple(range(2 * layers + 1)),
+        **{point: (sites_of[point],) for point in (Point.ATTN_OUT, Point.RESID_MID, Point.MLP_OUT)},
+        "every site": every,
     }.items():
         rows = tuple((s, (0,)) for s in sites)
         steer = Plan("", (Act(Kind.ADD, (VECTOR,), rows, EVERYWHERE),))
@@ -215,6 +232,7 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
         results[f"requests steered at {name} that changed"] = each(
             [not same(plain[i], mixed[i]) for i in range(0, 24, 4)]
         )
+    yield results
     plans = [steer if i % 2 else None for i in range(8)]
     made = ours.stats()["own_graphs"]
     runs = [ours.run(batch[:8], plans, **patient) for _ in range(2)]
@@ -226,8 +244,12 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
     results["steered alike with and without a graph of their own"] = each(
         [same(runs[0][i], runs[1][i]) for i in range(1, 8, 2)]
     )
+    yield results
     results |= check_ops(ours, vector, middle, batch, sampling)
-    everything = Plan("", (), (Capture(tuple(range(2 * layers + 1)), EVERYWHERE),))
+    branch = check_ops(ours, vector, sites_of[Point.MLP_OUT], batch, sampling)
+    results |= {f"mlp_out: {name}": verdict for name, verdict in branch.items()}
+    yield results
+    everything = Plan("", (), (Capture(every, EVERYWHERE),))
     some = [everything if i < 2 else None for i in range(24)]
     compiled = ours.run(batch, some, **sampling)
     results["captured requests and mates bit-identical to stock"] = each(
@@ -239,6 +261,7 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
         results[f"{name} steps"] = at_least(steps, 1)
     for name in ("requests", *(name for name in stats if name.endswith("_used"))):
         results[f"{name} at the end"] = equal(stats[name], 0)
+    yield results
     ours.close()
     eager = OfflineEngine(model, f"ipc://{scratch}/b", **{**options, "enforce_eager": True})
     reference = eager.run(batch, some, **sampling)
@@ -254,7 +277,7 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
             ),
             23,
         )
-        for site in range(2 * layers + 1):
+        for site in every:
             counted.append(sorted(one.rows[site]) == list(range(63)) and one.duplicates == 0)
             mine = np.stack([bfloat16_to_float32(one.rows[site][p]) for p in range(upto)])
             theirs = np.stack([bfloat16_to_float32(other.rows[site][p]) for p in range(upto)])
@@ -263,7 +286,7 @@ def check_model(model: Path, vocabulary: int, scratch: Path, options: dict[str, 
     results["captured rows, worst relative difference to eager"] = at_most(
         np.max(differences), ROUNDED
     )
-    return results
+    yield results
 
 
 def main() -> None:
@@ -272,18 +295,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", choices=["small", "8b"])
     arguments = parser.parse_args()
-    results = {"kernels": check_kernels()}
+    results: dict[str, Lines] = {"kernels": check_kernels()}
     shared: dict[str, Any] = {"device": "cuda", "enforce_eager": False}
     shared |= {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.5, "max_model_len": 512, "block_size": 32}
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.only != "8b":
             small = build("qwen3", Path(scratch))
-            results["small"] = check_model(small, 128, Path(scratch), shared)
+            for lines in check_model(small, 128, Path(scratch), shared):
+                results["small"] = lines
+                write(results, arguments.out)
         if arguments.only != "small":
             shape = write_shape("qwen3-8b", Path(scratch))
             options = {**shared, "load_format": "dummy", "capture_bytes": 512 << 20}
-            results["qwen3-8b"] = check_model(shape, 1000, Path(scratch), options)
+            for lines in check_model(shape, 1000, Path(scratch), options):
+                results["qwen3-8b"] = lines
+                write(results, arguments.out)
     sys.exit(conclude(results, arguments.out))
 
 

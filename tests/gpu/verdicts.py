@@ -95,17 +95,18 @@ def judge_op(name: str, x: Float, got: Float, want: Float, doses: Sequence[Dose]
     }
 
 
+def write(results: Mapping[str, Lines], out: Path) -> None:
+    """Writes the lines of each model, those that there are by now."""
+    lines = {
+        model: {line: one._asdict() for line, one in found.items()}
+        for model, found in results.items()
+    }
+    out.write_text(json.dumps(lines, indent=1))
+
+
 def conclude(results: Mapping[str, Lines], out: Path) -> int:
     """Writes and prints the lines of each model; the exit status: 1 if one is not ok."""
-    out.write_text(
-        json.dumps(
-            {
-                model: {line: one._asdict() for line, one in lines.items()}
-                for model, lines in results.items()
-            },
-            indent=1,
-        )
-    )
+    write(results, out)
     verdicts = []
     for model, lines in results.items():
         for line, one in lines.items():

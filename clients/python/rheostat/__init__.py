@@ -15,7 +15,10 @@
 
 from rheostat import aio
 from rheostat._activations import Activations, Rows
+from rheostat._artifacts import Artifact, SinkInfo
+from rheostat._captures import Capture, Sink
 from rheostat._derivations import Derivation, DerivedRow
+from rheostat._encodings import Encoding
 from rheostat._engine import Engine, Session, Steering, Stream, Vectors, connect
 from rheostat._errors import (
     Aborted,
@@ -51,6 +54,7 @@ from rheostat._global_steering import GlobalSteering
 from rheostat._interventions import Ablate, Add, Band, Clamp, Intervention, NormAdd, Scale
 from rheostat._model import Ability, EngineInfo, Limits, ModelInfo, SiteGroup, Stats
 from rheostat._points import Point, Site
+from rheostat._projections import back_projected, projection_matrix
 from rheostat._receipts import (
     AppliedIntervention,
     AppliedRows,
@@ -60,7 +64,7 @@ from rheostat._receipts import (
     Dose,
     Receipt,
 )
-from rheostat._requests import Capture, ChatMessage, GenerateOptions
+from rheostat._requests import ChatMessage, GenerateOptions
 from rheostat._results import (
     Divergence,
     Event,
@@ -77,6 +81,16 @@ from rheostat._results import (
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
 from rheostat._sessions import SessionEvent, UpdateApplied, UpdateRefused
 from rheostat._steering import ablate, band, clamp, norm_add, scale
+from rheostat._subscribe_requests import SubscribeOptions
+from rheostat._subscribed import (
+    CapturedRows,
+    Cursor,
+    DroppedRows,
+    EndOfRequest,
+    Heartbeat,
+    SubscriptionEvent,
+)
+from rheostat._subscription import Subscription
 from rheostat._vectors import Vector, VectorInfo, inline, named
 
 __all__ = [
@@ -89,20 +103,26 @@ __all__ = [
     "AppliedIntervention",
     "AppliedRows",
     "AppliedSite",
+    "Artifact",
     "Band",
     "CacheKey",
     "Cancelled",
     "Capture",
     "CaptureReceipt",
+    "CapturedRows",
     "CapturedSite",
     "ChatMessage",
     "Clamp",
+    "Cursor",
     "DataLoss",
     "DeadlineExceeded",
     "Derivation",
     "DerivedRow",
     "Divergence",
     "Dose",
+    "DroppedRows",
+    "Encoding",
+    "EndOfRequest",
     "Engine",
     "EngineInfo",
     "Event",
@@ -111,6 +131,7 @@ __all__ = [
     "GenerateOptions",
     "Generation",
     "GlobalSteering",
+    "Heartbeat",
     "Intervention",
     "InvalidRequest",
     "Limits",
@@ -137,12 +158,17 @@ __all__ = [
     "ServerError",
     "Session",
     "SessionEvent",
+    "Sink",
+    "SinkInfo",
     "Site",
     "SiteGroup",
     "Started",
     "Stats",
     "Steering",
     "Stream",
+    "SubscribeOptions",
+    "Subscription",
+    "SubscriptionEvent",
     "TextSpan",
     "TokenLogprob",
     "TokenLogprobs",
@@ -159,6 +185,7 @@ __all__ = [
     "Violation",
     "ablate",
     "aio",
+    "back_projected",
     "band",
     "clamp",
     "connect",
@@ -168,6 +195,7 @@ __all__ = [
     "named",
     "norm_add",
     "positions",
+    "projection_matrix",
     "save_vector",
     "scale",
     "span",

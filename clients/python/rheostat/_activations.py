@@ -1,14 +1,19 @@
-"""Captured rows, joined: one array per site, rows by ascending position, each position once."""
+"""Captured rows, joined: one array per site, rows by ascending position, each position once.
+
+Rows of one site that came in different encodings or widths are never mixed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import FloatArray, read_tensor
+from rheostat._arrays import FloatArray
+from rheostat._encodings import RAW, Decoded, Encoding, read_tensor
 from rheostat._errors import ServerError, invalid
 from rheostat._points import Point, PointLike, Site, point_of, read_site
 from rheostat._proto.v1 import capture_pb2, types_pb2
@@ -31,9 +36,14 @@ class Rows:
     token_ids: IntArray
     """Input token at each position, int64 [rows]."""
     values: FloatArray
-    """The stream, float32 [rows, width]."""
+    """The stream, float32 [rows, width]; for "rp8" its projection, [rows, kept]."""
     baseline: bool = False
     """Whether they are of the baseline."""
+    encoding: Encoding = RAW
+    """How they travelled."""
+    max_error: FloatArray | None = None
+    """Largest error of each row's numbers, float32 [rows]; NaN for rows that were not finite.
+    None: exact."""
 
     def __repr__(self) -> str:
         """Sample, site and shape."""
@@ -41,30 +51,55 @@ class Rows:
         return f"Rows({of}, {Site(self.point, self.layer)}, shape={list(self.values.shape)})"
 
 
+class Block(NamedTuple):
+    """Rows of sites that share their positions."""
+
+    sites: tuple[Site, ...]
+    """Where."""
+    positions: IntArray
+    """Absolute position of each row, int64 [positions]."""
+    token_ids: IntArray
+    """Input token at each position, int64 [positions]."""
+    tensor: Decoded
+    """The rows, [sites, positions, width]."""
+
+
 def read_captured(message: capture_pb2.Captured) -> list[Rows]:
-    """The rows of a message, per site. Raises ServerError where its parts do not fit together."""
-    values = read_tensor(message.tensor)  # [sites, positions, width]
-    positions = positions_of(message.positions)
-    token_ids = np.array(message.token_ids, dtype=np.int64)
-    labels = (len(message.sites), len(positions))
-    if values.ndim != 3 or values.shape[:2] != labels or len(token_ids) != len(positions):
-        raise ServerError(
-            f"captured rows of shape {list(values.shape)} are labelled with {labels[0]} sites, "
-            f"{labels[1]} positions and {len(token_ids)} tokens"
-        )
-    sites = [read_site(site) for site in message.sites]
+    """The rows of a message, per site. Raises as `read_block`."""
+    block = read_block(message)
+    values, error = block.tensor.values, block.tensor.max_error
     return [
         Rows(
             message.sample,
             site.point,
             site.layer,
-            positions,
-            token_ids,
+            block.positions,
+            block.token_ids,
             values[number],
             message.baseline,
+            block.tensor.encoding,
+            None if error is None else error[number],
         )
-        for number, site in enumerate(sites)
+        for number, site in enumerate(block.sites)
     ]
+
+
+def read_block(message: capture_pb2.Captured) -> Block:
+    """The rows of a message.
+
+    Raises ServerError where its parts do not fit together, DataLoss where the checksum is wrong.
+    """
+    tensor = read_tensor(message.tensor)
+    positions = positions_of(message.positions)
+    token_ids = np.array(message.token_ids, dtype=np.int64)
+    labels = (len(message.sites), len(positions))
+    shape = tensor.values.shape
+    if len(shape) != 3 or shape[:2] != labels or len(token_ids) != len(positions):
+        raise ServerError(
+            f"captured rows of shape {list(shape)} are labelled with {labels[0]} sites, "
+            f"{labels[1]} positions and {len(token_ids)} tokens"
+        )
+    return Block(tuple(map(read_site, message.sites)), positions, token_ids, tensor)
 
 
 def positions_of(runs: Iterable[types_pb2.PositionRun]) -> IntArray:
@@ -86,7 +121,11 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         self._sites = {site: _joined(rows) for site, rows in sorted(parts.items(), key=_order)}
 
     def __getitem__(self, key: tuple[PointLike, int]) -> FloatArray:
-        """The rows of a site, float32 [rows, width]. Raises KeyError, naming what there is."""
+        """The rows of a site, float32 [rows, width]; of "rp8" their projection.
+
+        Raises KeyError, naming what there is; InvalidRequest where several captures brought rows of
+        different encodings or widths, which a stream's `Rows` events keep apart.
+        """
         return self._rows(*key).values
 
     def __iter__(self) -> Iterator[tuple[Point, int]]:
@@ -104,6 +143,20 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
     def token_ids(self, point: PointLike, layer: int) -> IntArray:
         """Input token at each row's position, int64 [rows]."""
         return self._rows(point, layer).token_ids
+
+    def encoding(self, point: PointLike, layer: int) -> Encoding:
+        """How the rows of a site travelled."""
+        return self._rows(point, layer).encoding
+
+    def max_error(self, point: PointLike, layer: int) -> FloatArray:
+        """Largest error of each row's numbers, float32 [rows]; 0 where the encoding is exact.
+
+        NaN where the row had numbers that were not finite. For "rp8" it is that of the projection.
+        """
+        rows = self._rows(point, layer)
+        if rows.max_error is None:
+            return np.zeros(len(rows.positions), np.float32)
+        return rows.max_error
 
     def layers(self, point: PointLike) -> tuple[int, ...]:
         """Layers captured under this point's name, ascending."""
@@ -131,7 +184,12 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
             found = self._sites.get(site.twin)
         if found is None:
             raise KeyError(f"no rows of {site}; {self._known()}")
-        return found
+        if len(found) > 1:
+            kinds = " and ".join(
+                f"{rows.encoding.name} of width {rows.values.shape[1]}" for rows in found
+            )
+            raise invalid("captures", f"{site} holds rows in {kinds}: read them from the stream")
+        return found[0]
 
     def _known(self) -> str:
         if not self._asked:
@@ -140,7 +198,11 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
 
     def __repr__(self) -> str:
         """Each site with the shape of its rows."""
-        shapes = [f"{site}: {list(rows.values.shape)}" for site, rows in self._sites.items()]
+        shapes = [
+            f"{site}: {list(rows.values.shape)}"
+            for site, found in self._sites.items()
+            for rows in found
+        ]
         return f"Activations({', '.join(shapes)})"
 
 
@@ -149,14 +211,27 @@ def _order(item: tuple[Site, list[Rows]]) -> tuple[int, int]:
     return site.layer, list(Point).index(site.point)
 
 
-def _joined(parts: list[Rows]) -> Rows:
+def _joined(parts: list[Rows]) -> tuple[Rows, ...]:
+    """One `Rows` of all parts alike; exact encodings are."""
+    alike: dict[tuple[Encoding, int], list[Rows]] = {}
+    for part in parts:
+        encoding = RAW if part.encoding.exact else part.encoding
+        alike.setdefault((encoding, part.values.shape[1]), []).append(part)
+    return tuple(_concatenated(group) for group in alike.values())
+
+
+def _concatenated(parts: list[Rows]) -> Rows:
     """One `Rows` of all parts. Two captures may share positions; their rows are equal."""
     if len(parts) == 1:
         return parts[0]
     positions, first = np.unique(
         np.concatenate([part.positions for part in parts]), return_index=True
     )
-    token_ids = np.concatenate([part.token_ids for part in parts])[first]
-    values = np.concatenate([part.values for part in parts])[first]
-    head = parts[0]
-    return Rows(head.sample, head.point, head.layer, positions, token_ids, values, head.baseline)
+    errors = [part.max_error for part in parts if part.max_error is not None]
+    return replace(
+        parts[0],
+        positions=positions,
+        token_ids=np.concatenate([part.token_ids for part in parts])[first],
+        values=np.concatenate([part.values for part in parts])[first],
+        max_error=np.concatenate(errors)[first] if errors else None,
+    )

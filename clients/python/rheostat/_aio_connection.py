@@ -18,12 +18,12 @@ from google.protobuf.message import Message
 from rheostat import _errors
 from rheostat._calls import (
     Answer,
-    Dialogue,
     Download,
     Fold,
     Result,
     Script,
     Step,
+    Talk,
     Unary,
     Upload,
     serialize,
@@ -49,6 +49,11 @@ class Connection:
         self.timeout = timeout
         self._channel: grpc.aio.Channel | None = None
         self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -79,9 +84,9 @@ class Connection:
         except grpc.RpcError as error:
             raise _errors.from_rpc(error, self.target, timeout) from None
         except asyncio.CancelledError:
-            if _task_is_cancelled():
+            if task_is_cancelled():
                 raise
-            raise _cancelled() from None
+            raise cancelled_here() from None
         return call.read(answer)
 
     async def script(self, script: Script[Answer, Result]) -> Result:
@@ -107,9 +112,9 @@ class Connection:
         except grpc.RpcError as error:
             failure = call.requests.failure or _errors.from_rpc(error, self.target, timeout)
         except asyncio.CancelledError:
-            if _task_is_cancelled():
+            if task_is_cancelled():
                 raise
-            failure = call.requests.failure or _cancelled()
+            failure = call.requests.failure or cancelled_here()
         else:
             return call.read(answer)
         raise failure
@@ -128,7 +133,7 @@ class Connection:
 
     def dialogue(
         self,
-        call: Dialogue[Answer, Step, Result],
+        call: Talk[Answer],
         requests: AsyncIterator[Message],
         timeout: float | None,
     ) -> Responses[Answer]:
@@ -148,13 +153,26 @@ class Connection:
             await self._channel.close()
 
 
-def _task_is_cancelled() -> bool:
+class _Queue(Protocol):
+    """Messages to come."""
+
+    async def get(self) -> Message | None: ...
+
+
+async def until_none(requests: _Queue) -> AsyncIterator[Message]:
+    """What is put into a queue, until None is."""
+    while (request := await requests.get()) is not None:
+        yield request
+
+
+def task_is_cancelled() -> bool:
     """Whether a CancelledError is meant for this task; else a call of it was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _cancelled() -> _errors.Cancelled:
+def cancelled_here() -> _errors.Cancelled:
+    """The error of a call that was cancelled and no task."""
     return _errors.Cancelled("the call was cancelled here")
 
 
@@ -188,9 +206,9 @@ class Reader(Generic[Answer, Step, Result]):
             except grpc.RpcError as error:
                 raise self._failure(error) from None
             except asyncio.CancelledError:
-                if _task_is_cancelled():
+                if task_is_cancelled():
                     raise
-                raise _cancelled() from None
+                raise cancelled_here() from None
             self._begun = True
             self._waiting.extend(self._fold.feed(message))
         return self._waiting.popleft()

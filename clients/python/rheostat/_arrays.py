@@ -7,7 +7,6 @@ that widening needs; an array whose dtype calls itself "bfloat16" (ml_dtypes) is
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -179,23 +178,11 @@ def read_element(number: tensor_pb2.Dtype.ValueType) -> Element:
     return element
 
 
+def itemsize(element: Element) -> int:
+    """Bytes of an element."""
+    return _STORAGE[element].itemsize
+
+
 def write_element(element: Element) -> tensor_pb2.Dtype.ValueType:
     """The wire number of an element type."""
     return _TO_WIRE[element]
-
-
-def read_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
-    """A raw inline tensor as float32 of its shape.
-
-    Raises ServerError where payload and shape disagree or the payload is of another kind.
-    """
-    element = read_element(tensor.dtype)
-    if tensor.encoding != tensor_pb2.ENCODING_RAW or tensor.WhichOneof("payload") != "inline":
-        raise ServerError("the server sent a tensor that is not raw and inline")
-    shape = tuple(tensor.shape)
-    expected = math.prod(shape) * _STORAGE[element].itemsize
-    if len(tensor.inline) != expected:
-        raise ServerError(
-            f"a tensor of {element} {list(shape)} has {len(tensor.inline)} bytes, not {expected}"
-        )
-    return widened(tensor.inline, element, shape)

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from rheostat import _requests
 from rheostat._arrays import ArrayLike, Element, vector_data, write_element
+from rheostat._artifacts import Artifact, SinkInfo, read_artifacts, read_sinks
 from rheostat._derivations import Derivation, DeriveMethod, derive_request, read_derivation
 from rheostat._errors import invalid
 from rheostat._explanations import Explanation, Tokenized, read_explanation, read_tokenized
@@ -33,6 +34,7 @@ from rheostat._global_steering import GlobalSteering, read_global
 from rheostat._model import ModelInfo, Stats, read_model, read_stats
 from rheostat._points import LayersLike, PointsLike, layers_of, site_set
 from rheostat._proto.v1 import (
+    capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
     steering_pb2,
@@ -98,12 +100,18 @@ class Download(Generic[Answer, Step, Result]):
 
 
 @dataclass(frozen=True)
-class Dialogue(Generic[Answer, Step, Result]):
-    """Many requests, of which the first is known, and many answers."""
+class Talk(Generic[Answer]):
+    """Many requests, many answers."""
 
     path: str
-    start: generation_service_pb2.GenerateRequest
     answer: type[Answer]
+
+
+@dataclass(frozen=True)
+class Dialogue(Talk[Answer], Generic[Answer, Step, Result]):
+    """A talk of which the first request is known."""
+
+    start: generation_service_pb2.GenerateRequest
     fold: Callable[[Updates], Fold[Answer, Step, Result]]
 
 
@@ -136,10 +144,14 @@ def session(
     request = _requests.generate_request(prompt, **options)
     return Dialogue(
         "/rheostat.v1.GenerationService/Session",
-        request,
         generation_service_pb2.SessionResponse,
+        request,
         lambda updates: SessionFold(updates, GenerationFold(request)),
     )
+
+
+SUBSCRIBE = Talk("/rheostat.v1.CaptureService/Subscribe", capture_service_pb2.SubscribeResponse)
+"""Rows of requests that others, or other calls, run."""
 
 
 def explain(
@@ -183,6 +195,31 @@ def stats() -> Unary[engine_service_pb2.GetStatsResponse, Stats]:
         engine_service_pb2.GetStatsRequest(),
         engine_service_pb2.GetStatsResponse,
         read_stats,
+    )
+
+
+def sinks() -> Unary[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
+    """The server's sinks."""
+    return Unary(
+        "/rheostat.v1.CaptureService/ListSinks",
+        capture_service_pb2.ListSinksRequest(),
+        capture_service_pb2.ListSinksResponse,
+        read_sinks,
+    )
+
+
+def artifacts(
+    request_id: str, sink: str
+) -> Unary[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
+    """What sinks wrote for a request."""
+    return Unary(
+        "/rheostat.v1.CaptureService/GetArtifacts",
+        capture_service_pb2.GetArtifactsRequest(
+            request_id=utf8_text(request_id, "request_id", "a request's id"),
+            sink=utf8_text(sink, "sink", "a sink's name"),
+        ),
+        capture_service_pb2.GetArtifactsResponse,
+        read_artifacts,
     )
 
 

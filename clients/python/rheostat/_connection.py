@@ -16,12 +16,12 @@ from google.protobuf.message import Message
 from rheostat import _errors
 from rheostat._calls import (
     Answer,
-    Dialogue,
     Download,
     Fold,
     Result,
     Script,
     Step,
+    Talk,
     Unary,
     Upload,
     serialize,
@@ -48,6 +48,11 @@ class Connection:
         self.timeout = timeout
         self._channel = grpc.insecure_channel(target, options=OPTIONS)
         self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def channel(self) -> grpc.Channel:
@@ -114,7 +119,7 @@ class Connection:
 
     def dialogue(
         self,
-        call: Dialogue[Answer, Step, Result],
+        call: Talk[Answer],
         requests: Iterator[Message],
         timeout: float | None,
     ) -> Responses[Answer]:

@@ -15,8 +15,9 @@ from typing import Self, Unpack
 import grpc
 import numpy.typing as npt
 
-from rheostat import _calls, _errors, _readiness
+from rheostat import _calls, _errors, _readiness, _subscribe_requests
 from rheostat._arrays import ArrayLike, Element
+from rheostat._artifacts import Artifact, SinkInfo
 from rheostat._calls import Dialogue
 from rheostat._channel import UNARY_TIMEOUT
 from rheostat._connection import Connection, Reader
@@ -32,6 +33,10 @@ from rheostat._results import Event, Generation
 from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, Updates
 from rheostat._steering import SteeringLike
+from rheostat._subscribe_requests import SubscribeOptions
+from rheostat._subscribed import Cursor
+from rheostat._subscribing import CREDIT, Acknowledgement
+from rheostat._subscription import Subscription
 from rheostat._uploads import Progress
 from rheostat._vectors import Vector, VectorInfo
 
@@ -270,6 +275,28 @@ class Engine:
         check_options("session", options)
         return Session(self._connection, _calls.session(prompt, **options), timeout)
 
+    def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
+        """Get rows of requests that others, or other calls, run.
+
+        ``options`` are those of `SubscribeOptions`. Requests that begin once this has returned are
+        selected.
+        """
+        check_options("subscribe", options, SubscribeOptions)
+        return Subscription(self._connection, _subscribe_requests.opening(**options))
+
+    def resume(
+        self, cursor: Cursor, *, credit: int = CREDIT, ack: Acknowledgement = "auto"
+    ) -> Subscription:
+        """Take a subscription up that was left, or whose client is gone, after ``cursor``.
+
+        Iterating goes on with the event after it. Raises NotFound where the server has given it up,
+        and OutOfRange where that event was acknowledged; ``metadata["oldest"]`` is then the number
+        of the first that can be had.
+        """
+        return Subscription(
+            self._connection, _subscribe_requests.resuming(cursor, credit=credit, ack=ack)
+        )
+
     def explain(
         self,
         prompt: Prompt,
@@ -305,6 +332,14 @@ class Engine:
     def model(self) -> ModelInfo:
         """The model, its sites and what can be done there."""
         return self._connection.unary(_calls.model())
+
+    def sinks(self) -> list[SinkInfo]:
+        """The server's sinks, by name."""
+        return self._connection.unary(_calls.sinks())
+
+    def artifacts(self, request_id: str, *, sink: str = "") -> list[Artifact]:
+        """What sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
+        return self._connection.unary(_calls.artifacts(request_id, sink))
 
     def stats(self) -> Stats:
         """The server's counters."""

@@ -1,7 +1,8 @@
 """Folding of a response stream: messages in; events out, and one result at the end.
 
 A fold never does I/O, so the sync and the asyncio client share it whole. It checks what the
-contract promises: a generation ends with its receipt, and every row that the receipt counts came.
+contract promises: a generation ends with its receipt, and every row that the receipt counts came,
+unless it went elsewhere.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ class GenerationFold:
 
     def __init__(self, request: generation_service_pb2.GenerateRequest) -> None:
         """An empty one, of this request."""
-        self._captures = bool(request.captures)
+        self._elsewhere = {
+            number for number, one in enumerate(request.captures) if not one.HasField("inline")
+        }
+        self._captures = len(request.captures) > len(self._elsewhere)
         self._with_baseline = request.with_baseline
         self._started = Started("", "", ())
         self._prompt_logprobs: dict[bool, tuple[TokenLogprobs, ...]] = {}
@@ -161,7 +165,7 @@ class GenerationFold:
 
     def _check_rows(self, receipt: Receipt) -> None:
         for capture in receipt.captures:
-            for one in capture.sites:
+            for one in () if capture.index in self._elsewhere else capture.sites:
                 came = self._received[capture.index, one.site]
                 if came != one.rows:
                     raise DataLoss(

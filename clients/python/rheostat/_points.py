@@ -26,9 +26,9 @@ class Point(StrEnum):
     RESID_POST = "resid_post"
     """The residual stream that leaves the block: ``resid_pre`` of the next layer."""
     ATTN_OUT = "attn_out"
-    """Attention's branch, before it is added."""
+    """What attention adds to the stream, as it is added: normed and scaled."""
     MLP_OUT = "mlp_out"
-    """The MLP's branch, before it is added."""
+    """What the MLP or mixture adds to the stream, as it is added."""
 
 
 PointLike: TypeAlias = Point | str

@@ -9,25 +9,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import index
 from typing import Literal, TypeAlias, TypedDict
 
-from rheostat._errors import InvalidRequest, invalid
+from rheostat._captures import CaptureLike, captures_of
+from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, whole_number
-from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
 from rheostat._proto.v1 import (
-    capture_pb2,
     generation_pb2,
     generation_service_pb2,
     types_pb2,
 )
-from rheostat._selectors import Selector, SelectorLike, selector_of
-from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._steering import SteeringLike, steering_to_wire
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_MOST_CAPTURES = 16
 
 
 class ChatMessage(TypedDict):
@@ -41,38 +36,6 @@ class ChatMessage(TypedDict):
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids, or chat messages."""
-
-
-@dataclass(frozen=True, init=False)
-class Capture:
-    """Rows to copy out of the stream, after every op at their site."""
-
-    points: tuple[Point, ...]
-    """Points."""
-    layers: Layers
-    """Layers."""
-    where: Selector
-    """Tokens whose rows come back."""
-
-    def __init__(
-        self, points: PointsLike, layers: LayersLike = "all", where: SelectorLike = None
-    ) -> None:
-        """Every combination of points and layers, on the tokens that ``where`` selects."""
-        object.__setattr__(self, "points", points_of(points))
-        object.__setattr__(self, "layers", layers_of(layers))
-        object.__setattr__(self, "where", selector_of(where))
-
-    def to_wire(self) -> capture_pb2.CaptureSpec:
-        """The spec, delivered in the call's own stream."""
-        return capture_pb2.CaptureSpec(
-            sites=site_set(self.points, self.layers),
-            where=selector_to_wire(self.where),
-            inline=capture_pb2.InlineTarget(),
-        )
-
-
-CaptureLike: TypeAlias = Capture | Iterable[Capture] | None
-"""One capture, several, or none."""
 
 
 WhenFull: TypeAlias = Literal["wait", "refuse"]
@@ -93,7 +56,7 @@ class GenerateOptions(TypedDict, total=False):
     steering: SteeringLike
     """Interventions, in the order in which they act. Default: none but the server-wide ones."""
     capture: CaptureLike
-    """Rows to bring back. Default: none."""
+    """Rows to bring back, or to send to a subscription. Default: none."""
     max_tokens: int | None
     """Tokens per sample. Default: what the context length leaves after the prompt."""
     temperature: float | None
@@ -135,17 +98,31 @@ class GenerateOptions(TypedDict, total=False):
     Default: False."""
     lora: str | None
     """Name of a loaded adapter. Default: none."""
+    labels: Mapping[str, str] | None
+    """At most 16, for subscriptions to find the request by. Default: none."""
     when_full: WhenFull | None
     """What to do while others hold what the request's steering needs: "wait" for it, at most
     the server's own limit and the timeout, or "refuse", which raises ResourceExhausted at once with
     ``retry_after``. It never runs unsteered. Default: "wait"."""
 
 
-def check_options(method: str, options: Mapping[str, object]) -> None:
+def check_options(
+    method: str, options: Mapping[str, object], known: type = GenerateOptions
+) -> None:
     """Raise TypeError where ``method`` does not have one of the options."""
     for name in options:
-        if name not in GenerateOptions.__optional_keys__:
-            raise TypeError(f"{method}() has no option {name!r}; see rheostat.GenerateOptions")
+        if name not in known.__annotations__:
+            raise TypeError(f"{method}() has no option {name!r}; see rheostat.{known.__name__}")
+
+
+def labels_to_wire(labels: object, path: str) -> dict[str, str]:
+    """``labels``, if they are texts by texts."""
+    if not isinstance(labels, Mapping):
+        raise invalid(path, f"labels are texts by texts, not {type(labels).__name__}")
+    return {
+        utf8_text(key, path, "a label's key"): utf8_text(value, path, "a label")
+        for key, value in labels.items()
+    }
 
 
 _SamplingNumber: TypeAlias = Literal[
@@ -179,6 +156,7 @@ def generate_request(
     request_id: str | None = None,
     with_baseline: bool = False,
     lora: str | None = None,
+    labels: Mapping[str, str] | None = None,
     when_full: WhenFull | None = None,
 ) -> generation_service_pb2.GenerateRequest:
     """The request. Raises InvalidRequest for what can be seen to be wrong without the model."""
@@ -207,9 +185,10 @@ def generate_request(
         request_id=request_id or "",
         sampling=_sampling(numbers, stop, stop_token_ids, ignore_eos),
         steering=steering_to_wire(steering),
-        captures=_captures(capture),
+        captures=[one.to_wire() for one in captures_of(capture)],
         lora="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         with_baseline=with_baseline,
+        labels=None if labels is None else labels_to_wire(labels, "labels"),
         return_prompt_token_ids=True,
         when_full=None if when_full is None else _when_full(when_full),
     )
@@ -234,33 +213,6 @@ def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
     request = generation_service_pb2.TokenizeRequest()
     put_prompt(request, prompt)
     return request
-
-
-def _captures(capture: object) -> list[capture_pb2.CaptureSpec]:
-    if capture is None:
-        return []
-    if isinstance(capture, str) or not isinstance(capture, Iterable):
-        capture = (capture,)
-    many = tuple(capture)
-    if len(many) > _MOST_CAPTURES:
-        raise invalid("captures", f"{len(many)} captures; at most {_MOST_CAPTURES} go together")
-    found: list[capture_pb2.CaptureSpec] = []
-    for number, one in enumerate(many):
-        if not isinstance(one, Capture):
-            raise _no_capture(f"captures[{number}]", one)
-        found.append(one.to_wire())
-    return found
-
-
-def _no_capture(path: str, given: object) -> InvalidRequest:
-    """The error for what is no capture; it says what makes one of it."""
-    if isinstance(given, str):
-        kind, point = "a name", f'"{given}"'
-    else:
-        kind, point = type(given).__name__, '"resid_post"'
-    return invalid(
-        path, f"capture takes captures, not {kind}: use rheostat.Capture({point}, layers=...)"
-    )
 
 
 def put_prompt(

@@ -6,16 +6,18 @@ A client belongs to the event loop in which it makes its first call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 import numpy.typing as npt
 
-from rheostat import _calls, _errors, _readiness
-from rheostat._aio_connection import Connection, Reader
+from rheostat import _calls, _errors, _readiness, _subscribe_requests
+from rheostat._aio_connection import Connection, Reader, until_none
+from rheostat._aio_subscription import Subscription
 from rheostat._arrays import ArrayLike, Element
+from rheostat._artifacts import Artifact, SinkInfo
 from rheostat._calls import Dialogue
 from rheostat._channel import UNARY_TIMEOUT
 from rheostat._derivations import Derivation, DeriveMethod
@@ -30,10 +32,13 @@ from rheostat._results import Event, Generation
 from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, Updates
 from rheostat._steering import SteeringLike
+from rheostat._subscribe_requests import SubscribeOptions
+from rheostat._subscribed import Cursor
+from rheostat._subscribing import CREDIT, Acknowledgement
 from rheostat._uploads import Progress
 from rheostat._vectors import Vector, VectorInfo
 
-__all__ = ["Engine", "Session", "Steering", "Stream", "Vectors", "connect"]
+__all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
@@ -61,7 +66,7 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
             loop.call_soon_threadsafe(requests.put_nowait, request)
 
         self._updates = Updates(call.start, send)
-        responses = connection.dialogue(call, _until_none(requests), timeout)
+        responses = connection.dialogue(call, until_none(requests), timeout)
         responses.add_done_callback(lambda _: self._updates.close())
         super().__init__(connection, responses, call.fold(self._updates), timeout)
 
@@ -81,13 +86,6 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
     def _failure(self, error: grpc.RpcError) -> RheostatError:
         self._updates.close()
         return super()._failure(error)
-
-
-async def _until_none(
-    requests: asyncio.Queue[generation_service_pb2.SessionRequest | None],
-) -> AsyncIterator[generation_service_pb2.SessionRequest]:
-    while (request := await requests.get()) is not None:
-        yield request
 
 
 class Vectors:
@@ -235,6 +233,22 @@ class Engine:
         check_options("session", options)
         return Session(self._connection, _calls.session(prompt, **options), timeout)
 
+    def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
+        """Get rows of requests that others, or other calls, run, as `rheostat.Engine.subscribe`.
+
+        It is made while its event loop runs, and stands once ``async with`` has entered it.
+        """
+        check_options("subscribe", options, SubscribeOptions)
+        return Subscription(self._connection, _subscribe_requests.opening(**options))
+
+    def resume(
+        self, cursor: Cursor, *, credit: int = CREDIT, ack: Acknowledgement = "auto"
+    ) -> Subscription:
+        """Take a subscription up that was left, as `rheostat.Engine.resume`."""
+        return Subscription(
+            self._connection, _subscribe_requests.resuming(cursor, credit=credit, ack=ack)
+        )
+
     async def explain(
         self,
         prompt: Prompt,
@@ -266,6 +280,14 @@ class Engine:
     async def model(self) -> ModelInfo:
         """The model, its sites and what can be done there."""
         return await self._connection.unary(_calls.model())
+
+    async def sinks(self) -> list[SinkInfo]:
+        """The server's sinks, by name."""
+        return await self._connection.unary(_calls.sinks())
+
+    async def artifacts(self, request_id: str, *, sink: str = "") -> list[Artifact]:
+        """What sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
+        return await self._connection.unary(_calls.artifacts(request_id, sink))
 
     async def stats(self) -> Stats:
         """The server's counters."""

@@ -28,7 +28,7 @@ from rheostat_engine.core.outlet import Outlet
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import SiteRuntime
 from rheostat_engine.core.steering import Steering
-from rheostat_engine.points import Point, site_count
+from rheostat_engine.points import site_count
 from rheostat_engine.settings import EngineSettings
 from rheostat_engine.sites.forms import BlockForm, SiteError
 from rheostat_engine.sites.install import install
@@ -78,7 +78,12 @@ def assemble(
     dtype = cast(torch.dtype, config.model_config.dtype)
     blocks = find_blocks(model, config)
     with contextual(config):
-        forms = probe(blocks, width, lambda: run_once(model, config, device))
+        forms = probe(
+            blocks,
+            width,
+            lambda: run_once(model, config, device),
+            rank=get_tensor_model_parallel_rank(),
+        )
     capacity = settings.capacity(width=width, itemsize=dtype.itemsize)
     bank = Bank(sites=sites, capacity=capacity, width=width, dtype=dtype, device=device)
     vocabulary = config.model_config.get_vocab_size()
@@ -117,7 +122,9 @@ def assemble(
         sites=expected,
     )
     refused = _refused(forms)
-    _LOG.info("%d sites in %d blocks; not served: %s", sites, len(blocks), refused or "none")
+    _LOG.info(
+        "%d sites in %d blocks; not served: %s", len(installed), len(blocks), refused or "none"
+    )
     return Assembled(runtime, capacity, refused, layers, reports)
 
 
@@ -141,7 +148,9 @@ def _nothing() -> Compact:
 
 
 def _refused(forms: list[BlockForm]) -> dict[str, str]:
-    reasons = sorted({form.no_mid for form in forms if form.no_mid})
-    if not reasons:
-        return {}
-    return {Point.RESID_MID.value: "; ".join(reasons)}
+    """Why points are not served: what is said of them in any block."""
+    reasons: dict[str, dict[str, None]] = {}
+    for form in forms:
+        for point, reason in form.refused.items():
+            reasons.setdefault(point.value, {})[reason] = None
+    return {point: "; ".join(said) for point, said in reasons.items()}

@@ -72,6 +72,8 @@ class Buffers:
         self.cell = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.ring = ring
         self.active = ActiveSites(sites)
+        self.gains = [1.0] * sites
+        """What the model multiplies a site's h by before it adds it to the stream."""
         self.census: list[int] | None = None
         """While the sites are being verified: how often each one's op has run."""
         self._of_site = [

@@ -62,9 +62,12 @@ class Call:
 
 @dataclass
 class Trace:
-    """Calls in the order in which they began."""
+    """Calls that were seen."""
 
     calls: list[Call] = field(default_factory=list)
+    """In the order in which they began."""
+    ended: list[Call] = field(default_factory=list)
+    """In the order in which they ended."""
 
     def watch(self, module: nn.Module) -> Around:
         """Notes the module's calls and changes nothing."""
@@ -74,6 +77,7 @@ class Trace:
             self.calls.append(call)
             out = forward(*args, **kwargs)
             call.out = copied(out)
+            self.ended.append(call)
             return out
 
         return around
@@ -90,6 +94,11 @@ def copied(value: _T) -> _T:
     if isinstance(value, dict):
         return {key: copied(one) for key, one in value.items()}  # type: ignore[return-value]  # as above
     return value
+
+
+def returned(out: Value, width: int) -> list[torch.Tensor]:
+    """Those of the values that a module returned that may be parts of the stream, as `streams`."""
+    return streams(out if isinstance(out, tuple) else (out,), {}, width)
 
 
 def streams(args: Args, kwargs: Kwargs, width: int) -> list[torch.Tensor]:

@@ -3,10 +3,13 @@
 Invariant: a form describes what was seen when the block ran, never what a class name suggests.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from torch import nn
+
+from rheostat_engine.points import Point
 
 
 class Carrier(StrEnum):
@@ -23,15 +26,28 @@ class SiteError(Exception):
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Where something that a block adds to the stream is found."""
+
+    module: nn.Module | None
+    """The module that returns it. None, in pair form: the first of the two parts that the mid norm
+    is given, or that leave the block."""
+    gain: float = 1.0
+    """What the block multiplies it by before it adds it."""
+
+
+@dataclass(frozen=True)
 class BlockForm:
-    """One decoder block."""
+    """One decoder block. A point that it lacks is None, and refused with the reason."""
 
     carrier: Carrier
     mid: nn.Module | None
     """The module whose input is the stream after attention: in pair form the norm that is given
-    both parts, in single form whatever comes next. None: the block has no `resid_mid`."""
-    no_mid: str
-    """Why there is no `resid_mid`; empty where there is one."""
+    both parts, in single form whatever comes next."""
+    attention: Branch | None
+    mlp: Branch | None
+    refused: Mapping[Point, str] = field(default_factory=dict)
+    """Why points are lacking."""
 
 
 @dataclass(frozen=True)

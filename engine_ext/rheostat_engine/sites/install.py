@@ -1,9 +1,11 @@
 """Puts the op at the sites: blocks and norms get a subclass whose forward calls it.
 
 Invariant: each site's op stands exactly once, at a block's exit, before the module at `resid_mid`,
-and at the first block's entry. What the op is given exists anyway: in pair form the exit's carried
-part is the float32 sum that the mid norm forms, not the norm's rounded output, because asking for
-that output would make the compiler store it and round what follows differently.
+and at the first block's entry; a branch's stands behind the module that returns it, or, in pair
+form, right before the op of the stream that it is added to. What the op is given exists anyway: in
+pair form the exit's carried part is the float32 sum that the mid norm forms, not the norm's rounded
+output, because asking for that output would make the compiler store it and round what follows
+differently.
 """
 
 from collections.abc import Sequence
@@ -14,8 +16,8 @@ from torch import nn
 
 from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.points import Point, Site
-from rheostat_engine.sites.calls import streams
-from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
+from rheostat_engine.sites.calls import returned, streams
+from rheostat_engine.sites.forms import Block, BlockForm, Branch, Carrier, SiteError
 from rheostat_engine.sites.op import site
 
 _CARRIED: list[torch.Tensor] = []
@@ -62,16 +64,27 @@ def install(
 
     def attach(module: nn.Module, where: str, at: Site) -> None:
         installed.append(at)
+        module._rheostat_width = width  # type: ignore[assignment]  # nn.Module takes any attribute
         module.register_buffer(f"rheostat_{where}", buffers.mark(at.index), persistent=False)
 
+    def attach_branch(branch: Branch | None, inside: nn.Module, at: Site) -> None:
+        if branch is None:
+            return
+        buffers.gains[at.index] = branch.gain
+        attach(branch.module or inside, "branch", at)
+        if branch.module is None:
+            inside._rheostat_has_branch = True  # type: ignore[assignment]  # as above
+        else:
+            swap(branch.module, _Branch)
+
     for number, (block, form) in enumerate(zip(blocks, forms, strict=True)):
-        attach(block.module, "exit", Site(Point.RESID_POST, block.layer))
         pair = form.carrier is Carrier.PAIR
+        attach_branch(form.attention, form.mid or block.module, Site(Point.ATTN_OUT, block.layer))
         if form.mid is not None:
             attach(form.mid, "mid", Site(Point.RESID_MID, block.layer))
-            form.mid._rheostat_width = width  # type: ignore[assignment]  # nn.Module takes any attribute
             swap(form.mid, _PairMid if pair else _SingleMid)
-        block.module._rheostat_width = width  # type: ignore[assignment]  # as above
+        attach_branch(form.mlp, block.module, Site(Point.MLP_OUT, block.layer))
+        attach(block.module, "exit", Site(Point.RESID_POST, block.layer))
         block.module._rheostat_has_mid = form.mid is not None  # type: ignore[assignment]  # as above
         first = entry and number == 0
         if first:
@@ -88,14 +101,25 @@ class _Sited(nn.Module):
 
     _rheostat_width: int
     _rheostat_has_mid: bool
+    _rheostat_has_branch: bool = False
     rheostat_entry: torch.Tensor
+    rheostat_branch: torch.Tensor
     rheostat_mid: torch.Tensor
     rheostat_exit: torch.Tensor
+
+
+class _Branch(_Sited):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        out = super().forward(*args, **kwargs)
+        site(returned(out, self._rheostat_width)[0], None, self.rheostat_branch)
+        return out
 
 
 class _PairMid(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         h, residual = streams(args, kwargs, self._rheostat_width)
+        if self._rheostat_has_branch:
+            site(h, None, self.rheostat_branch)
         site(h, residual, self.rheostat_mid)
         if torch.compiler.is_compiling():
             _CARRIED.append(h.float() + residual.float())
@@ -111,9 +135,11 @@ class _SingleMid(_Sited):
 class _PairBlock(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         out = super().forward(*args, **kwargs)
-        h, residual = streams(out, {}, self._rheostat_width)
+        h, residual = returned(out, self._rheostat_width)
         if torch.compiler.is_compiling() and self._rheostat_has_mid:
             residual = _CARRIED.pop()
+        if self._rheostat_has_branch:
+            site(h, None, self.rheostat_branch)
         site(h, residual, self.rheostat_exit)
         return out
 
@@ -127,8 +153,7 @@ class _FirstPairBlock(_PairBlock):
 class _SingleBlock(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         out = super().forward(*args, **kwargs)
-        values = out if isinstance(out, tuple) else (out,)
-        site(streams(values, {}, self._rheostat_width)[0], None, self.rheostat_exit)
+        site(returned(out, self._rheostat_width)[0], None, self.rheostat_exit)
         return out
 
 

@@ -92,6 +92,8 @@ def _site_kernel(
     ring_ptr,  # [N, W]
     h_stride,
     rest_stride,
+    gain,
+    inverse,  # 1 / gain
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CARRIED: tl.constexpr,
@@ -107,7 +109,7 @@ def _site_kernel(
         added = tl.maximum(code, 0) * WIDTH
         row = tl.load(rows_ptr + added + column, mask=inside, other=0.0)
         h = tl.load(h_ptr + token * h_stride + column, mask=inside, other=0.0)
-        x = h.to(tl.float32)
+        x = h.to(tl.float32) * gain
         if CARRIED:
             rest = tl.load(rest_ptr + token * rest_stride + column, mask=inside, other=0.0)
             rest = rest.to(tl.float32)
@@ -118,14 +120,14 @@ def _site_kernel(
                 -code, x, cell, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
             )
         if code != 0:
-            changed = (h.to(tl.float32) + delta).to(h_ptr.dtype.element_ty)
+            changed = (h.to(tl.float32) + delta * inverse).to(h_ptr.dtype.element_ty)
             h = tl.where(delta != 0, changed, h)
             tl.store(h_ptr + token * h_stride + column, h, mask=inside)
         if code > 0:
             norm = tl.sqrt(tl.sum(x * x))
             _measure(cell, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
         if target != 0:
-            stream = h.to(tl.float32)
+            stream = h.to(tl.float32) * gain
             if CARRIED:
                 stream = stream + rest
             stream = stream.to(ring_ptr.dtype.element_ty)
@@ -179,7 +181,9 @@ def _expand_kernel(
     tl.store(cap_ptr + site * tokens + token, target, mask=inside)
 
 
-def launch_site(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> None:
+def launch_site(
+    h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
+) -> None:
     """The site's op on a CUDA device; see `run_site`."""
     width = h.shape[-1]
     rows = h.view(-1, width)
@@ -199,6 +203,8 @@ def launch_site(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers
         site.ring,
         rows.stride(0),
         rest.stride(0),
+        gain,
+        1 / gain,
         WIDTH=width,
         BLOCK=block,
         CARRIED=carried is not None,

@@ -2,9 +2,10 @@
 
     rheostat::site(Tensor(a!) h, Tensor? carried, Tensor mark) -> ()
 
-The stream at the site is s = h + carried. The op lets the programs of the step's tokens change s,
-all of the change going into h, and copies rows of the result to the capture ring. Acting on h, the
-branch that the next norm is about to add, both the norm and the carried stream see the change.
+What is at the site is s = gain * h + carried: the stream, or a branch that is about to be added to
+it. The op lets the programs of the step's tokens change s, all of the change going into h, and
+copies rows of the result to the capture ring. Acting on h, the branch that the next norm is about
+to add, both the norm and the carried stream see the change.
 
 Invariant: the op is opaque to the compiler and reads only tensors that exist anyway, so that what
 is compiled around it computes the same bits as without it; a site that isn't active launches
@@ -49,7 +50,7 @@ def _on_cpu(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -
     if buffers.census is not None:
         buffers.census[number] += 1
     if buffers.active.mask[number]:
-        run_site(h, carried, buffers.of(number))
+        run_site(h, carried, buffers.of(number), buffers.gains[number])
 
 
 def _on_cuda(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -> None:
@@ -62,10 +63,10 @@ def _on_cuda(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) 
     if buffers.census is not None:
         buffers.census[number] += 1
     if torch.cuda.is_current_stream_capturing():
-        launch_site(h, carried, buffers.of(number))
+        launch_site(h, carried, buffers.of(number), buffers.gains[number])
         recorder.note(number)
     elif buffers.active.mask[number]:
-        launch_site(h, carried, buffers.of(number))
+        launch_site(h, carried, buffers.of(number), buffers.gains[number])
 
 
 def _fake(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """The site's op in plain torch: what runs on a CPU, and what every other implementation must equal.
 
-For each token x = h + carried in float32. A program's steps change x in their order; `delta`, the
-sum of what they did, is added to h in float32 and rounded once. Elements that don't change keep
-their bits.
+For each token x = gain * h + carried in float32. A program's steps change x in their order;
+`delta`, the sum of what they did, is added to h as delta / gain in float32 and rounded once.
+Elements that don't change keep their bits.
 """
 
 import torch
@@ -11,13 +11,16 @@ from rheostat_engine.core.buffers import SiteBuffers
 from rheostat_engine.plan import Kind
 
 
-def run_site(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> None:
+def run_site(
+    h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
+) -> None:
     """Does what a site's instructions say.
 
     Args:
         h: [..., W], changed in place.
         carried: [..., W], the other part of the stream; None: h is all of it.
         site: the instructions and what they refer to.
+        gain: what the model multiplies h by.
     """
     width = h.shape[-1]
     h = h.view(-1, width)
@@ -25,23 +28,30 @@ def run_site(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -
     codes = site.code[: h.shape[0]]
     for code in codes.unique().tolist():
         if code:
-            _change(h, rest, (codes == code).nonzero().squeeze(1), code, site)
+            _change(h, rest, (codes == code).nonzero().squeeze(1), code, site, gain)
     captured = site.cap_row[: h.shape[0]].nonzero().squeeze(1)
     if captured.numel():
-        stream = _stream(h, rest, captured)
+        stream = _stream(h, rest, captured, gain)
         site.ring[site.cap_row[captured].long()] = stream.to(site.ring.dtype)
 
 
-def _stream(h: torch.Tensor, rest: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    stream = h[tokens].float()
+def _stream(
+    h: torch.Tensor, rest: torch.Tensor | None, tokens: torch.Tensor, gain: float
+) -> torch.Tensor:
+    stream = h[tokens].float() * gain
     return stream if rest is None else stream + rest[tokens].float()
 
 
 def _change(
-    h: torch.Tensor, rest: torch.Tensor | None, tokens: torch.Tensor, code: int, site: SiteBuffers
+    h: torch.Tensor,
+    rest: torch.Tensor | None,
+    tokens: torch.Tensor,
+    code: int,
+    site: SiteBuffers,
+    gain: float,
 ) -> None:
     """Runs one program on the rows of the tokens that have it."""
-    x = _stream(h, rest, tokens)
+    x = _stream(h, rest, tokens, gain)
     delta = torch.zeros_like(x)
     cells = site.cell[tokens].long()
     if code > 0:
@@ -67,7 +77,7 @@ def _change(
             _measure(site.doses, cells, change, x + before)
             before, cells = delta, cells + 1
         step = following
-    changed = (h[tokens].float() + delta).to(h.dtype)
+    changed = (h[tokens].float() + delta * (1 / gain)).to(h.dtype)
     h[tokens] = torch.where(delta != 0, changed, h[tokens])
 
 

@@ -33,7 +33,7 @@ from rheostat_server.bench.machine import (
     leave,
 )
 from rheostat_server.bench.summaries import Table, Times, empty, summary
-from rheostat_server.loader import CALL_BYTES
+from rheostat_server.limits import CALL_BYTES
 
 _PROMPT = 32
 _WARM_UP = 150

@@ -60,6 +60,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             dropped_rows=workers.lost_rows,
             prefix_queried_tokens=queue.prefix_queried_tokens,
             prefix_hit_tokens=queue.prefix_hit_tokens,
+            subscriptions=len(host.subscriptions),
             vectors=len(host.store),
             global_version=host.server_wide.current.version,
             leaked=_leaked(host, workers),

@@ -9,12 +9,13 @@ import transformers as hf
 
 VOCAB = 128
 WIDTH = 64
+LAYERS = 4
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 2,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
@@ -44,9 +45,14 @@ CONFIGS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
     ),
     "phi3": lambda: hf.Phi3Config(**{**_COMMON, "num_key_value_heads": 1}),
     "gpt_neox": lambda: hf.GPTNeoXConfig(**_COMMON, rotary_pct=0.5, use_parallel_residual=True),
+    "phi": lambda: hf.PhiConfig(**_COMMON, partial_rotary_factor=0.5),
+    "cohere": lambda: hf.CohereConfig(
+        **{**_COMMON, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    ),
+    "stablelm": lambda: hf.StableLmConfig(**{**_COMMON, "num_key_value_heads": 1}),
     "granite": lambda: hf.GraniteConfig(
         **{**_COMMON, "num_key_value_heads": 1},
-        residual_multiplier=0.5,
+        residual_multiplier=0.22,
         embedding_multiplier=3.0,
         logits_scaling=2.0,
         attention_multiplier=0.2,
@@ -54,7 +60,7 @@ CONFIGS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
     "olmo2": lambda: hf.Olmo2Config(**{**_COMMON, "num_key_value_heads": 1}),
 }
 
-NO_MID = frozenset({"gpt_neox"})
+NO_MID = frozenset({"cohere", "gpt_neox", "phi"})
 """Architectures without `resid_mid`."""
 
 

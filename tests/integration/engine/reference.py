@@ -11,17 +11,26 @@ import torch
 import transformers as hf
 from torch import nn
 
+from rheostat_engine import Point, Site
+
+from .models import NO_MID
+
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+Act = Callable[[int, torch.Tensor], None]
 Float = npt.NDArray[np.float32]
 
 _MID = {"gemma3": "pre_feedforward_layernorm", "olmo2": "mlp"}
 """The module whose input is the stream after attention, read off each model's own forward."""
+_NORMED = ("post_attention_layernorm", "post_feedforward_layernorm")
+_BRANCHES = {"gemma3": _NORMED, "olmo2": _NORMED, "gpt_neox": ("attention", "mlp")}
+"""The modules that return what attention and the MLP add to the stream, read off likewise."""
 
 
 class Add(NamedTuple):
-    """A vector added to the stream at one site."""
+    """A vector added at one site."""
 
     site: int
-    """2 * layer + {resid_pre 0, resid_mid 1, resid_post 2}."""
+    """As the engine numbers it."""
     vector: Float
     """[W]."""
     positions: Sequence[int] | slice
@@ -29,7 +38,7 @@ class Add(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Any change of some rows of the stream at one site."""
+    """Any change of some rows at one site."""
 
     site: int
     """As in `Add`."""
@@ -94,19 +103,40 @@ class HfReference:
             return add
         return add._replace(positions=[p for p in add.positions if p < length])
 
-    def _hook(self, stack: ExitStack, layer: nn.Module, number: int, act: object) -> None:
+    def _hook(self, stack: ExitStack, layer: nn.Module, number: int, act: Act) -> None:
+        gain = getattr(self._model.config, "residual_multiplier", 1.0)
+
         def at_entry(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            act(0, args[0])  # type: ignore[operator]  # act is callable
+            act(Site(Point.RESID_PRE, number).index, args[0])
 
         def at_mid(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            act(2 * number + 1, args[0])  # type: ignore[operator]  # as above
+            act(Site(Point.RESID_MID, number).index, args[0])
 
-        def at_exit(_: nn.Module, __: object, out: torch.Tensor | tuple[torch.Tensor]) -> None:
-            act(2 * number + 2, out if isinstance(out, torch.Tensor) else out[0])  # type: ignore[operator]  # as above
+        def at_exit(_: nn.Module, __: object, out: Output) -> None:
+            act(Site(Point.RESID_POST, number).index, _first(out))
+
+        def at_branch(point: Point) -> Callable[[nn.Module, object, Output], None]:
+            def hook(_: nn.Module, __: object, out: Output) -> None:
+                branch = _first(out)
+                added = branch * gain
+                before = added.clone()
+                act(Site(point, number).index, added)
+                if not torch.equal(added, before):
+                    branch += (added - before) / gain
+
+            return hook
 
         if number == 0:
             stack.callback(layer.register_forward_pre_hook(at_entry).remove)
-        if self._name != "gpt_neox":
+        if self._name not in NO_MID:
             mid = getattr(layer, _MID.get(self._name, "post_attention_layernorm"))
             stack.callback(mid.register_forward_pre_hook(at_mid).remove)
+        branches = _BRANCHES.get(self._name, ("self_attn", "mlp"))
+        for point, name in zip((Point.ATTN_OUT, Point.MLP_OUT), branches, strict=True):
+            module = getattr(layer, name)
+            stack.callback(module.register_forward_hook(at_branch(point)).remove)
         stack.callback(layer.register_forward_hook(at_exit).remove)
+
+
+def _first(out: Output) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out[0]

@@ -6,15 +6,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Act, Band, Kind, Plan
+from rheostat_engine import Act, Band, Kind, Plan, site_count
 
-from .models import WIDTH
+from .models import LAYERS, WIDTH
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, capture, prompts, steer, vector
 
 pytestmark = pytest.mark.integration
 
-SITES = range(9)
+SITES = range(site_count(LAYERS))
 BATCH = prompts(8, 5, 40)
 TOKENS = 6
 ZERO = b"\0" * 32
@@ -113,7 +113,9 @@ def test_batch_mates_of_steered_requests_equal_stock_vllm_bit_for_bit(
 
 def test_what_a_request_gets_does_not_depend_on_its_mates(pair: Pair) -> None:
     plan = Plan("", (add(0, 4, scale=2.0), add(1, 3)), capture(*SITES).captures)
-    others: list[Plan | None] = [steer(add(i % 3, i % 9, scale=float(i))) for i in range(8)]
+    others: list[Plan | None] = [
+        steer(add(i % 3, i % len(SITES), scale=float(i))) for i in range(8)
+    ]
     others[2] = plan
     together = pair.run(others)[2]
     (alone,) = pair.engine.run([BATCH[2]], [plan], max_tokens=TOKENS)

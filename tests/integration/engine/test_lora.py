@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Act, Capture, Kind, Plan
+from rheostat_engine import Act, Capture, Kind, Plan, site_count
 
 from ..adapters import merged, write_adapter
-from .models import build
+from .models import LAYERS, build
 from .offline import OfflineEngine
 from .plans import EVERYWHERE, add, prompts, vector
 from .reference import Add, HfReference
@@ -59,7 +59,7 @@ def test_steered_requests_under_different_adapters_share_a_batch(adapted: Adapte
 
     names: list[str | None] = [None, "a", "b", "a", None, "b"]
     batch = prompts(len(names), 6, 20, seed=41)
-    everything = (Capture(tuple(range(9)), EVERYWHERE),)
+    everything = (Capture(tuple(range(site_count(LAYERS))), EVERYWHERE),)
     plans = [
         Plan("", (add(i % 3, 4, scale=1.5),) if i % 2 else (), everything)
         for i in range(len(names))

@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Act, Band, Kind, Plan
+from rheostat_engine import OPEN_END, Act, Band, Kind, Plan, site_count
 from rheostat_engine.capacity import needs
 
+from .models import LAYERS
 from .offline import OfflineEngine
 from .plans import EVERYWHERE, prompts, vector
 
 pytestmark = pytest.mark.integration
 
 COUNT = 256
-SITES = 9
+SITES = site_count(LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan, Spans
+from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan, Spans, site_count
 
-from .models import VOCAB, build
+from .models import LAYERS, VOCAB, build
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, as_hooks, prompts, selected, vector
 from .reference import HfReference
 
 pytestmark = pytest.mark.integration
 
-SITES = range(9)
+SITES = range(site_count(LAYERS))
 TOKENS = 5
 VECTORS = 6
 ROWS = 2e-5

@@ -1,21 +1,21 @@
 """Every architecture, every point: what Hugging Face's model shows under hooks, ours shows too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point
+from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point, Site, site_count
 
-from .models import CONFIGS, NO_MID, WIDTH, build
+from .models import CONFIGS, LAYERS, NO_MID, WIDTH, build
 from .offline import OfflineEngine, Outcome
-from .reference import Add, HfReference, Run
+from .reference import Add, Float, HfReference, Run
 
 pytestmark = pytest.mark.integration
 
-LAYERS = 4
 PROMPT = [int(t) for t in np.random.default_rng(0).integers(3, 128, 21)]
 SPANS = ((5, 13), (20, 21))
 TOUCHED = [p for start, end in SPANS for p in range(start, end)]
@@ -31,12 +31,13 @@ LOGPROBS = 1e-4
 
 def sites_of(name: str) -> list[int]:
     """The sites that an architecture has."""
-    return [s for s in range(2 * LAYERS + 1) if not (s % 2 and name in NO_MID)]
+    mids = {Site(Point.RESID_MID, layer).index for layer in range(LAYERS)}
+    return [s for s in range(site_count(LAYERS)) if not (s in mids and name in NO_MID)]
 
 
 def steered_sites(name: str) -> list[int]:
-    """The first and last site, and each point at a layer in between."""
-    wanted = [0, 2, 3, 4, 2 * LAYERS - 1, 2 * LAYERS]
+    """Each point of the first layer, of the last and of one in between."""
+    wanted = sorted({Site(point, layer).index for layer in (0, 1, LAYERS - 1) for point in Point})
     return [s for s in wanted if s in sites_of(name)]
 
 
@@ -49,8 +50,38 @@ class Case(NamedTuple):
     engine: OfflineEngine
 
 
-COMPILED = ["granite", "llama"]
-"""One of each form, compiled; `test_invariants` compares more of what is compiled."""
+BRANCHES = (Point.ATTN_OUT, Point.MLP_OUT)
+
+COMPILED = ["gemma3", "gpt_neox", "granite", "llama", "olmo2"]
+"""Of each form, and each way to branches, compiled; `test_invariants` compares more of what is."""
+
+
+class Reference(NamedTuple):
+    """What Hugging Face's model shows."""
+
+    plain: Run
+    steered: dict[int, Run]
+
+
+@pytest.fixture(scope="module")
+def refer(models_root: Path) -> Callable[[str], Reference]:
+    """Runs an architecture's reference once, and before vLLM does.
+
+    vLLM's Transformers backend changes Hugging Face's classes.
+    """
+
+    @cache
+    def run_once(name: str) -> Reference:
+        model = HfReference(name, build(name, models_root))
+        plain = model.run(PROMPT)
+        assert_adds_up(name, plain.streams)
+        steered = {
+            site: model.run(PROMPT, [Add(site, SCALE * VECTOR[0], TOUCHED)])
+            for site in steered_sites(name)
+        }
+        return Reference(plain, steered)
+
+    return run_once
 
 
 @pytest.fixture(
@@ -59,19 +90,34 @@ COMPILED = ["granite", "llama"]
     ids=lambda param: f"{param[0]}-{'eager' if param[1] else 'compiled'}",
 )
 def case(
-    request: pytest.FixtureRequest, start: Callable[..., OfflineEngine], models_root: Path
+    request: pytest.FixtureRequest,
+    start: Callable[..., OfflineEngine],
+    refer: Callable[[str], Reference],
 ) -> Case:
-    """The reference runs first: vLLM's Transformers backend changes Hugging Face's classes."""
     name, eager = request.param
-    reference = HfReference(name, build(name, models_root))
-    plain = reference.run(PROMPT)
-    steered = {
-        site: reference.run(PROMPT, [Add(site, SCALE * VECTOR[0], TOUCHED)])
-        for site in steered_sites(name)
-    }
+    reference = refer(name)
     engine = start(name, enforce_eager=eager)
     engine.load({DIGEST: VECTOR})
-    return Case(name, plain, steered, engine)
+    return Case(name, reference.plain, reference.steered, engine)
+
+
+def assert_adds_up(name: str, found: Mapping[int, Float]) -> None:
+    """The stream grows by its branches and by nothing else; [n, W] by site."""
+
+    def at(point: Point, layer: int) -> Float:
+        return found[Site(point, layer).index]
+
+    for layer in range(LAYERS):
+        steps = [(Point.RESID_PRE, Point.ATTN_OUT, Point.MLP_OUT, Point.RESID_POST)]
+        if name not in NO_MID:
+            steps = [
+                (Point.RESID_PRE, Point.ATTN_OUT, Point.RESID_MID),
+                (Point.RESID_MID, Point.MLP_OUT, Point.RESID_POST),
+            ]
+        for *parts, result in steps:
+            want = at(result, layer)
+            got = np.sum([at(point, layer) for point in parts], axis=0)
+            assert np.abs(got - want).max() < ROWS * np.abs(want).max(), (layer, result)
 
 
 def run(case: Case, site: int | None) -> Outcome:
@@ -97,6 +143,20 @@ def test_captured_streams_equal_hugging_face_at_every_site(case: Case) -> None:
     assert sorted(outcome.rows) == sorted(case.plain.streams) == sites_of(case.name)
     assert worst(outcome, case.plain) < ROWS
     assert np.abs(outcome.logits() - case.plain.logprobs[-1]).max() < LOGPROBS
+
+
+def test_the_stream_grows_by_its_branches_and_by_nothing_else(case: Case) -> None:
+    branches = {Site(p, n).index for p in BRANCHES for n in range(LAYERS)}
+    for site in (None, *branches.intersection(case.steered)):
+        outcome = run(case, site)
+        assert_adds_up(case.name, {s: outcome.stream(s) for s in outcome.rows})
+
+
+def test_a_vector_added_to_attentions_branch_does_what_it_does_to_the_stream(case: Case) -> None:
+    if case.name in NO_MID:
+        pytest.skip("a parallel block has no stream after attention")
+    one, other = (run(case, Site(point, 1).index) for point in (Point.ATTN_OUT, Point.RESID_MID))
+    assert np.abs(one.logits() - other.logits()).max() < LOGPROBS
 
 
 def test_an_added_vector_does_what_the_same_hook_does_in_hugging_face(case: Case) -> None:

@@ -12,16 +12,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Act, Kind, Plan
+from rheostat_engine import Act, Kind, Plan, site_count
 
-from .models import VOCAB
+from .models import LAYERS, VOCAB
 from .offline import OfflineEngine, Outcome
 from .plans import capture, prompts, steer
 from .reference import Float
 
 pytestmark = pytest.mark.integration
 
-SITES = range(9)
+SITES = range(0, site_count(LAYERS), 2)
+"""Where the stream is; a branch is not all that decides what follows."""
 LENGTH = 12
 (ONE,) = prompts(1, LENGTH, LENGTH + 1, seed=51)
 OTHER = [(token + 60) % (VOCAB - 3) + 3 for token in ONE]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 import rheostat
+import rheostat_engine
 from rheostat import Point, Site
 
 from ..engine.reference import Change, HfReference, Run
@@ -104,12 +105,12 @@ OPS: dict[str, Op] = {
 """Every op that is served, in more than one form where it has several."""
 
 
-POINTS = ("resid_pre", "resid_mid", "resid_post")
+POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 
 
 def number_of(site: Site) -> int:
     """A site in the reference's numbers."""
-    return 2 * site.layer + POINTS.index(site.point.value)
+    return rheostat_engine.Site(rheostat_engine.Point(site.point), site.layer).index
 
 
 class Placed(NamedTuple):

@@ -71,11 +71,6 @@ def test_a_vector_with_a_nan(server: Server, engine: rheostat.Engine) -> None:
     [
         ({"steering": [steer(layers=99)]}, rheostat.InvalidRequest, "REASON_UNKNOWN_LAYER"),
         (
-            {"capture": rheostat.Capture("attn_out", layers=1)},
-            rheostat.Refused,
-            "REASON_SITE_NOT_SERVED",
-        ),
-        (
             {"steering": [rheostat.named("nobody", points="resid_post", layers=1)]},
             rheostat.NotFound,
             "REASON_NAME_NOT_FOUND",

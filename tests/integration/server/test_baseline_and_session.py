@@ -5,17 +5,16 @@ import pytest
 import transformers as hf
 
 import rheostat
-from rheostat import Capture
+from rheostat import Capture, Point, Site
 
 from ..engine.reference import Add, HfReference
 from .conftest import MODEL
-from .naive import OPS, TOLERANCE, Placed, compare, everywhere
+from .naive import OPS, TOLERANCE, Placed, compare, everywhere, number_of
 
 pytestmark = pytest.mark.integration
 
 PROMPT = "The Eiffel Tower is in the city of"
-SITE = 6
-"""resid_post of layer 2."""
+SITE = number_of(Site(Point.RESID_POST, 2))
 WIDTH = 128
 VECTOR = np.random.default_rng(0).normal(size=(1, WIDTH)).astype(np.float32)
 

@@ -46,6 +46,7 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "vectors",
     ),
+    "CaptureService/ListSinks": ({}, ""),
     "SteeringService/SetGlobal": ({"steering": {}}, "version"),
     "SteeringService/GetGlobal": ({}, "steering"),
 }
@@ -54,8 +55,7 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "SteeringService/GetVectors": ({"name": "nobody"}, "not_found"),
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
-    "CaptureService/ListSinks": ({}, "unimplemented"),
-    "CaptureService/GetArtifacts": ({}, "unimplemented"),
+    "CaptureService/GetArtifacts": ({"requestId": "nobody"}, "not_found"),
     "PatchService/CaptureRun": ({}, "unimplemented"),
     "PatchService/ListRuns": ({}, "unimplemented"),
     "PatchService/DeleteRun": ({}, "unimplemented"),

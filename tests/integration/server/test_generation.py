@@ -11,7 +11,7 @@ from rheostat import Capture, Point, Site
 
 from ..engine.reference import Add, HfReference
 from .conftest import MODEL, Server
-from .naive import TOLERANCE
+from .naive import TOLERANCE, number_of
 
 pytestmark = pytest.mark.integration
 
@@ -52,15 +52,16 @@ def test_captured_rows_and_steered_log_probabilities_equal_hugging_faces(
     )
     prompt = tokenizer(PROMPT).input_ids
     tokens = prompt + list(out.token_ids)[:-1]
-    run = reference.run(tokens, [Add(6, 3.0 * VECTOR[0], slice(0, len(prompt)))])
+    steered = number_of(Site(Point.RESID_POST, 2))
+    run = reference.run(tokens, [Add(steered, 3.0 * VECTOR[0], slice(0, len(prompt)))])
     for layer in range(LAYERS):
         rows = out.activations["resid_post", layer]
         assert list(out.activations.positions("resid_post", layer)) == list(range(len(tokens)))
-        np.testing.assert_allclose(rows, run.streams[2 * layer + 2], rtol=1e-3, atol=1e-3)
+        stream = run.streams[number_of(Site(Point.RESID_POST, layer))]
+        np.testing.assert_allclose(rows, stream, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(out.activations["resid_pre", 0], run.streams[0], atol=1e-5)
-    np.testing.assert_allclose(
-        out.activations["resid_mid", 3], run.streams[7], rtol=1e-3, atol=1e-3
-    )
+    stream = run.streams[number_of(Site(Point.RESID_MID, 3))]
+    np.testing.assert_allclose(out.activations["resid_mid", 3], stream, rtol=1e-3, atol=1e-3)
     for step, token in enumerate(out.token_ids):
         expected = run.logprobs[len(prompt) - 1 + step]
         assert abs(out.logprobs[step].token.logprob - expected[token]) < TOLERANCE

@@ -14,10 +14,14 @@ from grpc_health.v1 import health_pb2
 
 import rheostat
 from rheostat._proto.v1 import (
+    capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
     steering_service_pb2,
 )
+
+from ..server.fakes import ScriptedBackend
+from .rows_server import AioSubscriber, RowsServer, SyncSubscriber
 
 
 class Refusal(Exception):
@@ -54,7 +58,13 @@ class FakeServer:
         self.asked: list[Message] = []
         self.metadata: list[dict[str, str]] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=24))
-        files = (engine_service_pb2, generation_service_pb2, steering_service_pb2, health_pb2)
+        files = (
+            capture_service_pb2,
+            engine_service_pb2,
+            generation_service_pb2,
+            steering_service_pb2,
+            health_pb2,
+        )
         for file in files:
             for service in file.DESCRIPTOR.services_by_name.values():
                 handlers = {method.name: self._handler(method) for method in service.methods}
@@ -274,3 +284,41 @@ def client(request: pytest.FixtureRequest, server: FakeServer) -> Iterator[SyncC
 @pytest.fixture
 def refusal() -> type[Refusal]:
     return Refusal
+
+
+@pytest.fixture
+def starter() -> Iterator[Callable[..., RowsServer]]:
+    """Starts servers, each with a backend and fields of the config."""
+    servers = []
+
+    def begin(backend: ScriptedBackend | None = None, **config: object) -> RowsServer:
+        servers.append(RowsServer(backend, **{"heartbeat": 0.05, **config}))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def running(starter) -> RowsServer:
+    return starter()
+
+
+@pytest.fixture(params=[SyncSubscriber, AioSubscriber], ids=["sync", "aio"])
+def kind(request: pytest.FixtureRequest) -> Iterator[Callable]:
+    """Makes clients of one kind."""
+    made = []
+
+    def make(target: str) -> SyncSubscriber | AioSubscriber:
+        made.append(request.param(target))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.fixture
+def subscriber(kind, running):
+    return kind(running.target)

@@ -17,6 +17,7 @@ def test_the_client_imports_neither_torch_nor_vllm_nor_the_server():
     program = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
         "heavy = {'torch', 'vllm', 'rheostat_server', 'rheostat_engine', 'matplotlib'}\n"
+        "heavy |= {'datasets', 'pyarrow', 'safetensors', 'gguf'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -42,6 +43,7 @@ def test_both_clients_have_the_same_methods():
                 module.Steering,
                 module.Stream,
                 module.Session,
+                module.Subscription,
             )
             for name in dir(owner)
             if not name.startswith("_")

@@ -7,7 +7,8 @@ import pytest
 from google.protobuf import text_format
 
 import rheostat
-from rheostat._arrays import read_tensor, vector_data
+from rheostat._arrays import vector_data
+from rheostat._encodings import read_tensor
 from rheostat._proto.v1 import steering_pb2, tensor_pb2
 from rheostat._steering import steering_to_wire
 
@@ -86,7 +87,7 @@ def test_every_bfloat16_widens_to_the_float32_with_the_same_bits():
         encoding=tensor_pb2.ENCODING_RAW,
         inline=bits.astype("<u2").tobytes(),
     )
-    widened = read_tensor(tensor)
+    widened = read_tensor(tensor).values
     assert np.array_equal(widened.view(np.uint32)[0, 0], bits.astype(np.uint32) << 16)
 
 

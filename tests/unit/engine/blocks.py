@@ -68,6 +68,11 @@ class Mlp(nn.Module):
 class Base(nn.Module):
     """What every block has."""
 
+    given = 1
+    """How many tensors the decoder gives it."""
+    sums = False
+    """Whether what it returns sums to the stream."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first = Norm()
@@ -78,6 +83,9 @@ class Base(nn.Module):
 
 class Pair(Base):
     """Llama: the sum of branch and stream is formed by the next norm."""
+
+    given = 2
+    sums = True
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Parts:
         if residual is None:
@@ -137,6 +145,102 @@ class SharedNorm(Base):
         return x + self.mlp(self.first(x))
 
 
+class Scaled(Base):
+    """Granite: branches are multiplied before they are added."""
+
+    gain = 0.22
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x)) * self.gain
+        return x + self.mlp(self.second(x)) * self.gain
+
+
+class MlpFirst(Base):
+    """Parallel, the MLP before attention, one norm and one dropout for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.first(x)
+        mlp = self.dropout(self.mlp(normed))
+        return x + mlp + self.dropout(self.attention(normed))
+
+
+class Dropped(Base):
+    """GPT-2: a dropout stands behind each branch and does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Dropout(0.1), nn.Dropout(0.1)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.one(self.attention(self.first(x)))
+        return x + self.other(self.mlp(self.second(x)))
+
+
+class Beside(Single):
+    """StableLM: returns the stream and, beside it, something that nobody takes."""
+
+    def forward(self, x: torch.Tensor) -> Parts:  # type: ignore[override]  # a block like no other
+        middle = x + self.attention(self.first(x))
+        return middle + self.mlp(self.second(middle)), middle
+
+
+class Ignored(Base):
+    """Command-R: is given what the block before returned beside the stream, and ignores it."""
+
+    given = 2
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Parts:
+        normed = self.first(x)
+        return x + (self.attention(normed) + self.mlp(normed)), x
+
+
+class Bigger(Base):
+    """Multiplies the stream that leaves it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        return 1.5 * (x + self.mlp(self.second(x)))
+
+
+class Squared(Base):
+    """What its modules return is not what is added."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x)).square()
+        return x + self.mlp(self.second(x)).square()
+
+
+class Two(Single):
+    """Attention adds to the stream through two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.first(x)
+        x = x + self.attention(normed) + self.more(normed)
+        return x + self.mlp(self.second(x))
+
+
+class Moved(Pair):
+    """The residual of a pair changes between the norms."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Parts:
+        if residual is None:
+            x, residual = self.first(x), x
+        else:
+            x, residual = self.first(x, residual)
+        x, residual = self.second(self.attention(x), 0.5 * residual)
+        return self.mlp(x), residual
+
+
 class Neither(Base):
     """Returns something that is no stream."""
 
@@ -158,21 +262,22 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList([kind() for _ in range(layers)])
         self.last: nn.Module = Norm()
         self.between = between
-        self.pair = issubclass(kind, Pair)
+        self.kind = kind
 
     def forward(self, x: torch.Tensor) -> Output:
-        if not self.pair:
-            for number, layer in enumerate(self.layers):
-                x = layer(self.between(x) if number else x)
-            return self.last(x)
         residual = None
-        for layer in self.layers:
-            x, residual = layer(x, residual)
-        return self.last(x, residual)
+        for number, layer in enumerate(self.layers):
+            x = self.between(x) if number else x
+            out = layer(x) if self.kind.given == 1 else layer(x, residual)
+            x, residual = out if isinstance(out, tuple) else (out, None)
+        return self.last(x, residual) if self.kind.sums else self.last(x)
 
     def blocks(self) -> list[Block]:
         """As `find_blocks` gives them."""
-        return [Block(i, b, (b.attention.core,)) for i, b in enumerate(self.bases())]
+        return [
+            Block(i, base, tuple(one for one in base.modules() if isinstance(one, Core)))
+            for i, base in enumerate(self.bases())
+        ]
 
     def bases(self) -> list[Base]:
         """The blocks as modules."""

@@ -38,7 +38,9 @@ def noise(tokens: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tenso
     return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check_additions(width: int, dtype: torch.dtype, carried: torch.dtype | None) -> None:
+def check_additions(
+    width: int, dtype: torch.dtype, carried: torch.dtype | None, gain: float = 1.0
+) -> None:
     """Rows are added and copied bit for bit."""
     codes = [0, 3, 0, 4, 1, 0, 2, 2, 0]
     captured = [0, 0, 4, 7, 0, 1, 2, 0, 9]
@@ -47,8 +49,8 @@ def check_additions(width: int, dtype: torch.dtype, carried: torch.dtype | None)
     h = noise(len(codes), width, dtype, 1)
     rest = None if carried is None else noise(len(codes), width, carried, 2)
     ones, others = h.clone(), h.clone()
-    launch_site(ones, rest, site)
-    run_site(others, rest, other)
+    launch_site(ones, rest, site, gain)
+    run_site(others, rest, other, gain)
     assert same_bits(ones, others)
     assert same_bits(site.ring, other.ring)
     torch.testing.assert_close(site.doses, other.doses, rtol=1e-5, atol=1e-6)
@@ -56,7 +58,9 @@ def check_additions(width: int, dtype: torch.dtype, carried: torch.dtype | None)
     assert site.doses[:, 0].sum() == 5
 
 
-def check_chains(width: int, dtype: torch.dtype, carried: torch.dtype | None) -> None:
+def check_chains(
+    width: int, dtype: torch.dtype, carried: torch.dtype | None, gain: float = 1.0
+) -> None:
     """Every kind of step, alone and in chains, with rows copied after."""
     programs = chains()
     codes = [0, *range(-len(programs), 0), 2]
@@ -66,8 +70,8 @@ def check_chains(width: int, dtype: torch.dtype, carried: torch.dtype | None) ->
     h = 3 * noise(len(codes), width, dtype, 3)
     rest = None if carried is None else noise(len(codes), width, carried, 4)
     ones, others = h.clone(), h.clone()
-    launch_site(ones, rest, site)
-    run_site(others, rest, other)
+    launch_site(ones, rest, site, gain)
+    run_site(others, rest, other, gain)
     rtol, atol = TOLERANCE[dtype], 10 * TOLERANCE[dtype]
     torch.testing.assert_close(ones, others, rtol=rtol, atol=atol)
     torch.testing.assert_close(site.ring, other.ring, rtol=rtol, atol=atol)
@@ -168,9 +172,11 @@ def main() -> None:
     for width, dtype in product([1500, 48, 7], exact):
         for carried in (None, dtype, torch.float32):
             check_additions(width, dtype, carried)
+        check_additions(width, dtype, None, 0.25)
     for width, dtype in product([300, 64, 5], TOLERANCE):
         for carried in (None, dtype, torch.float32):
             check_chains(width, dtype, carried)
+        check_chains(width, dtype, None, -0.22)
     for dtype in TOLERANCE:
         for carried in (None, dtype, torch.float32):
             check_idle(dtype, carried)

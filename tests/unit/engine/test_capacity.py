@@ -199,6 +199,38 @@ def test_no_step_of_a_request_needs_more_ring_rows_than_were_reserved(
     assert max(needed) <= reserved
 
 
+@given(st.lists(plans(), min_size=1, max_size=4), st.integers(1, 60), st.data())
+def test_no_step_of_admitted_requests_needs_more_ring_rows_than_there_are(
+    many: list[Plan], rows: int, data: st.DataObject
+) -> None:
+    chunk = data.draw(st.integers(1, LIMIT))
+    ledger = CapacityLedger(capacity(capture_rows=rows))
+    admitted = []
+    for number, plan in enumerate(many):
+        plan = replace(plan, request_id=f"{number}", acts=())
+        length = data.draw(st.integers(1, LIMIT))
+        if ledger.admit(plan, prompt_len=length, max_step_tokens=chunk) is None:
+            admitted.append((plan, length))
+    left, needed = chunk, 0
+    for plan, length in admitted:
+        start = data.draw(st.integers(0, LIMIT))
+        most = min(left, length - start) if start < length else min(left, 1)
+        count = data.draw(st.integers(0, max(0, most)))
+        left -= count
+        needed += sum(len(captured(plan, p)) for p in range(start, start + count))
+    assert needed <= rows
+
+
+def test_small_steps_let_any_number_of_captures_in() -> None:
+    ledger = CapacityLedger(capacity(capture_rows=10))
+    for number in range(50):
+        plan = Plan(f"{number}", (), (Capture((0, 1), EVERYWHERE),))
+        assert ledger.admit(plan, prompt_len=8, max_step_tokens=5) is None
+    wide = Plan("wide", (), (Capture((0, 1, 2), EVERYWHERE),))
+    shortage = ledger.admit(wide, prompt_len=8, max_step_tokens=5)
+    assert shortage == Shortage("capture_rows", 15, 0, False)
+
+
 def different(*sites: int, scale: float = 1.0, digest: bytes = A) -> Act:
     """A different row at each site."""
     return replace(
@@ -210,7 +242,7 @@ def test_what_is_short_is_named_with_how_much_is_missing() -> None:
     ledger = CapacityLedger(capacity(bank_rows=2, slots=2, capture_rows=10))
 
     def admit(plan: Plan) -> Shortage | None:
-        return ledger.admit(plan, prompt_len=8, max_step_tokens=4)
+        return ledger.admit(plan, prompt_len=4, max_step_tokens=6)
 
     assert admit(Plan("a", (different(0),), (Capture((0, 1), EVERYWHERE),))) is None
     assert admit(Plan("b", (different(0, 1, 2),))) == Shortage("bank_rows", 2, 1, False)

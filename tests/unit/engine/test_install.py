@@ -17,11 +17,16 @@ from .blocks import (
     TOKENS,
     WIDTH,
     Base,
+    Beside,
     Decoder,
+    Dropped,
+    Ignored,
+    MlpFirst,
     Pair,
     Parallel,
     PostNorm,
     Sandwich,
+    Scaled,
     Single,
     buffers,
     give_own_forward,
@@ -29,7 +34,8 @@ from .blocks import (
 )
 
 LAYERS = 3
-KINDS = [Pair, Sandwich, Single, PostNorm, Parallel]
+PARALLEL = (Parallel, MlpFirst, Ignored)
+KINDS = [Pair, Sandwich, Single, PostNorm, Scaled, Dropped, Beside, *PARALLEL]
 
 
 def sited(model: Decoder, *, entry: bool = True) -> tuple[Buffers, list[Site]]:
@@ -43,40 +49,48 @@ def sited(model: Decoder, *, entry: bool = True) -> tuple[Buffers, list[Site]]:
     return made, installed
 
 
-def branches(layer: Base, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What attention adds to the stream; for parallel blocks also what the MLP does."""
+def attention_of(layer: Base, x: torch.Tensor) -> torch.Tensor:
+    """What attention adds to the stream."""
     if isinstance(layer, PostNorm):
-        return layer.first(layer.attention(x)), None
+        return layer.first(layer.attention(x))
     added = layer.attention(layer.first(x))
     if isinstance(layer, Sandwich):
-        added = layer.after_attention(added)
-    return added, layer.mlp(layer.second(x)) if isinstance(layer, Parallel) else None
+        return layer.after_attention(added)
+    return added * layer.gain if isinstance(layer, Scaled) else added
+
+
+def mlp_of(layer: Base, x: torch.Tensor) -> torch.Tensor:
+    """What the MLP adds to the stream, which it is given."""
+    if isinstance(layer, PostNorm):
+        return layer.second(layer.mlp(x))
+    added = layer.mlp((layer.first if isinstance(layer, (MlpFirst, Ignored)) else layer.second)(x))
+    if isinstance(layer, Sandwich):
+        return layer.after_mlp(added)
+    return added * layer.gain if isinstance(layer, Scaled) else added
 
 
 def by_hand(
     model: Decoder, steered: int | None = None, vector: float = 0.0
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """The stream at every site, and the model's output, with a vector added at one site."""
-    streams: dict[int, torch.Tensor] = {}
+    """What is at every site, and the model's output, with a vector added at one site."""
+    found: dict[int, torch.Tensor] = {}
 
-    def at(site: int, x: torch.Tensor) -> torch.Tensor:
-        streams[site] = x + vector if site == steered else x
-        return streams[site]
+    def at(point: Point, layer: int, x: torch.Tensor) -> torch.Tensor:
+        site = Site(point, layer).index
+        found[site] = x + vector if site == steered else x
+        return found[site]
 
-    x = at(0, stream())
+    x = at(Point.RESID_PRE, 0, stream())
     for number, layer in enumerate(model.bases()):
-        attention, mlp = branches(layer, x)
-        if mlp is not None:
-            x = x + attention + mlp
+        attention = at(Point.ATTN_OUT, number, attention_of(layer, x))
+        if isinstance(layer, PARALLEL):
+            mlp = at(Point.MLP_OUT, number, mlp_of(layer, x))
+            x = at(Point.RESID_POST, number, x + attention + mlp)
         else:
-            x = at(2 * number + 1, x + attention)
-            if isinstance(layer, PostNorm):
-                x = x + layer.second(layer.mlp(x))
-            else:
-                added = layer.mlp(layer.second(x))
-                x = x + (layer.after_mlp(added) if isinstance(layer, Sandwich) else added)
-        x = at(2 * number + 2, x)
-    return streams, model.last(x)
+            x = at(Point.RESID_MID, number, x + attention)
+            mlp = at(Point.MLP_OUT, number, mlp_of(layer, x))
+            x = at(Point.RESID_POST, number, x + mlp)
+    return found, model.last(x)
 
 
 def normed(out: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -85,7 +99,11 @@ def normed(out: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tenso
 
 
 def sites_of(kind: type[Base]) -> list[int]:
-    return [s for s in range(site_count(LAYERS)) if kind is not Parallel or s % 2 == 0]
+    """The sites that a model of such blocks has."""
+    lacking = {
+        Site(Point.RESID_MID, layer).index for layer in range(LAYERS) if issubclass(kind, PARALLEL)
+    }
+    return [site for site in range(site_count(LAYERS)) if site not in lacking]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,12 +149,12 @@ def test_what_is_added_at_a_site_is_added_to_the_stream_there_and_captured(
         if steered is not None:
             made.code[steered] = 3
         out = normed(model(stream()))
-        streams, expected = by_hand(plain, steered, 3.0)
+        found, expected = by_hand(plain, steered, 3.0)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
         captured = made.ring[1:].view(site_count(LAYERS), TOKENS, WIDTH)
-        assert sorted(streams) == sites_of(kind)
-        for site, expected_stream in streams.items():
-            torch.testing.assert_close(captured[site], expected_stream, rtol=1e-4, atol=1e-5)
+        assert sorted(found) == sites_of(kind)
+        for site, there in found.items():
+            torch.testing.assert_close(captured[site], there, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()
@@ -147,6 +165,7 @@ def test_modules_with_a_forward_of_their_own_are_sited_too(kind: type[Base]) -> 
     for layer in model.bases():
         give_own_forward(layer)
         give_own_forward(layer.second)
+        give_own_forward(layer.mlp)
     made, installed = sited(model)
     assert len(installed) == site_count(LAYERS)
     made.census = [0] * site_count(LAYERS)
@@ -180,8 +199,51 @@ def test_every_site_knows_the_program_by_its_own_view_of_it() -> None:
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if "rheostat_" in name
     }
-    expected = {"layers.0.rheostat_entry": 0}
-    for number in range(LAYERS):
-        expected[f"layers.{number}.second.rheostat_mid"] = 2 * number + 1
-        expected[f"layers.{number}.rheostat_exit"] = 2 * number + 2
-    assert found == expected
+    assert found == {
+        f"layers.{where}": Site(point, layer).index
+        for layer in range(LAYERS)
+        for where, point in {
+            "0.rheostat_entry": Point.RESID_PRE,
+            f"{layer}.second.rheostat_branch": Point.ATTN_OUT,
+            f"{layer}.second.rheostat_mid": Point.RESID_MID,
+            f"{layer}.rheostat_branch": Point.MLP_OUT,
+            f"{layer}.rheostat_exit": Point.RESID_POST,
+        }.items()
+        if point is not Point.RESID_PRE or layer == 0
+    }
+
+
+def test_a_branch_is_as_it_is_added_whatever_it_is_multiplied_by() -> None:
+    model = Decoder(Scaled, LAYERS)
+    made, _ = sited(model)
+    gain = float(torch.tensor(Scaled.gain))
+    assert made.gains == [gain if site % 2 else 1.0 for site in range(site_count(LAYERS))]
+
+
+@torch.inference_mode()
+def test_a_module_may_be_given_one_site_and_return_another() -> None:
+    class Bare(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.attention(x)
+            return x + self.mlp(x)
+
+    model = Decoder(Bare, LAYERS)
+    expected = normed(model(stream()))
+    made, installed = sited(model)
+    made.census = [0] * site_count(LAYERS)
+    assert torch.equal(normed(model(stream())), expected)
+    assert made.census == [1] * site_count(LAYERS) == [1] * len(installed)
+    assert {type(layer.mlp).__name__ for layer in model.bases()} == {"SitedSitedMlp"}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [Pair, Sandwich, Single, PostNorm])
+def test_captured_branches_are_what_the_stream_grows_by(kind: type[Base]) -> None:
+    model = Decoder(kind, LAYERS)
+    made, _ = sited(model)
+    made.active.set(made.active.mask | True)
+    model(stream())
+    captured = made.ring[1:].view(site_count(LAYERS), TOKENS, WIDTH)
+    for site in range(0, site_count(LAYERS) - 1, 2):
+        grown = captured[site] + captured[site + 1]
+        torch.testing.assert_close(captured[site + 2], grown, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ from torch import nn
 from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.points import site_count
 from rheostat_engine.sites import install as installation
-from rheostat_engine.sites.forms import Block, BlockForm, Carrier
+from rheostat_engine.sites.forms import Block, BlockForm, Branch, Carrier
 from rheostat_engine.sites.install import install
 from rheostat_engine.sites.op import bind, site
 from rheostat_engine.sites.probe import probe
@@ -65,15 +65,15 @@ def test_a_site_that_is_not_active_touches_nothing() -> None:
 def test_a_census_counts_every_call_of_a_site() -> None:
     made = buffers(1)
     bind(made)
-    made.census = [0, 0, 0]
+    made.census = [0] * 5
     for number in (1, 2, 1):
         call(made, number, stream())
-    assert made.census == [0, 2, 1]
+    assert made.census == [0, 2, 1, 0, 0]
 
 
 def test_a_site_knows_itself_by_its_mark() -> None:
     made = buffers(2)
-    assert [made.site_of(made.mark(number)) for number in range(made.sites)] == list(range(5))
+    assert [made.site_of(made.mark(number)) for number in range(made.sites)] == list(range(9))
     assert [made.of(n).code.data_ptr() for n in range(made.sites)] == [
         made.mark(n).data_ptr() for n in range(made.sites)
     ]
@@ -159,7 +159,7 @@ def test_an_idle_op_changes_no_bit_of_a_compiled_segment_because_it_is_given_the
     made = buffers(1, dtype=torch.bfloat16)
     bind(made)
     for one in (sited, rounded):
-        form = BlockForm(Carrier.PAIR, one.tail.second, "")
+        form = BlockForm(Carrier.PAIR, one.tail.second, Branch(None), Branch(None))
         install([Block(0, one.tail, ())], [form], made, width=WIDTH, entry=False)
     expected = compiled(stock)
     assert all(map(torch.equal, expected, compiled(sited)))

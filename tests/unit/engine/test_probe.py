@@ -1,29 +1,42 @@
 """A block's sites are found by what its tensors do, and what can't be trusted is refused."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
-from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
-from rheostat_engine.sites.probe import probe
+from rheostat_engine import Point
+from rheostat_engine.sites.branches import NO_MODULES, NOT_BEFORE
+from rheostat_engine.sites.forms import BlockForm, Branch, Carrier, SiteError
+from rheostat_engine.sites.probe import NOWHERE, PARALLEL, probe
 
 from .blocks import (
     WIDTH,
     Base,
+    Beside,
+    Bigger,
     Decoder,
+    Dropped,
+    Ignored,
+    MlpFirst,
+    Moved,
     Neither,
+    Norm,
     Pair,
     Parallel,
+    Parts,
     PostNorm,
     Sandwich,
+    Scaled,
     SharedNorm,
     Single,
+    Squared,
+    Two,
     give_own_forward,
     stream,
 )
-
-PARALLEL = "attention and MLP run in parallel on the same stream"
-NOWHERE = "no module is given the stream after attention"
 
 
 def forms(model: Decoder, dtype: torch.dtype = torch.float32) -> list[BlockForm]:
@@ -31,40 +44,174 @@ def forms(model: Decoder, dtype: torch.dtype = torch.float32) -> list[BlockForm]
     return probe(model.blocks(), WIDTH, lambda: model(stream(dtype)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "carrier", "mid"),
-    [
-        (Pair, Carrier.PAIR, "second"),
-        (Sandwich, Carrier.PAIR, "second"),
-        (Single, Carrier.SINGLE, "second"),
-        (PostNorm, Carrier.SINGLE, "mlp"),
-    ],
-)
-def test_mid_is_the_module_whose_input_is_the_stream_after_attention(
-    kind: type[Base], carrier: Carrier, mid: str, dtype: torch.dtype
+KINDS: dict[type[Base], tuple[Carrier, str | None, str | None, str | None]] = {
+    Pair: (Carrier.PAIR, "second", None, None),
+    Sandwich: (Carrier.PAIR, "second", None, None),
+    Single: (Carrier.SINGLE, "second", "attention", "mlp"),
+    PostNorm: (Carrier.SINGLE, "mlp", "first", "second"),
+    Dropped: (Carrier.SINGLE, "second", "one", "other"),
+    Scaled: (Carrier.SINGLE, "second", "attention", "mlp"),
+    Beside: (Carrier.SINGLE, "second", "attention", "mlp"),
+    Parallel: (Carrier.SINGLE, None, "attention", "mlp"),
+    MlpFirst: (Carrier.SINGLE, None, "attention", "mlp"),
+    Ignored: (Carrier.SINGLE, None, "attention", "mlp"),
+    SharedNorm: (Carrier.SINGLE, None, "attention", "mlp"),
+}
+"""By kind of block: how the stream is held, and the modules at the points; None: there is none, or
+none is needed."""
+NO_POINT = (Point.RESID_MID, Point.ATTN_OUT, Point.MLP_OUT)
+NO_MID = {
+    Parallel: PARALLEL,
+    MlpFirst: PARALLEL,
+    Ignored: PARALLEL,
+    SharedNorm: NOWHERE,
+}
+
+
+def expected(kind: type[Base], layer: Base, gain: float) -> BlockForm:
+    """The form of a block."""
+    carrier, *names = KINDS[kind]
+    mid, attention, mlp = (getattr(layer, name) if name else None for name in names)
+    refused = {Point.RESID_MID: NO_MID[kind]} if kind in NO_MID else {}
+    return BlockForm(carrier, mid, Branch(attention, gain), Branch(mlp, gain), refused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sites_are_found_where_the_stream_and_what_is_added_to_it_are(
+    kind: type[Base], dtype: torch.dtype
 ) -> None:
     model = Decoder(kind).to(dtype)
-    assert forms(model, dtype) == [
-        BlockForm(carrier, getattr(layer, mid), "") for layer in model.bases()
-    ]
+    gain = float(torch.tensor(0.22)) if kind is Scaled else 1.0
+    assert forms(model, dtype) == [expected(kind, layer, gain) for layer in model.bases()]
 
 
-@pytest.mark.parametrize("kind", [Pair, Sandwich, Single])
-def test_mid_is_found_where_branches_are_far_smaller_than_the_stream(kind: type[Base]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_sites_are_found_where_branches_are_far_smaller_than_the_stream(kind: type[Base]) -> None:
     model = Decoder(kind, layers=6).to(torch.bfloat16)
     for layer in model.bases():
         layer.attention.out.weight.data *= 1e-3
+        layer.mlp.down.weight.data *= 1e-3
     big = 30 * stream(torch.bfloat16)
     found = probe(model.blocks(), WIDTH, lambda: model(big))
-    assert [form.mid for form in found] == [layer.second for layer in model.bases()]
+    gain = float(torch.tensor(0.22)) if kind is Scaled else 1.0
+    assert found == [expected(kind, layer, gain) for layer in model.bases()]
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Parallel, PARALLEL), (SharedNorm, NOWHERE)])
-def test_a_block_without_such_a_module_has_no_mid_and_says_why(
-    kind: type[Base], reason: str
+@pytest.mark.parametrize("gain", [-1.0, 1 / 3, 1e-2, 1.001, 40.0])
+def test_a_gain_is_known_as_well_as_float32_knows_it(gain: float) -> None:
+    class Other(Scaled):
+        pass
+
+    Other.gain = gain
+    model = Decoder(Other).to(torch.bfloat16)
+    found = forms(model, torch.bfloat16)
+    exact = float(torch.tensor(gain))
+    assert [(form.attention, form.mlp) for form in found] == [
+        (Branch(layer.attention, exact), Branch(layer.mlp, exact)) for layer in model.bases()
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [Bigger, Squared, Two])
+def test_branches_that_no_two_modules_return_are_refused(
+    kind: type[Base], dtype: torch.dtype
 ) -> None:
-    assert forms(Decoder(kind)) == [BlockForm(Carrier.SINGLE, None, reason)] * 3
+    for form in forms(Decoder(kind).to(dtype), dtype):
+        assert (form.attention, form.mlp) == (None, None)
+        assert form.refused[Point.ATTN_OUT] == NO_MODULES
+        assert form.refused[Point.MLP_OUT] == NO_MODULES
+
+
+def test_a_norm_that_runs_twice_is_no_place_for_a_site() -> None:
+    class Shared(Pair):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Parts:
+            if residual is None:
+                x, residual = self.first(x), x
+            else:
+                x, residual = self.first(x, residual)
+            x, residual = self.first(self.attention(x), residual)
+            return self.mlp(x), residual
+
+    none = BlockForm(Carrier.PAIR, None, None, None, dict.fromkeys(NO_POINT, NOWHERE))
+    assert forms(Decoder(Shared)) == [none] * 3
+
+
+def test_a_branch_that_is_not_added_to_the_stream_that_came_is_refused() -> None:
+    found = forms(Decoder(Moved))
+    assert [(form.attention, form.mlp) for form in found] == [(None, Branch(None))] * 3
+    assert [dict(form.refused) for form in found] == [{Point.ATTN_OUT: NOT_BEFORE}] * 3
+
+
+class Ranks:
+    """Two ranks that split each matrix between them."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=60)
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def sum(self, rank: int, part: torch.Tensor) -> torch.Tensor:
+        """What both hold, once both are here."""
+        self._parts[rank] = part
+        self._barrier.wait()
+        whole = self._parts[0] + self._parts[1]
+        self._barrier.wait()
+        return whole
+
+    def probe(self, kind: type["OnRank"]) -> list[list[BlockForm]]:
+        """What each rank says of a model."""
+
+        def one(rank: int) -> list[BlockForm]:
+            model = models[rank]
+            return probe(model.blocks(), WIDTH, lambda: model(stream()), rank=rank)
+
+        models = [Decoder(kind), Decoder(kind)]
+        for rank, model in enumerate(models):
+            for layer in model.bases():
+                assert isinstance(layer, OnRank)
+                layer.join(self, rank)
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, range(2)))
+
+
+class OnRank(Base):
+    """A block of which each rank has a part."""
+
+    def join(self, ranks: Ranks, rank: int) -> None:
+        """Becomes one of two."""
+        self.ranks, self.rank = ranks, rank
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks."""
+        return self.ranks.sum(self.rank, part)
+
+
+class Late(OnRank):
+    """Command-R: what both branches add is summed over the ranks at once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.first(x)
+        return x + self.whole(self.attention(normed) + self.mlp(normed))
+
+
+class Early(OnRank):
+    """Each branch is summed over the ranks before the norm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Norm(), Norm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.one(self.whole(self.attention(self.first(x))))
+        return x + self.other(self.whole(self.mlp(self.second(x))))
+
+
+def test_what_each_rank_holds_a_part_of_is_no_branch() -> None:
+    for found in Ranks().probe(Late):
+        assert [(form.attention, form.mlp) for form in found] == [(None, None)] * 3
+        assert {form.refused[Point.MLP_OUT] for form in found} == {NO_MODULES}
+    for found in Ranks().probe(Early):
+        assert all(form.attention and form.mlp and not form.refused for form in found)
 
 
 def test_probing_changes_nothing() -> None:
@@ -124,22 +271,26 @@ def test_a_failure_within_the_model_leaves_no_patch_behind() -> None:
 
 
 def test_a_block_may_hold_more_than_one_layer_with_state() -> None:
-    class Two(Single):
-        def __init__(self) -> None:
-            super().__init__()
-            self.more = type(self.attention)()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            normed = self.first(x)
-            x = x + self.attention(normed) + self.more(normed)
-            out: torch.Tensor = x + self.mlp(self.second(x))
-            return out
-
     model = Decoder(Two)
-    blocks = [
-        Block(i, layer, (layer.attention.core, layer.more.core))
-        for i, layer in enumerate(model.bases())
-        if isinstance(layer, Two)
-    ]
-    found = probe(blocks, WIDTH, lambda: model(stream()))
-    assert [form.mid for form in found] == [layer.second for layer in model.bases()]
+    assert [len(block.attention) for block in model.blocks()] == [2] * 3
+    assert [form.mid for form in forms(model)] == [layer.second for layer in model.bases()]
+
+
+def test_two_tensors_that_are_neither_a_pair_nor_the_stream_and_more_are_refused() -> None:
+    class Product(Ignored):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Parts:
+            out, beside = super().forward(x, residual)
+            return out if residual is None else out * residual, beside
+
+    message = r"^layer 0 \(Product\) returns neither the stream nor a pair that sums to it$"
+    with pytest.raises(SiteError, match=message):
+        forms(Decoder(Product))
+
+
+@pytest.mark.parametrize("kind", [Pair, Sandwich])
+def test_a_model_of_one_block_shows_its_pair_by_its_mid(kind: type[Base]) -> None:
+    model = Decoder(kind, layers=1)
+    assert forms(model) == [expected(kind, model.bases()[0], 1.0)]
+    message = "returns neither the stream nor a pair that sums to it$"
+    with pytest.raises(SiteError, match=message):
+        forms(Decoder(Beside, layers=1))

@@ -155,3 +155,23 @@ def test_leading_dimensions_are_tokens(shape: tuple[int, ...]) -> None:
     run_site(folded, folded.clone() / 2, site)
     assert torch.equal(folded.view(4, 8), flat)
     assert torch.equal(site.ring, one)
+
+
+@pytest.mark.parametrize("gain", [0.22, -3.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_branch_is_changed_and_copied_as_it_is_added(dtype: torch.dtype, gain: float) -> None:
+    programs = chains()
+    codes = [0, 3, *range(-len(programs), 0)]
+    captured = [1 + n % 11 if n % 2 else 0 for n in range(len(codes))]
+    site, twin = (
+        buffers(8, dtype=dtype, codes=codes, captured=captured, programs=programs) for _ in range(2)
+    )
+    h = torch.randn(len(codes), 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before, added = h.clone(), h.float() * gain
+    run_site(h, None, site, gain)
+    run_site(added, None, twin)
+    rtol, atol = 4 * ERROR[dtype], 20 * ERROR[dtype]
+    torch.testing.assert_close(h.float() * gain, added, rtol=rtol, atol=atol)
+    torch.testing.assert_close(site.ring, twin.ring, rtol=rtol, atol=atol)
+    torch.testing.assert_close(site.doses, twin.doses, rtol=1e-3, atol=1e-4)
+    assert torch.equal(h[0], before[0])

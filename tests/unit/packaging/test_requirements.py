@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from .imports import Import, imports_in
 
 MODULES = {
+    "datasets": "datasets",
     "gguf": "gguf",
     "google.protobuf": "protobuf",
     "google.rpc": "googleapis-common-protos",
@@ -17,9 +18,11 @@ MODULES = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "lz4": "lz4",
     "matplotlib": "matplotlib",
     "msgspec": "msgspec",
     "numpy": "numpy",
+    "pyarrow": "pyarrow",
     "safetensors": "safetensors",
     "vllm": "vllm",
     "zmq": "pyzmq",
@@ -54,7 +57,8 @@ def names(lines: list[str]) -> set[str]:
 def test_the_client_requires_what_it_imports_and_no_more(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     found = imports_in(root / "clients/python/rheostat", below=root)
-    optional = names(project["optional-dependencies"]["files"])
+    extras = project["optional-dependencies"]
+    optional = names([*extras["datasets"], *extras["files"]])
     # A heatmap is drawn where matplotlib is: beside the server.
     assert distributions(found) - {"matplotlib"} - optional == names(project["dependencies"])
 
@@ -74,12 +78,25 @@ def test_the_libraries_of_file_formats_are_imported_by_these_alone_and_when_they
     assert [str(one) for one in found if not one.lazy and one.name != "gguf.GGUFReader"] == []
 
 
+def test_arrow_is_imported_by_one_module_and_when_it_is_used(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    optional = names(project["optional-dependencies"]["datasets"])
+    found = [
+        one
+        for one in imports_in(root / "clients/python/rheostat", below=root)
+        if distributions([one]) & optional
+    ]
+    assert distributions(found) == optional
+    # The others are for type checkers: the client's own tests import every module.
+    assert {one.path.name for one in found if one.lazy} == {"_arrow.py"}
+
+
 def test_the_server_and_the_engine_require_what_they_import_and_no_more(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     rooms = ("clients/python/rheostat", "server/rheostat_server", "engine_ext/rheostat_engine")
     found = [one for room in rooms for one in imports_in(root / room, below=root)]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["cuda"], *extras["files"]]
+    wanted = [*project["dependencies"], *extras["cuda"], *extras["datasets"], *extras["files"]]
     assert distributions(found) == names(wanted)
 
 

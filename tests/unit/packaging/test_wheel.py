@@ -13,14 +13,15 @@ from packaging.utils import canonicalize_name
 from .conftest import ROOTS
 
 CLIENT = {
+    "google-crc32c",
     "googleapis-common-protos",
     "grpcio",
     "grpcio-health-checking",
+    "lz4",
     "numpy",
     "protobuf",
 }
 SERVER = {
-    "google-crc32c",
     "grpcio-reflection",
     "matplotlib",
     "msgspec",
@@ -69,6 +70,10 @@ def test_files_adds_the_libraries_of_file_formats_to_the_client(metadata: Messag
     assert required(metadata, "files").keys() == CLIENT | {"gguf", "safetensors"}
 
 
+def test_datasets_adds_arrow_to_the_client(metadata: Message) -> None:
+    assert required(metadata, "datasets").keys() == CLIENT | {"datasets", "pyarrow"}
+
+
 def test_every_requirement_of_the_client_has_both_ends(metadata: Message) -> None:
     operators = {
         name: {clause.operator for clause in Requirement(name + specifier).specifier}
@@ -81,7 +86,7 @@ def test_one_distribution_under_apache_2(metadata: Message) -> None:
     assert metadata["Name"] == "rheostat"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata.get_all("Provides-Extra") == ["cpu", "cuda", "dev", "files"]
+    assert metadata.get_all("Provides-Extra") == ["cpu", "cuda", "datasets", "dev", "files"]
 
 
 def test_the_licence_travels_whole(wheel: zipfile.ZipFile, root: Path) -> None:
@@ -116,3 +121,9 @@ def test_the_command_is_the_client_s(wheel: zipfile.ZipFile) -> None:
     parser = configparser.ConfigParser()
     parser.read_string(read(wheel, "entry_points.txt").decode())
     assert dict(parser["console_scripts"]) == {"rheostat": "rheostat_command:main"}
+
+
+def test_the_sinks_that_come_with_the_server_are_entry_points(wheel: zipfile.ZipFile) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(read(wheel, "entry_points.txt").decode())
+    assert set(parser["rheostat.capture_sinks"]) == {"filesystem", "logging", "memory"}

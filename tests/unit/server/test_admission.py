@@ -65,13 +65,13 @@ def test_a_request_becomes_a_plan_of_integers() -> None:
             Act(
                 Kind.ADD,
                 (vector.digest,),
-                ((1, (0,)), (2, (0,)), (5, (1,)), (6, (1,))),
+                ((2, (0,)), (4, (0,)), (10, (1,)), (12, (1,))),
                 ((0, OPEN_END),),
                 scale=0.5,
             ),
-            Act(Kind.ADD, (ones.digest,), ((4, (0,)),), ((0, 3),)),
+            Act(Kind.ADD, (ones.digest,), ((8, (0,)),), ((0, 3),)),
         ),
-        captures=(Capture((2,), ((2, 3),)),),
+        captures=(Capture((4,), ((2, 3),)),),
     )
     assert got.vectors == (vector, ones)
     assert got.interventions[0].op.sites == (
@@ -122,8 +122,8 @@ def test_captures_that_overlap_are_copied_once() -> None:
         )
     )
     assert got.plan.captures == (
-        Capture((0, 4), ((1, 3),)),
-        Capture((2,), ((0, 3),)),
+        Capture((0, 8), ((1, 3),)),
+        Capture((4,), ((0, 3),)),
     )
     assert got.captures[1].sites == (
         Site(Point.RESID_PRE, 0),
@@ -176,12 +176,20 @@ def test_a_wrong_range_of_layers_is_refused(sites, error, field) -> None:
     assert refused(request(captures=[capture(sites)])) == (error, f"captures[0].sites.{field}")
 
 
+def test_branches_are_points_like_any_other() -> None:
+    both = site_set(types_pb2.POINT_MLP_OUT, types_pb2.POINT_ATTN_OUT, layers=[0, 1])
+    got = admitted(request(steer=[add(sites=both)], captures=[capture(both)]))
+    named = tuple(Site(p, n) for n in (0, 1) for p in (Point.ATTN_OUT, Point.MLP_OUT))
+    assert got.interventions[0].op.sites == got.captures[0].sites == named
+    assert got.plan.captures[0].sites == tuple(site.index for site in named) == (1, 3, 5, 7)
+
+
 def test_a_point_that_the_architecture_lacks_is_refused_by_name() -> None:
     with pytest.raises(errors.SiteNotServed) as caught:
         admitted(request(captures=[capture(site_set(MID, layers=[0, 2]))]), desk(PARALLEL))
     assert caught.value.message == (
         "ToyForCausalLM does not serve resid_mid 0, resid_mid 2: attention and MLP run in "
-        "parallel. It serves resid_pre, resid_post"
+        "parallel. It serves resid_pre, resid_post, attn_out, mlp_out"
     )
 
 

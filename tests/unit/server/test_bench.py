@@ -1,6 +1,9 @@
 """What the benchmarks ask of the engine, what their times come to, and how they are shown."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -260,7 +263,7 @@ def test_an_arm_brings_as_many_vectors_as_its_name_says() -> None:
     found = {}
     for arm in inline.ARMS:
         engines = Batches()
-        inline.run(engines, arm, 0, 20, 4, np.random.default_rng(0))  # type: ignore[arg-type]
+        inline.run(engines, arm, 0, 20, 4, np.random.default_rng(0))  # type: ignore[arg-type]  # stands for engines
         plans, loaded = engines.ran
         assert len(set(engines.dropped)) == loaded
         (sites, *_) = {len(act.rows) for plan in plans for act in plan.acts} or {0}
@@ -332,3 +335,17 @@ def test_the_page_on_the_engine_gives_the_figures_of_the_serving_suite() -> None
             for cell in found.cells[arm].values()
         ]
         assert f"| {' | '.join(medians)} |" in page
+
+
+def test_benchmarks_of_the_engine_run_where_there_is_no_grpc() -> None:
+    blocked = """
+import importlib, sys
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0].startswith("grpc") or name.startswith("google.rpc"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Nowhere())
+for name in ("tpot", "inline", "prefix_cache"):
+    importlib.import_module("rheostat_server.bench." + name)
+"""
+    subprocess.run([sys.executable, "-c", blocked], check=True, env=dict(os.environ))

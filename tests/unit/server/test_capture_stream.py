@@ -27,12 +27,12 @@ TOKENS = list(range(50, 60))
 
 def rows(site: Site, *positions: int, width: int = 2) -> Rows:
     at = np.array(positions, dtype=np.int32)
-    data = np.repeat(at[:, None], width, axis=1).astype(np.float32) + 100 * site.index
+    data = np.repeat(at[:, None], width, axis=1).astype(np.float32) + 50 * site.index
     return Rows("r#0", site.index, at, data)
 
 
 def stream(*captures: ResolvedCapture) -> CaptureStream:
-    return CaptureStream(captures, F32, PROMPT_LEN)
+    return CaptureStream(dict(enumerate(captures)), F32, PROMPT_LEN)
 
 
 def spec(*sites: Site, spans=((0, OPEN_END),), conditions=()) -> ResolvedCapture:
@@ -46,44 +46,44 @@ def labels(blocks: list[Block]) -> list[tuple[int, tuple[Site, ...], list[int]]]
 def test_rows_leave_once_all_sites_have_them() -> None:
     joined = stream(spec(POST0, POST1))
     joined.feed(rows(POST0, 0, 1, 2))
-    assert joined.ready(TOKENS, 10) == []
+    assert list(joined.ready(TOKENS, 10)) == []
     joined.feed(rows(POST1, 0, 1))
-    (block,) = joined.ready(TOKENS, 10)
+    (block,) = list(joined.ready(TOKENS, 10))
     assert labels([block]) == [(0, (POST0, POST1), [0, 1])]
     assert [part.tolist() for part in block.rows] == [
         [[200.0, 200.0], [201.0, 201.0]],
         [[400.0, 400.0], [401.0, 401.0]],
     ]
     joined.feed(rows(POST1, 2))
-    assert labels(joined.ready(TOKENS, 10)) == [(0, (POST0, POST1), [2])]
+    assert labels(list(joined.ready(TOKENS, 10))) == [(0, (POST0, POST1), [2])]
     assert joined.delivered(0) == ((0, 3),)
 
 
 def test_rows_wait_until_their_position_is_known_to_have_one() -> None:
     joined = stream(spec(POST0))
     joined.feed(rows(POST0, 0, 1, 2))
-    assert labels(joined.ready(TOKENS, 2)) == [(0, (POST0,), [0, 1])]
-    assert joined.ready(TOKENS, 2) == []
-    assert labels(joined.ready(TOKENS, 3)) == [(0, (POST0,), [2])]
+    assert labels(list(joined.ready(TOKENS, 2))) == [(0, (POST0,), [0, 1])]
+    assert list(joined.ready(TOKENS, 2)) == []
+    assert labels(list(joined.ready(TOKENS, 3))) == [(0, (POST0,), [2])]
 
 
 def test_recomputed_rows_come_once() -> None:
     joined = stream(spec(POST0))
     for positions in ((0, 1), (0, 1, 2), (1, 2, 3)):
         joined.feed(rows(POST0, *positions))
-    assert [p for _, _, part in labels(joined.ready(TOKENS, 9)) for p in part] == [0, 1, 2, 3]
+    assert [p for _, _, part in labels(list(joined.ready(TOKENS, 9))) for p in part] == [0, 1, 2, 3]
 
 
 def test_each_capture_gets_its_own_positions_of_a_shared_site() -> None:
     joined = stream(spec(POST0, spans=((0, 2),)), spec(PRE1, spans=((1, 2), (3, 4))))
     joined.feed(rows(POST0, 0, 1, 3))
-    assert labels(joined.ready(TOKENS, 9)) == [(0, (POST0,), [0, 1]), (1, (PRE1,), [1, 3])]
+    assert labels(list(joined.ready(TOKENS, 9))) == [(0, (POST0,), [0, 1]), (1, (PRE1,), [1, 3])]
 
 
 def test_both_names_of_a_site_get_its_rows() -> None:
     joined = stream(spec(POST0, PRE1))
     joined.feed(rows(POST0, 0))
-    (block,) = joined.ready(TOKENS, 9)
+    (block,) = list(joined.ready(TOKENS, 9))
     assert block.sites == (POST0, PRE1)
     assert block.rows[0].tolist() == block.rows[1].tolist() == [[200.0, 200.0]]
 
@@ -92,7 +92,7 @@ def test_a_position_that_one_site_lost_is_missing_at_all() -> None:
     joined = stream(spec(POST0, POST1))
     joined.feed(rows(POST0, 0, 1, 2))
     joined.feed(rows(POST1, 0, 2))
-    (block,) = joined.ready(TOKENS, 9)
+    (block,) = list(joined.ready(TOKENS, 9))
     assert block.positions.tolist() == [0, 2]
     assert block.rows[0].tolist() == [[200.0, 200.0], [202.0, 202.0]]
     assert joined.missing(0, ((0, 3),)) == ((1, 2),)
@@ -105,7 +105,7 @@ def test_rows_of_tokens_that_are_not_selected_end_here() -> None:
     )
     for site in (POST0, POST1):
         joined.feed(rows(site, *range(8)))
-    first, second = joined.ready(TOKENS, 8)
+    first, second = list(joined.ready(TOKENS, 8))
     assert labels([first, second]) == [
         (0, (POST0, POST1), [1, 3, 6]),
         (1, (POST0,), [2, 4, 5, 7]),
@@ -123,7 +123,7 @@ def test_rows_of_tokens_that_are_not_selected_end_here() -> None:
 def test_a_capture_of_nothing_delivers_nothing() -> None:
     joined = stream(spec(POST0, spans=()))
     joined.feed(rows(POST0, 0, 1))
-    assert joined.ready(TOKENS, 9) == []
+    assert list(joined.ready(TOKENS, 9)) == []
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_blocks_have_about_a_mebibyte_and_hold_everything_once(sites, count, wid
     joined = stream(spec(*names))
     for name in names:
         joined.feed(rows(name, *range(count), width=width))
-    blocks = joined.ready(TOKENS, count)
+    blocks = list(joined.ready(TOKENS, count))
     assert all(block.size <= max(CHUNK_BYTES, width * 4) for block in blocks)
     got = sorted((s, p) for b in blocks for s in b.sites for p in b.positions.tolist())
     assert got == sorted((name, p) for name in names for p in range(count))
@@ -145,7 +145,7 @@ def test_a_message_labels_its_rows() -> None:
     joined = stream(spec(POST0, POST1))
     joined.feed(rows(POST0, 4, 5, 8))
     joined.feed(rows(POST1, 4, 5, 8))
-    (block,) = joined.ready(TOKENS, 9)
+    (block,) = list(joined.ready(TOKENS, 9))
     message = to_captured(block, 1, [7, 8, 9])
     assert (message.spec, message.sample, list(message.token_ids)) == (0, 1, [7, 8, 9])
     assert list(message.sites) == [

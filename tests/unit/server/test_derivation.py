@@ -13,12 +13,12 @@ from rheostat._proto.v1 import (
     tensor_pb2,
     types_pb2,
 )
-from rheostat_engine import Point, Rows, Site
+from rheostat_engine import Point, Rows, Site, site_count
 from rheostat_server import derivation, engine, generation
 from rheostat_server.contrast import Method, contrast
 from rheostat_server.host import Job
 
-from .fakes import INFO, PARALLEL, WIDTH, ScriptedBackend, positions_of
+from .fakes import INFO, LAYERS, PARALLEL, WIDTH, ScriptedBackend, positions_of
 from .messages import GENERATED, add, request, selector, site_set, span, token_range, window
 from .streams import settled, until
 from .uploads import refusal_of
@@ -28,7 +28,9 @@ pb = steering_service_pb2
 PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
 MEANS = pb.DERIVE_METHOD_DIFFERENCE_OF_MEANS
 COMPONENT = pb.DERIVE_METHOD_PRINCIPAL_COMPONENT
-TABLE = np.random.default_rng(0).standard_normal((8, 128, WIDTH)).astype(np.float32)
+TABLE = (
+    np.random.default_rng(0).standard_normal((site_count(LAYERS), 128, WIDTH)).astype(np.float32)
+)
 """[sites, tokens, width]"""
 
 

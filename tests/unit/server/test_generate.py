@@ -142,7 +142,7 @@ async def test_inline_captures_bring_every_selected_row_once_with_its_label(runn
     events = await running.client.generate(
         request(sampling=Sampling(max_tokens=3, n=2), captures=specs)
     )
-    indices = {(PRE, 0): 0, (POST, 0): 2, (PRE, 1): 2, (POST, 1): 4}
+    indices = {(PRE, 0): 0, (POST, 0): 4, (PRE, 1): 4, (POST, 1): 8}
     expected = {
         (0, sample, *site, position): row(index, position).tolist()
         for sample in (0, 1)
@@ -150,7 +150,7 @@ async def test_inline_captures_bring_every_selected_row_once_with_its_label(runn
         for position in range(5)
     }
     expected |= {
-        (1, sample, PRE, 2, position): row(4, position).tolist()
+        (1, sample, PRE, 2, position): row(8, position).tolist()
         for sample in (0, 1)
         for position in (2, 3, 4)
     }

@@ -46,7 +46,7 @@ from .uploads import chunk, digest, header, put, refusal_of, values
 
 Code = grpc.StatusCode
 pb = steering_service_pb2
-POST1 = 4
+POST1 = 8
 
 
 async def set_global(running, *steer: steering_pb2.Intervention, **fields: int) -> int:

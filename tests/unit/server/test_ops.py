@@ -39,7 +39,7 @@ from .messages import (
 PRE, MID, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_MID, types_pb2.POINT_RESID_POST
 STEER = "steering.interventions[0]"
 ALWAYS = ((0, OPEN_END),)
-POST1 = 4
+POST1 = 8
 """Index of the site resid_post 1."""
 
 
@@ -101,7 +101,7 @@ def test_scale_pulls_the_other_part_to_zero() -> None:
 def test_each_vector_of_an_op_has_its_own_row_at_each_layer() -> None:
     by_layer = tensor(np.arange(1, 2 * WIDTH + 1).reshape(2, WIDTH))
     one = ablate(by_layer, tensor(FIRST), sites=site_set(MID, POST, layers=[2, 0]))
-    assert acts(one)[0].rows == ((1, (0, 0)), (2, (0, 0)), (5, (1, 0)), (6, (1, 0)))
+    assert acts(one)[0].rows == ((2, (0, 0)), (4, (0, 0)), (10, (1, 0)), (12, (1, 0)))
 
 
 def of_layers(values: np.ndarray, *layers: int) -> steering_pb2.VectorRef:
@@ -115,7 +115,7 @@ def test_rows_act_at_the_layers_that_they_are_said_to_belong_to() -> None:
     (first,) = acts(add(of_layers(rows, 2, 1)))
     assert first.rows == ((POST1, (1,)),)
     (both,) = acts(add(of_layers(rows, 2, 0), sites=site_set(POST, layers=[0, 2])))
-    assert both.rows == ((2, (1,)), (6, (0,)))
+    assert both.rows == ((4, (1,)), (12, (0,)))
     zero_elsewhere = np.concatenate([0 * ONES, ONES])
     assert acts(norm_add(of_layers(zero_elsewhere, 0, 1)))[0].rows == ((POST1, (1,)),)
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rheostat._proto.v1 import generation_pb2, receipt_pb2, types_pb2
-from rheostat_engine import Dose, Released
+from rheostat_engine import Dose, Point, Released, Site
 from rheostat_server.flight import Amendment, Life, Role
 from rheostat_server.host import Job
 from rheostat_server.receipts import write_receipt
@@ -166,6 +166,10 @@ async def test_a_lost_row_of_a_token_that_nobody_selected_is_no_loss(starter) ->
     assert got.captures[0].sites[0].rows == 1
 
 
+AT = Site(Point.RESID_POST, 1).index
+"""The site of `add` and its like."""
+
+
 def test_steering_that_was_changed_is_told_by_update() -> None:
     before = admitted(request(steer=[add(), norm_add()], sampling=Sampling(max_tokens=8)))
     after = admitted(request(steer=[scaled(1.0), scaled(2.0)])).interventions
@@ -178,14 +182,14 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
     sample.tokens = [13, 14, 15, 16]
     sample.released = Released(
         request_id="r",
-        doses=(Dose(0, 4, 5, 10, 2.5, 0.5), Dose(1, 4, 5, 5, 5, 1), Dose(2, 4, 1, 3, 1, 1)),
+        doses=(Dose(0, AT, 5, 10, 2.5, 0.5), Dose(1, AT, 5, 5, 5, 1), Dose(2, AT, 1, 3, 1, 1)),
         measured=True,
         captured={},
         lost_rows=0,
         preemptions=0,
         computed=(1, 6),
     )
-    got = write_receipt(before, [sample])
+    got = write_receipt(before, [sample], {})
     ref = receipt_pb2.InterventionRef
     assert [one.intervention for one in got.interventions] == [
         ref(origin=receipt_pb2.ORIGIN_REQUEST, index=0, op=receipt_pb2.OP_ADD),

@@ -135,16 +135,6 @@ def test_a_wrong_request_is_refused_by_field(message, error, field) -> None:
         (add(sites=site_set(0)), errors.UnknownEnum, "sites.points[0]"),
         (add(sites=site_set(POST, 9)), errors.UnknownEnum, "sites.points[1]"),
         (add(sites=site_set(POST, POST)), errors.InvalidValue, "sites.points"),
-        (
-            add(sites=site_set(types_pb2.POINT_ATTN_OUT)),
-            errors.SiteNotServed,
-            "sites.points[0]",
-        ),
-        (
-            add(sites=site_set(POST, types_pb2.POINT_MLP_OUT)),
-            errors.SiteNotServed,
-            "sites.points[1]",
-        ),
         (add(sites=site_set(POST, layers=[])), errors.InvalidValue, "sites.list.layers"),
         (add(sites=site_set(POST, layers=[1, 1])), errors.InvalidValue, "sites.list.layers"),
         (
@@ -227,7 +217,15 @@ def test_wrong_steering_is_refused_by_field(intervention, error, field) -> None:
         ({"inline": None, "sink": capture_pb2.SinkTarget()}, errors.NotSupported, "sink"),
         ({"inline": None, "run": capture_pb2.RunTarget()}, errors.NotSupported, "run"),
         ({"encoding": 0}, errors.UnknownEnum, "encoding"),
-        ({"encoding": tensor_pb2.ENCODING_FULL8}, errors.NotSupported, "encoding"),
+        ({"encoding": tensor_pb2.ENCODING_RP8}, errors.MissingField, "kept"),
+        ({"encoding": tensor_pb2.ENCODING_RP8, "kept": 0}, errors.InvalidValue, "kept"),
+        ({"encoding": tensor_pb2.ENCODING_TOPK8, "kept": 5}, errors.InvalidValue, "kept"),
+        ({"encoding": tensor_pb2.ENCODING_FULL8, "kept": 2}, errors.InvalidValue, "kept"),
+        (
+            {"encoding": tensor_pb2.ENCODING_TOPK8, "kept": 2, "seed": 1},
+            errors.InvalidValue,
+            "seed",
+        ),
         ({"kept": 2}, errors.InvalidValue, "kept"),
         ({"seed": 2}, errors.InvalidValue, "seed"),
         ({"projection": capture_pb2.Projection()}, errors.NotSupported, "projection"),

@@ -29,18 +29,18 @@ PROMPT_LEN = 8
 MAX_TOKENS = 4
 
 
-def context(text: str | None = None, server_wide: bool = False) -> SelectionContext:
+def context(text: str | None = None, lenient: bool = False) -> SelectionContext:
     if text is None:
         prompt = PromptTokens(tuple(range(10, 10 + PROMPT_LEN)), "token_ids", None, None)
     else:
         encoded = CharTokenizer().encode(text, special=True)
         prompt = PromptTokens(encoded.token_ids, "text", text, encoded.offsets)
-    return SelectionContext(prompt, MAX_TOKENS, vocabulary=128, server_wide=server_wide)
+    return SelectionContext(prompt, MAX_TOKENS, vocabulary=128, lenient=lenient)
 
 
-def selected(*include, exclude=(), text: str | None = None, server_wide: bool = False) -> Selection:
+def selected(*include, exclude=(), text: str | None = None, lenient: bool = False) -> Selection:
     where = selector(*include, exclude=exclude)
-    return resolve_selector(where, context(text, server_wide), "where")
+    return resolve_selector(where, context(text, lenient), "where")
 
 
 def resolve(*include, exclude=(), text: str | None = None) -> Spans:
@@ -183,22 +183,22 @@ def test_positions_beyond_the_known_tokens_are_held_only_if_no_token_matters() -
     [window(-9), window(0, -9), window(3, 3), window(5, 2), window(8), window(11, 12)],
 )
 def test_server_wide_windows_that_a_prompt_does_not_have_select_nothing(missing) -> None:
-    assert selected(missing, server_wide=True) == Selection(())
-    assert selected(missing, window(0, 2), server_wide=True) == Selection(((0, 2),))
-    assert selected(PROMPT, exclude=[missing], server_wide=True) == Selection(((0, 8),))
+    assert selected(missing, lenient=True) == Selection(())
+    assert selected(missing, window(0, 2), lenient=True) == Selection(((0, 2),))
+    assert selected(PROMPT, exclude=[missing], lenient=True) == Selection(((0, 8),))
 
 
 def test_server_wide_windows_of_generated_tokens_need_not_be_reached() -> None:
     late = generated(2**32 - 2, 2**32 - 1)
-    assert selected(late, server_wide=True) == Selection(())
-    assert selected(generated(50), server_wide=True) == Selection(((58, OPEN_END),))
+    assert selected(late, lenient=True) == Selection(())
+    assert selected(generated(50), lenient=True) == Selection(((58, OPEN_END),))
     with pytest.raises(InvalidPosition):
-        selected(generated(3, 3), server_wide=True)
+        selected(generated(3, 3), lenient=True)
 
 
 def test_server_wide_steering_has_no_text_to_look_in() -> None:
     with pytest.raises(InvalidValue) as caught:
-        selected(PROMPT, span("cat"), text=TEXT, server_wide=True)
+        selected(PROMPT, span("cat"), text=TEXT, lenient=True)
     assert caught.value.field == "where.include[1].text"
 
 

@@ -5,7 +5,6 @@ import numpy as np
 from google.protobuf import empty_pb2
 
 from rheostat._proto.v1 import (
-    capture_service_pb2,
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
@@ -163,7 +162,7 @@ async def test_the_model_says_what_can_be_done_at_every_layer_of_every_point(sta
         [],
         "attention and MLP run in parallel",
     )
-    assert served[types_pb2.POINT_MLP_OUT, 2][:2] == (False, [])
+    assert served[types_pb2.POINT_MLP_OUT, 2] == served[types_pb2.POINT_RESID_PRE, 0]
     assert all(len(group.ops) == 6 for group in model.sites)
 
 
@@ -200,11 +199,8 @@ async def test_control_messages_have_a_smaller_limit(running) -> None:
 
 
 def unserved(client) -> list[object]:
-    capture_pb, patch_pb = capture_service_pb2, patch_service_pb2
+    patch_pb = patch_service_pb2
     return [
-        client.capture.Subscribe(iter(())).read(),
-        client.capture.ListSinks(capture_pb.ListSinksRequest()),
-        client.capture.GetArtifacts(capture_pb.GetArtifactsRequest()),
         client.patch.CaptureRun(patch_pb.CaptureRunRequest()),
         client.patch.ListRuns(patch_pb.ListRunsRequest()),
         client.patch.DeleteRun(patch_pb.DeleteRunRequest()),

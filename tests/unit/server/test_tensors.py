@@ -1,15 +1,19 @@
 import google_crc32c
+import lz4.frame
 import numpy as np
 import pytest
 
 from rheostat._proto.v1 import tensor_pb2
+from rheostat_server import planes
 from rheostat_server.errors import (
     InvalidValue,
+    MessageTooLarge,
     MissingField,
-    NotSupported,
     TensorPayload,
     UnknownEnum,
 )
+from rheostat_server.limits import INLINE_VECTOR_BYTES
+from rheostat_server.ops import inline_vector
 from rheostat_server.tensors import (
     FloatType,
     checked_payload,
@@ -47,7 +51,7 @@ def test_a_payload_that_fits_comes_back_as_it_is() -> None:
         ({"encoding": 0}, UnknownEnum, "t.encoding"),
         ({"encoding": 99}, UnknownEnum, "t.encoding"),
         ({"encoding": tensor_pb2.ENCODING_FULL8}, InvalidValue, "t.encoding"),
-        ({"encoding": tensor_pb2.ENCODING_LZ4_PLANES}, NotSupported, "t.encoding"),
+        ({"encoding": tensor_pb2.ENCODING_LZ4_PLANES}, TensorPayload, "t.inline"),
         ({"inline": None}, MissingField, "t.inline"),
         ({"inline": None, "shm": tensor_pb2.ShmRef()}, InvalidValue, "t.shm"),
     ],
@@ -56,6 +60,39 @@ def test_a_payload_that_does_not_fit_is_refused_by_field(fields, error, field) -
     with pytest.raises(error) as caught:
         checked_payload(message(**fields), "t", kind=FloatType.FLOAT32)
     assert caught.value.field == field
+
+
+def test_byte_planes_come_back_as_the_elements() -> None:
+    elements = np.array([1.5, -2.0], np.float32)
+    frame = planes.packed(elements.tobytes(), 4)
+    good = message(encoding=tensor_pb2.ENCODING_LZ4_PLANES, inline=frame)
+    assert checked_payload(good, "t", kind=FloatType.FLOAT32) == elements.tobytes()
+
+
+@pytest.mark.parametrize("shape", [[1], [3], [2**20, 2**20], [0]])
+@pytest.mark.parametrize("store_size", [True, False])
+def test_a_frame_of_another_length_than_the_shape_is_refused(shape, store_size) -> None:
+    frame = lz4.frame.compress(bytes(8), store_size=store_size)
+    for inline in (frame, lz4.frame.compress(bytes(64 << 20), store_size=store_size), frame + b"!"):
+        bad = message(encoding=tensor_pb2.ENCODING_LZ4_PLANES, inline=inline, shape=shape)
+        with pytest.raises(TensorPayload):
+            checked_payload(bad, "t", kind=FloatType.FLOAT32)
+
+
+def test_an_inline_vector_may_come_in_byte_planes() -> None:
+    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+    frame = planes.packed(rows.tobytes(), 4)
+    packed = message(encoding=tensor_pb2.ENCODING_LZ4_PLANES, shape=[2, 4], inline=frame)
+    raw = message(shape=[2, 4], inline=rows.tobytes())
+    assert inline_vector(packed, 4, "t") == inline_vector(raw, 4, "t")
+
+
+def test_an_inline_vector_is_as_large_as_it_is_unpacked() -> None:
+    frame = planes.packed(bytes(INLINE_VECTOR_BYTES + 4 * 4096), 4)
+    rows = INLINE_VECTOR_BYTES // (4 * 4096) + 1
+    packed = message(encoding=tensor_pb2.ENCODING_LZ4_PLANES, shape=[rows, 4096], inline=frame)
+    with pytest.raises(MessageTooLarge):
+        inline_vector(packed, 4096, "t")
 
 
 def test_only_float_types_can_be_rows() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rheostat import aio
 from rheostat._arrays import FloatArray
-from rheostat._requests import Capture
+from rheostat._captures import Capture
 from rheostat._results import Generation
 from rheostat._selectors import positions
 from rheostat._vectors import Vector

@@ -16,11 +16,11 @@ import numpy as np
 
 from rheostat import aio
 from rheostat._arrays import FloatArray
+from rheostat._captures import Capture
 from rheostat._cli._common import CommandError
 from rheostat._interventions import Add
 from rheostat._model import ModelInfo
 from rheostat._points import Point, Site
-from rheostat._requests import Capture
 from rheostat._results import Generation
 from rheostat._selectors import positions
 from rheostat._vectors import inline

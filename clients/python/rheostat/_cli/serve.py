@@ -51,7 +51,28 @@ def add(commands: Subparsers) -> None:
         metavar="MIB",
         help="captured rows of one request that may wait to be read",
     )
+    memory.add_argument(
+        "--subscriptions-mib",
+        type=int,
+        metavar="MIB",
+        help="captured rows that subscribers have not read and acknowledged, all together",
+    )
     memory.add_argument("--vector-store-mib", type=int, metavar="MIB", help="stored vectors")
+    sinks = parser.add_argument_group("where captured rows can be kept")
+    sinks.add_argument(
+        "--sink",
+        dest="sinks",
+        action="append",
+        metavar="NAME=PLUGIN:KEY=VALUE,...",
+        help='a sink that requests may name, e.g. "disk=filesystem:root=/data"; may be repeated',
+    )
+    waits = parser.add_argument_group("how long it waits, in seconds")
+    waits.add_argument(
+        "--resume-window",
+        type=float,
+        metavar="SECONDS",
+        help="for the client of a subscription whose connection broke",
+    )
     folders = parser.add_argument_group("folders")
     folders.add_argument(
         "--vector-dir",
@@ -80,7 +101,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     for name, value in vars(args).items():
         if name in ("run", "parser") or value is None:
             continue
-        if name == "loras":
+        if name in ("loras", "sinks"):
             found[name] = tuple(value)
         elif name.endswith("_mib"):
             found[name.removesuffix("_mib") + "_bytes"] = value * _MIB

@@ -393,7 +393,9 @@ class Captured(_message.Message):
     request_id: _builtins.str
     """The request. Empty in GenerateResponse and SessionResponse, where there is but one."""
     spec: _builtins.int
-    """Index of the CaptureSpec in the request's captures, or in SubscribeOpen's specs."""
+    """Index of the CaptureSpec in the request's captures, or in SubscribeOpen's specs. In a
+    subscription, a request's own captures are numbered after the specs.
+    """
     sample: _builtins.int
     """Sample, 0 to n - 1."""
     baseline: _builtins.bool

@@ -113,7 +113,8 @@ class SubscribeOpen(_message.Message):
     """Bytes of payload that may be sent before the first `credit`. Default: none."""
     buffer_bytes: _builtins.int
     """Bytes the server buffers for this subscription, sent and unacknowledged ones included.
-    Default and limit: Limits.subscription_buffer_bytes.
+    Limit: Limits.subscription_buffer_bytes, which all subscriptions share. Default: a quarter of
+    it. Too little left: REASON_QUEUE_FULL.
     """
     shared_memory: _builtins.bool
     """Ask for shared memory in place of inline payloads, where the client is on the server's host."""
@@ -123,8 +124,9 @@ class SubscribeOpen(_message.Message):
 
     @_builtins.property
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.CaptureSpec]:
-        """What to capture of each request that the filter selects, from its next step on. At most 16.
-        Empty: only what requests send here by CaptureSpec.subscription.
+        """What to capture of each request that the filter selects and that begins from now on. Windows
+        that a prompt does not have select nothing; spans of text are refused. At most 16. Empty: only
+        what requests send here by CaptureSpec.subscription, numbered after these.
         """
 
     @_builtins.property
@@ -201,7 +203,7 @@ class RequestFilter(_message.Message):
     EVERY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def requests(self) -> Global___RequestIds:
-        """These requests, running or still to come."""
+        """These requests."""
 
     @_builtins.property
     def labels(self) -> Global___Labels:
@@ -424,6 +426,7 @@ class SubscribeOpened(_message.Message):
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
+    MISSED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     """Its id."""
     next_sequence: _builtins.int
@@ -432,16 +435,23 @@ class SubscribeOpened(_message.Message):
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """The longest silence: without other events a heartbeat comes this often."""
 
+    @_builtins.property
+    def missed_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Requests that the filter selects and that began before: nothing of them is captured here. At
+        most 1024 are named.
+        """
+
     def __init__(
         self,
         *,
         subscription: _builtins.str = ...,
         next_sequence: _builtins.int = ...,
         heartbeat_interval: _duration_pb2.Duration | None = ...,
+        missed_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "next_sequence", b"next_sequence", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -473,7 +483,7 @@ class EndOfRequest(_message.Message):
     """
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FinishReason.ValueType]:
-        """How each sample ended, by sample."""
+        """How each sample ended, by sample. Empty: the subscription ended before the request did."""
 
     def __init__(
         self,

@@ -57,8 +57,9 @@ class CaptureServiceServicer(object):
     """
 
     def Subscribe(self, request_iterator, context):
-        """Tensors as they are made. The client opens, grants credit and acknowledges; half-closing ends
-        the subscription after what is buffered. Messages up to Limits.tensor_message_bytes.
+        """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
+        the subscription: what is buffered is sent, without need of credit, and requests that still run
+        end here with what they had. Messages up to Limits.tensor_message_bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

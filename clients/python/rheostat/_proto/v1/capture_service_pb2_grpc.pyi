@@ -34,8 +34,9 @@ class CaptureServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CaptureServiceAsyncStub: ...
     Subscribe: _grpc.StreamStreamMultiCallable[_capture_service_pb2.SubscribeRequest, _capture_service_pb2.SubscribeResponse]
-    """Tensors as they are made. The client opens, grants credit and acknowledges; half-closing ends
-    the subscription after what is buffered. Messages up to Limits.tensor_message_bytes.
+    """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
+    the subscription: what is buffered is sent, without need of credit, and requests that still run
+    end here with what they had. Messages up to Limits.tensor_message_bytes.
     """
     ListSinks: _grpc.UnaryUnaryMultiCallable[_capture_service_pb2.ListSinksRequest, _capture_service_pb2.ListSinksResponse]
     """The sinks that this server has."""
@@ -48,8 +49,9 @@ class CaptureServiceAsyncStub(CaptureServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Subscribe: _aio.StreamStreamMultiCallable[_capture_service_pb2.SubscribeRequest, _capture_service_pb2.SubscribeResponse]  # type: ignore[assignment]
-    """Tensors as they are made. The client opens, grants credit and acknowledges; half-closing ends
-    the subscription after what is buffered. Messages up to Limits.tensor_message_bytes.
+    """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
+    the subscription: what is buffered is sent, without need of credit, and requests that still run
+    end here with what they had. Messages up to Limits.tensor_message_bytes.
     """
     ListSinks: _aio.UnaryUnaryMultiCallable[_capture_service_pb2.ListSinksRequest, _capture_service_pb2.ListSinksResponse]  # type: ignore[assignment]
     """The sinks that this server has."""
@@ -64,8 +66,9 @@ class CaptureServiceServicer:
         request_iterator: _MaybeAsyncIterator[_capture_service_pb2.SubscribeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_capture_service_pb2.SubscribeResponse], _abc.AsyncIterator[_capture_service_pb2.SubscribeResponse]]:
-        """Tensors as they are made. The client opens, grants credit and acknowledges; half-closing ends
-        the subscription after what is buffered. Messages up to Limits.tensor_message_bytes.
+        """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
+        the subscription: what is buffered is sent, without need of credit, and requests that still run
+        end here with what they had. Messages up to Limits.tensor_message_bytes.
         """
 
     def ListSinks(

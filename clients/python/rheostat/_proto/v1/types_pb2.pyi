@@ -44,12 +44,18 @@ class _PointEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Point.ValueType
     POINT_RESID_PRE names at layer L+1: one site with two names.
     """
     POINT_ATTN_OUT: _Point.ValueType  # 4
-    """Attention's branch, before it is added to the stream."""
+    """What attention adds to the stream, exactly as it is added: after the output projection, a norm
+    behind it and the model's multiplier. RESID_MID = RESID_PRE + ATTN_OUT.
+    """
     POINT_MLP_OUT: _Point.ValueType  # 5
-    """The MLP's (or mixture's) branch, before it is added to the stream."""
+    """What the MLP or mixture adds, likewise. RESID_POST = RESID_MID + MLP_OUT; in parallel blocks
+    RESID_POST = RESID_PRE + ATTN_OUT + MLP_OUT.
+    """
 
 class Point(_Point, metaclass=_PointEnumTypeWrapper):
-    """A place in a decoder block. The stream at a point is a row of W values per token."""
+    """A place in a decoder block. What is there is a row of W values per token: the residual stream, or
+    a branch that is about to be added to it.
+    """
 
 POINT_UNSPECIFIED: Point.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
@@ -62,9 +68,13 @@ POINT_RESID_POST: Point.ValueType  # 3
 POINT_RESID_PRE names at layer L+1: one site with two names.
 """
 POINT_ATTN_OUT: Point.ValueType  # 4
-"""Attention's branch, before it is added to the stream."""
+"""What attention adds to the stream, exactly as it is added: after the output projection, a norm
+behind it and the model's multiplier. RESID_MID = RESID_PRE + ATTN_OUT.
+"""
 POINT_MLP_OUT: Point.ValueType  # 5
-"""The MLP's (or mixture's) branch, before it is added to the stream."""
+"""What the MLP or mixture adds, likewise. RESID_POST = RESID_MID + MLP_OUT; in parallel blocks
+RESID_POST = RESID_PRE + ATTN_OUT + MLP_OUT.
+"""
 Global___Point: _TypeAlias = Point  # noqa: Y015
 
 class _Phase:

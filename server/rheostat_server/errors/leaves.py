@@ -1,131 +1,19 @@
-"""What can go wrong in a call, as a tree of exceptions; one table gives each its status code.
+"""The errors that a call can end with, one for each value of `rheostat.v1.Reason`."""
 
-    RheostatError
-    ├── InvalidArgument
-    │   ├── MissingField · InvalidValue · UnknownEnum · NonFinite
-    │   ├── EmptySelector · InvalidPosition · SpanNotFound · SpanAmbiguous
-    │   ├── UnknownLayer · UnknownToken · PromptTooLong
-    │   └── TensorPayload · VectorShape · ZeroVector · DigestMismatch · TruncatedUpload
-    ├── AlreadyExists ── DuplicateRequest
-    ├── NotFound ── VectorNotFound · NameNotFound · RequestNotFound · LoraNotFound
-    ├── FailedPrecondition
-    │   ├── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
-    │   └── VersionConflict
-    ├── ResourceExhausted ── BankFull · QueueFull · StoreFull · MessageTooLarge · CaptureOverflow
-    ├── DataLoss ── RowsLost
-    ├── DeadlineExceeded ── DeadlinePassed
-    ├── Unavailable ── WarmingUp · Draining · EngineLost · CacheSuspect
-    ├── Unimplemented ── NotImplementedHere
-    └── Internal ── Defect
-
-Every leaf names its value of `rheostat.v1.Reason`. Texts are for people and hold no Python reprs.
-"""
-
-from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
-
-import grpc
-
-
-class Resource(NamedTuple):
-    """What was not found, or exists already."""
-
-    kind: str
-    name: str
-
-
-class RheostatError(Exception):
-    """A call that cannot be served, and why."""
-
-    reason: ClassVar[str] = "REASON_INTERNAL"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str = "",
-        metadata: Mapping[str, str] | None = None,
-        resource: Resource | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        """An error with its details.
-
-        Args:
-            message: a sentence for people.
-            field: path of the request's field concerned, e.g. "steering.interventions[2].where".
-            metadata: further facts, as `Reason` documents them.
-            resource: what was not found or exists already.
-            retry_after: seconds after which another attempt makes sense.
-        """
-        super().__init__(message)
-        self.message = message
-        self.field = field
-        self.metadata = dict(metadata or {})
-        self.resource = resource
-        self.retry_after = retry_after
-
-
-class InvalidArgument(RheostatError):
-    """The request is wrong whatever the server's state."""
-
-
-class AlreadyExists(RheostatError):
-    """An id is taken."""
-
-
-class NotFound(RheostatError):
-    """Something that the request names is not there."""
-
-
-class FailedPrecondition(RheostatError):
-    """This model or configuration cannot do it."""
-
-
-class ResourceExhausted(RheostatError):
-    """There is no room."""
-
-
-class DataLoss(RheostatError):
-    """Something is gone for good."""
-
-
-class DeadlineExceeded(RheostatError):
-    """There was no time."""
-
-
-class Unavailable(RheostatError):
-    """The server does not serve, now or for good."""
-
-
-class Unimplemented(RheostatError):
-    """The server does not have it."""
-
-
-class Internal(RheostatError):
-    """A defect."""
-
-
-STATUS_CODES: Mapping[type[RheostatError], grpc.StatusCode] = {
-    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
-    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    DataLoss: grpc.StatusCode.DATA_LOSS,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
-    Internal: grpc.StatusCode.INTERNAL,
-}
-"""From exception to status code; a leaf has its branch's."""
-
-
-def status_code(error: RheostatError) -> grpc.StatusCode:
-    """The status code of an error."""
-    for kind in type(error).__mro__:
-        if kind in STATUS_CODES:
-            return STATUS_CODES[kind]
-    return grpc.StatusCode.INTERNAL
+from rheostat_server.errors.kinds import (
+    Aborted,
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    ResourceExhausted,
+    Unavailable,
+    Unimplemented,
+)
 
 
 class MissingField(InvalidArgument):
@@ -254,6 +142,24 @@ class LoraNotFound(NotFound):
     reason = "REASON_LORA_NOT_FOUND"
 
 
+class SubscriptionNotFound(NotFound):
+    """There is no such subscription, open or resumable."""
+
+    reason = "REASON_SUBSCRIPTION_NOT_FOUND"
+
+
+class SinkNotFound(NotFound):
+    """The server has no such sink."""
+
+    reason = "REASON_SINK_NOT_FOUND"
+
+
+class ArtifactNotFound(NotFound):
+    """No sink wrote anything for the request."""
+
+    reason = "REASON_ARTIFACT_NOT_FOUND"
+
+
 class SiteNotServed(FailedPrecondition):
     """The model has no such site."""
 
@@ -326,6 +232,18 @@ class RowsLost(DataLoss):
     reason = "REASON_ROWS_LOST"
 
 
+class CursorExpired(OutOfRange):
+    """The cursor is older than what is kept for a resumption."""
+
+    reason = "REASON_CURSOR_EXPIRED"
+
+
+class Superseded(Aborted):
+    """Another call took this subscription up."""
+
+    reason = "REASON_SUPERSEDED"
+
+
 class DeadlinePassed(DeadlineExceeded):
     """The call's deadline passed."""
 
@@ -366,33 +284,3 @@ class Defect(Internal):
     """A defect of the server."""
 
     reason = "REASON_INTERNAL"
-
-
-class StartupError(Exception):
-    """The server cannot start; the message says why and what to do."""
-
-    exit_code: ClassVar[int] = 1
-
-
-class PortInUse(StartupError):
-    """The address cannot be listened on."""
-
-    exit_code = 3
-
-
-class ModelNotFound(StartupError):
-    """There is no such model, or it cannot be read."""
-
-    exit_code = 4
-
-
-class EngineFailed(StartupError):
-    """The engine did not come up."""
-
-    exit_code = 5
-
-
-class VectorDirFailed(StartupError):
-    """The folder of vectors cannot be used."""
-
-    exit_code = 6

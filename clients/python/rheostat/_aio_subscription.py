@@ -1,0 +1,252 @@
+"""A subscription of the asyncio client: as `_subscription`, with a task for the thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import grpc
+import grpc.aio
+
+from rheostat import _errors, _subscribing
+from rheostat._aio_connection import (
+    Connection,
+    Responses,
+    cancelled_here,
+    task_is_cancelled,
+    until_none,
+)
+from rheostat._calls import SUBSCRIBE
+from rheostat._proto.v1 import capture_service_pb2
+from rheostat._subscribed import SubscriptionEvent
+from rheostat._subscribing import GOODBYE, Breaks, Intake, Standing
+
+_Outgoing: TypeAlias = "asyncio.Queue[capture_service_pb2.SubscribeRequest | None]"
+
+
+class Subscription(Standing):
+    """Rows of requests that others, or other calls, run, as `rheostat.Subscription`.
+
+        async with engine.subscribe(capture=Capture("resid_post"), every=True) as subscription:
+            async for event in subscription:
+                ...
+
+    It stands once it has been entered, or when the first event has come. One task iterates; a task
+    that is cancelled while it waits for an event loses none.
+    """
+
+    def __init__(self, connection: Connection, intake: Intake) -> None:
+        """Made by `Engine`; starts the call."""
+        self._line = line = _Line(connection, intake)
+        super().__init__(intake)
+        loop = asyncio.get_running_loop()
+        weakref.finalize(self, _abandon, loop, line)
+        line.start(loop)
+
+    def ack(self) -> None:
+        """Every event that came has been dealt with, and the server may forget it."""
+        self._line.acknowledge()
+
+    def __aiter__(self) -> Self:
+        """The events that have not come yet."""
+        return self
+
+    async def __anext__(self) -> SubscriptionEvent:
+        """The next event; waits for it."""
+        return await self._line.next_event()
+
+    def finish(self) -> None:
+        """Want nothing more, as `rheostat.Subscription.finish`."""
+        self._line.finish()
+
+    async def close(self) -> None:
+        """End it at the server, as `rheostat.Subscription.close`."""
+        await self._line.close()
+
+    def leave(self) -> None:
+        """Stop reading, and leave it to the server's resume window: see `Engine.resume`."""
+        self._line.leave()
+
+    async def __aenter__(self) -> Self:
+        """Itself, once it stands."""
+        await self._line.wait_until_open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; after an error leave it, so that it can be resumed from ``acknowledged``."""
+        if kind is None:
+            await self.close()
+        else:
+            self.leave()
+
+
+def _abandon(loop: asyncio.AbstractEventLoop, line: _Line) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has been closed, and its calls with it
+        loop.call_soon_threadsafe(line.leave)
+
+
+class _Line:
+    """The calls of one subscription, one after the other."""
+
+    def __init__(self, connection: Connection, intake: Intake) -> None:
+        self._connection = connection
+        self._intake = intake
+        self._changed = asyncio.Event()
+        self._outgoing: _Outgoing = asyncio.Queue()
+        self._responses: Responses[capture_service_pb2.SubscribeResponse] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._finishing = False
+        """Whether the server is to end it."""
+        self._unread = False
+        """Whether nothing more is handed over."""
+        self._over = False
+        """Whether nothing more comes."""
+        self._failure: _errors.RheostatError | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call from now on."""
+        self._task = loop.create_task(self._run(), name="rheostat-subscription")
+
+    async def _run(self) -> None:
+        """Call until it is over."""
+        breaks = Breaks()
+        failure: _errors.RheostatError | None = _subscribing.ended_early()
+        try:
+            while not self._over:
+                try:
+                    await self._call(breaks)
+                except _errors.RheostatError as error:
+                    if self._connection.closed or not self._intake.id:
+                        raise
+                    await self._wait(breaks.pause(error))
+            failure = None
+        except _errors.RheostatError as error:
+            failure = error
+        except asyncio.CancelledError:
+            failure = cancelled_here()
+            raise
+        finally:
+            self._end(failure)
+
+    async def _call(self, breaks: Breaks) -> None:
+        outgoing: _Outgoing = asyncio.Queue()
+        self._outgoing = outgoing
+        outgoing.put_nowait(self._intake.hello())
+        if self._finishing:
+            outgoing.put_nowait(None)
+        responses = self._connection.dialogue(SUBSCRIBE, until_none(outgoing), None)
+        self._responses = responses
+        try:
+            async for message in responses:
+                if not message.HasField("opened"):
+                    breaks.mended()
+                self._intake.feed(message)
+                self._tell()
+                self._changed.set()
+        except grpc.RpcError as error:
+            begun = bool(self._intake.id)
+            raise _errors.from_rpc(error, self._connection.target, None, begun=begun) from None
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            raise cancelled_here() from None
+        finally:
+            responses.cancel()
+            outgoing.put_nowait(None)
+        if not self._finishing:
+            raise _subscribing.ended_early()
+        self._end(None)
+
+    async def wait_until_open(self) -> None:
+        """Raises what came instead, or DeadlineExceeded."""
+        timeout = self._connection.timeout
+        try:
+            async with asyncio.timeout(timeout):
+                while not (self._over or self._intake.id):
+                    await self._wait(None)
+        except TimeoutError:
+            self.leave()
+            raise _subscribing.not_opened(timeout) from None
+        except asyncio.CancelledError:
+            self.leave()
+            raise
+        if self._failure is not None and not self._intake.id:
+            raise self._failure
+
+    async def next_event(self) -> SubscriptionEvent:
+        """Hand over the next event; waits for it."""
+        while not self._unread:
+            try:
+                event = self._intake.pop()
+            except _errors.RheostatError as error:
+                self._end(error)
+                raise
+            self._tell()
+            if event is not None:
+                return event
+            if self._failure is not None:
+                raise self._failure
+            if self._over:
+                break
+            await self._wait(self._intake.ack_after())
+        raise StopAsyncIteration
+
+    def acknowledge(self) -> None:
+        """All that was handed over has been dealt with."""
+        self._intake.deal()
+        self._intake.flush()
+        self._tell()
+
+    def finish(self) -> None:
+        """Half-close."""
+        if not (self._finishing or self._over):
+            self._tell()
+            self._finishing = True
+            self._outgoing.put_nowait(None)
+
+    async def close(self) -> None:
+        """Half-close, and wait until the server has ended it."""
+        self._unread = True
+        self._intake.discard()
+        self.finish()
+        self._changed.set()
+        try:
+            if self._task is not None:
+                await asyncio.wait({self._task}, timeout=GOODBYE)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """End the call alone."""
+        self._unread = True
+        self._end(None)
+
+    def _end(self, failure: _errors.RheostatError | None) -> None:
+        self._over = True
+        self._failure = self._failure or failure
+        if isinstance(failure, _errors.Aborted):  # what waits here goes to the other call
+            self._intake.discard()
+        if self._responses is not None:
+            self._responses.cancel()
+        self._outgoing.put_nowait(None)
+        self._changed.set()
+
+    async def _wait(self, timeout: float | None) -> None:
+        """Until something has changed."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+
+    def _tell(self) -> None:
+        for message in self._intake.due():
+            if not (self._finishing or self._over):
+                self._outgoing.put_nowait(message)

@@ -1,0 +1,185 @@
+"""What is captured, in which form, and where it goes, as a caller writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, Protocol, TypeAlias, TypeVar
+
+from rheostat._encodings import WIRE_ENCODINGS, EncodingName
+from rheostat._errors import InvalidRequest, invalid
+from rheostat._fields import UINT64, utf8_text, whole_number
+from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
+from rheostat._proto.v1 import capture_pb2
+from rheostat._selectors import Selector, SelectorLike, selector_of
+from rheostat._selectors import to_wire as selector_to_wire
+
+Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
+"""What happens when rows come faster than they are taken and acknowledged."""
+
+OVERLOADS: dict[str, capture_pb2.Overload.ValueType] = {
+    "fail": capture_pb2.OVERLOAD_FAIL,
+    "drop_oldest": capture_pb2.OVERLOAD_DROP_OLDEST,
+    "drop_newest": capture_pb2.OVERLOAD_DROP_NEWEST,
+    "spill": capture_pb2.OVERLOAD_SPILL,
+}
+
+Layout: TypeAlias = Literal["per_file", "packed", "sharded"]
+"""How a sink lays out its files."""
+
+_LAYOUTS: dict[str, capture_pb2.Layout.ValueType] = {
+    "per_file": capture_pb2.LAYOUT_PER_FILE,
+    "packed": capture_pb2.LAYOUT_PACKED,
+    "sharded": capture_pb2.LAYOUT_SHARDED,
+}
+_MOST_CAPTURES = 16
+
+Value = TypeVar("Value", bound=int)
+
+
+class Receiver(Protocol):
+    """What rows can be sent to: a subscription."""
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A sink of the server, which keeps rows; `Engine.sinks` lists those that there are."""
+
+    name: str
+    """Its name."""
+    tag: str | None = None
+    """Groups what is kept: a folder, for files. Default: "default"."""
+    layout: Layout | None = None
+    """How files are laid out. Default: the sink's own."""
+    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Further options that the sink documents."""
+
+    def to_wire(self) -> capture_pb2.SinkTarget:
+        """The target."""
+        target = capture_pb2.SinkTarget(sink=utf8_text(self.name, "captures", "a sink's name"))
+        if self.tag is not None:
+            target.tag = utf8_text(self.tag, "captures", "a tag")
+        if self.layout is not None:
+            target.layout = _one_of(_LAYOUTS, self.layout, "layout")
+        for name, value in self.options.items():
+            path = "captures"
+            target.options[utf8_text(name, path, "an option")] = utf8_text(value, path, "an option")
+        return target
+
+
+@dataclass(frozen=True, init=False)
+class Capture:
+    """Rows to copy out of the stream, after every op at their site."""
+
+    points: tuple[Point, ...]
+    """Points."""
+    layers: Layers
+    """Layers."""
+    where: Selector
+    """Tokens whose rows are wanted."""
+    to: Sink | str | None
+    """The sink that keeps them, or the id of the subscription that gets them; None: they come back
+    with the answer."""
+    encoding: EncodingName
+    """How they travel and are kept; see `Encoding`."""
+    kept: int | None
+    """K of "rp8" and "topk8": numbers kept per row."""
+    seed: int | None
+    """Seed of "rp8"."""
+    overload: Overload | None
+    """What happens when a sink is slower than the model. Default: "fail"."""
+
+    def __init__(
+        self,
+        points: PointsLike,
+        layers: LayersLike = "all",
+        where: SelectorLike = None,
+        to: Receiver | Sink | str | None = None,
+        *,
+        encoding: EncodingName = "raw",
+        kept: int | None = None,
+        seed: int | None = None,
+        overload: Overload | None = None,
+    ) -> None:
+        """Every combination of points and layers, on the tokens that ``where`` selects.
+
+        The rows come back with the answer, or go to ``to``: a sink, or a subscription, given itself
+        or by id. ``kept`` belongs to "rp8" and "topk8", which need it; ``seed`` to "rp8".
+        """
+        object.__setattr__(self, "points", points_of(points))
+        object.__setattr__(self, "layers", layers_of(layers))
+        object.__setattr__(self, "where", selector_of(where))
+        given = to is None or isinstance(to, str | Sink)
+        object.__setattr__(self, "to", to if given else to.id)  # type: ignore[union-attr]  # a receiver
+        object.__setattr__(self, "encoding", encoding)
+        object.__setattr__(self, "kept", kept)
+        object.__setattr__(self, "seed", seed)
+        object.__setattr__(self, "overload", overload)
+
+    def to_wire(self) -> capture_pb2.CaptureSpec:
+        """The spec, with its target."""
+        spec = self.to_spec()
+        if self.to is None:
+            spec.inline.SetInParent()
+        elif isinstance(self.to, Sink):
+            spec.sink.CopyFrom(self.to.to_wire())
+        else:
+            spec.subscription = utf8_text(self.to, "captures", "a subscription's id")
+        return spec
+
+    def to_spec(self) -> capture_pb2.CaptureSpec:
+        """The spec without a target."""
+        spec = capture_pb2.CaptureSpec(
+            sites=site_set(self.points, self.layers), where=selector_to_wire(self.where)
+        )
+        if self.encoding != "raw":
+            spec.encoding = _one_of(WIRE_ENCODINGS, self.encoding, "encoding")
+        if self.kept is not None:
+            spec.kept = whole_number(self.kept, "captures", "kept", least=1, most=2**32 - 1)
+        if self.seed is not None:
+            spec.seed = whole_number(self.seed, "captures", "the seed", least=0, most=UINT64)
+        if self.overload is not None:
+            spec.overload = _one_of(OVERLOADS, self.overload, "overload")
+        return spec
+
+
+CaptureLike: TypeAlias = Capture | Iterable[Capture] | None
+"""One capture, several, or none."""
+
+
+def captures_of(capture: object) -> list[Capture]:
+    """The captures, at most as many as go together."""
+    if capture is None:
+        return []
+    if isinstance(capture, str) or not isinstance(capture, Iterable):
+        capture = (capture,)
+    many = list(capture)
+    if len(many) > _MOST_CAPTURES:
+        raise invalid("captures", f"{len(many)} captures; at most {_MOST_CAPTURES} go together")
+    for number, one in enumerate(many):
+        if not isinstance(one, Capture):
+            raise _no_capture(f"captures[{number}]", one)
+    return many
+
+
+def _no_capture(path: str, given: object) -> InvalidRequest:
+    """The error for what is no capture; it says what makes one of it."""
+    if isinstance(given, str):
+        kind, point = "a name", f'"{given}"'
+    else:
+        kind, point = type(given).__name__, '"resid_post"'
+    return invalid(
+        path, f"capture takes captures, not {kind}: use rheostat.Capture({point}, layers=...)"
+    )
+
+
+def _one_of(known: Mapping[str, Value], word: object, name: str) -> Value:
+    if not isinstance(word, str) or word not in known:
+        words = ", ".join(map(repr, known))
+        raise invalid(f"captures.{name}", f"{name} is one of {words}, not {word!r}")
+    return known[word]

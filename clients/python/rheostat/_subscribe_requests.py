@@ -1,0 +1,100 @@
+"""What opens a subscription, built from what a caller writes: a new one, or one that was left."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import TypedDict
+
+from rheostat._captures import OVERLOADS, CaptureLike, Overload, captures_of
+from rheostat._errors import invalid
+from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
+from rheostat._proto.v1 import capture_service_pb2
+from rheostat._requests import labels_to_wire
+from rheostat._subscribed import Cursor
+from rheostat._subscribing import CREDIT, Acknowledgement, Intake
+
+
+class SubscribeOptions(TypedDict, total=False):
+    """What subscribe takes. At most one of ``requests``, ``labels`` and ``every`` is given."""
+
+    capture: CaptureLike
+    """Rows to get of every request that is selected and begins from now on. Default: none but what
+    requests send here, by ``rheostat.Capture(..., to=subscription)``."""
+    requests: str | Iterable[str] | None
+    """Ids of requests, up to 4096. Default: none."""
+    labels: Mapping[str, str] | None
+    """Requests that carry all of these labels, up to 16. Default: none."""
+    every: bool
+    """Every request. Default: False."""
+    overload: Overload | None
+    """When this client is too slow for the server's buffer: "fail" ends the subscription, and a
+    request that sends rows here; "drop_oldest" and "drop_newest" lose rows, which `DroppedRows`
+    tells. Default: "fail"."""
+    buffer_bytes: int | None
+    """Bytes that the server holds, what is not acknowledged included. Default: a quarter of what
+    it has for all subscriptions."""
+    credit: int
+    """Bytes that may wait here until the loop takes them. Default: 64 MiB."""
+    ack: Acknowledgement
+    """"auto": an event counts as dealt with once the next one is asked for. "manual": once `ack`
+    is called. Default: "auto"."""
+
+
+@builds_message
+def opening(
+    *,
+    capture: CaptureLike = None,
+    requests: str | Iterable[str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    every: bool = False,
+    overload: Overload | None = None,
+    buffer_bytes: int | None = None,
+    credit: int = CREDIT,
+    ack: Acknowledgement = "auto",
+) -> Intake:
+    """A new subscription. Raises InvalidRequest for what can be seen to be wrong here."""
+    captures = captures_of(capture)
+    for number, one in enumerate(captures):
+        if one.to is not None:
+            raise invalid(f"open.specs[{number}].subscription", "its rows come here: leave out to=")
+    given = [requests is not None, labels is not None, every]
+    if sum(given) > 1 or (captures and not any(given)):
+        raise invalid("open.filter", "give one of requests=, labels= and every=True")
+    wish = capture_service_pb2.SubscribeOpen(specs=[one.to_spec() for one in captures])
+    if labels is not None:
+        wish.filter.labels.labels.update(labels_to_wire(labels, "open.filter.labels.labels"))
+    elif every:
+        wish.filter.every.SetInParent()
+    else:
+        # The wire wants a filter, and without specs none selects anything.
+        ids = [uuid.uuid4().hex] if requests is None else requests
+        path = "open.filter.requests.request_ids"
+        wish.filter.requests.request_ids.extend(
+            utf8_text(one, f"{path}[{number}]", "a request id")
+            for number, one in enumerate([ids] if isinstance(ids, str) else ids)
+        )
+    if overload is not None:
+        if overload not in OVERLOADS:
+            known = ", ".join(map(repr, OVERLOADS))
+            raise invalid("open.overload", f"overload is one of {known}, not {overload!r}")
+        wish.overload = OVERLOADS[overload]
+    if buffer_bytes is not None:
+        wish.buffer_bytes = whole_number(
+            buffer_bytes, "open.buffer_bytes", "a buffer", least=1, most=UINT64
+        )
+    return Intake(wish, None, credit, ack)
+
+
+def resuming(cursor: Cursor, *, credit: int = CREDIT, ack: Acknowledgement = "auto") -> Intake:
+    """A subscription that somebody had. Raises InvalidRequest for what is no cursor."""
+    try:
+        name, sequence = cursor
+    except (TypeError, ValueError):
+        raise invalid("open.resume", f"{cursor!r} is no rheostat.Cursor") from None
+    if not utf8_text(name, "open.resume.subscription", "a subscription's id"):
+        raise invalid("open.resume.subscription", "the cursor names no subscription")
+    sequence = whole_number(
+        sequence, "open.resume.after_sequence", "a sequence number", most=UINT64
+    )
+    return Intake(None, Cursor(name, sequence), credit, ack)

@@ -1,0 +1,253 @@
+"""What a subscription yields, and the proof that nothing of it is missing or damaged.
+
+Every row is checked by the checksum of its tensor, and at a request's end all of them once more by
+count and by the checksum over the checksums.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, cast
+
+import google_crc32c
+
+from rheostat._activations import IntArray, Rows, positions_of, read_block
+from rheostat._arrays import FloatArray
+from rheostat._encodings import RAW, Encoding
+from rheostat._errors import DataLoss, ServerError
+from rheostat._points import Site
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2, types_pb2
+from rheostat._receipts import read_word
+from rheostat._results import FinishReason
+
+
+class Cursor(NamedTuple):
+    """Where a subscription can be taken up again, by `Engine.resume`."""
+
+    subscription: str
+    """Id of the subscription."""
+    sequence: int
+    """Number of the last event that is not wanted again; 0: all are."""
+
+
+class Heartbeat(NamedTuple):
+    """How a subscription stood at the server when nothing else happened there."""
+
+    buffered_bytes: int
+    """Bytes that wait for credit or the network."""
+    credit_bytes: int
+    """Bytes that may be sent without further credit."""
+    last_sequence: int
+    """Number of the last event."""
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedRows:
+    """Rows of a request, at sites that share their positions."""
+
+    sequence: int
+    """Number of the event, from 1 on without gaps."""
+    request_id: str
+    """The request."""
+    capture: int
+    """Index of the capture in the subscription's; those that requests send here count on."""
+    sample: int
+    """Sample, from 0."""
+    baseline: bool
+    """Whether they are of the baseline."""
+    sites: tuple[Site, ...]
+    """Where, by layer, then point."""
+    positions: IntArray
+    """Absolute position of each row, int64 [positions], ascending."""
+    token_ids: IntArray
+    """Input token at each position, int64 [positions]."""
+    values: FloatArray
+    """The stream, float32 [sites, positions, width]; for "rp8" its projection."""
+    encoding: Encoding = RAW
+    """How they travelled."""
+    max_error: FloatArray | None = None
+    """Largest error of each row's numbers, float32 [sites, positions]; NaN for rows that were not
+    finite. None: exact."""
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """The same by site."""
+        return tuple(
+            Rows(
+                self.sample,
+                *site,
+                self.positions,
+                self.token_ids,
+                self.values[number],
+                self.baseline,
+                self.encoding,
+                None if self.max_error is None else self.max_error[number],
+            )
+            for number, site in enumerate(self.sites)
+        )
+
+    def __repr__(self) -> str:
+        """Request, sample, sites and shape."""
+        of = f"{'baseline ' if self.baseline else ''}sample={self.sample}"
+        sites = ", ".join(map(str, self.sites))
+        return (
+            f"CapturedRows({self.sequence}, {self.request_id!r}, {of}, {sites}, "
+            f"shape={list(self.values.shape)})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DroppedRows:
+    """Rows that are lost, under a policy that allows it."""
+
+    sequence: int
+    """Number of the event."""
+    request_id: str
+    """The request."""
+    capture: int
+    """As of `CapturedRows`."""
+    sample: int
+    """Sample, from 0."""
+    baseline: bool
+    """Whether they are of the baseline."""
+    positions: IntArray
+    """Absolute positions, int64 [positions], at each of the capture's sites."""
+    rows: int
+    """How many: positions times sites."""
+
+
+@dataclass(frozen=True)
+class EndOfRequest:
+    """All of a request has come, and was as the server counted it. Its last event."""
+
+    sequence: int
+    """Number of the event."""
+    request_id: str
+    """The request."""
+    chunks: int
+    """Events with rows of it."""
+    rows: int
+    """Rows of it, positions times sites."""
+    dropped_rows: int
+    """Rows of it that are lost."""
+    finish_reasons: tuple[FinishReason, ...]
+    """How each sample ended; empty where the subscription ended before the request did."""
+
+
+SubscriptionEvent: TypeAlias = CapturedRows | DroppedRows | EndOfRequest
+"""What a subscription yields."""
+
+
+@dataclass
+class _Tally:
+    """What came of one request."""
+
+    chunks: int = 0
+    rows: int = 0
+    dropped: int = 0
+    crc32c: int = 0
+
+
+class Ledger:
+    """Reads events in the order of their numbers, and counts what came of each request."""
+
+    def __init__(self, after: int) -> None:
+        """An empty one; what was numbered up to ``after`` came to somebody else."""
+        self._inherited = after > 0
+        self._tallies: dict[str, _Tally] = {}
+
+    def read(self, message: capture_service_pb2.SubscribeResponse) -> SubscriptionEvent | None:
+        """The event; None for kinds that this client does not know.
+
+        Raises DataLoss where rows are damaged or missing, ServerError for what cannot be read.
+        """
+        match message.WhichOneof("event"):
+            case "captured":
+                return self._captured(message.sequence, message.captured)
+            case "dropped":
+                return self._dropped(message.sequence, message.dropped)
+            case "end_of_request":
+                return self._end(message.sequence, message.end_of_request)
+        return None
+
+    def _captured(self, sequence: int, message: capture_pb2.Captured) -> CapturedRows:
+        if not message.tensor.HasField("crc32c"):
+            raise ServerError("a tensor of a subscription came without its CRC-32C")
+        block = read_block(message)
+        tally = self._tally(message.request_id)
+        tally.chunks += 1
+        tally.rows += len(block.sites) * len(block.positions)
+        tally.crc32c = google_crc32c.extend(tally.crc32c, struct.pack("<I", message.tensor.crc32c))
+        return CapturedRows(
+            sequence,
+            message.request_id,
+            message.spec,
+            message.sample,
+            message.baseline,
+            block.sites,
+            block.positions,
+            block.token_ids,
+            block.tensor.values,
+            block.tensor.encoding,
+            block.tensor.max_error,
+        )
+
+    def _dropped(self, sequence: int, message: capture_pb2.Dropped) -> DroppedRows:
+        self._tally(message.request_id).dropped += message.rows
+        return DroppedRows(
+            sequence,
+            message.request_id,
+            message.spec,
+            message.sample,
+            message.baseline,
+            positions_of(message.positions),
+            message.rows,
+        )
+
+    def _end(self, sequence: int, message: capture_service_pb2.EndOfRequest) -> EndOfRequest:
+        came = self._tallies.pop(message.request_id, _Tally())
+        told = _Tally(message.chunks, message.rows, message.dropped_rows, message.crc32c)
+        if came != told and not (self._inherited and _may_continue(came, told)):
+            raise DataLoss(
+                f"of {message.request_id} came {_shown(came)}, of {_shown(told)} that were sent",
+                reason="REASON_ROWS_LOST",
+                metadata={"rows": str(max(0, told.rows - came.rows))},
+            )
+        return EndOfRequest(
+            sequence,
+            message.request_id,
+            message.chunks,
+            message.rows,
+            message.dropped_rows,
+            tuple(_finish_reason(one) for one in message.finish_reasons),
+        )
+
+    def _tally(self, request_id: str) -> _Tally:
+        return self._tallies.setdefault(request_id, _Tally())
+
+
+def _may_continue(came: _Tally, told: _Tally) -> bool:
+    """Whether the first part of a request may have come before."""
+    before = (told.chunks, told.dropped) != (came.chunks, came.dropped)
+    return before and all(
+        part <= whole
+        for part, whole in (
+            (came.chunks, told.chunks),
+            (came.rows, told.rows),
+            (came.dropped, told.dropped),
+        )
+    )
+
+
+def _shown(tally: _Tally) -> str:
+    return (
+        f"{tally.rows} rows in {tally.chunks} chunks with {tally.dropped} dropped and CRC-32C "
+        f"{tally.crc32c:08x}"
+    )
+
+
+def _finish_reason(number: types_pb2.FinishReason.ValueType) -> FinishReason:
+    return cast(
+        FinishReason, read_word(types_pb2.FinishReason.DESCRIPTOR, number, "FINISH_REASON_")
+    )

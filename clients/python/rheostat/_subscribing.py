@@ -1,0 +1,292 @@
+"""A subscription's bookkeeping: what comes, what is handed over, what the server is told.
+
+Invariants: events are handed over in the order of their numbers, each once, whatever connections
+do. What waits here and what the server may send together never exceed the window, and nothing is
+acknowledged before it was handed over and dealt with, so a break is survived by asking again for
+everything after the last acknowledgement. It never does I/O, so both clients share it whole.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Literal, NamedTuple, TypeAlias
+
+from rheostat._channel import MESSAGE_BYTES
+from rheostat._errors import (
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    Refused,
+    RheostatError,
+    ServerError,
+    Unavailable,
+    invalid,
+)
+from rheostat._fields import whole_number
+from rheostat._proto.v1 import capture_service_pb2
+from rheostat._subscribed import Cursor, Heartbeat, Ledger, SubscriptionEvent
+
+Acknowledgement: TypeAlias = Literal["auto", "manual"]
+"""Who says that an event was dealt with: asking for the next one does, or `ack` alone."""
+
+CREDIT = 64 * 1024 * 1024
+"""Bytes that may wait here, unless told otherwise."""
+PATIENCE = 60.0
+"""Seconds for which a broken connection is tried again; the server's own window may be shorter."""
+GOODBYE = 5.0
+"""Seconds that the server gets to end a subscription that is closed."""
+
+_ACK_EVENTS = 64
+_ACK_BYTES = 8 * 1024 * 1024
+_ACK_SECONDS = 0.2
+_FIRST_PAUSE = 0.02
+_LONGEST_PAUSE = 2.0
+
+_Request = capture_service_pb2.SubscribeRequest
+_Open = capture_service_pb2.SubscribeOpen
+
+
+class _Progress(NamedTuple):
+    """How far something is."""
+
+    sequence: int
+    bytes: int = 0
+    """Payload of everything up to there."""
+    ended: int = 0
+    """Requests that ended up to there."""
+
+
+class Intake:
+    """What one subscription has brought. Not for several threads at a time."""
+
+    def __init__(
+        self, wish: _Open | None, cursor: Cursor | None, credit: int, ack: Acknowledgement
+    ) -> None:
+        """One that has not been opened: a new one by ``wish``, or that of ``cursor``."""
+        if ack not in ("auto", "manual"):
+            raise invalid("ack", f'ack is "auto" or "manual", not {ack!r}')
+        self.id = ""
+        """Set once it stands."""
+        self.missed: tuple[str, ...] = ()
+        self.last_heartbeat: Heartbeat | None = None
+        self._wish = wish
+        self._name = "" if cursor is None else cursor.subscription
+        self._window = whole_number(credit, "credit", "the credit", least=1, most=2**62)
+        self._automatic = ack == "auto"
+        after = 0 if cursor is None else cursor.sequence
+        self._ledger = Ledger(after)
+        self._waiting: deque[capture_service_pb2.SubscribeResponse] = deque()
+        self._held = 0
+        """Bytes that wait here."""
+        self._allowed = 0
+        """Bytes that the server may send."""
+        self._received = after
+        self._handed = _Progress(after)
+        self._dealt = _Progress(after)
+        self._told = _Progress(after)
+        self._told_at = time.monotonic()
+        self._flush = False
+        self._discards = False
+        room = self._window if wish is None else wish.buffer_bytes or self._window
+        self._ack_bytes = min(_ACK_BYTES, room // 8, self._window // 8)
+
+    @property
+    def cursor(self) -> Cursor:
+        """After the last event that was handed over."""
+        return Cursor(self._name, self._handed.sequence)
+
+    @property
+    def acknowledged(self) -> Cursor:
+        """After the last event that was dealt with."""
+        return Cursor(self._name, self._dealt.sequence)
+
+    def hello(self) -> _Request:
+        """What a new call says first."""
+        self._allowed = max(0, self._window - self._held)
+        self._told = self._dealt
+        wish = _Open()
+        if self._name:
+            wish.resume.subscription = self._name
+            wish.resume.after_sequence = self._dealt.sequence
+        elif self._wish is not None:
+            wish.CopyFrom(self._wish)
+        wish.credit_bytes = self._allowed
+        return _Request(open=wish)
+
+    def feed(self, message: capture_service_pb2.SubscribeResponse) -> None:
+        """Take what came. Raises DataLoss where something is missing before it."""
+        match message.WhichOneof("event"):
+            case "opened":
+                self.id = self._name = message.opened.subscription
+                self.missed = tuple(message.opened.missed_request_ids)
+            case "heartbeat":
+                beat = message.heartbeat
+                self.last_heartbeat = Heartbeat(
+                    beat.buffered_bytes, beat.credit_bytes, beat.last_sequence
+                )
+                self._flush = True
+                # A chunk may be larger than the window, and would never come.
+                if not self._held and beat.buffered_bytes > beat.credit_bytes:
+                    self._window = max(self._window, min(2 * self._window, MESSAGE_BYTES))
+            case _ if message.sequence:
+                self._take_in(message)
+
+    def _take_in(self, message: capture_service_pb2.SubscribeResponse) -> None:
+        size = _payload(message)
+        self._allowed -= size
+        if message.sequence <= self._received or self._discards:
+            return
+        if message.sequence > self._received + 1:
+            raise DataLoss(
+                f"event {message.sequence} came after event {self._received}",
+                reason="REASON_ROWS_LOST",
+            )
+        self._received = message.sequence
+        self._held += size
+        self._waiting.append(message)
+
+    def pop(self) -> SubscriptionEvent | None:
+        """Hand the next event over; None: there is none yet. Raises as `Ledger.read`."""
+        if self._automatic:
+            self.deal()
+        while self._waiting:
+            message = self._waiting.popleft()
+            size = _payload(message)
+            self._held -= size
+            event = self._ledger.read(message)
+            self._handed = _Progress(
+                message.sequence,
+                self._handed.bytes + size,
+                self._handed.ended + message.HasField("end_of_request"),
+            )
+            if event is not None:
+                return event
+        return None
+
+    def deal(self) -> None:
+        """All that was handed over has been dealt with."""
+        self._dealt = self._handed
+
+    def flush(self) -> None:
+        """Tell the server at once what it may forget."""
+        self._flush = True
+
+    def discard(self) -> None:
+        """Hand nothing more over."""
+        self._discards = True
+        self._waiting.clear()
+        self._held = 0
+
+    def due(self) -> list[_Request]:
+        """What the server is to be told now."""
+        messages = []
+        flush, self._flush = self._flush or self.ack_after() == 0, False
+        if flush and self._dealt.sequence > self._told.sequence:
+            self._told, self._told_at = self._dealt, time.monotonic()
+            ack = capture_service_pb2.Ack(sequence=self._told.sequence)
+            messages.append(_Request(ack=ack))
+        owed = self._window - self._held - self._allowed
+        if owed > 0 and (flush or owed >= self._window // 4):
+            self._allowed += owed
+            messages.append(_Request(credit=capture_service_pb2.Credit(bytes=owed)))
+        return messages
+
+    def ack_after(self) -> float | None:
+        """Seconds after which an acknowledgement is due; None: there is nothing to acknowledge."""
+        dealt, told = self._dealt, self._told
+        if dealt.sequence == told.sequence:
+            return None
+        if (
+            dealt.sequence - told.sequence >= _ACK_EVENTS
+            or dealt.bytes - told.bytes >= self._ack_bytes
+            or dealt.ended > told.ended
+        ):
+            return 0
+        return max(0.0, self._told_at + _ACK_SECONDS - time.monotonic())
+
+
+def _payload(message: capture_service_pb2.SubscribeResponse) -> int:
+    """Bytes that count against credit."""
+    return len(message.captured.tensor.inline)
+
+
+class Standing:
+    """What a subscription says of itself, in both clients."""
+
+    def __init__(self, intake: Intake) -> None:
+        """Of a subscription that brings this."""
+        self._intake = intake
+
+    @property
+    def id(self) -> str:
+        """Its id, for captures that send their rows here. Raises Refused before it stands."""
+        if not self._intake.id:
+            raise Refused("the subscription does not stand yet: enter it by async with")
+        return self._intake.id
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """Requests, at most 1024, that it selects and that began before it: nothing of them comes.
+
+        Of a subscription that is resumed, those that began before it was first opened.
+        """
+        return self._intake.missed
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where to resume in order to go on after the event that came last.
+
+        Stored together with what was made of that event, it makes each event count exactly once.
+        """
+        return self._intake.cursor
+
+    @property
+    def acknowledged(self) -> Cursor:
+        """Where to resume in order to go on after the event that was dealt with last."""
+        return self._intake.acknowledged
+
+    @property
+    def last_heartbeat(self) -> Heartbeat | None:
+        """What the server said when it last had nothing else to say."""
+        return self._intake.last_heartbeat
+
+
+class Breaks:
+    """How often and how long a connection has been broken, and what follows."""
+
+    def __init__(self) -> None:
+        """One that stands."""
+        self._since: float | None = None
+        self._pause = 0.0
+
+    def mended(self) -> None:
+        """Something came."""
+        self._since, self._pause = None, 0.0
+
+    def pause(self, error: RheostatError) -> float:
+        """Seconds to wait before connecting again.
+
+        Raises the error itself where the server refused, and where it has lasted too long.
+        """
+        if error.reason or not isinstance(error, Unavailable | Cancelled):
+            raise error
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        elif now - self._since > PATIENCE:
+            raise error
+        pause = self._pause
+        self._pause = min(_LONGEST_PAUSE, 2 * pause or _FIRST_PAUSE)
+        return pause * random.uniform(0.5, 1.0)
+
+
+def not_opened(timeout: float | None) -> DeadlineExceeded:
+    """The error of a subscription that the server does not answer."""
+    return DeadlineExceeded(f"no answer within the timeout of {timeout:g} s")
+
+
+def ended_early() -> ServerError:
+    """The error of a stream that ends as if it had been closed."""
+    return ServerError("the server ended the subscription, which nobody had closed")

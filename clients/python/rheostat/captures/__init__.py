@@ -1,0 +1,15 @@
+"""Rows that a server's `filesystem` sink wrote, read back: `open_captures`, numpy alone.
+
+    stored = captures.open_captures("/data/captures", tag="probe")
+    for batch in stored.rows("resid_post", 3):
+        probe.learn(batch.values, batch.token_ids)
+
+Layout and format of the files do not show. What can be read is whole: a request comes to be with
+all of its rows, while the server goes on writing others.
+"""
+
+from rheostat.captures._batches import RowBatch
+from rheostat.captures._manifests import StoredRequest, StoredTable
+from rheostat.captures._store import StoredCaptures, open_captures
+
+__all__ = ["RowBatch", "StoredCaptures", "StoredRequest", "StoredTable", "open_captures"]

@@ -1,0 +1,76 @@
+"""Batches of rows as Arrow, and as a Hugging Face dataset; both libraries are optional."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rheostat._errors import NotFound, Refused
+from rheostat.captures._batches import RowBatch
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+
+def reader(batches: Iterator[RowBatch]) -> pyarrow.RecordBatchReader:
+    """A reader that makes one record batch of each. Raises NotFound where there is none."""
+    try:
+        import pyarrow
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+    first = next(batches, None)
+    if first is None:
+        raise NotFound("no rows of this site are stored", reason="REASON_ARTIFACT_NOT_FOUND")
+    schema = pyarrow.schema(
+        [
+            ("tag", pyarrow.string()),
+            ("request_id", pyarrow.string()),
+            ("sample", pyarrow.int32()),
+            ("baseline", pyarrow.bool_()),
+            ("position", pyarrow.int32()),
+            ("token_id", pyarrow.int32()),
+            ("values", pyarrow.list_(pyarrow.float32(), first.values.shape[1])),
+        ]
+    )
+    return pyarrow.RecordBatchReader.from_batches(
+        schema, (_record_batch(batch, schema) for batch in chain([first], batches))
+    )
+
+
+def dataset(batches: Iterator[RowBatch]) -> datasets.Dataset:
+    """A dataset of all rows, in memory."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+    return datasets.Dataset(reader(batches).read_all())
+
+
+def _record_batch(batch: RowBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+    import pyarrow
+
+    def of_request(texts: list[str]) -> pyarrow.Array:
+        return pyarrow.array(texts).take(pyarrow.array(batch.request_index))
+
+    values = np.ascontiguousarray(batch.values).reshape(-1)
+    columns = [
+        of_request([one.tag for one in batch.requests]),
+        of_request([one.request_id for one in batch.requests]),
+        pyarrow.array(batch.samples.astype(np.int32)),
+        pyarrow.array(batch.baseline),
+        pyarrow.array(batch.positions.astype(np.int32)),
+        pyarrow.array(batch.token_ids.astype(np.int32)),
+        pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values), batch.values.shape[1]),
+    ]
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _missing(error: ModuleNotFoundError) -> Refused:
+    return Refused(
+        f"this needs {error.name}: pip install {error.name}, or, in a checkout, "
+        "pip install '.[datasets]'"
+    )

@@ -1,0 +1,238 @@
+"""Rows of one site, out of tables into numpy, in batches that may span requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._activations import IntArray
+from rheostat._arrays import Element, FloatArray, widened, write_element
+from rheostat._encodings import Encoding, decoded
+from rheostat._errors import invalid
+from rheostat._points import PointLike, Site, point_of
+from rheostat._proto.v1 import tensor_pb2
+from rheostat.captures._arrays import Placed, arrays_in, damaged, read_rows
+from rheostat.captures._manifests import StoredRequest, StoredTable
+
+_PARTS = {
+    "raw": ("rows",),
+    "full8": ("scales", "offsets", "codes"),
+    "rp8": ("scales", "offsets", "codes"),
+    "topk8": ("scales", "offsets", "indices", "codes"),
+}
+_ENCODINGS: Mapping[str, tensor_pb2.Encoding.ValueType] = {
+    "full8": tensor_pb2.ENCODING_FULL8,
+    "rp8": tensor_pb2.ENCODING_RP8,
+    "topk8": tensor_pb2.ENCODING_TOPK8,
+}
+_ELEMENTS: tuple[Element, ...] = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, eq=False)
+class RowBatch:
+    """Rows of one site. Row i of every array is the same row."""
+
+    requests: tuple[StoredRequest, ...]
+    """Whose rows they are."""
+    request_index: IntArray
+    """Index of each row's request, int64 [rows]."""
+    samples: IntArray
+    """Sample of each row, int64 [rows]."""
+    baseline: npt.NDArray[np.bool_]
+    """Whether the row is of the baseline, [rows]."""
+    positions: IntArray
+    """Absolute position of each row, int64 [rows]; ascending per request, sample and baseline."""
+    token_ids: IntArray
+    """Input token at each position, int64 [rows]."""
+    values: FloatArray
+    """The stream, float32 [rows, width], exactly as captured unless an encoding was asked for; for
+    "rp8" its projection, [rows, kept]."""
+    encoding: Encoding
+    """How the rows are stored."""
+    max_error: FloatArray | None
+    """Largest error of each row's numbers, float32 [rows]; None: exact."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        """Requests and shape."""
+        return f"RowBatch(requests={len(self.requests)}, shape={list(self.values.shape)})"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rows."""
+
+    point: PointLike
+    layer: int
+    sample: int | None
+    baseline: bool | None
+    spec: int | None
+
+
+def table_of(request: StoredRequest, wanted: Wanted) -> StoredTable | None:
+    """The table that is wanted of a request; None: it has none.
+
+    Raises InvalidRequest where several captures have the site and none was chosen.
+    """
+    found = request.tables_at(wanted.point, wanted.layer)
+    if wanted.spec is not None:
+        found = tuple(table for table in found if table.spec == wanted.spec)
+    if len(found) > 1:
+        site = Site(point_of(wanted.point), wanted.layer)
+        specs = ", ".join(str(table.spec) for table in found)
+        raise invalid(
+            "spec", f"captures {specs} of {request.request_id} all hold rows of {site}: say spec="
+        )
+    return found[0] if found else None
+
+
+def pieces(request: StoredRequest, wanted: Wanted, at_most: int) -> Iterator[RowBatch]:
+    """The rows of a request, never more than ``at_most`` at once."""
+    table = table_of(request, wanted)
+    if table is None:
+        return
+    arrays = arrays_in(table.part, request.format, f"{table.name}.")
+    for first in range(0, table.rows, at_most):
+        count = min(at_most, table.rows - first)
+        samples = _ints(_read(table, arrays, "samples", first, count))
+        baseline = _read(table, arrays, "baseline", first, count).astype(np.bool_)
+        chosen = np.ones(count, np.bool_)
+        if wanted.sample is not None:
+            chosen &= samples == wanted.sample
+        if wanted.baseline is not None:
+            chosen &= baseline == wanted.baseline
+        if not chosen.any():
+            continue
+        values, error = _values(table, arrays, first, count)
+        yield RowBatch(
+            (request,),
+            np.zeros(int(chosen.sum()), np.int64),
+            samples[chosen],
+            baseline[chosen],
+            _ints(_read(table, arrays, "positions", first, count))[chosen],
+            _ints(_read(table, arrays, "token_ids", first, count))[chosen],
+            values if chosen.all() else values[chosen],
+            table.encoding,
+            error if error is None or chosen.all() else error[chosen],
+        )
+
+
+def batched(parts: Iterable[RowBatch], size: int) -> Iterator[RowBatch]:
+    """The same rows in batches of ``size``; the last one may be smaller."""
+    waiting: list[RowBatch] = []
+    held = 0
+    for part in parts:
+        while held + len(part) >= size:
+            cut = size - held
+            yield joined([*waiting, _sliced(part, 0, cut)])
+            part = _sliced(part, cut, len(part))
+            waiting, held = [], 0
+        if len(part):
+            waiting.append(part)
+            held += len(part)
+    if held:
+        yield joined(waiting)
+
+
+def joined(parts: Sequence[RowBatch]) -> RowBatch:
+    """One batch. Raises InvalidRequest where rows are of different widths or encodings."""
+    if len(parts) == 1:
+        return parts[0]
+    kinds = {(part.values.shape[1], part.encoding): part for part in parts}
+    if len(kinds) > 1:
+        one, other = (part.requests[0].request_id for part in list(kinds.values())[:2])
+        raise invalid(
+            "rows",
+            f"{one} and {other} hold rows of different widths or encodings: read them by request, "
+            "or keep them under different tags",
+        )
+    requests = tuple(dict.fromkeys(_key(one) for part in parts for one in part.requests))
+    place = {key: index for index, key in enumerate(requests)}
+    by_key = {_key(one): one for part in parts for one in part.requests}
+    errors = [part.max_error for part in parts if part.max_error is not None]
+    return RowBatch(
+        tuple(by_key[key] for key in requests),
+        np.concatenate(
+            [
+                np.array([place[_key(one)] for one in part.requests], np.int64)[part.request_index]
+                for part in parts
+            ]
+        ),
+        np.concatenate([part.samples for part in parts]),
+        np.concatenate([part.baseline for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        parts[0].encoding,
+        np.concatenate(errors) if errors else None,
+    )
+
+
+def _key(request: StoredRequest) -> tuple[str, str]:
+    return request.tag, request.request_id
+
+
+def _sliced(batch: RowBatch, first: int, end: int) -> RowBatch:
+    cut = slice(first, end)
+    return RowBatch(
+        batch.requests,
+        batch.request_index[cut],
+        batch.samples[cut],
+        batch.baseline[cut],
+        batch.positions[cut],
+        batch.token_ids[cut],
+        batch.values[cut],
+        batch.encoding,
+        None if batch.max_error is None else batch.max_error[cut],
+    )
+
+
+def _read(
+    table: StoredTable, arrays: Mapping[str, Placed], column: str, first: int, count: int
+) -> npt.NDArray[np.generic]:
+    placed = arrays.get(f"{table.name}.{column}")
+    if placed is None or placed.shape[:1] != (table.rows,):
+        raise damaged(table.part.path, f"it lacks {column} of {table.name}")
+    return read_rows(table.part.path, placed, first, count)
+
+
+def _ints(numbers: npt.NDArray[np.generic]) -> IntArray:
+    return numbers.astype(np.int64)
+
+
+def _values(
+    table: StoredTable, arrays: Mapping[str, Placed], first: int, count: int
+) -> tuple[FloatArray, FloatArray | None]:
+    """Rows as float32, and their errors."""
+    name, element = table.encoding.name, _element(table)
+    if name not in _PARTS:
+        raise damaged(table.part.path, f"it holds rows in {name}, which are not known")
+    parts = [_read(table, arrays, part, first, count) for part in _PARTS[name]]
+    if name == "raw":
+        (rows,) = parts
+        return widened(rows.tobytes(), element, (count, table.width)), None
+    numbers = table.encoding.kept if name == "rp8" else table.width
+    said = tensor_pb2.Quantization(kept=table.encoding.kept or 0, width=table.width)
+    if name == "rp8":
+        said.seed = table.encoding.seed or 0
+    tensor = tensor_pb2.Tensor(
+        dtype=write_element(element),
+        shape=(count, numbers or 0),
+        encoding=_ENCODINGS[name],
+        quantization=None if name == "full8" else said,
+    )
+    found = decoded(tensor, b"".join(part.tobytes() for part in parts))
+    return found.values, found.max_error
+
+
+def _element(table: StoredTable) -> Element:
+    for element in _ELEMENTS:
+        if element == table.dtype:
+            return element
+    raise damaged(table.part.path, f"it holds elements of type {table.dtype}")

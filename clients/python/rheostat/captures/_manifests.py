@@ -1,0 +1,154 @@
+"""What stands in manifests: requests, their tables, and where these lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from rheostat._encodings import Encoding
+from rheostat._errors import DataLoss
+from rheostat._points import Point, PointLike, Site, point_of
+from rheostat.captures._arrays import Part, damaged
+
+Ending: TypeAlias = Literal["complete", "partial", "aborted"]
+"""How the rows of a request ended."""
+
+_SCHEMA = "rheostat.captured.v1"
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """The rows of one capture of a request at one site."""
+
+    spec: int
+    """Index of the capture in its request."""
+    point: Point
+    layer: int
+    rows: int
+    dtype: str
+    """Element type that was captured: "float32", "float16" or "bfloat16"."""
+    width: int
+    """Numbers of a row before an encoding."""
+    encoding: Encoding
+    name: str = field(repr=False)
+    part: Part = field(repr=False)
+
+
+@dataclass(frozen=True)
+class StoredRequest:
+    """A request whose rows are stored."""
+
+    request_id: str
+    tag: str
+    model: str
+    labels: dict[str, str]
+    state: Ending
+    """"complete": every selected row is there. "partial": some were lost under an overload policy.
+    "aborted": the request ended early, and the rows until then are there."""
+    dropped_rows: int
+    """Rows selected and lost."""
+    finish_reasons: tuple[str, ...]
+    """Of each sample."""
+    prompt_token_ids: tuple[int, ...] = field(repr=False)
+    started_at: float
+    """Seconds since the epoch."""
+    finished_at: float
+    """Seconds since the epoch."""
+    layout: str
+    format: str
+    tables: tuple[StoredTable, ...] = field(repr=False)
+    digests: tuple[tuple[Part, str], ...] = field(repr=False)
+
+    @property
+    def sites(self) -> tuple[tuple[Point, int], ...]:
+        """The sites whose rows there are, each once, in the order of the captures."""
+        return tuple(dict.fromkeys((table.point, table.layer) for table in self.tables))
+
+    def tables_at(self, point: PointLike, layer: int) -> tuple[StoredTable, ...]:
+        """The tables of a site, under either of its names; one per capture."""
+        site = Site(point_of(point), layer)
+        for name in (site, site.twin):
+            found = tuple(one for one in self.tables if (one.point, one.layer) == name)
+            if found:
+                return found
+        return ()
+
+    def verify(self) -> None:
+        """Reads every file. Raises DataLoss where a SHA-256 is not the manifest's."""
+        for part, digest in self.digests:
+            if _digest(part) != digest:
+                raise damaged(part.path, "its SHA-256 is not the manifest's")
+
+
+def _digest(part: Part) -> str:
+    found = hashlib.sha256()
+    left = part.length
+    try:
+        with part.path.open("rb") as file:
+            file.seek(part.offset)
+            while left and (data := file.read(min(left, _PIECE))):
+                found.update(data)
+                left -= len(data)
+    except OSError as error:
+        raise damaged(part.path, error.strerror or str(error)) from error
+    return found.hexdigest()
+
+
+def read_manifest(data: bytes, path: Path) -> StoredRequest:
+    """The request of a manifest in the file ``path``. Raises DataLoss for anything else."""
+    try:
+        said = json.loads(data)
+        if said["schema"] != _SCHEMA:
+            raise ValueError(f"its schema is {said['schema']}, not {_SCHEMA}")
+        parts = [_part(file, path) for file in said["files"]]
+        return StoredRequest(
+            said["request_id"],
+            said["tag"],
+            said["model"],
+            dict(said["labels"]),
+            said["state"],
+            said["dropped_rows"],
+            tuple(said["finish_reasons"]),
+            tuple(said["prompt_token_ids"]),
+            said["started_at"],
+            said["finished_at"],
+            said["layout"],
+            said["format"],
+            tuple(
+                table
+                for part, file in zip(parts, said["files"], strict=True)
+                for table in _tables(file, part)
+            ),
+            tuple((part, file["sha256"]) for part, file in zip(parts, said["files"], strict=True)),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataLoss(f"{path} holds a manifest that cannot be read ({error})") from error
+
+
+def _part(file: dict[str, Any], path: Path) -> Part:
+    name = file["path"]
+    if Path(name).name != name or name in (".", ".."):
+        raise ValueError(f"{name} does not lie beside it")
+    return Part(path.parent / name, int(file["offset"]), int(file["bytes"]))
+
+
+def _tables(file: dict[str, Any], part: Part) -> Iterator[StoredTable]:
+    for said in file["tables"]:
+        kept, name = said.get("kept"), said["encoding"]
+        width = said["width"] if name in ("rp8", "topk8") else None
+        yield StoredTable(
+            said["spec"],
+            Point(said["point"]),
+            said["layer"],
+            said["rows"],
+            said["dtype"],
+            said["width"],
+            Encoding(name, kept, width, said.get("seed")),
+            said["name"],
+            part,
+        )

@@ -1,0 +1,212 @@
+"""A folder of stored rows: its requests, and the rows of a site over all of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from rheostat._errors import NotFound, Resource, invalid
+from rheostat._points import PointLike, Site, point_of
+from rheostat.captures import _arrow
+from rheostat.captures._batches import RowBatch, Wanted, batched, joined, pieces
+from rheostat.captures._manifests import StoredRequest, read_manifest
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_INDEX = re.compile(r"shard-[0-9]{6,}\.jsonl")
+_REQUESTS = "requests"
+_SHARDS = "shards"
+_MANIFEST = "manifest.json"
+_AT_ONCE = 4096
+
+
+class Which(TypedDict, total=False):
+    """Arguments of `StoredCaptures.rows`."""
+
+    batch: int
+    sample: int | None
+    baseline: bool | None
+    spec: int | None
+
+
+def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> StoredCaptures:
+    """The rows below the root of a `filesystem` sink; of one tag where it is given.
+
+    The server may go on writing: every call sees what is there by then. Raises InvalidRequest where
+    there is no such folder, or ``tag`` cannot be one.
+    """
+    path = Path(root)
+    if not path.is_dir():
+        raise invalid("root", f"{path} is no folder: it is the root= of the server's sink")
+    if tag is not None and not _TAG.fullmatch(tag):
+        raise invalid("tag", f'"{tag}" cannot be a tag, which is {_TAG.pattern}')
+    return StoredCaptures(path, tag)
+
+
+class StoredCaptures:
+    """Stored requests, by tag, then name of file or shard."""
+
+    def __init__(self, root: Path, tag: str | None) -> None:
+        """Those below a root; `open_captures` checks it."""
+        self.root: Path = root
+        """The folder."""
+        self.tag: str | None = tag
+        """The one tag that is read; None: all."""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags that there are, in order."""
+        names = [self.tag] if self.tag is not None else sorted(os.listdir(self.root))
+        return tuple(
+            name for name in names if _TAG.fullmatch(name) and _is_folder(self.root / name)
+        )
+
+    def __iter__(self) -> Iterator[StoredRequest]:
+        """Every request. Raises DataLoss at a manifest that cannot be read."""
+        for tag in self.tags:
+            folder = self.root / tag / _REQUESTS
+            for name in _names(folder):
+                found = _own(folder / name)
+                if found is not None:
+                    yield found
+            for index in self._indexes(tag):
+                for line in _lines(index):
+                    yield read_manifest(line, index)
+
+    def __getitem__(self, request_id: str) -> StoredRequest:
+        """The request of that id, the first in order of tags. Raises NotFound."""
+        name = f"%2E{request_id[1:]}" if request_id.startswith(".") else request_id
+        start = f'{{"request_id": "{request_id}"'.encode()
+        for tag in self.tags:
+            if name and "/" not in name:
+                found = _own(self.root / tag / _REQUESTS / name)
+                if found is not None:
+                    return found
+            for index in self._indexes(tag):
+                for line in _lines(index):
+                    if line.startswith(start):
+                        return read_manifest(line, index)
+        raise NotFound(
+            f"no rows of the request {request_id} are stored in {self.root}",
+            reason="REASON_ARTIFACT_NOT_FOUND",
+            resource=Resource("artifact", request_id),
+        )
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether rows of that request are stored."""
+        try:
+            return isinstance(request_id, str) and bool(self[request_id])
+        except NotFound:
+            return False
+
+    def rows_of(
+        self,
+        request_id: str,
+        point: PointLike,
+        layer: int,
+        *,
+        sample: int | None = None,
+        baseline: bool | None = False,
+        spec: int | None = None,
+    ) -> RowBatch:
+        """All rows of one request at a site, in memory at once.
+
+        ``sample``: of this one; None: of all. ``baseline``: False leaves the rows of a baseline
+        out, True takes them alone, None takes both. ``spec``: of this capture, where several have
+        the site. Raises NotFound where there are none, InvalidRequest where several captures have
+        the site and none was chosen, DataLoss for a damaged file.
+        """
+        wanted = Wanted(point, layer, sample, baseline, spec)
+        found = list(pieces(self[request_id], wanted, _AT_ONCE))
+        if not found:
+            site = Site(point_of(point), layer)
+            raise NotFound(
+                f"the request {request_id} has no such rows of {site}",
+                reason="REASON_ARTIFACT_NOT_FOUND",
+                resource=Resource("artifact", request_id),
+            )
+        return joined(found)
+
+    def rows(
+        self,
+        point: PointLike,
+        layer: int,
+        *,
+        batch: int = _AT_ONCE,
+        sample: int | None = None,
+        baseline: bool | None = False,
+        spec: int | None = None,
+    ) -> Iterator[RowBatch]:
+        """The rows of a site over all requests that have them, ``batch`` rows at a time.
+
+        Never more than two batches are in memory. The rest is as in `rows_of`; in one batch, rows
+        of different widths or encodings raise InvalidRequest.
+        """
+        if batch < 1:
+            raise invalid("batch", "a batch has at least one row")
+        wanted = Wanted(point, layer, sample, baseline, spec)
+        return batched((part for one in self for part in pieces(one, wanted, batch)), batch)
+
+    def verify(self) -> int:
+        """Reads every file; how many requests there are. Raises DataLoss at a damaged one."""
+        count = 0
+        for request in self:
+            request.verify()
+            count += 1
+        return count
+
+    def to_arrow(self, point: PointLike, layer: int, **which: Unpack[Which]) -> pyarrow.Table:
+        """The rows of a site as an Arrow table, in memory; ``which`` as in `rows`.
+
+        Columns: tag, request_id, sample, baseline, position, token_id, values. Raises Refused where
+        pyarrow is not installed.
+        """
+        return self.to_reader(point, layer, **which).read_all()
+
+    def to_reader(
+        self, point: PointLike, layer: int, **which: Unpack[Which]
+    ) -> pyarrow.RecordBatchReader:
+        """As `to_arrow`, one batch at a time: what to write a Parquet file from."""
+        return _arrow.reader(self.rows(point, layer, **which))
+
+    def to_datasets(self, point: PointLike, layer: int, **which: Unpack[Which]) -> datasets.Dataset:
+        """As `to_arrow`, as a Hugging Face dataset. Raises Refused without `datasets`."""
+        return _arrow.dataset(self.rows(point, layer, **which))
+
+    def _indexes(self, tag: str) -> list[Path]:
+        folder = self.root / tag / _SHARDS
+        return [folder / name for name in _names(folder) if _INDEX.fullmatch(name)]
+
+    def __repr__(self) -> str:
+        """Where."""
+        return f"StoredCaptures({str(self.root)!r}, tag={self.tag!r})"
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if _is_folder(folder) else []
+
+
+def _own(folder: Path) -> StoredRequest | None:
+    path = folder / _MANIFEST
+    try:
+        return read_manifest(path.read_bytes(), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _lines(index: Path) -> Iterator[bytes]:
+    """The lines that end; what has no end is not published."""
+    with index.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line

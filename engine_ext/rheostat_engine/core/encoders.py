@@ -1,0 +1,105 @@
+"""Lossy encodings of captured rows on the device: less leaves it than the rows are.
+
+Invariant: what comes out is a block of n rows packed as uint8, n scales, n offsets, then indices
+and codes, all little-endian, of a size that n and the widths alone decide; nothing here waits for
+the device. `offset + scale * code` is within half a scale of the number, scale and offset being
+the float32 numbers of the block. A row with a number that is not finite gets scale and offset NaN
+and codes 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+_LARGEST_INDEX = 2**32 - 1
+
+
+class Codes(NamedTuple):
+    """Rows of 8-bit codes."""
+
+    scales: torch.Tensor
+    """float32 [n]."""
+    offsets: torch.Tensor
+    """float32 [n]."""
+    codes: torch.Tensor
+    """uint8 [n, numbers]."""
+
+
+def full8(rows: torch.Tensor) -> torch.Tensor:
+    """Every number in 8 bits of its row's range: [n, W] of any float type -> uint8 [n * (8 + W)].
+
+    Works in float64, since the range of float32 numbers can exceed float32's.
+    """
+    found = quantised(rows.float())
+    return _packed(found.scales, found.offsets, found.codes)
+
+
+def rp8(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """A random projection in 8 bits per number: [n, W] -> uint8 [n * (8 + K)].
+
+    Args:
+        rows: of any float type.
+        matrix: float32 [K, W], which the caller made from the seed and keeps.
+    """
+    return full8(projected(rows, matrix))
+
+
+def topk8(rows: torch.Tensor, kept: int) -> torch.Tensor:
+    """The K elements of largest magnitude per row: [n, W] -> uint8 [n * (8 + 5 * K)].
+
+    Indices ascend. Of equal magnitudes the lower index is kept; NaN and infinities are larger than
+    any number.
+    """
+    numbers = rows.float()
+    indices = largest(numbers, kept)
+    found = quantised(numbers.gather(1, indices))
+    return _packed(found.scales, found.offsets, indices.to(torch.int32), found.codes)
+
+
+def projected(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """x.d for every row x [n, W] and direction d [D, W], in float32: [n, D].
+
+    As precise as `torch.get_float32_matmul_precision` says; vLLM sets it, by default to "highest".
+    """
+    return rows.float() @ directions.float().T
+
+
+def quantised(rows: torch.Tensor) -> Codes:
+    """Codes over each row's own range; float32 [n, numbers], at least one number."""
+    low, high = torch.aminmax(rows, dim=1)
+    reach = high.double() - low
+    scales = _scales(reach)
+    finite = reach.isfinite()
+    # -0 becomes 0
+    offsets = torch.where(finite, low + 0.0, torch.nan)
+    divisors = torch.where(scales > 0, scales, 1.0).double()
+    steps = rows.double().sub_(offsets[:, None]).div_(divisors[:, None]).round_()
+    codes = steps.clamp_(max=255).nan_to_num_(nan=0.0).to(torch.uint8)
+    return Codes(scales, offsets, codes)
+
+
+def _scales(reach: torch.Tensor) -> torch.Tensor:
+    """The largest float32 whose 255th multiple is not above the range, so that none overflows.
+
+    Among denormal numbers that may not reach the range's end to half a scale; then the next one.
+    """
+    reach = torch.where(reach.isfinite(), reach, torch.nan)
+    scales = (reach / 255).float()
+    scales = torch.where(
+        scales.double() > reach / 255, scales.nextafter(torch.zeros_like(scales)), scales
+    )
+    above = scales.nextafter(torch.full_like(scales, torch.inf))
+    return torch.where(scales.double() * 255.5 < reach, above, scales)
+
+
+def largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
+    """Ascending indices of each row's K elements of largest magnitude, int64 [n, K]."""
+    magnitudes = rows.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    # No two keys are equal, so the choice doesn't depend on how they are sorted.
+    keys = (magnitudes << 32) + (_LARGEST_INDEX - columns)
+    return keys.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
+
+
+def _packed(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])

@@ -1,0 +1,181 @@
+"""One block, run again on what it was given, with attention's output replaced by noise.
+
+Invariant: equal replays give equal results, on every rank alike but for what `loud` says; the block
+and what it was given are as before afterwards.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from rheostat_engine.sites.calls import (
+    Args,
+    Around,
+    Call,
+    Forward,
+    Kwargs,
+    Trace,
+    Value,
+    copied,
+    patched,
+    returned,
+    streams,
+)
+from rheostat_engine.sites.forms import Block, Carrier, SiteError
+
+LOUD = 1000.0
+"""How much larger attention's other noise is: a stream rounds small branches away."""
+TOLERANCE = 0.05
+"""Relative; bfloat16 rounds sums to 0.4 %, a wrong site is off by 100 %."""
+
+Arounds = Mapping[nn.Module, Around]
+
+
+class AttentionNoise:
+    """Attention that answers with reproducible noise instead of what it would compute."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        """`modules` are the layers that hold KV or state."""
+        self._modules = modules
+
+    def around(self, seed: int, scale: float = 1.0) -> dict[nn.Module, Around]:
+        """What stands in for each of them."""
+        return {module: self._one(seed, scale) for module in self._modules}
+
+    def _one(self, seed: int, scale: float) -> Around:
+        def around(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
+            out = forward(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.is_floating_point():
+                return scale * noise_like(out, seed)
+            return out
+
+        return around
+
+
+class Replay:
+    """A block and one call of it."""
+
+    def __init__(self, block: Block, call: Call, width: int, rank: int) -> None:
+        """Takes a call that was seen.
+
+        Args:
+            block: the block.
+            call: what it was given and returned.
+            width: W.
+            rank: of this worker among those that split each matrix between them.
+        """
+        self.block = block
+        self.width = width
+        self.carrier = Carrier.SINGLE
+        """How the block hands the stream on, once it is known."""
+        self.given = streams(call.args, call.kwargs, width)
+        """The parts of the stream that the block was given, and whatever looks like one."""
+        self._call = call
+        self._rank = rank
+        self._attention = AttentionNoise(block.attention)
+        self.parts = self.parts_of(call.out)
+        """What it returned: the stream, or two parts."""
+
+    def run(
+        self,
+        around: Arounds | None = None,
+        *,
+        seed: int = 1,
+        scale: float = 1.0,
+        given: Sequence[torch.Tensor] | None = None,
+    ) -> Trace:
+        """Runs the block.
+
+        Args:
+            around: what stands in for modules; they are not watched.
+            seed: of attention's noise.
+            scale: of attention's noise.
+            given: instead of what the block was given.
+        """
+        around = around or {}
+        trace = Trace()
+        attention = self._attention.around(seed, scale)
+        watched = {
+            module: trace.watch(module)
+            for module in self.block.module.modules()
+            if module not in attention and module not in around
+        }
+        with torch.inference_mode(), patched({**watched, **attention, **around}):
+            args, kwargs = copied(self._call.args), copied(self._call.kwargs)
+            if given is not None:
+                for part, value in zip(streams(args, kwargs, self.width), given, strict=True):
+                    part.copy_(value)
+            self.block.module.forward(*args, **kwargs)
+        return trace
+
+    def exit(self, trace: Trace) -> torch.Tensor:
+        """The stream that left the block, float32."""
+        parts = self.exit_parts(trace)
+        return parts[0].float() if self.carrier is Carrier.SINGLE else whole(parts)
+
+    def exit_parts(self, trace: Trace) -> list[torch.Tensor]:
+        """What left the block."""
+        return self.parts_of(next(c for c in trace.calls if c.module is self.block.module).out)
+
+    @property
+    def entry(self) -> torch.Tensor:
+        """The stream that entered the block, float32."""
+        return whole(self.given if self.carrier is Carrier.PAIR else self.given[:1])
+
+    def parts_of(self, out: Value) -> list[torch.Tensor]:
+        """The parts of the stream in what a block returned.
+
+        Raises:
+            SiteError: there are none, or too many.
+        """
+        parts = returned(out, self.width)
+        if not parts or len(parts) > 2 or any(p.shape != parts[0].shape for p in parts):
+            raise self.no_stream()
+        return parts
+
+    def no_stream(self) -> SiteError:
+        """Says that what the block returns is no stream."""
+        return SiteError(
+            f"layer {self.block.layer} ({type(self.block.module).__name__}) returns neither the "
+            "stream nor a pair that sums to it"
+        )
+
+    def loud(self, like: torch.Tensor, seed: int, *, apart: bool = False) -> torch.Tensor:
+        """Noise as large as the stream, which may be far larger than a branch.
+
+        Args:
+            like: whose shape and dtype it has.
+            seed: of the noise.
+            apart: whether ranks that split matrices get different noise: what adds up over them
+                is then told from what each of them holds.
+        """
+        scale = whole(self.given).pow(2).mean().sqrt().clamp(min=1e-2)
+        noise = noise_like(like, seed + 1000 * self._rank * apart)
+        return (noise.float() * scale).to(like.dtype)
+
+
+def whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of some parts, float32."""
+    return torch.stack([part.float() for part in parts]).sum(0)
+
+
+def near(one: torch.Tensor, other: torch.Tensor, size: torch.Tensor) -> bool:
+    """Whether two tensors differ by little of `size`."""
+    difference = one.float() - other.float()
+    return bool(difference.norm() <= TOLERANCE * size.float().norm())
+
+
+def equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are equal in every bit."""
+    return len(ones) == len(others) and all(
+        one.shape == other.shape and bool(torch.equal(one, other))
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def noise_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Normal noise of a tensor's shape, dtype and device."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(tensor.shape, generator=generator)
+    return noise.to(device=tensor.device, dtype=tensor.dtype)

@@ -1,0 +1,253 @@
+"""How fast captured rows reach a subscriber over loopback, server and client in two processes.
+
+The engine is a stand-in that hands rows over as fast as they are taken, in the shape of Qwen3-8B:
+what is timed is the server and the client, from the side channel's events on. A request's prompt
+comes in one step, at so many sites; its generated tokens then come one position at a time. "prompt"
+measures bytes, "decode" rows.
+
+    python -m rheostat_server.bench.stream --out results
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import rheostat
+from rheostat_engine import Act, Capacity, Event, Installed, ModelSites, Released, Rows
+from rheostat_server.bench.summaries import Figures
+from rheostat_server.config import ServerConfig
+from rheostat_server.host import Backend, Delta, Ending, Job, QueueStats, WorkerStats
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.serve import start
+from rheostat_server.tokenizer import Tokenizer
+from rheostat_server.vectors import Vector
+
+_SPAWNED = multiprocessing.get_context("spawn")
+
+_WIDTH = 4096
+_LAYERS = 36
+_PROMPT = 512
+_GIB = 1 << 30
+_BUFFER = 2 * _GIB
+_CREDIT = 256 << 20
+_BACKLOG = 64 << 20
+"""Bytes that may wait before the stand-in pauses."""
+
+
+class Load(NamedTuple):
+    """What one arm does."""
+
+    name: str
+    sites: int
+    tokens: int
+    """Generated per request."""
+    requests: int
+    """One after the other."""
+    encoding: str = "raw"
+
+
+ARMS = (
+    Load("prompt, 1 site", 1, 1, 64),
+    Load("prompt, 9 sites", 9, 1, 16),
+    Load("prompt, 36 sites", 36, 1, 4),
+    Load("decode, 1 site", 1, 128, 16),
+    Load("decode, 36 sites", 36, 128, 2),
+)
+"""What is measured."""
+
+
+class _StandIn:
+    """An engine that has every row at hand."""
+
+    def __init__(self) -> None:
+        self.waiting: Callable[[], int] = lambda: 0
+        self._deliver: Callable[[Event], None] = lambda event: None
+        self._rows = np.random.default_rng(0).integers(0, 1 << 16, (_PROMPT, _WIDTH), np.uint16)
+        self.info = ModelInfo(
+            name="stand-in",
+            vocabulary=1000,
+            model_tokens=4096,
+            step_tokens=8192,
+            running_samples=64,
+            logprobs=5,
+            device="cpu",
+            compiled=False,
+            prefix_caching=False,
+            loras=(),
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            vllm_version="",
+            torch_version="",
+        )
+        self.sites = ModelSites(
+            architecture="StandIn",
+            num_layers=_LAYERS,
+            width=_WIDTH,
+            dtype="bfloat16",
+            runner="",
+            refused={},
+            capacity=Capacity(
+                bank_rows=1, directions=1, steps=1, slots=1, token_rules=1, capture_rows=1 << 30
+            ),
+            world_size=1,
+        )
+
+    def tokenizer(self) -> Tokenizer | None:
+        return None
+
+    def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
+        self._deliver = deliver
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        name, end = job.plan.request_id, len(job.prompt)
+        self._deliver(Installed(name, ""))
+        start = 0
+        for step in range(job.sampling.max_tokens):
+            for capture in job.plan.captures:
+                positions = np.arange(start, end, dtype=np.int32)
+                for site in capture.sites:
+                    self._deliver(Rows(name, site, positions, self._rows[: end - start]))
+            start, end = end, end + 1
+            last = step == job.sampling.max_tokens - 1
+            yield Delta(token_ids=(7,), ending=Ending.LENGTH if last else None)
+            await asyncio.sleep(0)
+            while self.waiting() > _BACKLOG:
+                await asyncio.sleep(0.001)
+        self._deliver(Released(name, (), True, {}, 0, 0, (0, start)))
+
+    async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
+        return None
+
+    async def load_vectors(self, vectors: Sequence[Vector]) -> None:
+        pass
+
+    async def drop_vectors(self, digests: Sequence[bytes]) -> None:
+        pass
+
+    async def worker_stats(self) -> WorkerStats:
+        return WorkerStats()
+
+    def queue_stats(self) -> QueueStats:
+        return QueueStats()
+
+    async def close(self) -> None:
+        pass
+
+
+def _serve(told: Connection) -> None:
+    """The server's process: says its port, ends when it is told anything."""
+
+    async def main() -> None:
+        backend = _StandIn()
+
+        async def bring_up(config: ServerConfig) -> Backend:
+            return backend
+
+        config = ServerConfig(
+            model="stand-in", port=0, subscriptions_bytes=_BUFFER, drain_grace=1.0
+        )
+        server = await start(config, bring_up)
+        subscriptions = server.readiness.host().subscriptions
+        backend.waiting = lambda: subscriptions.waiting_bytes
+        told.send(server.port)
+        await asyncio.to_thread(told.recv)
+        await server.stop()
+
+    asyncio.run(main())
+
+
+class _Measured(NamedTuple):
+    seconds: float
+    rows: int
+    nbytes: int
+    """As bfloat16."""
+
+
+def _run(engine: rheostat.Engine, target: str, load: Load) -> _Measured:
+    """One turn of an arm: from the first request to the end of the last one."""
+    capture = rheostat.Capture("resid_post", layers=range(load.sites))
+    rows = 0
+    with engine.subscribe(
+        every=True, capture=capture, buffer_bytes=_BUFFER, credit=_CREDIT
+    ) as subscription:
+        begun = time.perf_counter()
+        sender = _SPAWNED.Process(target=_ask, args=(target, load), daemon=True)
+        sender.start()
+        ended = 0
+        while ended < load.requests:
+            event = next(subscription)
+            if isinstance(event, rheostat.CapturedRows):
+                if not rows:
+                    begun = time.perf_counter()
+                rows += event.values.shape[0] * event.values.shape[1]
+            ended += isinstance(event, rheostat.EndOfRequest)
+        seconds = time.perf_counter() - begun
+        sender.join()
+    return _Measured(seconds, rows, rows * _WIDTH * 2)
+
+
+def _ask(target: str, load: Load) -> None:
+    """The requests, from a process of their own."""
+    with rheostat.connect(target) as engine:
+        for _ in range(load.requests):
+            engine.generate([5] * _PROMPT, max_tokens=load.tokens, ignore_eos=True)
+
+
+def main() -> None:
+    """Measures, prints a table and writes `stream.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="a folder, for stream.json")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    ours, theirs = _SPAWNED.Pipe()
+    server = _SPAWNED.Process(target=_serve, args=(theirs,))
+    server.start()
+    found: dict[str, list[_Measured]] = {load.name: [] for load in ARMS}
+    target = f"127.0.0.1:{ours.recv()}"
+    with rheostat.connect(target) as engine:
+        engine.wait_until_ready()
+        for _ in range(arguments.repeats + 1):
+            for load in ARMS:
+                found[load.name].append(_run(engine, target, load))
+    ours.send(None)
+    server.join()
+    table: Figures = {}
+    for name, measured in found.items():
+        kept = measured[1:]
+        table[name] = {
+            "gib_per_s": statistics.median(one.nbytes / one.seconds / _GIB for one in kept),
+            "rows_per_s": statistics.median(one.rows / one.seconds for one in kept),
+            "us_per_row": statistics.median(one.seconds / one.rows * 1e6 for one in kept),
+        }
+    result = {
+        "benchmark": "stream",
+        "measures": "rows of a stand-in engine through server, loopback and client, each a process",
+        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
+        "width": _WIDTH,
+        "dtype": "bfloat16",
+        "prompt_tokens": _PROMPT,
+        "repeats": arguments.repeats,
+        "arms": {load.name: load._asdict() for load in ARMS},
+        "summary": table,
+        "seconds": {name: [one.seconds for one in kept[1:]] for name, kept in found.items()},
+    }
+    (arguments.out / "stream.json").write_text(json.dumps(result, indent=1))
+    print(f"{'':20}{'GiB/s':>9}{'rows/s':>11}{'us/row':>9}")
+    for name, row in table.items():
+        print(f"{name:20}{row['gib_per_s']:9.2f}{row['rows_per_s']:11.0f}{row['us_per_row']:9.1f}")
+
+
+if __name__ == "__main__":
+    main()

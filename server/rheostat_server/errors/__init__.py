@@ -1,0 +1,170 @@
+"""What can go wrong in a call, as a tree of exceptions; one table gives each its status code.
+
+    RheostatError
+    ├── InvalidArgument
+    │   ├── MissingField · InvalidValue · UnknownEnum · NonFinite
+    │   ├── EmptySelector · InvalidPosition · SpanNotFound · SpanAmbiguous
+    │   ├── UnknownLayer · UnknownToken · PromptTooLong
+    │   └── TensorPayload · VectorShape · ZeroVector · DigestMismatch · TruncatedUpload
+    ├── AlreadyExists ── DuplicateRequest
+    ├── NotFound
+    │   ├── VectorNotFound · NameNotFound · RequestNotFound · LoraNotFound
+    │   └── SubscriptionNotFound · SinkNotFound · ArtifactNotFound
+    ├── FailedPrecondition
+    │   ├── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
+    │   └── VersionConflict
+    ├── ResourceExhausted ── BankFull · QueueFull · StoreFull · MessageTooLarge · CaptureOverflow
+    ├── DataLoss ── RowsLost
+    ├── OutOfRange ── CursorExpired
+    ├── Aborted ── Superseded
+    ├── DeadlineExceeded ── DeadlinePassed
+    ├── Unavailable ── WarmingUp · Draining · EngineLost · CacheSuspect
+    ├── Unimplemented ── NotImplementedHere
+    └── Internal ── Defect
+
+Every leaf names its value of `rheostat.v1.Reason`. Texts are for people and hold no Python reprs.
+"""
+
+from rheostat_server.errors.kinds import (
+    STATUS_CODES,
+    Aborted,
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    Resource,
+    ResourceExhausted,
+    RheostatError,
+    Unavailable,
+    Unimplemented,
+    status_code,
+)
+from rheostat_server.errors.leaves import (
+    ArtifactNotFound,
+    BankFull,
+    CacheSuspect,
+    CaptureOverflow,
+    CursorExpired,
+    DeadlinePassed,
+    Defect,
+    DigestMismatch,
+    Draining,
+    DuplicateRequest,
+    EmptySelector,
+    EngineLost,
+    InvalidPosition,
+    InvalidValue,
+    LoraNotFound,
+    MessageTooLarge,
+    MissingField,
+    NameNotFound,
+    NoChatTemplate,
+    NonFinite,
+    NotImplementedHere,
+    NoTokenizer,
+    NotSupported,
+    OpNotServed,
+    PromptTooLong,
+    QueueFull,
+    RequestNotFound,
+    RowsLost,
+    SinkNotFound,
+    SiteNotServed,
+    SpanAmbiguous,
+    SpanNotFound,
+    StoreFull,
+    SubscriptionNotFound,
+    Superseded,
+    TensorPayload,
+    TruncatedUpload,
+    UnknownEnum,
+    UnknownLayer,
+    UnknownToken,
+    VectorNotFound,
+    VectorShape,
+    VersionConflict,
+    WarmingUp,
+    ZeroVector,
+)
+from rheostat_server.errors.startup import (
+    EngineFailed,
+    ModelNotFound,
+    PortInUse,
+    SinksFailed,
+    StartupError,
+    VectorDirFailed,
+)
+
+__all__ = [
+    "STATUS_CODES",
+    "Aborted",
+    "AlreadyExists",
+    "ArtifactNotFound",
+    "BankFull",
+    "CacheSuspect",
+    "CaptureOverflow",
+    "CursorExpired",
+    "DataLoss",
+    "DeadlineExceeded",
+    "DeadlinePassed",
+    "Defect",
+    "DigestMismatch",
+    "Draining",
+    "DuplicateRequest",
+    "EmptySelector",
+    "EngineFailed",
+    "EngineLost",
+    "FailedPrecondition",
+    "Internal",
+    "InvalidArgument",
+    "InvalidPosition",
+    "InvalidValue",
+    "LoraNotFound",
+    "MessageTooLarge",
+    "MissingField",
+    "ModelNotFound",
+    "NameNotFound",
+    "NoChatTemplate",
+    "NoTokenizer",
+    "NonFinite",
+    "NotFound",
+    "NotImplementedHere",
+    "NotSupported",
+    "OpNotServed",
+    "OutOfRange",
+    "PortInUse",
+    "PromptTooLong",
+    "QueueFull",
+    "RequestNotFound",
+    "Resource",
+    "ResourceExhausted",
+    "RheostatError",
+    "RowsLost",
+    "SinkNotFound",
+    "SinksFailed",
+    "SiteNotServed",
+    "SpanAmbiguous",
+    "SpanNotFound",
+    "StartupError",
+    "StoreFull",
+    "SubscriptionNotFound",
+    "Superseded",
+    "TensorPayload",
+    "TruncatedUpload",
+    "Unavailable",
+    "Unimplemented",
+    "UnknownEnum",
+    "UnknownLayer",
+    "UnknownToken",
+    "VectorDirFailed",
+    "VectorNotFound",
+    "VectorShape",
+    "VersionConflict",
+    "WarmingUp",
+    "ZeroVector",
+    "status_code",
+]

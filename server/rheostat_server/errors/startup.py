@@ -1,0 +1,39 @@
+"""Why a server does not start."""
+
+from typing import ClassVar
+
+
+class StartupError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class PortInUse(StartupError):
+    """The address cannot be listened on."""
+
+    exit_code = 3
+
+
+class ModelNotFound(StartupError):
+    """There is no such model, or it cannot be read."""
+
+    exit_code = 4
+
+
+class EngineFailed(StartupError):
+    """The engine did not come up."""
+
+    exit_code = 5
+
+
+class VectorDirFailed(StartupError):
+    """The folder of vectors cannot be used."""
+
+    exit_code = 6
+
+
+class SinksFailed(StartupError):
+    """A sink cannot be made."""
+
+    exit_code = 7

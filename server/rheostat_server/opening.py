@@ -1,0 +1,64 @@
+"""Opens what a request's rows go to beside its response, before it starts."""
+
+from typing import Protocol
+
+from rheostat_engine import ModelSites
+from rheostat_server.capture_specs import sink_groups
+from rheostat_server.config import ServerConfig
+from rheostat_server.flight import Flight
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.sink_writer import open_writer
+from rheostat_server.sinks import Sinks
+from rheostat_server.subscriptions import Subscriptions
+from rheostat_server.tensors import FloatType
+
+
+class Openers(Protocol):
+    """What it takes to open them."""
+
+    config: ServerConfig
+    info: ModelInfo
+    sites: ModelSites
+    sinks: Sinks
+    subscriptions: Subscriptions
+
+
+async def open_outlets(flight: Flight, host: Openers) -> None:
+    """Lets the rows of a flight go to the subscriptions and sinks that are to have them.
+
+    Raises:
+        SubscriptionNotFound: the request sends rows to one that has ended meanwhile.
+        SinkFailed: a sink does not take the request.
+    """
+    admitted = flight.admitted
+    held = FloatType(host.sites.dtype)
+    for target, captures in sink_groups(admitted.captures):
+        writer = await open_writer(
+            host.sinks,
+            admitted,
+            target,
+            captures,
+            model=host.info.name,
+            width=host.sites.width,
+            held=held,
+            limit=host.config.inline_capture_bytes,
+            fail=flight.fail,
+        )
+        flight.outlets.add_writer(writer)
+    for wish in admitted.wishes:
+        subscription = wish.subscription
+        if wish.own:
+            host.subscriptions.named(subscription.name, "captures")
+        elif subscription.ended or subscription.failure is not None:
+            continue
+        tap = subscription.tap(
+            admitted.request_id,
+            admitted.prompt.token_ids,
+            wish.captures,
+            held,
+            fail=flight.fail if wish.own else None,
+        )
+        after = len(subscription.specs)
+        flight.outlets.add(tap, {number: number - after for number in wish.own})
+        if flight.unobserved and wish.observed:
+            tap.refuse(frozenset(wish.captures) - wish.own)

@@ -1,0 +1,88 @@
+"""Where a request's rows go beside its response: subscriptions and sinks.
+
+Invariant: everything that is opened for a request is closed once, with how its samples ended.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+from rheostat._proto.v1 import types_pb2
+from rheostat_engine import Released, Rows
+from rheostat_server.sink_writer import SinkWriter
+from rheostat_server.taps import Tap, Track
+
+
+class Outlets:
+    """The taps of a request, and the writers behind some of them."""
+
+    def __init__(self) -> None:
+        """There are none."""
+        self._taps: list[tuple[Tap, Mapping[int, int]]] = []
+        self._writers: list[SinkWriter] = []
+
+    def add(self, tap: Tap, own: Mapping[int, int]) -> None:
+        """Adds a tap.
+
+        Args:
+            tap: takes the request's rows from now on.
+            own: index in the request's captures, by the number of those that are its own.
+        """
+        self._taps.append((tap, own))
+
+    def add_writer(self, writer: SinkWriter) -> None:
+        """Adds a writer to a sink."""
+        self.add(writer.tap, {index: index for index in writer.tap.captures})
+        self._writers.append(writer)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a sink has not published or failed yet."""
+        return any(not writer.task.done() for writer in self._writers)
+
+    def extend(self, track: Track, token_ids: Sequence[int]) -> None:
+        """Takes tokens that were generated."""
+        for tap in self._each():
+            tap.extend(track, token_ids)
+
+    def feed(self, track: Track, rows: Rows) -> None:
+        """Takes rows of one site."""
+        for tap in self._each():
+            tap.feed(track, rows)
+
+    def release(self, track: Track, released: Released) -> None:
+        """Takes what the engine says of a track that has ended."""
+        for tap in self._each():
+            tap.release(track, released)
+
+    def close(self, reasons: Sequence[types_pb2.FinishReason.ValueType]) -> None:
+        """Nothing more comes; every tap says so once its rows have left."""
+        for tap in self._each():
+            tap.close(reasons)
+
+    async def written(self) -> None:
+        """Returns once every sink has published.
+
+        Raises:
+            RheostatError: one has failed.
+        """
+        await self.settle()
+        for writer in self._writers:
+            if writer.failure is not None:
+                raise writer.failure
+
+    async def settle(self) -> None:
+        """Returns once every sink has published or failed."""
+        await asyncio.gather(*(writer.task for writer in self._writers))
+
+    def handed_over(self) -> dict[int, tuple[int, int]]:
+        """Positions of the request's own samples that were handed over, and lost, by capture."""
+        return {
+            own[number]: counts
+            for tap, own in self._taps
+            if own
+            for number, counts in tap.counts().items()
+            if number in own
+        }
+
+    def _each(self) -> Iterable[Tap]:
+        return [tap for tap, _ in self._taps]

@@ -1,0 +1,179 @@
+"""One request's rows on their way into a sink, written on a thread as they come.
+
+Invariants: the model never waits for the sink; what waits for it is bounded. A sink that fails ends
+the request; nothing of it is half published. The writer ends exactly once, published or failed.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from rheostat._proto.v1 import types_pb2
+from rheostat_server.admission import Admitted
+from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.capture_stream import to_captured
+from rheostat_server.errors import Defect, RheostatError
+from rheostat_server.sinks import (
+    CaptureAbout,
+    Ending,
+    GuardedRecording,
+    Outcome,
+    RequestAbout,
+    Sinks,
+    Target,
+    block_of,
+    encoding_of,
+)
+from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Tap
+from rheostat_server.tensors import FloatType
+
+_LOG = logging.getLogger(__name__)
+
+_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_ABORTED: "aborted",
+    types_pb2.FINISH_REASON_RULE: "rule",
+    types_pb2.FINISH_REASON_ERROR: "error",
+}
+_WHOLE = {"stop", "length", "rule"}
+
+
+class SinkWriter:
+    """Writes the rows of some captures of a request to one sink."""
+
+    def __init__(
+        self,
+        recording: GuardedRecording,
+        tap: Tap,
+        reservoir: Reservoir,
+        fail: Callable[[RheostatError], None],
+    ) -> None:
+        """A writer that works from now on; see `open_writer`.
+
+        Args:
+            recording: where rows go.
+            tap: through which they come.
+            reservoir: where they wait.
+            fail: hears of a failure.
+        """
+        self.tap = tap
+        self._recording = recording
+        self._reservoir = reservoir
+        self._fail = fail
+        self._abouts = {about.spec: about for about in recording.about.captures}
+        self._dropped = 0
+        self.failure: RheostatError | None = None
+        self.task = asyncio.create_task(self._run())
+
+    @property
+    def rows(self) -> int:
+        """Rows that the sink has taken: positions times sites."""
+        return self._recording.rows
+
+    def overflow(self, error: RheostatError) -> None:
+        """Rows found no room, and none may be lost."""
+        self._end(error)
+
+    async def _run(self) -> None:
+        try:
+            while self.failure is None:
+                for item in self._reservoir.pull():
+                    if isinstance(item, End):
+                        await asyncio.to_thread(self._recording.finish, self._outcome())
+                        return
+                    await self._take(item)
+                    if self.failure is not None:
+                        break
+                await self._reservoir.news.wait()
+        except RheostatError as error:
+            self._end(error)
+        except Exception as error:  # a task's end: whatever it is, the request must hear of it
+            _LOG.error("writing %s failed", self.tap.request_id, exc_info=error)
+            self._end(Defect("the server could not write the captured rows"))
+        if self.failure is not None:
+            await asyncio.to_thread(self._recording.abandon, self.failure)
+
+    async def _take(self, item: Item) -> None:
+        if isinstance(item, Chunk):
+            await asyncio.to_thread(self._write, item)
+        elif isinstance(item, Loss):
+            self._dropped += item.rows
+
+    def _write(self, chunk: Chunk) -> None:
+        message = to_captured(
+            chunk.block, chunk.track.sample, chunk.token_ids, baseline=chunk.track.baseline
+        )
+        about = self._abouts[chunk.block.spec]
+        self._recording.write(block_of(message, chunk.block.sites, about))
+
+    def _outcome(self) -> Outcome:
+        reasons = tuple(_REASONS[reason] for reason in self.tap.finish_reasons)
+        if not reasons or not _WHOLE.issuperset(reasons):
+            return Outcome(Ending.ABORTED, self._dropped, reasons)
+        ending = Ending.PARTIAL if self._dropped else Ending.COMPLETE
+        return Outcome(ending, self._dropped, reasons)
+
+    def _end(self, error: RheostatError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self.tap.discard()
+            self._reservoir.news.set()
+            self._fail(error)
+
+
+async def open_writer(
+    sinks: Sinks,
+    admitted: Admitted,
+    target: Target,
+    captures: Mapping[int, ResolvedCapture],
+    *,
+    model: str,
+    width: int,
+    held: FloatType,
+    limit: int,
+    fail: Callable[[RheostatError], None],
+) -> SinkWriter:
+    """Begins to write some captures of a request, all with the same policy, to one sink.
+
+    Args:
+        sinks: the server's.
+        admitted: the request.
+        target: where the rows go.
+        captures: by index in the request.
+        model: the model's name.
+        width: W.
+        held: element type in which rows come.
+        limit: bytes that may wait.
+        fail: ends the request.
+
+    Raises:
+        SinkFailed: the sink does not take it.
+    """
+    about = RequestAbout(
+        request_id=admitted.request_id,
+        target=target,
+        captures=tuple(
+            CaptureAbout(
+                index,
+                one.sites,
+                one.kind,
+                width,
+                encoding_of(one.form.encoding, ""),
+                one.form.kept or None,
+                one.form.seed,
+            )
+            for index, one in captures.items()
+        ),
+        model=model,
+        prompt_token_ids=admitted.prompt.token_ids,
+        labels=admitted.labels,
+        started_at=time.time(),
+    )
+    recording = await asyncio.to_thread(sinks.open, about)
+    reservoir = Reservoir(limit, lambda _, error: writer.overflow(error))
+    policy = next(iter(captures.values())).overload
+    tap = Tap(admitted.request_id, admitted.prompt.token_ids, captures, held, policy, reservoir)
+    writer = SinkWriter(recording, tap, reservoir, fail)
+    return writer

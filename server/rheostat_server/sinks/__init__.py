@@ -1,0 +1,82 @@
+"""Sinks: where captured rows go that outlast their request. docs/sinks.md is for plugin authors.
+
+`protocol` says what a sink is, `Sinks` holds those of a server, `GuardedRecording` is what a
+request writes to.
+"""
+
+from rheostat_engine import Point, Site
+from rheostat_server.sinks.guarded import Found, GuardedRecording, SinkFailed
+from rheostat_server.sinks.protocol import (
+    LABELS,
+    Artifact,
+    CaptureAbout,
+    Collision,
+    Column,
+    Encoding,
+    Ending,
+    Labels,
+    Layout,
+    Outcome,
+    Recording,
+    RequestAbout,
+    RowBlock,
+    Sink,
+    SinkError,
+    SinkFactory,
+    SinkRefusal,
+    SinkSettingsError,
+    State,
+    Target,
+)
+from rheostat_server.sinks.registry import GROUP, Listing, Sinks, find_plugins
+from rheostat_server.sinks.settings import SinkConfig, parse_sink
+from rheostat_server.sinks.wire import (
+    block_of,
+    encoding_of,
+    group_targets,
+    split_payload,
+    to_artifact,
+    to_wire_layout,
+)
+from rheostat_server.tensors import FloatType
+
+__all__ = [
+    "GROUP",
+    "LABELS",
+    "Artifact",
+    "CaptureAbout",
+    "Collision",
+    "Column",
+    "Encoding",
+    "Ending",
+    "FloatType",
+    "Found",
+    "GuardedRecording",
+    "Labels",
+    "Layout",
+    "Listing",
+    "Outcome",
+    "Point",
+    "Recording",
+    "RequestAbout",
+    "RowBlock",
+    "Sink",
+    "SinkConfig",
+    "SinkError",
+    "SinkFactory",
+    "SinkFailed",
+    "SinkRefusal",
+    "SinkSettingsError",
+    "Sinks",
+    "Site",
+    "State",
+    "Target",
+    "block_of",
+    "encoding_of",
+    "find_plugins",
+    "group_targets",
+    "parse_sink",
+    "split_payload",
+    "to_artifact",
+    "to_wire_layout",
+]

@@ -1,0 +1,172 @@
+"""A recording that keeps to its life cycle, whatever its plugin does.
+
+Invariants: what the plugin raises comes out as SinkFailed; after a failure it is abandoned once and
+given nothing more; every request that was opened here ends in `Written` as complete, partial or
+failed. Callers keep to one call at a time per recording.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import NamedTuple
+
+from rheostat_server.errors import RowsLost
+from rheostat_server.sinks.protocol import (
+    Artifact,
+    Outcome,
+    Recording,
+    RequestAbout,
+    RowBlock,
+    Sink,
+    SinkError,
+    State,
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+class SinkFailed(RowsLost):
+    """A sink could not keep a request's rows; none of them can be found in it."""
+
+
+class Found(NamedTuple):
+    """An artefact and the sink that has it."""
+
+    sink: str
+    artifact: Artifact
+
+
+class Written:
+    """What was written for the last requests."""
+
+    def __init__(self, most: int) -> None:
+        """Remembers so many (request, sink, tag)."""
+        self._most = most
+        self._lock = Lock()
+        self._entries: OrderedDict[tuple[str, str, str], tuple[Artifact, ...]] = OrderedDict()
+
+    def note(self, about: RequestAbout, artifacts: Sequence[Artifact]) -> None:
+        """Takes the place of what was known of a request's target."""
+        key = (about.request_id, about.target.sink, about.target.tag)
+        with self._lock:
+            self._entries[key] = tuple(artifacts)
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._most:
+                self._entries.popitem(last=False)
+
+    def of(self, request_id: str) -> list[Found]:
+        """What is known of a request."""
+        with self._lock:
+            return [
+                Found(sink, artifact)
+                for (request, sink, _), artifacts in self._entries.items()
+                if request == request_id
+                for artifact in artifacts
+            ]
+
+
+class GuardedRecording:
+    """A recording, guarded."""
+
+    def __init__(self, sink: Sink, about: RequestAbout, written: Written) -> None:
+        """Opens it.
+
+        Raises:
+            SinkFailed: the sink does not take it.
+        """
+        self.about = about
+        self.rows = 0
+        """Rows that the sink has taken."""
+        self.failure: SinkFailed | None = None
+        self._written = written
+        self._over = False
+        self._pending: list[Artifact] | None = None
+        try:
+            self._recording: Recording = sink.open(about)
+        except Exception as error:  # a plugin may raise anything
+            raise self._failed(error) from error
+        try:
+            self._pending = _announced(self._recording.pending)
+        except Exception as error:  # as above
+            raise self._abandon(error) from error
+        written.note(about, self._pending)
+
+    def write(self, block: RowBlock) -> None:
+        """Hands rows over.
+
+        Raises:
+            SinkFailed: the sink failed, now or before.
+        """
+        self._check_open()
+        try:
+            self._recording.write(block)
+        except Exception as error:  # as above
+            raise self._abandon(error) from error
+        self.rows += block.rows
+
+    def finish(self, outcome: Outcome) -> list[Artifact]:
+        """Publishes everything; what can be found from now on.
+
+        Raises:
+            SinkFailed: the sink failed, now or before, and nothing can be found.
+        """
+        self._check_open()
+        try:
+            artifacts = list(self._recording.finish(outcome))
+        except Exception as error:  # as above
+            raise self._abandon(error) from error
+        self._over = True
+        self._written.note(self.about, artifacts)
+        return artifacts
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends the recording without publishing; does nothing where it is over."""
+        if not self._over:
+            self._abandon(error)
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self._over:
+            raise SinkFailed("the recording is over")
+
+    def _abandon(self, error: BaseException) -> SinkFailed:
+        self._over = True
+        try:
+            self._recording.abandon(error)
+        except Exception:  # it must not hide the first failure
+            _LOG.exception("the sink %s failed to abandon a request", self.about.target.sink)
+        return self._failed(error)
+
+    def _failed(self, error: BaseException) -> SinkFailed:
+        self._over = True
+        if self._pending is not None:  # else another recording's artefacts may be known
+            failed = [replace(one, state=State.FAILED) for one in self._pending]
+            self._written.note(self.about, failed)
+        self.failure = SinkFailed(
+            f"the sink {self.about.target.sink} could not keep the rows: {_words(error)}",
+            metadata={"rows": str(self.rows), "sink": self.about.target.sink},
+        )
+        if not isinstance(error, SinkError | OSError):
+            _LOG.error("the sink %s is at fault", self.about.target.sink, exc_info=error)
+        return self.failure
+
+
+def _announced(paths: Sequence[str]) -> list[Artifact]:
+    return [
+        Artifact(path=path, media_type=_media_type(path), state=State.PENDING) for path in paths
+    ]
+
+
+def _media_type(path: str) -> str:
+    ending = path.rpartition(".")[2]
+    return f"application/{'json' if ending == 'json' else f'x-{ending}'}"
+
+
+def _words(error: BaseException) -> str:
+    """What a client may read of an error: no paths of the server, no internals."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return str(error) if isinstance(error, SinkError) else type(error).__name__

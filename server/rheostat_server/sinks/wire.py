@@ -1,0 +1,166 @@
+"""Sinks and the wire: targets, layouts, artefacts, and captured messages as the rows in them."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
+from rheostat_engine import Site
+from rheostat_server import checks
+from rheostat_server.checks import join
+from rheostat_server.errors import InvalidValue
+from rheostat_server.sinks.guarded import Found
+from rheostat_server.sinks.protocol import (
+    CaptureAbout,
+    Encoding,
+    Layout,
+    RowBlock,
+    State,
+    Target,
+)
+from rheostat_server.sinks.tables import NUMPY
+from rheostat_server.sites import to_wire
+from rheostat_server.tensors import RawArray
+
+_LAYOUTS = {
+    capture_pb2.LAYOUT_PER_FILE: Layout.PER_FILE,
+    capture_pb2.LAYOUT_PACKED: Layout.PACKED,
+    capture_pb2.LAYOUT_SHARDED: Layout.SHARDED,
+}
+_WIRE_LAYOUTS = {layout: wire for wire, layout in _LAYOUTS.items()}
+_STATES = {
+    State.PENDING: capture_service_pb2.ARTIFACT_STATE_PENDING,
+    State.COMPLETE: capture_service_pb2.ARTIFACT_STATE_COMPLETE,
+    State.PARTIAL: capture_service_pb2.ARTIFACT_STATE_PARTIAL,
+    State.FAILED: capture_service_pb2.ARTIFACT_STATE_FAILED,
+}
+_ENCODINGS = {
+    tensor_pb2.ENCODING_RAW: Encoding.RAW,
+    tensor_pb2.ENCODING_FULL8: Encoding.FULL8,
+    tensor_pb2.ENCODING_RP8: Encoding.RP8,
+    tensor_pb2.ENCODING_TOPK8: Encoding.TOPK8,
+}
+
+
+def encoding_of(encoding: tensor_pb2.Encoding.ValueType, path: str) -> Encoding:
+    """The encoding of a capture that goes to a sink, `path` being that of its field.
+
+    Raises:
+        InvalidValue: rows in it cannot be told apart, so that no file could be read in part.
+    """
+    if encoding not in _ENCODINGS:
+        raise InvalidValue(
+            "sinks keep rows that can be read one by one: use ENCODING_RAW, which is exact too",
+            field=path,
+        )
+    return _ENCODINGS[encoding]
+
+
+def layout_of(
+    target: capture_pb2.SinkTarget, layouts: Sequence[Layout], path: str
+) -> Layout | None:
+    """The layout of a target, a sink's first one where it names none; None: it writes no files.
+
+    Raises:
+        UnknownEnum: there is no such layout.
+        InvalidValue: the sink does not write it.
+    """
+    if not target.HasField("layout"):
+        return layouts[0] if layouts else None
+    field = join(path, "layout")
+    checks.known_enum(target.layout, capture_pb2.Layout.values(), field)
+    layout = _LAYOUTS[target.layout]
+    if layout not in layouts:
+        there = f"it writes {', '.join(layouts)}" if layouts else "it writes no files"
+        raise InvalidValue(f"{target.sink} does not write {layout.value}; {there}", field=field)
+    return layout
+
+
+def to_wire_layout(layout: Layout) -> capture_pb2.Layout.ValueType:
+    """A layout as the wire's enum."""
+    return _WIRE_LAYOUTS[layout]
+
+
+def to_artifact(found: Found) -> capture_service_pb2.Artifact:
+    """An artefact as a message."""
+    artifact = found.artifact
+    message = capture_service_pb2.Artifact(
+        ref=tensor_pb2.ArtifactRef(
+            sink=found.sink,
+            path=artifact.path,
+            offset=artifact.offset,
+            length=0 if artifact.whole else artifact.length,
+        ),
+        media_type=artifact.media_type,
+        state=_STATES[artifact.state],
+        bytes=artifact.length,
+        rows=artifact.rows,
+        sites=[to_wire(site) for site in artifact.sites],
+        sha256=artifact.sha256,
+    )
+    if artifact.written_at:
+        message.written_at.FromNanoseconds(int(artifact.written_at * 1e9))
+    return message
+
+
+def group_targets(
+    targets: Sequence[tuple[int, Target]],  # index of the capture, its target
+    path: str = "captures",
+) -> list[tuple[Target, tuple[int, ...]]]:
+    """Which captures of a request share a recording: those with the same sink and tag.
+
+    Raises:
+        InvalidValue: two of them differ in layout or options, so one file cannot hold both.
+    """
+    groups: dict[tuple[str, str], tuple[Target, list[int]]] = {}
+    for index, target in targets:
+        first, members = groups.setdefault((target.sink, target.tag), (target, []))
+        if first != target:
+            raise InvalidValue(
+                f"captures {members[0]} and {index} go to one sink under one tag with different "
+                "layouts or options: give them different tags",
+                field=f"{path}[{index}].sink",
+            )
+        members.append(index)
+    return [(target, tuple(members)) for target, members in groups.values()]
+
+
+def block_of(
+    captured: capture_pb2.Captured, sites: Sequence[Site], about: CaptureAbout
+) -> RowBlock:
+    """The rows of a message with an inline tensor in the encoding of its capture.
+
+    Args:
+        captured: the message.
+        sites: its sites.
+        about: its capture.
+    """
+    positions = np.fromiter(
+        chain.from_iterable(range(run.start, run.start + run.count) for run in captured.positions),
+        np.int32,
+    )
+    return RowBlock(
+        captured.spec,
+        captured.sample,
+        tuple(sites),
+        positions,
+        np.array(captured.token_ids, np.int32),
+        split_payload(captured.tensor.inline, (len(sites), len(positions)), about),
+        captured.baseline,
+    )
+
+
+def split_payload(
+    payload: bytes, rows: tuple[int, int], about: CaptureAbout
+) -> dict[str, RawArray]:
+    """The parts of rows [sites, positions], out of a payload as tensor.proto says; no copy."""
+    parts: dict[str, RawArray] = {}
+    offset = 0
+    for part in about.parts:
+        kind = NUMPY[part.dtype]
+        shape = (*rows, *part.shape)
+        count = int(np.prod(shape))
+        parts[part.name] = np.frombuffer(payload, kind, count, offset).reshape(shape)
+        offset += count * kind.itemsize
+    return parts

@@ -1,0 +1,92 @@
+"""One call of Subscribe: what its client says is carried out while what it gets is sent.
+
+Invariant: the subscription outlives the call unless the client closes its side, or it fails.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+
+from rheostat._proto.v1 import capture_service_pb2
+from rheostat_server.errors import InvalidValue, MissingField, RheostatError
+from rheostat_server.subscription import Response, Subscription
+from rheostat_server.subscriptions import Subscriptions
+
+Message = capture_service_pb2.SubscribeRequest
+
+_LAST_WORD = 0.2
+"""Seconds after which the end of what a client says counts as its wish, not as a broken
+connection, of which the call hears at once."""
+
+
+async def subscribe(
+    messages: AsyncIterator[Message],
+    subscriptions: Subscriptions,
+    running: Callable[[], Mapping[str, Mapping[str, str]]],
+) -> AsyncGenerator[Response, None]:
+    """Answers a call of Subscribe.
+
+    Args:
+        messages: what its client says.
+        subscriptions: those that are open.
+        running: the labels of the requests that run, by id.
+
+    Raises:
+        RheostatError: it cannot be served, or the subscription has failed.
+    """
+    wish = await _opening(messages)
+    if wish.HasField("resume"):
+        for name in ("filter", "shared_memory", "buffer_bytes", "overload", "specs"):
+            if _is_set(wish, name):
+                raise InvalidValue("has no place beside resume", field=f"open.{name}")
+        subscription = subscriptions.resume(wish.resume)
+    else:
+        subscription = subscriptions.open(wish, running())
+    call = object()
+    hearing = asyncio.create_task(_hear(messages, subscription, call))
+    try:
+        async with aclosing(subscription.messages(call, wish.credit_bytes)) as responses:
+            async for response in responses:
+                yield response
+    finally:
+        hearing.cancel()
+        await asyncio.wait({hearing})
+        subscriptions.left(subscription, call)
+
+
+async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.SubscribeOpen:
+    async for message in messages:
+        if message.WhichOneof("action") != "open":
+            raise MissingField("the first message is open", field="open")
+        return message.open
+    raise MissingField("the first message is open", field="open")
+
+
+async def _hear(messages: AsyncIterator[Message], subscription: Subscription, call: object) -> None:
+    """Carries out what a client says; what is wrong ends its call."""
+    try:
+        async for message in messages:
+            if not subscription.read_by(call):
+                return
+            _do(message, subscription)
+        await asyncio.sleep(_LAST_WORD)
+        if subscription.read_by(call):
+            subscription.close()
+    except RheostatError as error:
+        subscription.interrupt(call, error)
+
+
+def _do(message: Message, subscription: Subscription) -> None:
+    action = message.WhichOneof("action")
+    if action == "credit":
+        subscription.allow(message.credit.bytes)
+    elif action == "ack":
+        subscription.acknowledge(message.ack.sequence)
+    elif action == "open":
+        raise InvalidValue("only the first message is open", field="open")
+    else:
+        raise MissingField("one of credit and ack is required")
+
+
+def _is_set(wish: capture_service_pb2.SubscribeOpen, name: str) -> bool:
+    return any(field.name == name for field, _ in wish.ListFields())

@@ -1,0 +1,306 @@
+"""The open subscriptions: which requests they tap, and what becomes of one whose reader is gone.
+
+Invariant: an observer neither delays nor refuses a request that others run. Where its rows find no
+room in the engine, they count as lost, or it fails, as its policy says.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2
+from rheostat_engine import ModelSites
+from rheostat_server import checks
+from rheostat_server.capture_specs import ResolvedCapture, Target, resolve_capture
+from rheostat_server.checks import join
+from rheostat_server.errors import (
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    QueueFull,
+    Resource,
+    RheostatError,
+    SubscriptionNotFound,
+)
+from rheostat_server.limits import (
+    CAPTURES,
+    LABELS,
+    MISSED_REQUESTS,
+    SUBSCRIBED_REQUESTS,
+    SUBSCRIPTIONS,
+)
+from rheostat_server.line import RETRY
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.selection import SelectionContext, typical_context
+from rheostat_server.subscription import Subscription
+
+_LOG = logging.getLogger(__name__)
+
+_REMEMBERED = 256
+"""Ended subscriptions of which it is still known how they ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a subscription wants of a request."""
+
+    subscription: Subscription
+    captures: Mapping[int, ResolvedCapture]
+    """By the number under which its rows go out."""
+    own: frozenset[int] = frozenset()
+    """Those that the request itself sends; with any, it fails where the subscription overflows."""
+
+    @property
+    def observed(self) -> bool:
+        """Whether the subscription wants something that the request does not know of."""
+        return len(self.captures) > len(self.own)
+
+
+def merged(wishes: Sequence[Wish]) -> tuple[Wish, ...]:
+    """Wishes of which each subscription has one, so that the request ends there once."""
+    found: dict[str, Wish] = {}
+    for wish in wishes:
+        name = wish.subscription.name
+        other = found.get(name)
+        if other is None:
+            found[name] = wish
+        else:
+            found[name] = Wish(
+                wish.subscription,
+                {**other.captures, **wish.captures},
+                other.own or wish.own,
+            )
+    return tuple(found.values())
+
+
+class Subscriptions:
+    """Subscriptions that are open or can be resumed. Lives on the event loop."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        sites: ModelSites,
+        *,
+        buffer_bytes: int,
+        resume_window: float,
+        heartbeat: float,
+    ) -> None:
+        """None is open.
+
+        Args:
+            info: the model.
+            sites: its sites.
+            buffer_bytes: bytes that all of them together may hold.
+            resume_window: seconds that one waits for its reader to come back.
+            heartbeat: the longest silence of one, in seconds.
+        """
+        self.buffer_bytes = buffer_bytes
+        self.resume_window = resume_window
+        self._sites = sites
+        self._typical = typical_context(info)
+        self._heartbeat = heartbeat
+        self._open: dict[str, Subscription] = {}
+        self._failed: OrderedDict[str, Subscription] = OrderedDict()
+        self._expiries: dict[str, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        """How many are open or can be resumed."""
+        return len(self._open)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of rows that none of them has sent yet."""
+        return sum(one.reservoir.meter.bytes for one in self._open.values())
+
+    @property
+    def waiting(self) -> int:
+        """How many have no reader now."""
+        return len(self._expiries)
+
+    def open(
+        self, wish: capture_service_pb2.SubscribeOpen, running: Mapping[str, Mapping[str, str]]
+    ) -> Subscription:
+        """A new subscription.
+
+        Args:
+            wish: what its reader wants.
+            running: the labels of the requests that run, by id.
+
+        Raises:
+            InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
+            QueueFull: the others hold all that there is.
+        """
+        self._check(wish)
+        size = wish.buffer_bytes if wish.HasField("buffer_bytes") else 0
+        free = self.buffer_bytes - sum(one.reservoir.limit for one in self._open.values())
+        if size > self.buffer_bytes:
+            raise InvalidValue(
+                f"a subscription has at most {self.buffer_bytes} bytes", field="open.buffer_bytes"
+            )
+        size = size or self.buffer_bytes // 4
+        if len(self._open) >= SUBSCRIPTIONS or size > free:
+            raise QueueFull(
+                f"{len(self._open)} subscriptions are open; {max(0, free)} of "
+                f"{self.buffer_bytes} bytes are left for another. Ask for fewer buffer_bytes, or "
+                "wait until one ends",
+                field="open.buffer_bytes",
+                retry_after=RETRY,
+            )
+        subscription = Subscription(
+            uuid.uuid4().hex,
+            wish.filter,
+            wish.specs,
+            wish.overload if wish.HasField("overload") else capture_pb2.OVERLOAD_FAIL,
+            buffer_bytes=size,
+            heartbeat=self._heartbeat,
+            on_failed=self._on_failed,
+        )
+        missed = (name for name, labels in running.items() if subscription.selects(name, labels))
+        subscription.missed = tuple(islice(missed, MISSED_REQUESTS))
+        self._open[subscription.name] = subscription
+        _LOG.info("subscription %s: %d specs", subscription.name, len(subscription.specs))
+        return subscription
+
+    def resume(self, point: capture_service_pb2.ResumePoint) -> Subscription:
+        """A subscription whose connection broke.
+
+        Raises:
+            SubscriptionNotFound: it is gone.
+            CursorExpired, InvalidValue: it cannot go on from there.
+            RheostatError: it has failed meanwhile.
+        """
+        name = point.subscription
+        subscription = self._open.get(name) or self._failed.get(name)
+        if subscription is None:
+            raise _not_found(name, "open.resume.subscription")
+        subscription.resume_after(point.after_sequence)
+        self._stay(name)
+        return subscription
+
+    def left(self, subscription: Subscription, call: object) -> None:
+        """A call that read one has ended: the subscription waits for another."""
+        subscription.leave(call)
+        if subscription.ended:
+            self._remove(subscription)
+        elif not subscription.connected and subscription.name in self._open:
+            self._stay(subscription.name)
+            loop = asyncio.get_running_loop()
+            self._expiries[subscription.name] = loop.call_later(
+                self.resume_window, self._expire, subscription
+            )
+
+    def named(self, name: str, path: str) -> Subscription:
+        """One that takes rows.
+
+        Raises:
+            SubscriptionNotFound: there is none.
+        """
+        found = self._open.get(name)
+        if found is None:
+            raise _not_found(name, path)
+        return found
+
+    def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Subscription]:
+        """Those whose filter selects a request."""
+        return [one for one in self._open.values() if one.selects(request_id, labels)]
+
+    def wishes(
+        self, subscriptions: Sequence[Subscription], context: SelectionContext
+    ) -> list[Wish]:
+        """What some of them want of a request that does not know of them."""
+        return [Wish(one, self._resolved(one.specs, context)) for one in subscriptions]
+
+    def end(self) -> None:
+        """Nothing more is captured: what waits is sent, then each ends."""
+        for one in list(self._open.values()):
+            one.close()
+
+    def lose(self, error: RheostatError) -> None:
+        """Ends all with an error."""
+        for one in list(self._open.values()):
+            one.fail(error)
+
+    def _resolved(
+        self, specs: Sequence[capture_pb2.CaptureSpec], context: SelectionContext
+    ) -> dict[int, ResolvedCapture]:
+        """Specs in a request; what its prompt does not have is not captured."""
+        lenient = replace(context, lenient=True)
+        return {
+            number: resolve_capture(
+                spec, self._sites, lenient, f"open.specs[{number}]", Target.SUBSCRIPTION
+            )
+            for number, spec in enumerate(specs)
+        }
+
+    def _check(self, wish: capture_service_pb2.SubscribeOpen) -> None:
+        if not wish.HasField("filter"):
+            raise MissingField("a filter is required", field="open.filter")
+        _check_filter(wish.filter)
+        checks.at_most(len(wish.specs), CAPTURES, "open.specs", "specs")
+        for number, spec in enumerate(wish.specs):
+            path = f"open.specs[{number}]"
+            target = spec.WhichOneof("to")
+            if target is not None:
+                raise InvalidValue("the rows come here", field=join(path, target))
+            if spec.HasField("overload"):
+                raise InvalidValue(
+                    "the subscription's own policy holds", field=join(path, "overload")
+                )
+        self._resolved(wish.specs, self._typical)
+        if wish.HasField("overload"):
+            checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
+            if wish.overload == capture_pb2.OVERLOAD_SPILL:
+                raise NotSupported("OVERLOAD_SPILL is not served yet", field="open.overload")
+        if wish.shared_memory:
+            raise NotSupported("shared memory is not served yet", field="open.shared_memory")
+
+    def _on_failed(self, subscription: Subscription) -> None:
+        _LOG.info("subscription %s failed: %s", subscription.name, subscription.failure)
+        self._remove(subscription)
+        self._failed[subscription.name] = subscription
+        while len(self._failed) > _REMEMBERED:
+            self._failed.popitem(last=False)
+
+    def _expire(self, subscription: Subscription) -> None:
+        _LOG.info("subscription %s: its reader did not come back", subscription.name)
+        self._remove(subscription)
+        subscription.fail(_not_found(subscription.name, "open.resume.subscription"))
+        self._failed.pop(subscription.name, None)
+
+    def _remove(self, subscription: Subscription) -> None:
+        self._stay(subscription.name)
+        self._open.pop(subscription.name, None)
+
+    def _stay(self, name: str) -> None:
+        expiry = self._expiries.pop(name, None)
+        if expiry is not None:
+            expiry.cancel()
+
+
+def _check_filter(wanted: capture_service_pb2.RequestFilter) -> None:
+    path = "open.filter"
+    kind = checks.required(wanted.WhichOneof("kind"), path, "requests, labels and every")
+    if kind == "requests":
+        ids, field = wanted.requests.request_ids, f"{path}.requests.request_ids"
+        if not ids:
+            raise InvalidValue("at least one request id is required", field=field)
+        checks.at_most(len(ids), SUBSCRIBED_REQUESTS, field, "request ids")
+        for index, one in enumerate(ids):
+            checks.matches(one, checks.REQUEST_ID, f"{field}[{index}]")
+    elif kind == "labels":
+        labels, field = wanted.labels.labels, f"{path}.labels.labels"
+        if not labels:
+            raise InvalidValue("at least one label is required", field=field)
+        checks.at_most(len(labels), LABELS, field, "labels")
+
+
+def _not_found(name: str, field: str) -> SubscriptionNotFound:
+    return SubscriptionNotFound(
+        "there is no such subscription; it has ended, or nobody took it up in time",
+        field=field,
+        resource=Resource("subscription", name[:128]),
+    )

@@ -1,0 +1,156 @@
+"""Subscriptions whose connection or whose reader goes: nothing is lost, nothing comes twice."""
+
+import asyncio
+import gc
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import rheostat
+from rheostat import Capture, CapturedRows, Cursor, EndOfRequest
+
+from .rows_server import ROW, ends_of, expected, rows_of, until, until_ends
+
+POST = Capture("resid_post", [0, 1])
+ONE = Capture("resid_post", 0)
+
+
+@pytest.mark.parametrize(("ack", "cuts"), [("auto", 200), ("manual", 50)])
+def test_connections_that_are_cut_anywhere_lose_and_repeat_nothing(running, subscriber, ack, cuts):
+    def ask() -> None:
+        while not enough.is_set():
+            asked.append(f"r{len(asked)}")
+            running.generate(asked[-1])
+
+    rng = random.Random(3)
+    asked: list[str] = []
+    enough = threading.Event()
+    events = []
+    with (
+        ThreadPoolExecutor(1) as threads,
+        subscriber.subscribe(capture=POST, every=True, ack=ack, credit=5 * ROW) as subscription,
+    ):
+        asking = threads.submit(ask)
+        done = 0
+        try:
+            while done < cuts:
+                events.append(next(subscription))
+                if rng.random() < 0.1:
+                    subscription.ack()
+                if rng.random() < 0.8:
+                    subscriber.cut(subscription)
+                    done += 1
+        finally:
+            enough.set()
+        asking.result(30)
+        while len(ends_of(events)) < len(asked):
+            events.append(next(subscription))
+    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+    assert rows_of(events) == {
+        key: value for name in asked for key, value in expected(name, 0, 1).items()
+    }
+
+
+def test_a_loop_that_failed_is_resumed_with_the_event_in_hand(running, subscriber):
+    subscription = subscriber.subscribe(capture=ONE, every=True)
+
+    def read() -> None:
+        with subscription:
+            until_ends(subscription)
+            raise ValueError("no room on the disk")
+
+    running.generate("a")
+    running.generate("b")
+    with pytest.raises(ValueError, match="no room"):
+        read()
+    in_hand = subscription.cursor.sequence
+    assert subscription.acknowledged.sequence == in_hand - 1
+    with subscriber.resume(subscription.acknowledged) as again:
+        second = until_ends(again, 2)
+    assert second[0].sequence == in_hand
+    assert set(ends_of(second)) == {"a", "b"}
+
+
+def test_a_cursor_that_was_stored_makes_every_event_count_once(running, subscriber):
+    stored = []
+    subscription = subscriber.subscribe(capture=ONE, every=True, ack="manual")
+    running.generate("a")
+    running.generate("b")
+    cursor = Cursor(subscription.id, 0)
+    while len(ends_of(stored)) < 2:
+        stored.append(next(subscription))
+        cursor = subscription.cursor
+        subscription.leave()
+        subscription = subscriber.resume(Cursor(*cursor), ack="manual")
+    subscription.close()
+    assert rows_of(stored) == expected("a", 0) | expected("b", 0)
+    assert cursor.sequence == len(stored)
+
+
+def test_a_subscription_that_is_gone_is_not_found(starter, kind):
+    running = starter(resume_window=0.05)
+    subscriber = kind(running.target)
+    subscription = subscriber.subscribe(capture=ONE, every=True)
+    subscription.leave()
+    assert next(subscription, None) is None
+    until(lambda: running.ask(len) == 0)
+    with pytest.raises(rheostat.NotFound) as raised:
+        subscriber.resume(subscription.cursor)
+    assert raised.value.reason == "REASON_SUBSCRIPTION_NOT_FOUND"
+
+
+def test_what_was_acknowledged_cannot_be_had_again(running, subscriber):
+    subscription = subscriber.subscribe(capture=ONE, every=True)
+    running.generate("a")
+    until_ends(subscription)
+    subscription.ack()
+    until(lambda: not running.kept(subscription.id))
+    subscription.leave()
+    with pytest.raises(rheostat.OutOfRange) as raised:
+        subscriber.resume(Cursor(subscription.id, 0))
+    assert raised.value.reason == "REASON_CURSOR_EXPIRED"
+    assert raised.value.metadata["oldest"] == str(subscription.cursor.sequence + 1)
+
+
+def test_a_call_that_another_took_over_hands_nothing_more_over(running, subscriber):
+    first = subscriber.subscribe(capture=ONE, every=True)
+    running.generate("a")
+    until(lambda: first._intake._waiting)
+    with subscriber.resume(Cursor(first.id, 0)) as second:
+        assert rows_of(until_ends(second)) == expected("a", 0)
+        until(lambda: first._line._over)
+        with pytest.raises(rheostat.Aborted) as raised:
+            next(first)
+    assert raised.value.reason == "REASON_SUPERSEDED"
+
+
+def test_a_subscription_that_is_forgotten_is_left_to_the_server(running, subscriber):
+    subscription = subscriber.subscribe(capture=ONE, every=True)
+    cursor = subscription.cursor
+    del subscription
+    gc.collect()
+    until(lambda: running.ask(lambda them: them.waiting) == 1)
+    running.generate("a")
+    with subscriber.resume(cursor) as again:
+        assert rows_of(until_ends(again)) == expected("a", 0)
+
+
+async def test_a_cancelled_task_leaves_its_subscription_to_be_resumed(running):
+    async def read() -> None:
+        async with engine.subscribe(capture=ONE, every=True) as subscription:
+            made.set_result(subscription)
+            async for _ in subscription:
+                pass
+
+    async with rheostat.aio.connect(running.target) as engine:
+        made = asyncio.get_running_loop().create_future()
+        reading = asyncio.create_task(read())
+        subscription = await made
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await asyncio.to_thread(running.generate, "a")
+        async with engine.resume(subscription.acknowledged) as again:
+            assert isinstance(await anext(again), CapturedRows | EndOfRequest)
