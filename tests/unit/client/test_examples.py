@@ -4,12 +4,20 @@ import importlib.util
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-PATH = Path(__file__).parents[3] / "examples" / "dose_response.py"
-SPEC = importlib.util.spec_from_file_location("dose_response", PATH)
-dose_response = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(dose_response)
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def _example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+dose_response, live_probe = _example("dose_response"), _example("live_probe")
 
 
 @pytest.mark.parametrize(
@@ -25,3 +33,23 @@ SPEC.loader.exec_module(dose_response)
 def test_the_joyful_share_is_not_a_number_where_no_word_has_a_tone(texts, share):
     found = dose_response.joyful_share(texts)
     assert found == pytest.approx(share, nan_ok=True)
+
+
+def test_a_probe_tells_what_it_was_trained_to_tell_and_ignores_the_rest():
+    rng = np.random.default_rng(0)
+    tones = np.where(rng.random(200) < 0.5, -1.0, 1.0)
+    rows = rng.normal(size=(200, 16)).astype(np.float32)
+    rows[:, 3] += 3 * tones
+    probe = live_probe.fit(rows[:100], tones[:100])
+    assert (np.sign(live_probe.score(rows[100:], probe)) == tones[100:]).mean() > 0.95
+    assert np.abs(probe[:16]).argmax() == 3
+
+
+def test_the_probe_is_tested_on_words_that_it_never_saw():
+    known = live_probe.sentences()
+    words = [
+        {text.split()[-1] for text, (_, kept) in known.items() if kept == side}
+        for side in (True, False)
+    ]
+    assert not words[0] & words[1]
+    assert len(words[0]) == 2 * live_probe.UNSEEN

@@ -1,0 +1,152 @@
+"""A linear probe, trained on stored activations, that reads a tone live while texts are generated.
+
+    rheostat serve demo --sink disk=filesystem:root=/tmp/rows      # in another terminal
+    python examples/live_probe.py --root /tmp/rows
+
+Harvest: each sentence's last row, at every layer, goes to a sink, and is read back from its shards.
+Train: one ridge regression per layer; sentences with words that it never saw say which layer is
+best. Watch: a subscription brings that layer's rows of somebody else's requests as they generate,
+at the ends of sentences, which is where the probe was trained.
+"""
+
+import argparse
+import threading
+import uuid
+
+import numpy as np
+import numpy.typing as npt
+
+import rheostat
+from rheostat import captures, positions, token_ids
+
+SUBJECTS = ("My day was", "The party was", "My trip was", "The concert was", "My week was")
+TONES = {
+    1: "wonderful lovely fantastic brilliant delightful perfect splendid marvellous beautiful "
+    "glorious great charming",
+    -1: "terrible dreadful miserable horrible bleak grim dismal hopeless ghastly wretched bad "
+    "painful",
+}
+WATCHED = ("I feel so happy today.", "I feel so sad today.")
+UNSEEN = 4
+"""Words of each tone that the probe is tested on, and never trained on."""
+
+Rows = npt.NDArray[np.float32]
+
+
+def sentences() -> dict[str, tuple[int, bool]]:
+    """Tone of each sentence, and whether its word is kept for testing."""
+    return {
+        f"{subject} {word}.": (tone, number < UNSEEN)
+        for tone, words in TONES.items()
+        for number, word in enumerate(words.split())
+        for subject in SUBJECTS
+    }
+
+
+def harvest(engine: rheostat.Engine, root: str) -> tuple[captures.StoredCaptures, dict[str, str]]:
+    """Stores the last row of every sentence at every layer; the sentence of each request."""
+    tag = f"tone-{uuid.uuid4().hex[:8]}"
+    keep = rheostat.Capture(
+        "resid_post", where=positions(-1), to=rheostat.Sink("disk", tag=tag, layout="sharded")
+    )
+    texts = {}
+    for text in sentences():
+        out = engine.generate(text, capture=keep, max_tokens=1, temperature=0)
+        texts[out.request_id] = text
+    return captures.open_captures(root, tag=tag), texts
+
+
+def fit(rows: Rows, tones: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Ridge regression: weights [width + 1], the last of which is the offset."""
+    mean = rows.mean(axis=0)
+    centred = (rows - mean).astype(np.float64)
+    ridge = 0.01 * np.trace(centred.T @ centred) / rows.shape[1]
+    weights = np.linalg.solve(
+        centred.T @ centred + ridge * np.eye(rows.shape[1]), centred.T @ (tones - tones.mean())
+    )
+    return np.append(weights, tones.mean() - mean @ weights)
+
+
+def score(rows: Rows, probe: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What the probe says of each row: about 1 for joyful ones, -1 for gloomy ones."""
+    found: npt.NDArray[np.float64] = rows @ probe[:-1] + probe[-1]
+    return found
+
+
+def train(
+    stored: captures.StoredCaptures, texts: dict[str, str], layer: int
+) -> tuple[npt.NDArray[np.float64], float]:
+    """A probe of one layer, and its share of right answers about words that it has not seen."""
+    known = sentences()
+    rows, tones, unseen = [], [], []
+    for batch in stored.rows("resid_post", layer):
+        rows.append(batch.values)
+        for index in batch.request_index:
+            tone, kept = known[texts[batch.requests[index].request_id]]
+            tones.append(tone)
+            unseen.append(kept)
+    data, wanted, test = np.concatenate(rows), np.array(tones, np.float64), np.array(unseen)
+    probe = fit(data[~test], wanted[~test])
+    return probe, float((np.sign(score(data[test], probe)) == wanted[test]).mean())
+
+
+def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -> None:
+    """Scores the tokens of requests that run elsewhere, as they come."""
+    run = uuid.uuid4().hex
+    ends = [engine.tokenize(f"It was so{mark}").token_ids[-1] for mark in ".!"]
+    wanted = rheostat.Capture("resid_post", layers=[layer], where=token_ids(*ends))
+    with engine.subscribe(capture=wanted, labels={"probe": run}) as subscription:
+        said: dict[str, str] = {}
+
+        def generate(name: str, text: str) -> None:
+            labels = {"probe": run}
+            out = engine.generate(
+                text, request_id=name, labels=labels, max_tokens=48, temperature=0
+            )
+            said[name] = text + out.text
+
+        others = [
+            threading.Thread(target=generate, args=(f"{name}-{run[:6]}", text))
+            for name, text in zip(("happy", "sad"), WATCHED, strict=True)
+        ]
+        for other in others:
+            other.start()
+        ended = 0
+        for event in subscription:
+            if isinstance(event, rheostat.CapturedRows):
+                values = score(event.values[0], probe)
+                for position, value in zip(event.positions, values, strict=True):
+                    bar = ("+" if value > 0 else "-") * min(20, round(abs(value) * 10))
+                    where = f"{event.request_id}, position {position}"
+                    print(f"{where:24} {value:+.2f} {bar}", flush=True)
+            elif isinstance(event, rheostat.EndOfRequest):
+                print(f"{event.request_id} ended: {event.rows} rows", flush=True)
+                ended += 1
+                if ended == len(WATCHED):
+                    break
+        for other in others:
+            other.join()
+    for name, text in sorted(said.items()):
+        print(f"{name}: {text}")
+
+
+def main() -> None:
+    """Harvests, trains and watches."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", default="127.0.0.1:50051")
+    parser.add_argument("--root", required=True, help="root= of the server's sink `disk`")
+    arguments = parser.parse_args()
+    with rheostat.connect(arguments.server) as engine:
+        stored, texts = harvest(engine, arguments.root)
+        print(f"{len(texts)} sentences stored")
+        found = {}
+        for layer in range(engine.model().layers):
+            found[layer] = train(stored, texts, layer)
+            print(f"layer {layer}: {found[layer][1]:.0%} of sentences with unseen words right")
+        best = max(found, key=lambda layer: (found[layer][1], layer))
+        print(f"watching layer {best}")
+        watch(engine, best, found[best][0])
+
+
+if __name__ == "__main__":
+    main()
