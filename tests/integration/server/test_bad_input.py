@@ -89,7 +89,7 @@ def test_a_vector_with_a_nan(server: Server, engine: rheostat.Engine) -> None:
         ({"temperature": -1.0}, rheostat.InvalidRequest, None),
         ({"steering": [steer(10 * GOOD) * 1e38]}, rheostat.InvalidRequest, None),
     ],
-    ids=["layer", "point", "name", "position", "window", "tokens", "temperature", "overflow"],
+    ids=["layer", "name", "position", "window", "tokens", "temperature", "overflow"],
 )
 def test_a_request_that_makes_no_sense_here(
     engine: rheostat.Engine,
