@@ -6,6 +6,7 @@ positions. A position that one site has and another lost is lost. Which generate
 selected by id is known here: the engine copies rows by position alone, and rows of others end here.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.encodings import Form
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.sites import to_wire
-from rheostat_server.spans import edges, runs, subtracted, united
+from rheostat_server.spans import clipped, edges, runs, subtracted, united
 from rheostat_server.tensors import FloatType, RawArray, stack_rows
 
 Positions = npt.NDArray[np.int32]
@@ -84,16 +85,24 @@ class Piece:
         """The rows below a position, which wait no more."""
         cut = int(np.searchsorted(self.positions, frontier))
         taken = self.positions[:cut], self.data[:cut]
-        self.positions, self.data = self.positions[cut:], self.data[cut:]
         self.meter.bytes -= taken[1].nbytes
         self.meter.rows -= cut
+        if cut == len(self.positions):
+            self._empty()
+        else:
+            self.positions, self.data = self.positions[cut:], self.data[cut:]
         return taken
 
     def give_up(self) -> None:
         """Loses what still waits."""
         self.meter.bytes -= self.data.nbytes
         self.meter.rows -= len(self.data)
-        self.positions, self.data = self.positions[:0], self.data[:0]
+        self._empty()
+
+    def _empty(self) -> None:
+        """Holds nothing any more, not even memory: a slice would keep all of it."""
+        self.positions = np.empty(0, self.positions.dtype)
+        self.data = np.empty((0, self.data.shape[1]), self.data.dtype)
 
 
 class CaptureStream:
@@ -151,8 +160,11 @@ class CaptureStream:
 
     def lost(self, spec: int, selected: Spans) -> Spans:
         """Of `selected` positions, those that were neither given out nor wait at all sites."""
+        if not selected:
+            return ()
         one = self._specs[spec]
-        return subtracted(selected, united((*one.delivered, *one.waiting)))
+        given = clipped(one.delivered, selected[0][0], selected[-1][1])
+        return subtracted(selected, united((*given, *one.waiting)))
 
     def frontier(self, spec: int) -> int:
         """One past the last position that all sites of a capture have been fed."""
@@ -177,7 +189,7 @@ class _SpecRows:
         self._held = held
         self._prompt_len = prompt_len
         self._starts, self._ends = capture.selection.edges
-        self._waiting: dict[int, list[Piece]] = {site: [] for site in capture.indices}
+        self._waiting: dict[int, deque[Piece]] = {site: deque() for site in capture.indices}
         self._next = dict.fromkeys(capture.indices, 0)
 
     def discard(self) -> None:
@@ -211,7 +223,12 @@ class _SpecRows:
             return None
         positions = rows.positions[chosen]
         piece = Piece(positions, rows.data if chosen.all() else rows.data[chosen], self._meter)
-        self._waiting[rows.site].append(piece)
+        waiting = self._waiting[rows.site]
+        while waiting and not len(waiting[0]):
+            waiting.popleft()
+        while waiting and not len(waiting[-1]):
+            waiting.pop()
+        waiting.append(piece)
         self._next[rows.site] = int(positions[-1]) + 1
         return piece
 
@@ -271,7 +288,7 @@ class _SpecRows:
     def _take(self, site: int, frontier: int) -> tuple[Positions, RawArray]:
         """The site's rows below the frontier, which leave the buffer."""
         taken = [piece.take(frontier) for piece in self._waiting[site]]
-        self._waiting[site] = [piece for piece in self._waiting[site] if len(piece)]
+        self._waiting[site] = deque(piece for piece in self._waiting[site] if len(piece))
         taken = [one for one in taken if len(one[0])]
         if not taken:
             return np.empty(0, dtype=np.int32), np.empty((0, 0), dtype=np.float32)

@@ -183,7 +183,9 @@ class EngineHost:
         Raises:
             BankFull, CaptureOverflow: it could never run.
         """
-        rooms = Flight(admitted, inline_bytes=0).rooms
+        flight = Flight(admitted, inline_bytes=0)
+        flight.unobserve()
+        rooms = flight.rooms
         self.line.refuse_what_never_fits(rooms, admitted.prompt_len)
         return self.ledger.lacks(admitted.plan)["bank_rows"]
 

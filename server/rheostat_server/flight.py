@@ -135,7 +135,9 @@ class Flight:
         self.outlets = Outlets()
         """Where captured rows go beside the response."""
         self._number = next(_NUMBERS)
-        self._inline = bool(admitted.inline_captures)
+        self._inline_sites = {
+            site for one in admitted.inline_captures.values() for site in one.indices
+        }
         self.lives = [
             *self._samples(Role.OWN, admitted.plan),
             *(self._samples(Role.BASELINE, admitted.baseline.plan) if admitted.baseline else ()),
@@ -227,7 +229,7 @@ class Flight:
             self._close_outlets()
         else:
             self.outlets.feed(life.track, event)
-            if self._closed or not self._inline:
+            if self._closed or event.site not in self._inline_sites:
                 return
             self._waiting_bytes += event.data.nbytes
             self._waiting_rows += len(event.data)

@@ -52,6 +52,7 @@ async def run(
             if beside is not None:
                 beside.cancel()
                 await asyncio.wait({beside})
+        flight.close_outlets()
         await flight.outlets.written()
         work = receipt_work(admitted, stream.own)
         handed_over = flight.outlets.handed_over()

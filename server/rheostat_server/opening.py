@@ -5,6 +5,7 @@ from typing import Protocol
 from rheostat_engine import ModelSites
 from rheostat_server.capture_specs import sink_groups
 from rheostat_server.config import ServerConfig
+from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.flight import Flight
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sink_writer import open_writer
@@ -30,6 +31,15 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
         SubscriptionNotFound: the request sends rows to one that has ended meanwhile.
         SinkFailed: a sink does not take the request.
     """
+    try:
+        await _open(flight, host)
+    except BaseException as error:
+        refusal = error if isinstance(error, RheostatError) else Defect("the request went away")
+        flight.outlets.abandon(refusal)
+        raise
+
+
+async def _open(flight: Flight, host: Openers) -> None:
     admitted = flight.admitted
     held = FloatType(host.sites.dtype)
     for target, captures in sink_groups(admitted.captures):
@@ -49,7 +59,7 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
         subscription = wish.subscription
         if wish.own:
             host.subscriptions.named(subscription.name, "captures")
-        elif subscription.ended or subscription.failure is not None:
+        elif not subscription.taking:
             continue
         tap = subscription.tap(
             admitted.request_id,
@@ -61,4 +71,4 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
         after = len(subscription.specs)
         flight.outlets.add(tap, {number: number - after for number in wish.own})
         if flight.unobserved and wish.observed:
-            tap.refuse(frozenset(wish.captures) - wish.own)
+            subscription.refuse(tap, frozenset(wish.captures) - wish.own)

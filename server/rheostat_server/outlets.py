@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Released, Rows
+from rheostat_server.errors import RheostatError
 from rheostat_server.sink_writer import SinkWriter
 from rheostat_server.taps import Tap, Track
 
@@ -71,8 +72,16 @@ class Outlets:
                 raise writer.failure
 
     async def settle(self) -> None:
-        """Returns once every sink has published or failed."""
-        await asyncio.gather(*(writer.task for writer in self._writers))
+        """Returns once every sink has published or failed; whoever stops waiting stops no sink."""
+        if self._writers:
+            await asyncio.wait([writer.task for writer in self._writers])
+
+    def abandon(self, error: RheostatError) -> None:
+        """The request does not begin: no sink keeps anything of it."""
+        for writer in self._writers:
+            writer.overflow(error)
+        for tap in self._each():
+            tap.discard()
 
     def handed_over(self) -> dict[int, tuple[int, int]]:
         """Positions of the request's own samples that were handed over, and lost, by capture."""

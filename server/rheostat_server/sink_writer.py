@@ -8,6 +8,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from rheostat._proto.v1 import types_pb2
 from rheostat_server.admission import Admitted
@@ -37,6 +40,12 @@ _REASONS = {
     types_pb2.FINISH_REASON_RULE: "rule",
     types_pb2.FINISH_REASON_ERROR: "error",
 }
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_POOL = ThreadPoolExecutor(32, "rheostat-sink")
+"""Threads for sinks alone: one that hangs holds up nothing else."""
+
 _WHOLE = {"stop", "length", "rule"}
 
 
@@ -81,7 +90,7 @@ class SinkWriter:
             while self.failure is None:
                 for item in self._reservoir.pull():
                     if isinstance(item, End):
-                        await asyncio.to_thread(self._recording.finish, self._outcome())
+                        await _on_thread(self._recording.finish, self._outcome())
                         return
                     await self._take(item)
                     if self.failure is not None:
@@ -93,11 +102,11 @@ class SinkWriter:
             _LOG.error("writing %s failed", self.tap.request_id, exc_info=error)
             self._end(Defect("the server could not write the captured rows"))
         if self.failure is not None:
-            await asyncio.to_thread(self._recording.abandon, self.failure)
+            await _on_thread(self._recording.abandon, self.failure)
 
     async def _take(self, item: Item) -> None:
         if isinstance(item, Chunk):
-            await asyncio.to_thread(self._write, item)
+            await _on_thread(self._write, item)
         elif isinstance(item, Loss):
             self._dropped += item.rows
 
@@ -121,6 +130,18 @@ class SinkWriter:
             self.tap.discard()
             self._reservoir.news.set()
             self._fail(error)
+
+
+def _abandon(opening: asyncio.Future[GuardedRecording]) -> None:
+    """Gives up what was opened for a request that has gone meanwhile."""
+    if not opening.cancelled() and opening.exception() is None:
+        _POOL.submit(opening.result().abandon, Defect("the request went away"))
+
+
+async def _on_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Does what may wait for a sink, on a thread that nothing else waits for."""
+    call = partial(work, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_POOL, call)
 
 
 async def open_writer(
@@ -171,7 +192,12 @@ async def open_writer(
         labels=admitted.labels,
         started_at=time.time(),
     )
-    recording = await asyncio.to_thread(sinks.open, about)
+    opening = asyncio.ensure_future(_on_thread(sinks.open, about))
+    try:
+        recording = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_abandon)
+        raise
     reservoir = Reservoir(limit, lambda _, error: writer.overflow(error))
     policy = next(iter(captures.values())).overload
     tap = Tap(admitted.request_id, admitted.prompt.token_ids, captures, held, policy, reservoir)

@@ -9,7 +9,8 @@ from contextlib import aclosing
 
 from rheostat._proto.v1 import capture_service_pb2
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError
-from rheostat_server.subscription import Response, Subscription
+from rheostat_server.subscription import Subscription
+from rheostat_server.subscription_messages import Response
 from rheostat_server.subscriptions import Subscriptions
 
 Message = capture_service_pb2.SubscribeRequest
@@ -49,9 +50,9 @@ async def subscribe(
             async for response in responses:
                 yield response
     finally:
+        subscriptions.left(subscription, call)
         hearing.cancel()
         await asyncio.wait({hearing})
-        subscriptions.left(subscription, call)
 
 
 async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.SubscribeOpen:

@@ -7,20 +7,22 @@ breaks loses nothing but its credit.
 
 import asyncio
 import contextlib
-import struct
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
-
-import google_crc32c
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import to_captured, wire_runs
-from rheostat_server.errors import CursorExpired, InvalidValue, RheostatError, Superseded
-from rheostat_server.offload import offload
-from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Tap
+from rheostat_server.errors import (
+    CaptureOverflow,
+    CursorExpired,
+    InvalidValue,
+    RheostatError,
+    Superseded,
+)
+from rheostat_server.subscription_messages import Response, Tally, message_of
+from rheostat_server.taps import End, Item, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 
 _pb = capture_service_pb2
@@ -28,7 +30,9 @@ _pb = capture_service_pb2
 _MESSAGE_BYTES = 512
 """What a message weighs beside its payload."""
 
-Response = capture_service_pb2.SubscribeResponse
+
+_UNACKNOWLEDGED = 256 << 10
+"""Bytes beyond the buffer at which nothing more is sent before something is acknowledged."""
 
 
 class _Sent(NamedTuple):
@@ -43,16 +47,6 @@ class _Sent(NamedTuple):
     def weight(self) -> int:
         """Bytes that it takes while it is kept."""
         return self.payload + _MESSAGE_BYTES
-
-
-class _Tally:
-    """What was sent of one request."""
-
-    def __init__(self) -> None:
-        self.chunks = 0
-        self.rows = 0
-        self.dropped = 0
-        self.checksums = bytearray()
 
 
 class Subscription:
@@ -91,7 +85,7 @@ class Subscription:
         self._heartbeat = heartbeat
         self._on_failed = on_failed
         self._taps: dict[Tap, Callable[[RheostatError], None] | None] = {}
-        self._tallies: dict[Tap, _Tally] = {}
+        self._tallies: dict[Tap, Tally] = {}
         self._sequence = 0
         self._acknowledged = 0
         self._replay: deque[_Sent] = deque()
@@ -121,6 +115,23 @@ class Subscription:
         if self._call is call:
             self._interruption = error
             self.reservoir.news.set()
+
+    @property
+    def taking(self) -> bool:
+        """Whether rows may still be sent here."""
+        return not self._closing and not self.ended and self.failure is None
+
+    def refuse(self, tap: Tap, numbers: Collection[int]) -> None:
+        """The engine has no room for some captures of a tap; where no row may be lost, it fails."""
+        tap.refuse(numbers)
+        if self.overload == capture_pb2.OVERLOAD_FAIL:
+            self.fail(
+                CaptureOverflow(
+                    "the engine has no room for what is captured of a request. Capture fewer "
+                    "sites or tokens, raise the server's --capture-mib, or choose an overload "
+                    "policy that may lose rows"
+                )
+            )
 
     def selects(self, request_id: str, labels: Mapping[str, str]) -> bool:
         """Whether its filter selects a request."""
@@ -153,7 +164,7 @@ class Subscription:
         """
         tap = Tap(request_id, prompt, captures, held, self.overload, self.reservoir)
         self._taps[tap] = fail
-        self._tallies[tap] = _Tally()
+        self._tallies[tap] = Tally()
         return tap
 
     def allow(self, size: int) -> None:
@@ -181,6 +192,7 @@ class Subscription:
         self._acknowledged = max(self._acknowledged, sequence)
         while self._replay and self._replay[0].sequence <= sequence:
             self.reservoir.kept -= self._replay.popleft().weight
+        self.reservoir.news.set()
 
     def resume_after(self, sequence: int) -> None:
         """Checks a cursor, and takes it for an acknowledgement.
@@ -290,13 +302,15 @@ class Subscription:
                 return None
             self._spend(sent.payload)
             return sent
+        if self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
+            return None
         if self._head is None:
             self._head = self._next_item()
         if self._head is None:
             return None
         item, response = self._head, self._encoded
         if response is None:
-            response = await self._response(item)
+            response = await message_of(item)
             if self._call is not call or self.failure is not None:
                 return None
             self._encoded = response
@@ -320,38 +334,9 @@ class Subscription:
             item = next(self._pulling, None)
         return item
 
-    async def _response(self, item: Item) -> Response:
-        """The message of an item, without its sequence number."""
-        if isinstance(item, Chunk):
-            block = item.block
-            message = await offload(block.work, _captured, item)
-            return Response(captured=message)
-        if isinstance(item, Loss):
-            return Response(
-                dropped=capture_pb2.Dropped(
-                    request_id=item.tap.request_id,
-                    spec=item.spec,
-                    sample=item.track.sample,
-                    baseline=item.track.baseline,
-                    rows=item.rows,
-                    positions=wire_runs(item.positions),
-                )
-            )
-        return Response(end_of_request=_pb.EndOfRequest(request_id=item.tap.request_id))
-
     def _count(self, item: Item, response: Response) -> None:
-        tally = self._tallies[item.tap]
-        if isinstance(item, Chunk):
-            tally.chunks += 1
-            tally.rows += len(item.token_ids) * len(item.block.sites)
-            tally.checksums += struct.pack("<I", response.captured.tensor.crc32c)
-        elif isinstance(item, Loss):
-            tally.dropped += item.rows
-        elif isinstance(item, End):
-            end = response.end_of_request
-            end.chunks, end.rows, end.dropped_rows = tally.chunks, tally.rows, tally.dropped
-            end.crc32c = google_crc32c.value(bytes(tally.checksums))
-            end.finish_reasons.extend(item.tap.finish_reasons)
+        self._tallies[item.tap].count(item, response)
+        if isinstance(item, End):
             del self._taps[item.tap], self._tallies[item.tap]
 
     def _allowed(self, payload: int) -> bool:
@@ -384,11 +369,3 @@ class Subscription:
             self.fail(error)
         else:
             fail(error)
-
-
-def _captured(chunk: Chunk) -> capture_pb2.Captured:
-    message = to_captured(
-        chunk.block, chunk.track.sample, chunk.token_ids, baseline=chunk.track.baseline
-    )
-    message.request_id = chunk.tap.request_id
-    return message

@@ -1,6 +1,6 @@
 """The open subscriptions: which requests they tap, and what becomes of one whose reader is gone.
 
-Invariant: an observer neither delays nor refuses a request that others run. Where its rows find no
+Invariant: an observer neither delays nor refuses a request that it watches. Where its rows find no
 room in the engine, they count as lost, or it fails, as its policy says.
 """
 
@@ -200,7 +200,7 @@ class Subscriptions:
             SubscriptionNotFound: there is none.
         """
         found = self._open.get(name)
-        if found is None:
+        if found is None or not found.taking:
             raise _not_found(name, path)
         return found
 

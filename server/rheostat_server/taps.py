@@ -19,6 +19,9 @@ from rheostat_server.errors import CaptureOverflow
 from rheostat_server.spans import length, subtracted, united
 from rheostat_server.tensors import FloatType
 
+_TIDY = 1024
+"""Pieces that are remembered at least before those that have left are forgotten."""
+
 
 class Track(NamedTuple):
     """One of a request's sequences of tokens."""
@@ -79,6 +82,7 @@ class Reservoir:
         self.meter = Meter()
         self._on_full = on_full
         self._pieces: deque[tuple[Piece, Tap, _Lane]] = deque()
+        self._tidy_at = _TIDY
         self._taps: dict[Tap, None] = {}
 
     @property
@@ -111,9 +115,10 @@ class Reservoir:
     def admit(self, tap: "Tap", lane: "_Lane", pieces: Sequence[Piece]) -> None:
         """Lets rows wait, which count already, or loses them or older ones."""
         if tap.policy == capture_pb2.OVERLOAD_DROP_OLDEST:
-            while self._pieces and not len(self._pieces[0][0]):
-                self._pieces.popleft()
             self._pieces.extend((piece, tap, lane) for piece in pieces)
+            if len(self._pieces) > self._tidy_at:
+                self._pieces = deque(one for one in self._pieces if len(one[0]))
+                self._tidy_at = max(_TIDY, 2 * len(self._pieces))
             while self.used > self.limit and self._pieces:
                 self._lose(*self._pieces.popleft())
         elif self.used > self.limit:
@@ -128,21 +133,10 @@ class Reservoir:
             if tap.policy == capture_pb2.OVERLOAD_FAIL:
                 self._on_full(tap, error)
 
-    def refuse(self, tap: "Tap") -> None:
-        """The engine has no room for a tap's rows, none of which may be lost."""
-        self._on_full(
-            tap,
-            CaptureOverflow(
-                "the engine has no room for what is captured of a request. Capture fewer sites or "
-                "tokens, raise the server's --capture-mib, or choose an overload policy that may "
-                "lose rows"
-            ),
-        )
-
     def _lose(self, piece: Piece, tap: "Tap", lane: "_Lane") -> None:
         if len(piece):
+            lane.lose_from(int(piece.positions[0]))
             piece.give_up()
-            lane.lossy = True
             self.touch(tap)
 
 
@@ -153,11 +147,17 @@ class _Lane:
     stream: CaptureStream
     tokens: list[int] = field(default_factory=list)
     """Generated so far."""
+    closed_at: int = 0
+    """Tokens when the tap was closed, from which on nothing leaves any more."""
     released: Released | None = None
-    lossy: bool = False
-    """Whether a row may be missing."""
+    lossy: int | None = None
+    """First position from which rows may be missing that were not reported; None: none is."""
     reported: dict[int, Spans] = field(default_factory=dict)
     """Lost positions of each capture that were reported."""
+
+    def lose_from(self, position: int) -> None:
+        """Rows from a position on may be missing."""
+        self.lossy = position if self.lossy is None else min(self.lossy, position)
 
 
 class Tap:
@@ -197,36 +197,46 @@ class Tap:
 
     def extend(self, track: Track, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated; rows before them may leave."""
-        if not self.closed and token_ids:
+        if token_ids:
             self._lane(track).tokens += token_ids
-            self._reservoir.touch(self)
+            if not self.closed:
+                self._reservoir.touch(self)
 
     def feed(self, track: Track, rows: Rows) -> None:
         """Takes rows of one site, or loses them."""
         if self.closed:
             return
         lane = self._lane(track)
-        self._reservoir.admit(self, lane, lane.stream.feed(rows))
+        pieces = lane.stream.feed(rows)
+        self._reservoir.admit(self, lane, pieces)
+        if any(
+            len(piece) and piece.positions[0] < self._row_end(len(lane.tokens)) for piece in pieces
+        ):
+            self._reservoir.touch(self)
 
     def release(self, track: Track, released: Released) -> None:
         """Takes what the engine says of a track that has ended."""
+        lane = self._lane(track)
+        lane.released = released
+        if released.lost_rows:
+            lane.lose_from(0)
         if not self.closed:
-            lane = self._lane(track)
-            lane.released = released
-            lane.lossy |= released.lost_rows > 0
             self._reservoir.touch(self)
 
     def refuse(self, numbers: Collection[int]) -> None:
-        """Nothing of these captures will come, since the engine has no room: all of it is lost."""
+        """Nothing of these captures comes, since the engine has no room: all of it is lost.
+
+        To be said before anything comes.
+        """
         self._refused = frozenset(numbers)
-        if self.policy == capture_pb2.OVERLOAD_FAIL:
-            self._reservoir.refuse(self)
 
     def close(self, reasons: Sequence[types_pb2.FinishReason.ValueType] = ()) -> None:
         """Nothing more enters; what waits leaves, then the end."""
         if not self.closed:
             self.closed = True
             self.finish_reasons = reasons
+            for lane in self._lanes.values():
+                lane.closed_at = len(lane.tokens)
             self._reservoir.touch(self)
 
     def discard(self) -> None:
@@ -243,8 +253,9 @@ class Tap:
             kept = lost = 0
             for track, lane in self._lanes.items():
                 if not track.baseline:
-                    selected = self._selected(lane, capture, self._computed(lane, number))
-                    gone = length(lane.stream.lost(number, selected))
+                    end = self._computed(lane, number, len(lane.tokens))
+                    selected = self._selected(lane, capture, end)
+                    gone = length(self._missing(lane, number, selected))
                     kept, lost = kept + length(selected) - gone, lost + gone
             found[number] = (kept, lost)
         return found
@@ -253,47 +264,59 @@ class Tap:
         """What can leave."""
         last = self.closed  # it may be closed while what leaves is pulled; then more is pulled
         for track, lane in list(self._lanes.items()):
-            for block in lane.stream.ready(lane.tokens, self._row_end(lane), last=last):
+            count = lane.closed_at if last else len(lane.tokens)
+            for block in lane.stream.ready(lane.tokens, self._row_end(count), last=last):
                 at = block.positions.tolist()
                 yield Chunk(self, track, block, self._token_ids(lane, at))
-            if lane.lossy or last:
-                yield from self._losses(track, lane)
+            if lane.lossy is not None or last or self._refused:
+                yield from self._losses(track, lane, 0 if last else lane.lossy or 0, count)
         if last and not self._ended:
             self._ended = True
+            for lane in self._lanes.values():
+                lane.stream.discard()  # rows of steps that ran on after the last token
             yield End(self)
 
     def _lane(self, track: Track) -> _Lane:
         lane = self._lanes.get(track)
         if lane is None:
-            stream = CaptureStream(
-                self.captures, self._held, len(self._prompt), self._reservoir.meter
-            )
+            wanted = {n: one for n, one in self.captures.items() if n not in self._refused}
+            stream = CaptureStream(wanted, self._held, len(self._prompt), self._reservoir.meter)
             lane = self._lanes[track] = _Lane(stream)
         return lane
 
-    def _losses(self, track: Track, lane: _Lane) -> Iterator[Loss]:
+    def _losses(self, track: Track, lane: _Lane, start: int, tokens: int) -> Iterator[Loss]:
+        """What was lost from a position on, as far as so many tokens let that be known."""
+        known = None
         for number, capture in self.captures.items():
-            selected = self._selected(lane, capture, self._computed(lane, number))
+            end = self._computed(lane, number, tokens)
+            known = end if known is None else min(known, end)
+            selected = self._selected(lane, capture, end, start)
             reported = lane.reported.get(number, ())
-            lost = subtracted(lane.stream.lost(number, selected), reported)
+            lost = subtracted(self._missing(lane, number, selected), reported)
             if lost:
                 lane.reported[number] = united((*reported, *lost))
                 yield Loss(self, track, number, lost, length(lost) * len(capture.sites))
 
-    def _selected(self, lane: _Lane, capture: ResolvedCapture, end: int) -> Spans:
-        return capture.selection.held(len(self._prompt), lane.tokens, 0, end)
+        if lane.lossy is not None and known is not None:
+            lane.lossy = max(lane.lossy, known)
 
-    def _row_end(self, lane: _Lane) -> int:
-        """One past the last position whose row is known to be one."""
-        return max(0, len(self._prompt) + len(lane.tokens) - 1)
+    def _missing(self, lane: _Lane, number: int, selected: Spans) -> Spans:
+        return selected if number in self._refused else lane.stream.lost(number, selected)
 
-    def _computed(self, lane: _Lane, number: int) -> int:
-        """One past the last position whose row has come, or has been lost."""
+    def _selected(self, lane: _Lane, capture: ResolvedCapture, end: int, start: int = 0) -> Spans:
+        return capture.selection.held(len(self._prompt), lane.tokens, start, end)
+
+    def _row_end(self, tokens: int) -> int:
+        """One past the last position that is known to have a row after so many tokens."""
+        return max(0, len(self._prompt) + tokens - 1)
+
+    def _computed(self, lane: _Lane, number: int, tokens: int) -> int:
+        """One past the last position whose row has come by then, or has been lost."""
         if number in self._refused:
-            return self._row_end(lane)
+            return self._row_end(tokens)
         if lane.released is not None:
-            return min(self._row_end(lane), lane.released.computed[1])
-        return min(self._row_end(lane), lane.stream.frontier(number))
+            return min(self._row_end(tokens), lane.released.computed[1])
+        return min(self._row_end(tokens), lane.stream.frontier(number))
 
     def _token_ids(self, lane: _Lane, positions: Sequence[int]) -> list[int]:
         prompt, count = self._prompt, len(self._prompt)

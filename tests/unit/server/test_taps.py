@@ -1,0 +1,148 @@
+"""Rows on their way to a reader: what waits is bounded, what is lost is told, nothing is kept."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from rheostat._proto.v1 import capture_pb2
+from rheostat_engine import Point, Released, Rows, Site
+from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.errors import CaptureOverflow
+from rheostat_server.selection import EVERYTHING
+from rheostat_server.taps import Chunk, End, Loss, Reservoir, Tap, Track
+from rheostat_server.tensors import FloatType
+
+SITE = Site(Point.RESID_POST, 0)
+CAPTURE = ResolvedCapture((SITE,), EVERYTHING, FloatType.FLOAT32)
+TRACK = Track(0, False)
+WIDTH = 1024
+ROW = 4 * WIDTH
+FAIL, NEWEST, OLDEST = (
+    capture_pb2.OVERLOAD_FAIL,
+    capture_pb2.OVERLOAD_DROP_NEWEST,
+    capture_pb2.OVERLOAD_DROP_OLDEST,
+)
+
+
+def rows(start: int, end: int) -> Rows:
+    positions = np.arange(start, end, dtype=np.int32)
+    return Rows("r", SITE.index, positions, np.ones((end - start, WIDTH), np.float32))
+
+
+def unexpected(tap: Tap, error: CaptureOverflow) -> None:
+    raise AssertionError(error)
+
+
+def room(limit: int = 1 << 30) -> Reservoir:
+    return Reservoir(limit, unexpected)
+
+
+def tap_of(reservoir: Reservoir, policy: int, prompt: int = 3, captures: int = 1) -> Tap:
+    wanted = dict.fromkeys(range(captures), CAPTURE)
+    return Tap("r", [1] * prompt, wanted, FloatType.FLOAT32, policy, reservoir)
+
+
+def positions(items) -> tuple[list[int], list[int]]:
+    """Of the first capture: those that were handed over, and those that are lost."""
+    given: list[int] = []
+    lost: list[int] = []
+    for item in items:
+        if isinstance(item, Chunk) and item.block.spec == 0:
+            given += item.block.positions.tolist()
+        elif isinstance(item, Loss) and item.spec == 0:
+            lost += [p for start, end in item.positions for p in range(start, end)]
+    return given, lost
+
+
+def test_rows_of_steps_that_ran_on_are_not_kept() -> None:
+    reservoir = room()
+    tap = tap_of(reservoir, FAIL)
+    tap.feed(TRACK, rows(0, 3))
+    tap.extend(TRACK, [7])
+    tap.feed(TRACK, rows(3, 4))
+    tap.close()
+    *_, last = reservoir.pull()
+    assert isinstance(last, End)
+    assert (reservoir.meter.bytes, reservoir.meter.rows) == (0, 0)
+
+
+def test_prompt_rows_leave_before_there_is_a_token() -> None:
+    reservoir = room()
+    tap_of(reservoir, FAIL, prompt=100).feed(TRACK, rows(0, 50))
+    assert reservoir.news.is_set()
+    assert positions(reservoir.pull()) == (list(range(50)), [])
+
+
+@pytest.mark.parametrize("policy", [NEWEST, OLDEST])
+def test_lost_rows_take_no_memory_while_a_reader_stands_still(policy: int) -> None:
+    tap = tap_of(room(1 << 20), policy)
+    tracemalloc.start()
+    for position in range(5000):
+        tap.feed(TRACK, rows(position, position + 1))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 4 << 20
+
+
+def test_rows_that_have_left_are_forgotten_while_another_request_stands_still() -> None:
+    reservoir = room(1 << 20)
+    tap_of(reservoir, OLDEST).feed(TRACK, rows(0, 3))
+    other = tap_of(reservoir, OLDEST)
+    tracemalloc.start()
+    for position in range(3000):
+        other.extend(TRACK, [5])
+        other.feed(TRACK, rows(position, position + 1))
+        for _ in reservoir.pull():
+            pass
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2 << 20
+
+
+def test_a_row_is_either_handed_over_or_lost() -> None:
+    reservoir = room(3 * ROW)
+    tap = tap_of(reservoir, NEWEST, captures=2)
+    tap.refuse({0})
+    items = []
+    tap.feed(TRACK, rows(0, 3))
+    for position in (3, 4):
+        tap.extend(TRACK, [7])
+        items += reservoir.pull()
+        tap.feed(TRACK, rows(position, position + 1))
+    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
+    tap.close()
+    items += reservoir.pull()
+    given, lost = positions(items)
+    assert (given, sorted(lost)) == ([], [0, 1, 2, 3])
+    assert tap.counts() == {0: (0, 4), 1: (4, 0)}
+
+
+def test_what_comes_after_a_reader_has_gone_counts_as_lost() -> None:
+    tap = tap_of(room(), FAIL)
+    tap.feed(TRACK, rows(0, 3))
+    tap.extend(TRACK, [7])
+    tap.discard()
+    for position in range(3, 8):
+        tap.feed(TRACK, rows(position, position + 1))
+        tap.extend(TRACK, [7])
+    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
+    assert tap.counts() == {0: (0, 8)}
+
+
+def test_losses_are_told_once_in_their_place() -> None:
+    reservoir = room(2 * ROW)
+    tap = tap_of(reservoir, NEWEST, prompt=1)
+    items = []
+    for position in range(12):
+        tap.feed(TRACK, rows(position, position + 1))
+        tap.extend(TRACK, [7])
+        if position % 5 == 4:
+            items += reservoir.pull()
+    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 12)))
+    tap.close()
+    items += reservoir.pull()
+    given, lost = positions(items)
+    assert sorted(given + lost) == list(range(12))
+    assert lost == sorted(lost)
+    assert lost
