@@ -302,7 +302,7 @@ class Subscription:
                 return None
             self._spend(sent.payload)
             return sent
-        if self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
+        if not self._closing and self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
             return None
         if self._head is None:
             self._head = self._next_item()

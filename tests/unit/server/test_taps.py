@@ -1,5 +1,6 @@
 """Rows on their way to a reader: what waits is bounded, what is lost is told, nothing is kept."""
 
+import asyncio
 import tracemalloc
 
 import numpy as np
@@ -10,6 +11,7 @@ from rheostat_engine import Point, Released, Rows, Site
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.selection import EVERYTHING
+from rheostat_server.subscription import Subscription
 from rheostat_server.taps import Chunk, End, Loss, Reservoir, Tap, Track
 from rheostat_server.tensors import FloatType
 
@@ -146,3 +148,20 @@ def test_losses_are_told_once_in_their_place() -> None:
     assert sorted(given + lost) == list(range(12))
     assert lost == sorted(lost)
     assert lost
+
+
+async def test_a_closed_subscription_is_sent_to_its_end_though_nothing_is_acknowledged() -> None:
+    subscription = Subscription(
+        "s", None, (), FAIL, buffer_bytes=1 << 10, heartbeat=9.0, on_failed=lambda _: None
+    )
+    for number in range(1500):
+        tap = subscription.tap(f"r{number}", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
+        tap.close()
+    call = object()
+    messages = subscription.messages(call, 0)
+    assert (await anext(messages)).HasField("opened")
+    subscription.close()
+    async with asyncio.timeout(10):
+        ends = [message.end_of_request.request_id async for message in messages]
+    assert ends == [f"r{number}" for number in range(1500)]
+    assert subscription.ended
