@@ -151,7 +151,6 @@ async def open_writer(
     captures: Mapping[int, ResolvedCapture],
     *,
     model: str,
-    width: int,
     held: FloatType,
     limit: int,
     fail: Callable[[RheostatError], None],
@@ -164,7 +163,6 @@ async def open_writer(
         target: where the rows go.
         captures: by index in the request.
         model: the model's name.
-        width: W.
         held: element type in which rows come.
         limit: bytes that may wait.
         fail: ends the request.
@@ -180,7 +178,7 @@ async def open_writer(
                 index,
                 one.sites,
                 one.kind,
-                width,
+                one.numbers,
                 encoding_of(one.form.encoding, ""),
                 one.form.kept or None,
                 one.form.seed,
