@@ -9,6 +9,7 @@ Encoding takes no more memory of the device at once than it was given.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +22,9 @@ from rheostat_engine.core.ring import Fence
 from rheostat_engine.events import Head, RowsHead
 
 _LOG = logging.getLogger(__name__)
+
+_QUIET = 60.0
+"""Seconds between two words in the log about rows that do not leave as they should."""
 
 
 class Group(NamedTuple):
@@ -83,6 +87,7 @@ class Outlet:
         self._queue: queue.SimpleQueue[Frame | _Leaving | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._held = 0
+        self._quiet_until: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="rheostat-outlet", daemon=True)
         self._thread.start()
 
@@ -169,12 +174,12 @@ class Outlet:
             except Exception:  # the device has no room, most likely; rows as they are need none
                 if all(group.form is None for group in leaving.groups):
                     raise
-                _LOG.exception("captured rows could not be encoded and leave as they are")
+                self._complain("captured rows could not be encoded and leave as they are")
                 self.plain_rows += sum(group.rows for group in leaving.groups if group.form)
                 head = head.as_they_are
                 host = self._pack(leaving.rows, [Group(None, len(leaving.rows))])
         except Exception:  # whatever it is, their requests hear of it and the engine lives
-            _LOG.exception("captured rows could not leave the device and are lost")
+            self._complain("captured rows could not leave the device and are lost")
             self.lost_rows += len(leaving.rows)
             return Frame(gone)
         finally:
@@ -184,6 +189,12 @@ class Outlet:
             leaving.handled.set()
         self.left_bytes += host.nbytes
         return Frame(head, host, leaving.left, otherwise=(gone,))
+
+    def _complain(self, what: str) -> None:
+        """Logs the exception at hand; a device that stays full would fill the log."""
+        if time.monotonic() >= self._quiet_until.get(what, 0.0):
+            self._quiet_until[what] = time.monotonic() + _QUIET
+            _LOG.exception("%s; so may be others within %.0f s", what, _QUIET)
 
     def _pack(self, rows: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         return packed(rows, groups, scratch=self.scratch, pinned=self._stream is not None)
