@@ -144,6 +144,21 @@ async def _on_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
     return await asyncio.get_running_loop().run_in_executor(_POOL, call)
 
 
+def _about(index: int, capture: ResolvedCapture) -> CaptureAbout:
+    projection = capture.projection
+    return CaptureAbout(
+        index,
+        capture.sites,
+        capture.kind,
+        capture.numbers,
+        encoding_of(capture.form.encoding, ""),
+        capture.form.kept or None,
+        capture.form.seed,
+        () if projection is None else tuple(one.digest.hex() for one in projection.vectors),
+        {} if projection is None else projection.rows,
+    )
+
+
 async def open_writer(
     sinks: Sinks,
     admitted: Admitted,
@@ -173,18 +188,7 @@ async def open_writer(
     about = RequestAbout(
         request_id=admitted.request_id,
         target=target,
-        captures=tuple(
-            CaptureAbout(
-                index,
-                one.sites,
-                one.kind,
-                one.numbers,
-                encoding_of(one.form.encoding, ""),
-                one.form.kept or None,
-                one.form.seed,
-            )
-            for index, one in captures.items()
-        ),
+        captures=tuple(_about(index, one) for index, one in captures.items()),
         model=model,
         prompt_token_ids=admitted.prompt.token_ids,
         labels=admitted.labels,

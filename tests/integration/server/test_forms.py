@@ -1,5 +1,6 @@
 """Rows leave the real engine in the form that their readers want, and fewer bytes leave it."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -196,7 +197,11 @@ def test_a_sink_keeps_projections(
     to = rheostat.Sink("disk", tag="probe")
     capture = rheostat.Capture("resid_post", 3, "prompt", to, projection=directions)
     sinking.generate(PROMPT, capture=capture, max_tokens=1)
-    (batch,) = captures.open_captures(tight.log.parent / "rows", tag="probe").rows("resid_post", 3)
+    root = tight.log.parent / "rows"
+    (batch,) = captures.open_captures(root, tag="probe").rows("resid_post", 3)
+    (manifest,) = (json.loads(one.read_text()) for one in root.rglob("manifest.json"))
+    digests = [rheostat.inline(one).digest for one in directions]
+    assert manifest["projections"] == {"0": {"digests": digests, "rows": {"3": [0, 0, 0]}}}
     rows = reference.run(PROMPT).streams[Site(Point.RESID_POST, 3).index]
     size = np.linalg.norm(rows, axis=1, keepdims=True) * np.linalg.norm(directions, axis=1).max()
     assert batch.values.shape == (len(PROMPT), 3)
