@@ -24,6 +24,7 @@ from rheostat_engine.plan import (
     TokenSet,
 )
 from rheostat_engine.points import Point, Site, site_count
+from rheostat_engine.row_forms import Coding, Directions, RowForm
 from rheostat_engine.settings import EngineSettings, engine_kwargs
 
 __all__ = [
@@ -38,7 +39,9 @@ __all__ = [
     "Capacity",
     "CapacityLedger",
     "Capture",
+    "Coding",
     "Condition",
+    "Directions",
     "Dose",
     "EngineSettings",
     "Event",
@@ -48,6 +51,7 @@ __all__ = [
     "Plan",
     "Point",
     "Released",
+    "RowForm",
     "Rows",
     "Shortage",
     "Site",

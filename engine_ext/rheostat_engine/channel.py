@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -24,6 +25,7 @@ from rheostat_engine.events import (
     Rows,
     RowsHead,
     decode_head,
+    lost_rows,
     split_rows,
 )
 from rheostat_engine.settings import EngineSettings
@@ -47,6 +49,8 @@ class EventMerger:
         self._installed: dict[str, list[str]] = {}
         self._early: dict[str, list[Rows]] = {}
         self._released: dict[str, list[ReleasedHead]] = {}
+        self._lost: dict[tuple[int, int], Counter[int]] = {}
+        """Rows by site that were sent and lost on the way, by worker and its number."""
 
     def feed(self, head: bytes, payload: bytes) -> list[Event]:
         """The events that one frame completes.
@@ -56,6 +60,8 @@ class EventMerger:
         """
         decoded = decode_head(head)
         if isinstance(decoded, RowsHead):
+            if decoded.lost:
+                return self._lose(decoded)
             return self._pass_on(split_rows(decoded, payload, self._names[decoded.rank]))
         if isinstance(decoded, InstalledHead):
             return self._install(decoded)
@@ -70,6 +76,11 @@ class EventMerger:
                 ready.append(one)
         return ready
 
+    def _lose(self, head: RowsHead) -> list[Event]:
+        for number, rows in lost_rows(head).items():
+            self._lost.setdefault((head.rank, number), Counter()).update(rows)
+        return []
+
     def _install(self, head: InstalledHead) -> list[Event]:
         self._names.setdefault(head.rank, {})[head.number] = head.request_id
         errors = self._installed.setdefault(head.request_id, [])
@@ -82,6 +93,7 @@ class EventMerger:
 
     def _release(self, head: ReleasedHead) -> list[Event]:
         del self._names[head.rank][head.number]
+        head = _corrected(head, self._lost.pop((head.rank, head.number), Counter()))
         heads = self._released.setdefault(head.request_id, [])
         heads.append(head)
         if len(heads) < self._ranks:
@@ -103,6 +115,18 @@ class EventMerger:
                 recomputed=first.recomputed,
             )
         ]
+
+
+def _corrected(head: ReleasedHead, lost: Counter[int]) -> ReleasedHead:
+    """A worker's word on a request of which rows were lost after it had counted them."""
+    if not lost:
+        return head
+    left = {site: count - lost[site] for site, count in head.captured.items()}
+    return msgspec.structs.replace(
+        head,
+        captured={site: count for site, count in left.items() if count > 0},
+        lost_rows=head.lost_rows + lost.total(),
+    )
 
 
 class WorkerChannel:

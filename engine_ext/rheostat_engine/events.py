@@ -4,6 +4,7 @@ Invariant: per request the order is Installed, Rows..., Released, and nothing fo
 frame is a msgpack head and a payload of raw rows; nothing in it is executed or unpickled.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from rheostat_engine.row_forms import RAW_KEY
 
 RowArray = npt.NDArray[np.generic]
 """Rows as they leave the worker: float32, float16, or uint16 that holds bfloat16's bits."""
@@ -37,7 +40,9 @@ class Rows:
     positions: npt.NDArray[np.int32]
     """Absolute positions, [n], ascending."""
     data: RowArray
-    """The rows, [n, width]."""
+    """The rows, [n, width]; in a form their bytes, uint8 [n, bytes of a row]."""
+    form: bytes = RAW_KEY
+    """Key of the form in which they left the device."""
 
 
 class Dose(NamedTuple):
@@ -94,15 +99,16 @@ class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):
 class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
     """Head of a step's rows.
 
-    The payload holds blocks one after the other; a block is consecutive positions of one request,
-    site by site. The arrays have one entry per block and are little-endian int64.
+    The payload holds blocks one after the other, those of one form together; a block is consecutive
+    positions of one request, site by site. The arrays have one entry per block and are
+    little-endian int64.
     """
 
     rank: int
     dtype: str
     width: int
     classes: list[list[int]]
-    """The different sets of sites in this step."""
+    """The different sets of sites in this step, each in one form."""
     number: bytes
     """Whose rows."""
     which: bytes
@@ -111,6 +117,22 @@ class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
     """First position."""
     count: bytes
     """Positions."""
+    forms: list[tuple[bytes, int]] = []
+    """Key and bytes of a row of each form in this step; none: all rows are as they are."""
+    form_of: list[int] = []
+    """The form of each of `classes`."""
+    lost: bool = False
+    """Whether the rows could not be brought here; there is no payload then."""
+
+    @property
+    def as_they_are(self) -> "RowsHead":
+        """The same of rows that have no form."""
+        return msgspec.structs.replace(self, forms=[], form_of=[])
+
+    @property
+    def without_rows(self) -> "RowsHead":
+        """What is said where the rows are lost."""
+        return msgspec.structs.replace(self, lost=True)
 
 
 class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
@@ -146,6 +168,41 @@ def decode_head(data: bytes) -> Head:
     return _DECODER.decode(data)
 
 
+class _RowsOf(NamedTuple):
+    """A block's labels."""
+
+    number: int
+    sites: list[int]
+    start: int
+    positions: int
+    key: bytes
+    row_bytes: int
+
+
+def _blocks(head: RowsHead) -> list[_RowsOf]:
+    """The blocks of a frame, in their order."""
+    arrays = (head.number, head.which, head.start, head.count)
+    columns = [np.frombuffer(data, "<i8").tolist() for data in arrays]
+    raw = (RAW_KEY, head.width * np.dtype(_WIRE_DTYPES[head.dtype]).itemsize)
+    kinds = [head.forms[form] for form in head.form_of] if head.forms else [raw] * len(head.classes)
+    return [
+        _RowsOf(number, head.classes[which], start, count, *kinds[which])
+        for number, which, start, count in zip(*columns, strict=True)
+    ]
+
+
+def lost_rows(head: RowsHead) -> dict[int, Counter[int]]:
+    """What a frame says is lost: rows by site index, by the worker's number.
+
+    Raises:
+        LookupError, ValueError: it is malformed.
+    """
+    lost: dict[int, Counter[int]] = {}
+    for block in _blocks(head):
+        lost.setdefault(block.number, Counter()).update(dict.fromkeys(block.sites, block.positions))
+    return lost
+
+
 def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list[Rows]:
     """The rows of a frame, one event per block and site.
 
@@ -160,23 +217,21 @@ def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list
     Raises:
         LookupError, OverflowError, ValueError: head and payload don't fit.
     """
-    rows = np.frombuffer(payload, dtype=_WIRE_DTYPES[head.dtype]).reshape(-1, head.width)
-    blocks = [
-        np.frombuffer(data, "<i8").tolist()
-        for data in (head.number, head.which, head.start, head.count)
-    ]
-    labelled = sum(
-        count * len(head.classes[which]) for _, which, _, count in zip(*blocks, strict=True)
-    )
-    if labelled != len(rows):
-        raise ValueError(f"a frame of {len(rows)} rows labels {labelled}")
-    shared = len(set(blocks[0])) > 1
+    blocks = _blocks(head)
+    labelled = sum(block.positions * len(block.sites) * block.row_bytes for block in blocks)
+    if labelled != len(payload) or any(block.row_bytes < 1 for block in blocks):
+        raise ValueError(f"a frame of {len(payload)} bytes labels {labelled}")
+    shared = len({block.number for block in blocks}) > 1
     events = []
     at = 0
-    for number, which, start, count in zip(*blocks, strict=True):
-        positions = np.arange(start, start + count, dtype=np.int32)
-        for site in head.classes[which]:
-            data = rows[at : at + count]
-            events.append(Rows(names[number], site, positions, data.copy() if shared else data))
-            at += count
+    for block in blocks:
+        kind = np.dtype(np.uint8 if block.key else _WIRE_DTYPES[head.dtype])
+        per_site = block.positions * block.row_bytes
+        rows = np.frombuffer(payload, kind, per_site * len(block.sites) // kind.itemsize, at)
+        rows = rows.reshape(len(block.sites), block.positions, -1)
+        at += rows.nbytes
+        positions = np.arange(block.start, block.start + block.positions, dtype=np.int32)
+        name = names[block.number]
+        for site, data in zip(block.sites, rows, strict=True):
+            events.append(Rows(name, site, positions, data.copy() if shared else data, block.key))
     return events

@@ -15,6 +15,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from rheostat_engine.row_forms import ITEM_BYTES, Coding, Directions, RowForm
+
 OPEN_END = 2**31 - 1
 """End of a span that has none."""
 
@@ -107,6 +109,9 @@ class Capture:
     """Site indices, ascending."""
     spans: Spans
     """Positions that are captured."""
+    form: RowForm | None = None
+    """In which the rows may leave the device, where all who read them want no more; None: as they
+    are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class Plan:
                 wire["sets"] = [list(tokens) for tokens in sets]
         if self.captures:
             wire["capture"] = [[list(c.sites), _plain(c.spans)] for c in self.captures]
+            wire |= _forms_to_wire(self.captures)
         if self.epoch:
             wire["epoch"] = self.epoch
         if self.private_from is not None:
@@ -198,7 +204,10 @@ class Plan:
                 )
                 for one in plain.acts
             ),
-            captures=tuple(Capture(*one) for one in plain.capture),
+            captures=tuple(
+                Capture(sites, spans, form)
+                for (sites, spans), form in zip(plain.capture, _forms(plain), strict=True)
+            ),
             epoch=plain.epoch,
             private_from=plain.private_from,
         )
@@ -226,6 +235,15 @@ class _WireAct(msgspec.Struct):
     conditions: tuple[tuple[Spans, _Number, bool], ...] = ()
 
 
+class _WireForm(msgspec.Struct):
+    coding: Coding
+    dtype: str = ""
+    kept: _Number = 0
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    vectors: tuple[_Number, ...] = ()
+    rows: tuple[_Number, ...] = ()
+
+
 class _Named(msgspec.Struct):
     id: str
 
@@ -234,6 +252,9 @@ class _Wire(_Named):
     acts: tuple[_WireAct, ...] = ()
     sets: tuple[tuple[_Number, ...], ...] = ()
     capture: list[tuple[tuple[_Number, ...], Spans]] = []
+    form_of: tuple[_Number | None, ...] = ()
+    forms: tuple[_WireForm, ...] = ()
+    digests: tuple[_Digest, ...] = ()
     epoch: _Number = 0
     private_from: _Number | None = None
 
@@ -257,6 +278,49 @@ def _act_to_wire(act: Act, sets: Mapping[TokenSet, int]) -> dict[str, object]:
             [_plain(one.spans), sets[one.tokens], one.among] for one in act.conditions
         ]
     return wire
+
+
+def _forms_to_wire(captures: Sequence[Capture]) -> dict[str, object]:
+    """The forms of captures, by number, and the digests that these name by number."""
+    forms = list(dict.fromkeys(c.form for c in captures if c.form is not None))
+    if not forms:
+        return {}
+    numbers = {form: number for number, form in enumerate(forms)}
+    digests: dict[bytes, int] = {}
+    wires = []
+    for form in forms:
+        wire: dict[str, object] = {"coding": int(form.coding), "dtype": form.dtype}
+        wire |= {"kept": form.kept, "seed": form.seed}
+        if form.directions is not None:
+            vectors, rows = form.directions.vectors, form.directions.rows
+            wire["vectors"] = [digests.setdefault(digest, len(digests)) for digest in vectors]
+            wire["rows"] = list(rows)
+        wires.append(wire)
+    form_of = [None if c.form is None else numbers[c.form] for c in captures]
+    return {"form_of": form_of, "forms": wires, "digests": list(digests)}
+
+
+def _forms(plain: "_Wire") -> Sequence[RowForm | None]:
+    """The form of each capture."""
+    if not plain.form_of:
+        return [None] * len(plain.capture)
+    forms = [_form(one, plain.digests) for one in plain.forms]
+    if len(plain.form_of) != len(plain.capture) or any(
+        number is not None and number >= len(forms) for number in plain.form_of
+    ):
+        raise ValueError("this is no plan: captures and forms don't fit")
+    return [None if number is None else forms[number] for number in plain.form_of]
+
+
+def _form(one: "_WireForm", digests: Sequence[bytes]) -> RowForm:
+    if (one.coding is Coding.CAST) != (one.dtype in ITEM_BYTES) or one.seed >= 1 << 64:
+        raise ValueError(f"this is no plan: {one.coding.name}: its type or seed is none")
+    if len(one.vectors) != len(one.rows) or any(i >= len(digests) for i in one.vectors):
+        raise ValueError(f"this is no plan: {one.coding.name}: directions and vectors don't fit")
+    directions = None
+    if one.vectors:
+        directions = Directions(tuple(digests[i] for i in one.vectors), one.rows)
+    return RowForm(one.coding, one.dtype, one.kept, one.seed, directions)
 
 
 def _plain(spans: Spans) -> list[list[int]]:

@@ -24,6 +24,9 @@ class EngineSettings:
     """Device memory for rows that are added; a quarter of it holds the other ops' directions."""
     capture_bytes: int = 512 * _MIB
     """Device memory for the ring that captured rows pass through."""
+    encode_bytes: int = 128 * _MIB
+    """Device memory for the forms in which captured rows leave: three quarters at most hold what
+    rows are multiplied with, a quarter the work on them. Taken as it is needed."""
     slots: int = 4096
     """How many distinct configurations may be in use at once."""
     steps: int = 65536

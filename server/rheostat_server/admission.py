@@ -12,7 +12,14 @@ from rheostat._proto.v1 import generation_service_pb2, receipt_pb2, steering_pb2
 from rheostat_engine import Capture, ModelSites, Plan
 from rheostat_server import checks, directions
 from rheostat_server.baseline import Baseline, compared_logprobs
-from rheostat_server.capture_specs import ResolvedCapture, Target, resolve_captures
+from rheostat_server.capture_specs import (
+    ResolvedCapture,
+    Target,
+    direction_vectors,
+    find_all_directions,
+    project_all,
+    resolve_captures,
+)
 from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, Resource
 from rheostat_server.global_steering import GlobalSteering
 from rheostat_server.limits import LABELS
@@ -141,9 +148,12 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     own = await resolve_steering(request.steering, desk, context, receipt_pb2.ORIGIN_REQUEST)
     size = sum(spec.ByteSize() for spec in request.captures)
     size += selector_work([spec.where for spec in request.captures], context)
-    captures = await offload(
+    drafted = await offload(
         size, resolve_captures, request.captures, desk.sites, context, desk.sinks
     )
+    directions_of = find_all_directions(drafted, desk.store, desk.sites)
+    size = sum(one.projecting for one in drafted)
+    captures = await offload(size, project_all, drafted, directions_of, desk.sites)
     request_id = request_id or uuid.uuid4().hex
     wishes = merged(
         [*_directed(captures, desk), *await _observers(request, request_id, desk, context)]
@@ -176,7 +186,7 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
         ),
         unobserved=compiled.plan.captures,
         lora=request.lora,
-        vectors=compiled.vectors,
+        vectors=_all_vectors(compiled.vectors, captures, wishes),
         server_wide=desk.server_wide,
         return_prompt_token_ids=request.return_prompt_token_ids,
         waits=waits,
@@ -244,8 +254,19 @@ async def _observers(
         return []
     specs = desk.subscriptions.selecting(request_id, request.labels)
     size = sum(spec.ByteSize() for one in specs for spec in one.specs)
+    size += sum(one.projecting for one in specs)
     size += selector_work([spec.where for one in specs for spec in one.specs], context)
     return await offload(size, desk.subscriptions.wishes, specs, context)
+
+
+def _all_vectors(
+    steering: Sequence[Vector], captures: Sequence[ResolvedCapture], wishes: Sequence[Wish]
+) -> tuple[Vector, ...]:
+    """What the workers need: vectors of steering, and what rows are projected on; each once."""
+    found = {vector.digest: vector for vector in steering} | direction_vectors(captures)
+    for wish in wishes:
+        found |= direction_vectors([*wish.captures.values()])
+    return tuple(found.values())
 
 
 def _looks_for_text(request: GenerateRequest) -> bool:

@@ -1,17 +1,30 @@
-"""CaptureSpecs resolved: which rows, under which names, in which dtype."""
+"""CaptureSpecs resolved: which rows, under which names, in which form.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+In three stages, as with steering: `resolve_captures` checks all that the request says by itself and
+may run on a thread; `find_all_directions` finds the vectors that rows are projected on, on the
+event loop; `project_all` joins both and may run on a thread again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
-from rheostat_engine import Capture, ModelSites, Site, Spans
+from rheostat_engine import Capture, Coding, Directions, ModelSites, RowForm, Site, Spans
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.encodings import AS_THEY_ARE, Form
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
+from rheostat_server.ops import VectorDraft
+from rheostat_server.projections import (
+    Projection,
+    draft_directions,
+    find_directions,
+    project_on,
+    projection_work,
+)
 from rheostat_server.selection import (
     EVERYTHING,
     Selection,
@@ -23,6 +36,7 @@ from rheostat_server.sinks import Target as SinkTarget
 from rheostat_server.sites import resolve_sites
 from rheostat_server.spans import clipped, length, united
 from rheostat_server.tensors import FloatType, float_type
+from rheostat_server.vectors import Vector, VectorStore
 
 
 class Target(Enum):
@@ -53,16 +67,57 @@ class ResolvedCapture:
     """The sink that they go to."""
     overload: capture_pb2.Overload.ValueType = capture_pb2.OVERLOAD_FAIL
     """What happens when they come faster than they are taken; a subscription has its own."""
+    directions: tuple[VectorDraft, ...] = ()
+    """What rows are projected on, before it is looked up."""
+    projection: Projection | None = None
+    """What rows are projected on, once it is looked up."""
+    row_forms: Mapping[Site, RowForm] = field(default_factory=dict)
+    """The form in which rows of a site may leave the device; one that is missing: as they are."""
+    width: int = 0
+    """W."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a row before it is encoded."""
+        return len(self.directions) or self.width
+
+    @property
+    def projecting(self) -> int:
+        """Bytes that looking through its directions counts for; see `offload`."""
+        return projection_work(len(self.directions), len(self.sites))
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of a row once it is decoded."""
+        projected = self.form.encoding == tensor_pb2.ENCODING_RP8
+        return self.kind.itemsize * (self.form.kept if projected else self.numbers)
+
+    def projected(self, vectors: Sequence[Vector], model: ModelSites) -> "ResolvedCapture":
+        """The capture with the vectors of its directions.
+
+        Raises:
+            VectorShape: one does not fit its layers.
+        """
+        if not self.directions:
+            return self
+        layers = sorted({site.layer for site in self.sites})
+        found = replace(self, projection=project_on(vectors, self.directions, layers))
+        return replace(found, row_forms=_row_forms(found, model))
+
+    def forms_at(self, index: int) -> set[RowForm | None]:
+        """The forms in which rows of a site are wanted; several where its two names differ."""
+        return {self.row_forms.get(site) for site in self.sites if site.index == index}
 
     @property
     def indices(self) -> tuple[int, ...]:
         """The sites' indices, ascending, each once."""
         return tuple(sorted({site.index for site in self.sites}))
 
-    def payload_bytes(self, *, row_end: int, width: int) -> int:
+    def payload_bytes(self, *, row_end: int) -> int:
         """Bytes of payload if every position below `row_end` that is known is computed."""
         positions = length(clipped(self.selection.known, 0, row_end))
-        return positions * len(self.sites) * self.form.row_bytes(width, self.kind)
+        row_bytes = self.form.row_bytes(self.numbers, self.kind)
+        return positions * len(self.sites) * row_bytes
 
 
 def resolve_captures(
@@ -92,6 +147,35 @@ def resolve_captures(
     return found
 
 
+def find_all_directions(
+    captures: Sequence[ResolvedCapture], store: VectorStore, model: ModelSites
+) -> list[tuple[Vector, ...]]:
+    """The vectors that the rows of each capture are projected on.
+
+    Raises:
+        NotFound: one is not stored or its name not known.
+        VectorShape: one does not fit the model.
+    """
+    return [find_directions(one.directions, store, model) for one in captures]
+
+
+def project_all(
+    captures: Sequence[ResolvedCapture], vectors: Sequence[Sequence[Vector]], model: ModelSites
+) -> tuple[ResolvedCapture, ...]:
+    """The captures with the vectors of their directions.
+
+    Raises:
+        VectorShape: one does not fit its capture's layers.
+    """
+    return tuple(one.projected(found, model) for one, found in zip(captures, vectors, strict=True))
+
+
+def direction_vectors(captures: Sequence[ResolvedCapture]) -> dict[bytes, Vector]:
+    """The vectors that rows are projected on, by digest."""
+    projections = (one.projection for one in captures if one.projection is not None)
+    return {vector.digest: vector for one in projections for vector in one.vectors}
+
+
 def sink_groups(
     captures: Sequence[ResolvedCapture],
 ) -> list[tuple[SinkTarget, dict[int, ResolvedCapture]]]:
@@ -116,7 +200,11 @@ def sink_groups(
 
 
 def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
-    """What the engine has to copy: every row once, however many captures ask for it."""
+    """What the engine has to copy: every row once, however many captures ask for it.
+
+    A row leaves the device in the form that all who ask for it want, or, where they differ, as it
+    is; see `row_tensors`.
+    """
     asking: dict[int, list[int]] = {}
     for number, capture in enumerate(captures):
         for index in capture.indices:
@@ -124,12 +212,14 @@ def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, numbers in asking.items():
         alike.setdefault(tuple(numbers), []).append(index)
-    by_spans: dict[Spans, list[int]] = {}
+    alike_too: dict[tuple[Spans, RowForm | None], list[int]] = {}
     for together, indices in alike.items():
         spans = _reach([captures[number] for number in together])
-        if spans:
-            by_spans.setdefault(spans, []).extend(indices)
-    found = [Capture(tuple(sorted(sites)), spans) for spans, sites in by_spans.items()]
+        for index in indices if spans else ():
+            forms = {form for number in together for form in captures[number].forms_at(index)}
+            form = forms.pop() if len(forms) == 1 else None
+            alike_too.setdefault((spans, form), []).append(index)
+    found = [Capture(tuple(sorted(sites)), *key) for key, sites in alike_too.items()]
     return tuple(sorted(found, key=lambda one: one.sites))
 
 
@@ -153,17 +243,30 @@ def resolve_capture(
     """
     if not spec.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))
-    form = _form(spec, model.width, path)
+    directions: tuple[VectorDraft, ...] = ()
+    if spec.HasField("projection"):
+        directions = draft_directions(spec.projection, model.width, join(path, "projection"))
+    form = _form(spec, len(directions) or model.width, path)
     _check_enum_options(spec, path)
     sites = resolve_sites(spec.sites, model, join(path, "sites")).sites
     selection = EVERYTHING
     if spec.HasField("where"):
         selection = resolve_selector(spec.where, context, join(path, "where"))
-    kind = FloatType(model.dtype)
+    kind = FloatType.FLOAT32 if directions else FloatType(model.dtype)
     if spec.HasField("dtype"):
         kind = float_type(spec.dtype, join(path, "dtype"))
     overload = spec.overload if spec.HasField("overload") else capture_pb2.OVERLOAD_FAIL
-    return ResolvedCapture(sites, selection, kind, form, target, overload=overload)
+    found = ResolvedCapture(
+        sites,
+        selection,
+        kind,
+        form,
+        target,
+        overload=overload,
+        directions=directions,
+        width=model.width,
+    )
+    return found if directions else replace(found, row_forms=_row_forms(found, model))
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
@@ -203,10 +306,6 @@ _LOSSY = (tensor_pb2.ENCODING_RP8, tensor_pb2.ENCODING_TOPK8)
 
 
 def _form(spec: capture_pb2.CaptureSpec, width: int, path: str) -> Form:
-    if spec.HasField("projection"):
-        raise NotSupported(
-            "projections are not served yet; capture whole rows", field=join(path, "projection")
-        )
     encoding = spec.encoding if spec.HasField("encoding") else tensor_pb2.ENCODING_RAW
     checks.known_enum(encoding, tensor_pb2.Encoding.values(), join(path, "encoding"))
     name = tensor_pb2.Encoding.Name(encoding)
@@ -221,6 +320,33 @@ def _form(spec: capture_pb2.CaptureSpec, width: int, path: str) -> Form:
     if not 1 <= spec.kept <= width:
         raise InvalidValue(f"must be 1 to {width}", field=join(path, "kept"))
     return Form(encoding, spec.kept, spec.seed)
+
+
+_CODINGS = {
+    tensor_pb2.ENCODING_RAW: Coding.CAST,
+    tensor_pb2.ENCODING_LZ4_PLANES: Coding.CAST,
+    tensor_pb2.ENCODING_FULL8: Coding.FULL8,
+    tensor_pb2.ENCODING_RP8: Coding.RP8,
+    tensor_pb2.ENCODING_TOPK8: Coding.TOPK8,
+}
+"""How the engine may code rows; planes are made of the elements once they are here."""
+
+
+def _row_forms(capture: ResolvedCapture, model: ModelSites) -> dict[Site, RowForm]:
+    """The form in which each site's rows may leave the device, where that makes them smaller."""
+    held, projection = FloatType(model.dtype), capture.projection
+    coding, form = _CODINGS[capture.form.encoding], capture.form
+    if coding is Coding.CAST and capture.kind is held and projection is None:
+        return {}
+    dtype = capture.kind.value if coding is Coding.CAST else ""
+    by_directions: dict[Directions | None, RowForm] = {}
+    found = {}
+    for site in capture.sites:
+        along = None if projection is None else projection.directions(site.layer)
+        made = RowForm(coding, dtype, form.kept, form.seed, along)
+        found[site] = by_directions.setdefault(along, made)
+    smaller = made.row_bytes(model.width) <= model.width * held.itemsize
+    return found if smaller else {}
 
 
 def _check_enum_options(spec: capture_pb2.CaptureSpec, path: str) -> None:

@@ -4,6 +4,7 @@ Invariants: per capture and site each position comes once, ascending; a row leav
 token after it is known, since the last sampled token has no row; all sites of a chunk have the same
 positions. A position that one site has and another lost is lost. Which generated tokens are
 selected by id is known here: the engine copies rows by position alone, and rows of others end here.
+Rows of a site come as they are or in the capture's form, and a block holds one or the other.
 """
 
 from collections import deque
@@ -17,11 +18,14 @@ import numpy.typing as npt
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import Rows, Site, Spans
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.encodings import Form
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.row_tensors import SiteRows, encoding_work, tensor_of
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, edges, runs, subtracted, united
-from rheostat_server.tensors import FloatType, RawArray, stack_rows
+from rheostat_server.tensors import FloatType, RawArray
+
+_CHUNK_POSITIONS = 8192
+"""The most positions of a chunk, however small their rows: each has labels too."""
 
 Positions = npt.NDArray[np.int32]
 
@@ -35,24 +39,27 @@ class Block(NamedTuple):
     """Names of the sites."""
     positions: Positions
     """Positions, ascending."""
-    rows: tuple[RawArray, ...]
-    """Per site, [positions, width]."""
+    parts: tuple[SiteRows, ...]
+    """Their rows."""
     held: FloatType
-    """Element type of the rows."""
-    wanted: FloatType
-    """Element type to send."""
-    form: Form
-    """How they are to travel."""
+    """Element type of rows as they are."""
+    capture: ResolvedCapture
+    """What is to become of them."""
+
+    @property
+    def rows(self) -> tuple[RawArray, ...]:
+        """Per site, [positions, width]."""
+        return tuple(part.data for part in self.parts)
 
     @property
     def size(self) -> int:
         """Bytes of the rows."""
-        return sum(part.nbytes for part in self.rows)
+        return sum(part.data.nbytes for part in self.parts)
 
     @property
     def work(self) -> int:
         """Bytes that encoding them goes over; see `offload`."""
-        return self.size + self.form.work(self.rows[0].shape[1])
+        return encoding_work(self.parts, self.capture)
 
 
 class Meter:
@@ -67,12 +74,15 @@ class Meter:
 class Piece:
     """Rows of one site that wait, until they are taken or given up."""
 
-    __slots__ = ("data", "meter", "positions")
+    __slots__ = ("data", "made", "meter", "positions")
 
-    def __init__(self, positions: Positions, data: RawArray, meter: Meter) -> None:
-        """Rows [n, width] at positions [n], which count in a meter."""
+    def __init__(
+        self, positions: Positions, data: RawArray, meter: Meter, *, made: bool = False
+    ) -> None:
+        """Rows [n, width] at positions [n], which count in a meter; `made`: in their form."""
         self.positions = positions
         self.data = data
+        self.made = made
         self.meter = meter
         meter.bytes += data.nbytes
         meter.rows += len(data)
@@ -189,6 +199,11 @@ class _SpecRows:
         self._held = held
         self._prompt_len = prompt_len
         self._starts, self._ends = capture.selection.edges
+        forms = {index: capture.forms_at(index) for index in capture.indices}
+        self._keys = {
+            index: {form.key for form in one if form is not None} if len(one) == 1 else set()
+            for index, one in forms.items()
+        }
         self._waiting: dict[int, deque[Piece]] = {site: deque() for site in capture.indices}
         self._next = dict.fromkeys(capture.indices, 0)
 
@@ -213,6 +228,8 @@ class _SpecRows:
     def feed(self, rows: Rows) -> Piece | None:
         if rows.site not in self._waiting or not len(self._starts):
             return None
+        if rows.form and rows.form not in self._keys[rows.site]:
+            return None  # others want them so, and did before this capture was there
         span = np.searchsorted(self._starts, rows.positions, side="right") - 1
         chosen = (
             (span >= 0)
@@ -222,7 +239,8 @@ class _SpecRows:
         if not chosen.any():
             return None
         positions = rows.positions[chosen]
-        piece = Piece(positions, rows.data if chosen.all() else rows.data[chosen], self._meter)
+        data = rows.data if chosen.all() else rows.data[chosen]
+        piece = Piece(positions, data, self._meter, made=bool(rows.form))
         waiting = self._waiting[rows.site]
         while waiting and not len(waiting[0]):
             waiting.popleft()
@@ -235,9 +253,12 @@ class _SpecRows:
     def ready(self, generated: Sequence[int], end: int, *, last: bool) -> Iterator[Block]:
         frontier = end if last else min(end, self.frontier)
         while (site := self._any_waiting()) is not None:
-            per_site = self._capture.kind.itemsize * self._waiting[site][0].data.shape[1]
+            waiting = self._waiting[site][0].data
+            per_site = max(self._capture.decoded_bytes, waiting.shape[1] * waiting.itemsize)
             site_count = max(1, min(len(self._capture.sites), CHUNK_BYTES // per_site))
-            cut = self._cut(frontier, max(1, CHUNK_BYTES // (per_site * site_count)))
+            most = max(1, CHUNK_BYTES // (per_site * site_count))
+            cut = self._cut(frontier, min(most, _CHUNK_POSITIONS))
+            made = {site: self._made(site) for site in self._waiting}
             taken = {site: self._take(site, cut) for site in self._waiting}
             if not any(len(held) for held, _ in taken.values()):
                 return
@@ -255,10 +276,9 @@ class _SpecRows:
                     self._number,
                     sites,
                     positions,
-                    tuple(rows[site.index] for site in sites),
+                    tuple(SiteRows(site, rows[site.index], made[site.index]) for site in sites),
                     self._held,
-                    self._capture.kind,
-                    self._capture.form,
+                    self._capture,
                 )
 
     def _any_waiting(self) -> int | None:
@@ -266,16 +286,26 @@ class _SpecRows:
         return next((site for site, pieces in self._waiting.items() if pieces), None)
 
     def _cut(self, frontier: int, most: int) -> int:
-        """One past the last position to take now: each site has at most so many rows below it."""
-        for pieces in self._waiting.values():
-            room = most
+        """One past the last position to take now.
+
+        Each site has at most so many rows below it, all of them as they are or all in their form.
+        """
+        for site, pieces in self._waiting.items():
+            room, made = most, self._made(site)
             for piece in pieces:
+                if len(piece) and piece.made != made:
+                    frontier = min(frontier, int(piece.positions[0]))
+                    break
                 count = int(np.searchsorted(piece.positions, frontier))
                 if count >= room:
                     frontier = int(piece.positions[room - 1]) + 1
                     break
                 room -= count
         return frontier
+
+    def _made(self, site: int) -> bool:
+        """Whether the first rows that wait at a site came in their form."""
+        return next((piece.made for piece in self._waiting[site] if len(piece)), False)
 
     def _selected(self, positions: Positions, generated: Sequence[int]) -> Positions:
         """Those of some positions whose token is selected."""
@@ -338,5 +368,5 @@ def to_captured(
         sites=[to_wire(site) for site in block.sites],
         positions=wire_runs(runs(block.positions)),
         token_ids=token_ids,
-        tensor=block.form.encode(stack_rows(block.rows), held=block.held, wanted=block.wanted),
+        tensor=tensor_of(block.parts, block.capture, block.held),
     )

@@ -62,6 +62,10 @@ class ServerConfig:
     capture_bytes: int = 512 * _MIB
     """Device memory for the ring that captured rows pass through."""
 
+    encode_bytes: int = 128 * _MIB
+    """Device memory for making captured rows smaller before they leave it: up to three quarters are
+    for what rows are projected on, a quarter for the work. Without room, rows leave whole."""
+
     loras: tuple[tuple[str, str], ...] = ()
     """(name, folder) of each LoRA adapter that requests may name."""
 

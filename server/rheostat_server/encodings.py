@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import google_crc32c
@@ -58,6 +59,46 @@ class Form:
         encoder = row_encoder(self.encoding, width=rows.shape[-1], kept=self.kept, seed=self.seed)
         return encoder(rows, held=held, wanted=wanted)
 
+    @property
+    def coded(self) -> bool:
+        """Whether numbers travel as codes."""
+        return self.encoding in _CODED
+
+    def codes(self, rows: FloatArray) -> CodeArray:
+        """Rows [n, W] in one of the coded encodings, each by itself, as the engine makes them."""
+        if self.encoding == tensor_pb2.ENCODING_TOPK8:
+            payload, edges = topk8(rows, self.kept), _edges(self.kept)
+        else:
+            if self.encoding == tensor_pb2.ENCODING_RP8:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    rows = rows @ _cached_matrix(self.kept, rows.shape[1], self.seed).T
+            payload, edges = full8(rows), _edges()
+        starts = [len(rows) * edge for edge in edges]
+        parts = pairwise([*starts, len(payload)])
+        columns = [np.frombuffer(payload[a:b], np.uint8).reshape(len(rows), -1) for a, b in parts]
+        return np.concatenate(columns, axis=1)
+
+    def tensor_of_codes(self, rows: CodeArray, width: int, wanted: FloatType) -> tensor_pb2.Tensor:
+        """The tensor of rows [..., bytes] that are coded each by itself, W numbers before that."""
+        kept = self.kept if self.encoding == tensor_pb2.ENCODING_TOPK8 else 0
+        payload = laid_out(rows.reshape(-1, rows.shape[-1]), kept)
+        return self.tensor(payload, (*rows.shape[:-1], width), wanted)
+
+    def tensor(
+        self, payload: bytes, shape: tuple[int, ...], wanted: FloatType
+    ) -> tensor_pb2.Tensor:
+        """The tensor of rows [..., W] that are coded in a payload."""
+        *labels, width = shape
+        projects = self.encoding == tensor_pb2.ENCODING_RP8
+        last = self.kept if projects else width
+        sent = _tensor(self.encoding, wanted, (*labels, last), payload)
+        if self.kept:
+            said = tensor_pb2.Quantization(kept=self.kept, width=width)
+            if projects:
+                said.seed = self.seed
+            sent.quantization.CopyFrom(said)
+        return sent
+
     def row_bytes(self, width: int, kind: FloatType) -> int:
         """Bytes of payload of a row; of ENCODING_LZ4_PLANES the most that is to be expected."""
         if self.encoding == tensor_pb2.ENCODING_FULL8:
@@ -75,6 +116,8 @@ class Form:
 
 AS_THEY_ARE = Form()
 """ENCODING_RAW."""
+
+_CODED = (tensor_pb2.ENCODING_FULL8, tensor_pb2.ENCODING_RP8, tensor_pb2.ENCODING_TOPK8)
 
 
 class Codes(NamedTuple):
@@ -191,6 +234,20 @@ def projection_matrix(kept: int, width: int, seed: int) -> FloatArray:
 _cached_matrix = lru_cache(maxsize=_MATRICES)(projection_matrix)
 
 
+def laid_out(rows: CodeArray, kept: int = 0) -> bytes:
+    """Rows [n, bytes] that are coded each by itself as tensor.proto lays them out, part by part.
+
+    `kept` is K of TOPK8, whose rows hold indices.
+    """
+    edges = [*(_edges(kept) if kept else _edges()), rows.shape[1]]
+    return b"".join(rows[:, start:end].tobytes() for start, end in pairwise(edges))
+
+
+def _edges(kept: int | None = None) -> list[int]:
+    """Where the parts of a coded row begin: scale, offset, K indices if there are any, codes."""
+    return [0, 4, 8] if kept is None else [0, 4, 8, 8 + 4 * kept]
+
+
 def _floats(values: FloatArray) -> bytes:
     return values.astype("<f4").tobytes()
 
@@ -202,26 +259,21 @@ def _lz4_planes(rows: RawArray, *, held: FloatType, wanted: FloatType) -> tensor
 
 
 def _full8(rows: RawArray, *, held: FloatType, wanted: FloatType) -> tensor_pb2.Tensor:
-    payload = full8(_matrix(rows, held))
-    return _tensor(tensor_pb2.ENCODING_FULL8, wanted, rows.shape, payload)
+    return Form(tensor_pb2.ENCODING_FULL8).tensor(full8(_matrix(rows, held)), rows.shape, wanted)
 
 
 def _rp8(
     matrix: FloatArray, seed: int, rows: RawArray, *, held: FloatType, wanted: FloatType
 ) -> tensor_pb2.Tensor:
-    kept, width = matrix.shape
     with np.errstate(over="ignore", invalid="ignore"):
         projections = _matrix(rows, held) @ matrix.T
-    sent = _tensor(tensor_pb2.ENCODING_RP8, wanted, (*rows.shape[:-1], kept), full8(projections))
-    sent.quantization.MergeFrom(tensor_pb2.Quantization(kept=kept, width=width, seed=seed))
-    return sent
+    form = Form(tensor_pb2.ENCODING_RP8, len(matrix), seed)
+    return form.tensor(full8(projections), rows.shape, wanted)
 
 
 def _topk8(kept: int, rows: RawArray, *, held: FloatType, wanted: FloatType) -> tensor_pb2.Tensor:
     payload = topk8(_matrix(rows, held), kept)
-    sent = _tensor(tensor_pb2.ENCODING_TOPK8, wanted, rows.shape, payload)
-    sent.quantization.MergeFrom(tensor_pb2.Quantization(kept=kept, width=rows.shape[-1]))
-    return sent
+    return Form(tensor_pb2.ENCODING_TOPK8, kept).tensor(payload, rows.shape, wanted)
 
 
 def _matrix(rows: RawArray, held: FloatType) -> FloatArray:

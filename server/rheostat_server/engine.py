@@ -95,6 +95,7 @@ class EngineHost:
         self.subscriptions = Subscriptions(
             self.info,
             self.sites,
+            self.loader,
             buffer_bytes=config.subscriptions_bytes,
             resume_window=config.resume_window,
             heartbeat=config.heartbeat,

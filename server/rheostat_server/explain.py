@@ -31,7 +31,7 @@ async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb
     """
     plan = replace(admitted.plan, epoch=host.epoch)
     work = plan_work(plan) + explain_work(admitted)
-    answer = await offload(work, _explain, admitted, plan, host.sites.width)
+    answer = await offload(work, _explain, admitted, plan)
     answer.new_bank_rows = host.new_bank_rows(admitted)
     return answer
 
@@ -43,7 +43,7 @@ def explain_work(admitted: Admitted) -> int:
     return sum(_SITE_BYTES * len(sites) + selection_work(chosen) for sites, chosen in parts)
 
 
-def _explain(admitted: Admitted, plan: Plan, width: int) -> generation_service_pb2.ExplainResponse:
+def _explain(admitted: Admitted, plan: Plan) -> generation_service_pb2.ExplainResponse:
     answer = _pb.ExplainResponse(
         prompt_tokens=admitted.prompt_len,
         prompt_token_ids=types_pb2.TokenIds(ids=admitted.prompt.token_ids),
@@ -57,7 +57,7 @@ def _explain(admitted: Admitted, plan: Plan, width: int) -> generation_service_p
         message = answer.captures.add(
             spec=spec,
             sites=[to_wire(site) for site in capture.sites],
-            bytes=capture.payload_bytes(row_end=end, width=width),
+            bytes=capture.payload_bytes(row_end=end),
         )
         _select(message.selection, capture.selection, end)
     return answer

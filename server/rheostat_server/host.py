@@ -75,6 +75,14 @@ class WorkerStats:
     requests: int = 0
     captured_rows: int = 0
     lost_rows: int = 0
+    left_bytes: int = 0
+    """Bytes of captured rows that left the device."""
+    plain_rows: int = 0
+    """Rows that left as they are because their form could not be made."""
+    ring_bytes: int = 0
+    """Device memory of the ring."""
+    encode_bytes: int = 0
+    """Device memory of what rows are projected on, and of the work on them."""
     steps: Mapping[str, int] = field(default_factory=dict)
 
 

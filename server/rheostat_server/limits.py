@@ -32,6 +32,9 @@ INTERVENTIONS = 256
 DIRECTIONS = 8
 """Most directions of an op."""
 
+PROJECTIONS = 4096
+"""Most directions that the rows of a capture are projected on."""
+
 CAPTURES = 16
 """Most captures of a request."""
 

@@ -49,7 +49,6 @@ async def _open(flight: Flight, host: Openers) -> None:
             target,
             captures,
             model=host.info.name,
-            width=host.sites.width,
             held=held,
             limit=host.config.inline_capture_bytes,
             fail=flight.fail,

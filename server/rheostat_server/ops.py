@@ -146,7 +146,7 @@ def draft_op(intervention: steering_pb2.Intervention, width: int, path: str) -> 
     field = join(path, name)
     scale, bands = _numbers(intervention, field)
     vectors = tuple(
-        _draft_vector(ref, width, join(field, where)) for where, ref in vector_refs(intervention)
+        draft_vector(ref, width, join(field, where)) for where, ref in vector_refs(intervention)
     )
     return OpDraft(SERVED[name], field, vectors, scale, bands)
 
@@ -235,7 +235,13 @@ def _strength(op: steering_pb2.Ablate | steering_pb2.Band, path: str) -> float:
     return strength
 
 
-def _draft_vector(ref: steering_pb2.VectorRef | None, width: int, path: str) -> VectorDraft:
+def draft_vector(ref: steering_pb2.VectorRef | None, width: int, path: str) -> VectorDraft:
+    """Checks a reference to a vector as far as the request itself goes.
+
+    Raises:
+        InvalidArgument: it is malformed.
+        MessageTooLarge: it is inline and too large.
+    """
     if ref is None:
         raise MissingField("a vector is required", field=path)
     kind = checks.required(ref.WhichOneof("ref"), path, "digest, name and inline")

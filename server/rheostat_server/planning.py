@@ -55,7 +55,10 @@ async def compile_plan(
     work = sum(
         _SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in interventions
     )
-    work += sum(_SITE_BYTES * len(one.sites) + selection_work(one.selection) for one in captures)
+    work += sum(
+        _SITE_BYTES * len(one.sites) + selection_work(one.selection) + one.projecting
+        for one in captures
+    )
     return await offload(work, _compile, request_id, interventions, captures)
 
 

@@ -144,6 +144,21 @@ async def _on_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
     return await asyncio.get_running_loop().run_in_executor(_POOL, call)
 
 
+def _about(index: int, capture: ResolvedCapture) -> CaptureAbout:
+    projection = capture.projection
+    return CaptureAbout(
+        index,
+        capture.sites,
+        capture.kind,
+        capture.numbers,
+        encoding_of(capture.form.encoding, ""),
+        capture.form.kept or None,
+        capture.form.seed,
+        () if projection is None else tuple(one.digest.hex() for one in projection.vectors),
+        {} if projection is None else projection.rows,
+    )
+
+
 async def open_writer(
     sinks: Sinks,
     admitted: Admitted,
@@ -151,7 +166,6 @@ async def open_writer(
     captures: Mapping[int, ResolvedCapture],
     *,
     model: str,
-    width: int,
     held: FloatType,
     limit: int,
     fail: Callable[[RheostatError], None],
@@ -164,7 +178,6 @@ async def open_writer(
         target: where the rows go.
         captures: by index in the request.
         model: the model's name.
-        width: W.
         held: element type in which rows come.
         limit: bytes that may wait.
         fail: ends the request.
@@ -175,18 +188,7 @@ async def open_writer(
     about = RequestAbout(
         request_id=admitted.request_id,
         target=target,
-        captures=tuple(
-            CaptureAbout(
-                index,
-                one.sites,
-                one.kind,
-                width,
-                encoding_of(one.form.encoding, ""),
-                one.form.kept or None,
-                one.form.seed,
-            )
-            for index, one in captures.items()
-        ),
+        captures=tuple(_about(index, one) for index, one in captures.items()),
         model=model,
         prompt_token_ids=admitted.prompt.token_ids,
         labels=admitted.labels,

@@ -229,9 +229,10 @@ def _draft(
 
 def _look_up(draft: Draft, store: VectorStore, model: ModelSites) -> ResolvedOp:
     layers = draft.sites.layers
-    vectors = [_vector(one, store, model) for one in draft.op.vectors]
+    vectors = [find_vector(one, store, model) for one in draft.op.vectors]
     row_of = [
-        _rows(vector, one, layers) for vector, one in zip(vectors, draft.op.vectors, strict=True)
+        rows_by_layer(vector, one, layers)
+        for vector, one in zip(vectors, draft.op.vectors, strict=True)
     ]
     op = ResolvedOp(
         op=draft.op.op,
@@ -246,7 +247,13 @@ def _look_up(draft: Draft, store: VectorStore, model: ModelSites) -> ResolvedOp:
     return op
 
 
-def _vector(draft: VectorDraft, store: VectorStore, model: ModelSites) -> Vector:
+def find_vector(draft: VectorDraft, store: VectorStore, model: ModelSites) -> Vector:
+    """The vector that was drafted.
+
+    Raises:
+        NotFound: it is not stored or its name not known.
+        VectorShape: it does not fit the model.
+    """
     path, vector, _ = draft
     if not isinstance(vector, Vector):
         if vector.WhichOneof("ref") == "digest":
@@ -263,8 +270,12 @@ def _vector(draft: VectorDraft, store: VectorStore, model: ModelSites) -> Vector
     return vector
 
 
-def _rows(vector: Vector, draft: VectorDraft, layers: Sequence[int]) -> dict[int, int]:
-    """The vector's row at each of the intervention's layers."""
+def rows_by_layer(vector: Vector, draft: VectorDraft, layers: Sequence[int]) -> dict[int, int]:
+    """The vector's row at each of some layers.
+
+    Raises:
+        VectorShape: it does not fit them.
+    """
     named = draft.row_layers
     if vector.rows == 1 and not named:
         return dict.fromkeys(layers, 0)

@@ -24,6 +24,7 @@ from rheostat_server.errors import (
 from rheostat_server.subscription_messages import Response, Tally, message_of
 from rheostat_server.taps import End, Item, Reservoir, Tap
 from rheostat_server.tensors import FloatType
+from rheostat_server.vectors import Vector
 
 _pb = capture_service_pb2
 
@@ -100,6 +101,10 @@ class Subscription:
         self._closing = False
         self.missed: Sequence[str] = ()
         """Requests that it selects and that began before it."""
+        self.directions: Sequence[Sequence[Vector]] = ((),) * len(self.specs)
+        """The vectors that rows of each spec are projected on."""
+        self.projecting = 0
+        """Bytes that looking through them counts for; see `offload`."""
 
     @property
     def connected(self) -> bool:

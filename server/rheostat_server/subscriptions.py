@@ -5,6 +5,7 @@ room in the engine, they count as lost, or it fails, as its policy says.
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections import OrderedDict
@@ -15,9 +16,17 @@ from itertools import islice
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
 from rheostat_server import checks
-from rheostat_server.capture_specs import ResolvedCapture, Target, resolve_capture
+from rheostat_server.capture_specs import (
+    ResolvedCapture,
+    Target,
+    direction_vectors,
+    find_all_directions,
+    project_all,
+    resolve_capture,
+)
 from rheostat_server.checks import join
 from rheostat_server.errors import (
+    EngineLost,
     InvalidValue,
     MissingField,
     NotSupported,
@@ -34,9 +43,11 @@ from rheostat_server.limits import (
     SUBSCRIPTIONS,
 )
 from rheostat_server.line import RETRY
+from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.selection import SelectionContext, typical_context
 from rheostat_server.subscription import Subscription
+from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
 
@@ -84,6 +95,7 @@ class Subscriptions:
         self,
         info: ModelInfo,
         sites: ModelSites,
+        loader: VectorLoader,
         *,
         buffer_bytes: int,
         resume_window: float,
@@ -94,6 +106,7 @@ class Subscriptions:
         Args:
             info: the model.
             sites: its sites.
+            loader: brings the vectors that rows are projected on to the workers.
             buffer_bytes: bytes that all of them together may hold.
             resume_window: seconds that one waits for its reader to come back.
             heartbeat: the longest silence of one, in seconds.
@@ -101,6 +114,8 @@ class Subscriptions:
         self.buffer_bytes = buffer_bytes
         self.resume_window = resume_window
         self._sites = sites
+        self._loader = loader
+        self._loads: set[asyncio.Task[None]] = set()
         self._typical = typical_context(info)
         self._heartbeat = heartbeat
         self._open: dict[str, Subscription] = {}
@@ -132,9 +147,10 @@ class Subscriptions:
 
         Raises:
             InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
-            QueueFull: the others hold all that there is.
+            NotFound: a vector is not stored or a name not known.
+            QueueFull, StoreFull: the others hold all that there is.
         """
-        self._check(wish)
+        captures = self._check(wish)
         size = wish.buffer_bytes if wish.HasField("buffer_bytes") else 0
         free = self.buffer_bytes - sum(one.reservoir.limit for one in self._open.values())
         if size > self.buffer_bytes:
@@ -159,6 +175,7 @@ class Subscriptions:
             heartbeat=self._heartbeat,
             on_failed=self._on_failed,
         )
+        self._project(subscription, captures)
         missed = (name for name, labels in running.items() if subscription.selects(name, labels))
         subscription.missed = tuple(islice(missed, MISSED_REQUESTS))
         self._open[subscription.name] = subscription
@@ -212,7 +229,10 @@ class Subscriptions:
         self, subscriptions: Sequence[Subscription], context: SelectionContext
     ) -> list[Wish]:
         """What some of them want of a request that does not know of them."""
-        return [Wish(one, self._resolved(one.specs, context)) for one in subscriptions]
+        return [
+            Wish(one, dict(enumerate(self._resolved(one.specs, one.directions, context))))
+            for one in subscriptions
+        ]
 
     def end(self) -> None:
         """Nothing more is captured: what waits is sent, then each ends."""
@@ -225,18 +245,49 @@ class Subscriptions:
             one.fail(error)
 
     def _resolved(
-        self, specs: Sequence[capture_pb2.CaptureSpec], context: SelectionContext
-    ) -> dict[int, ResolvedCapture]:
+        self,
+        specs: Sequence[capture_pb2.CaptureSpec],
+        directions: Sequence[Sequence[Vector]],
+        context: SelectionContext,
+    ) -> tuple[ResolvedCapture, ...]:
         """Specs in a request; what its prompt does not have is not captured."""
+        return project_all(self._drafted(specs, context), directions, self._sites)
+
+    def _drafted(
+        self, specs: Sequence[capture_pb2.CaptureSpec], context: SelectionContext
+    ) -> list[ResolvedCapture]:
+        """The same without what rows are projected on."""
         lenient = replace(context, lenient=True)
-        return {
-            number: resolve_capture(
+        return [
+            resolve_capture(
                 spec, self._sites, lenient, f"open.specs[{number}]", Target.SUBSCRIPTION
             )
             for number, spec in enumerate(specs)
-        }
+        ]
 
-    def _check(self, wish: capture_service_pb2.SubscribeOpen) -> None:
+    def _project(self, subscription: Subscription, captures: Sequence[ResolvedCapture]) -> None:
+        """Holds what its rows are projected on for as long as it is there.
+
+        Names are looked up now: what they mean later is another subscription's.
+        """
+        found = find_all_directions(captures, self._loader.store, self._sites)
+        vectors = [*direction_vectors(project_all(captures, found, self._sites)).values()]
+        if not vectors:
+            return
+        self._loader.store.keep(vectors)
+        subscription.directions = found
+        subscription.projecting = sum(one.projecting for one in captures)
+        load = asyncio.create_task(self._load(vectors))
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+
+    async def _load(self, vectors: Sequence[Vector]) -> None:
+        """Brings vectors to the workers before a request waits for them."""
+        with contextlib.suppress(EngineLost):  # every request hears of that
+            await self._loader.ensure(vectors)
+
+    def _check(self, wish: capture_service_pb2.SubscribeOpen) -> list[ResolvedCapture]:
+        """Refuses a wish that cannot be served; what it captures of a typical request."""
         if not wish.HasField("filter"):
             raise MissingField("a filter is required", field="open.filter")
         _check_filter(wish.filter)
@@ -250,13 +301,14 @@ class Subscriptions:
                 raise InvalidValue(
                     "the subscription's own policy holds", field=join(path, "overload")
                 )
-        self._resolved(wish.specs, self._typical)
+        captures = self._drafted(wish.specs, self._typical)
         if wish.HasField("overload"):
             checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
             if wish.overload == capture_pb2.OVERLOAD_SPILL:
                 raise NotSupported("OVERLOAD_SPILL is not served yet", field="open.overload")
         if wish.shared_memory:
             raise NotSupported("shared memory is not served yet", field="open.shared_memory")
+        return captures
 
     def _on_failed(self, subscription: Subscription) -> None:
         _LOG.info("subscription %s failed: %s", subscription.name, subscription.failure)
@@ -273,7 +325,9 @@ class Subscriptions:
 
     def _remove(self, subscription: Subscription) -> None:
         self._stay(subscription.name)
-        self._open.pop(subscription.name, None)
+        if self._open.pop(subscription.name, None) is not None:
+            held = {one.digest: one for vectors in subscription.directions for one in vectors}
+            self._loader.store.let_go([*held.values()])
 
     def _stay(self, name: str) -> None:
         expiry = self._expiries.pop(name, None)

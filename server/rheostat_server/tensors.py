@@ -41,6 +41,11 @@ class FloatType(Enum):
         return _NUMPY[self].itemsize
 
     @property
+    def numpy(self) -> np.dtype[np.generic]:
+        """How numpy holds an element: of bfloat16 its bits."""
+        return _NUMPY[self]
+
+    @property
     def wire(self) -> tensor_pb2.Dtype.ValueType:
         """The value of the wire's enum."""
         return _WIRE[self]

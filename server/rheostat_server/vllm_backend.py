@@ -153,8 +153,11 @@ class VllmBackend:
         reports = cast(list[dict[str, object]], await self._call("rheostat_stats"))
         first = reports[0]
 
+        def of_all(key: str) -> list[int]:  # only ranks that capture say what they captured
+            return [cast(int, report.get(key, 0)) for report in reports]
+
         def most(key: str) -> int:
-            return max(cast(int, report[key]) for report in reports)
+            return max(of_all(key))
 
         return WorkerStats(
             bank_rows_used=most("bank_rows_used"),
@@ -162,6 +165,10 @@ class VllmBackend:
             requests=most("requests"),
             captured_rows=most("captured_rows"),
             lost_rows=most("lost_rows"),
+            left_bytes=sum(of_all("left_bytes")),
+            plain_rows=sum(of_all("plain_rows")),
+            ring_bytes=most("ring_bytes"),
+            encode_bytes=most("encode_bytes"),
             steps=cast(Mapping[str, int], first["steps"]),
         )
 

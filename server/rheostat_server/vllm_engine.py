@@ -134,6 +134,7 @@ def _load(config: ServerConfig, path: str, loras: tuple[Lora, ...]) -> LoadedEng
         channel=f"{_IPC}{tempfile.mkdtemp(prefix='rheostat-')}/events",
         bank_bytes=config.bank_bytes,
         capture_bytes=config.capture_bytes,
+        encode_bytes=config.encode_bytes,
     )
     try:
         return _start(config, path, settings, device, loras)

@@ -36,7 +36,8 @@ class Rows:
     token_ids: IntArray
     """Input token at each position, int64 [rows]."""
     values: FloatArray
-    """The stream, float32 [rows, width]; for "rp8" its projection, [rows, kept]."""
+    """The stream, float32 [rows, width]; for "rp8" its projection, [rows, kept]; where directions
+    were given, x.d for each, [rows, directions]."""
     baseline: bool = False
     """Whether they are of the baseline."""
     encoding: Encoding = RAW

@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
+from rheostat._arrays import ArrayLike, Element, vector_data, write_element
 from rheostat._encodings import WIRE_ENCODINGS, EncodingName
 from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import UINT64, utf8_text, whole_number
+from rheostat._interventions import row_ref
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
-from rheostat._proto.v1 import capture_pb2
+from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
+from rheostat._vectors import Vector, inline
 
 Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
 """What happens when rows come faster than they are taken and acknowledged."""
@@ -34,6 +39,15 @@ _LAYOUTS: dict[str, capture_pb2.Layout.ValueType] = {
     "sharded": capture_pb2.LAYOUT_SHARDED,
 }
 _MOST_CAPTURES = 16
+_MOST_DIRECTIONS = 4096
+
+DirectionsLike: TypeAlias = Vector | Iterable[Vector] | ArrayLike
+"""What rows are projected on: a vector, several, or an array [directions, width] of them."""
+
+_ELEMENTS: tuple[Element, ...] = ("float32", "float16", "bfloat16")
+_DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
+    element: write_element(element) for element in _ELEMENTS
+}
 
 Value = TypeVar("Value", bound=int)
 
@@ -93,6 +107,10 @@ class Capture:
     """Seed of "rp8"."""
     overload: Overload | None
     """What happens when a sink is slower than the model. Default: "fail"."""
+    dtype: Element | None
+    """Element type of the rows. Default: the model's; of projections float32."""
+    projection: tuple[Vector, ...]
+    """What comes in place of rows x is x.d for each of these; none: the rows."""
 
     def __init__(
         self,
@@ -105,11 +123,18 @@ class Capture:
         kept: int | None = None,
         seed: int | None = None,
         overload: Overload | None = None,
+        dtype: Element | None = None,
+        projection: DirectionsLike = (),
     ) -> None:
         """Every combination of points and layers, on the tokens that ``where`` selects.
 
         The rows come back with the answer, or go to ``to``: a sink, or a subscription, given itself
         or by id. ``kept`` belongs to "rp8" and "topk8", which need it; ``seed`` to "rp8".
+
+        ``projection`` takes up to 4096 directions d: instead of rows x come the numbers x.d, in
+        their order, [rows, directions]. They are used as they are, not made unit vectors. A vector
+        has one row for all layers or one per layer; the rows of an array are a direction each, and
+        travel inside every request: store those that are used often.
         """
         object.__setattr__(self, "points", points_of(points))
         object.__setattr__(self, "layers", layers_of(layers))
@@ -120,6 +145,8 @@ class Capture:
         object.__setattr__(self, "kept", kept)
         object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "overload", overload)
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "projection", _directions_of(projection))
 
     def to_wire(self) -> capture_pb2.CaptureSpec:
         """The spec, with its target."""
@@ -145,6 +172,13 @@ class Capture:
             spec.seed = whole_number(self.seed, "captures", "the seed", least=0, most=UINT64)
         if self.overload is not None:
             spec.overload = _one_of(OVERLOADS, self.overload, "overload")
+        if self.dtype is not None:
+            spec.dtype = _one_of(_DTYPES, self.dtype, "dtype")
+        if self.projection:
+            spec.projection.directions.extend(
+                row_ref(one, self.layers, f"captures.projection.directions[{number}]")
+                for number, one in enumerate(self.projection)
+            )
         return spec
 
 
@@ -165,6 +199,34 @@ def captures_of(capture: object) -> list[Capture]:
         if not isinstance(one, Capture):
             raise _no_capture(f"captures[{number}]", one)
     return many
+
+
+def _directions_of(given: object) -> tuple[Vector, ...]:
+    """Directions, of which an array holds one per row."""
+    if isinstance(given, Vector):
+        return (given,)
+    path = "captures.projection.directions"
+    if hasattr(given, "__array__"):
+        numbers = vector_data(given)
+        many: list[object] = [
+            inline(row, dtype=numbers.element) for row in np.array(numbers.values)
+        ]
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        many = list(given)
+    else:
+        many = [given]
+    if len(many) > _MOST_DIRECTIONS:
+        raise invalid(path, f"{len(many)} directions; at most {_MOST_DIRECTIONS} go together")
+    found = []
+    for number, one in enumerate(many):
+        if not isinstance(one, Vector):
+            raise invalid(
+                f"{path}[{number}]",
+                f"a direction is a vector, not {type(one).__name__}: give vectors, e.g. "
+                "rheostat.named(name), or an array [directions, width]",
+            )
+        found.append(one)
+    return tuple(found)
 
 
 def _no_capture(path: str, given: object) -> InvalidRequest:

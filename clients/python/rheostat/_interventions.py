@@ -143,7 +143,7 @@ class Add(Intervention):
     def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
         return steering_pb2.Intervention(
             add=steering_pb2.Add(
-                vector=_rows(self.vector, layers, f"{path}.add.vector"),
+                vector=row_ref(self.vector, layers, f"{path}.add.vector"),
                 scale=_finite(self.scale, f"{path}.add.scale", "scale"),
             )
         )
@@ -309,7 +309,7 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     return known[0] if known else None
 
 
-def _rows(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
+def row_ref(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
     """The reference, if the vector has one row, one per layer, or those of more layers."""
     rows = vector.shape[0] if vector.shape else 1
     named = vector.row_layers or _rows_of_more(vector, rows, layers)
@@ -335,10 +335,10 @@ def _rows_of_more(vector: Vector, rows: int, layers: Layers) -> tuple[int, ...]:
 
 
 def _direction(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
-    """As `_rows`, if no row that this handle knows is zero."""
+    """As `row_ref`, if no row that this handle knows is zero."""
     if vector.rows is not None and not vector.rows.values.any(axis=1).all():
         raise invalid(path, f"{vector.label} is zero and has no direction", "REASON_ZERO_VECTOR")
-    return _rows(vector, layers, path)
+    return row_ref(vector, layers, path)
 
 
 def _finite(number: float, path: str, what: str) -> float:

@@ -254,7 +254,7 @@ class Stats:
     captured_rows: int
     """Rows captured."""
     captured_bytes: int
-    """Bytes captured."""
+    """Bytes captured, as they are in the stream."""
     dropped_rows: int
     """Rows lost under overload policies."""
     prefix_queried_tokens: int
@@ -269,6 +269,15 @@ class Stats:
     """Held by no request; anything but 0 is a defect."""
     global_version: int
     """Version of the server-wide steering; 0: never set."""
+    left_bytes: int
+    """Bytes of captured rows that have left the device: fewer than `captured_bytes` where they were
+    made smaller there."""
+    plain_rows: int
+    """Rows that left the device whole, since its memory for making them smaller did not suffice."""
+    ring_bytes: int
+    """Device memory of the ring that captured rows pass through."""
+    encode_bytes: int
+    """Device memory for making captured rows smaller."""
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
@@ -294,4 +303,8 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         uptime=message.uptime.ToTimedelta().total_seconds(),
         leaked=message.leaked,
         global_version=message.global_version,
+        left_bytes=message.left_bytes,
+        plain_rows=message.plain_rows,
+        ring_bytes=message.ring_bytes,
+        encode_bytes=message.encode_bytes,
     )

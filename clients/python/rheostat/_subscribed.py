@@ -63,7 +63,8 @@ class CapturedRows:
     token_ids: IntArray
     """Input token at each position, int64 [positions]."""
     values: FloatArray
-    """The stream, float32 [sites, positions, width]; for "rp8" its projection."""
+    """The stream, float32 [sites, positions, width]; for "rp8" its projection, where directions
+    were given x.d for each of them."""
     encoding: Encoding = RAW
     """How they travelled."""
     max_error: FloatArray | None = None

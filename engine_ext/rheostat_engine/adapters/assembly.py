@@ -24,6 +24,7 @@ from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Delivery
 from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Compact, Expander
+from rheostat_engine.core.forms import Forms
 from rheostat_engine.core.outlet import Outlet
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import SiteRuntime
@@ -108,13 +109,32 @@ def assemble(
 
         warm_up(buffers, expander.instructions(_nothing(), torch.zeros(0)))
     reports = get_tensor_model_parallel_rank() == 0
+    steering = Steering(bank, rules, doses)
     outlet, captures = None, None
     if reports:
-        outlet = Outlet(Delivery(settings.channel), device, limit=_WAITING * settings.capture_bytes)
-        captures = Captures(buffers.ring, outlet, sites=sites, present=expected, rank=rank)
+        scratch = settings.encode_bytes // 4
+        outlet = Outlet(
+            Delivery(settings.channel),
+            device,
+            limit=_WAITING * settings.capture_bytes,
+            scratch=scratch,
+        )
+        captures = Captures(
+            buffers.ring,
+            outlet,
+            Forms(
+                width=width,
+                itemsize=dtype.itemsize,
+                vectors=steering.vectors,
+                limit=settings.encode_bytes - scratch,
+            ),
+            sites=sites,
+            present=expected,
+            rank=rank,
+        )
     runtime = SiteRuntime(
         buffers=buffers,
-        steering=Steering(bank, rules, doses),
+        steering=steering,
         captures=captures,
         expander=expander,
         outlet=outlet,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rheostat_engine.adapters.assembly import Assembled
+from rheostat_engine.core.captures import Captures
 
 
 class SiteRpc:
@@ -59,7 +60,7 @@ class SiteRpc:
     def rheostat_stats(self) -> dict[str, object]:
         """Counts since the start, and what is in use."""
         runtime = self._assembled.runtime
-        bank, captures = runtime.steering.bank, runtime.captures
+        bank = runtime.steering.bank
         return {
             "bank_rows_used": bank.programs.rows_used,
             "directions_used": bank.programs.directions_used,
@@ -67,8 +68,7 @@ class SiteRpc:
             "slots_used": bank.slots_used,
             "token_rules_used": len(runtime.steering.rules),
             "requests": runtime.requests,
-            "captured_rows": 0 if captures is None else captures.captured_rows,
-            "lost_rows": 0 if captures is None else captures.lost_rows,
+            **_capturing(runtime.captures),
             "steps": dict(runtime.steps),
             "own_graphs": runtime.buffers.active.own_graphs,
         }
@@ -79,3 +79,19 @@ class SiteRpc:
         if assembled is not None:
             assembled.runtime.close()
         super().shutdown()  # type: ignore[misc]  # stands before one of vLLM's workers
+
+
+def _capturing(captures: Captures | None) -> dict[str, object]:
+    """What a worker has captured, and holds for it; nothing on a rank that doesn't report."""
+    if captures is None:
+        return {"captured_rows": 0, "lost_rows": 0}
+    outlet, forms = captures.outlet, captures.forms
+    return {
+        "captured_rows": captures.captured_rows - outlet.lost_rows,
+        "lost_rows": captures.lost_rows + outlet.lost_rows,
+        "left_bytes": outlet.left_bytes,
+        "plain_rows": captures.plain_rows + outlet.plain_rows,
+        "forms_used": len(forms),
+        "ring_bytes": captures.ring_bytes,
+        "encode_bytes": forms.bytes + outlet.scratch,
+    }

@@ -1,9 +1,9 @@
 """Captured rows and words about requests leave the worker here, on a thread of their own.
 
 Invariant: everything leaves in the order in which it was handed over; handing over never waits for
-the device nor for the server. A frame that can't be made or sent is logged and takes no other with
-it. A server that falls behind stops the thread, not the step; whoever
-hands over rows asks `pending_bytes` first, so that what waits stays bounded.
+the device nor for the server. A frame that can't be made or sent is logged, what it has to say
+otherwise is said, and it takes no other with it. A server that falls behind stops the thread, not
+the step; whoever hands over rows asks `pending_bytes` first, so that what waits stays bounded.
 """
 
 import logging
@@ -25,17 +25,21 @@ _FRAMES = 16
 """Frames that ZeroMQ may hold before the thread waits."""
 
 
+_UNREADABLE = "what was measured could not be read; its requests are released without it"
+_LOST = "captured rows could not be read and are lost"
+
+
 class Frame(NamedTuple):
     """Something to send."""
 
     head: Head | Callable[[], Sequence[Head]]
     """The head, or what makes the heads of several frames once `ready` has happened."""
     rows: torch.Tensor | None = None
-    """[n, W] on the host."""
+    """What the head describes, on the host."""
     ready: Fence | None = None
     """When `rows`, or what the head is made of, holds what it should."""
     otherwise: Sequence[Head] = ()
-    """What is sent where the heads can't be made."""
+    """What is sent where the heads can't be made, or the rows can't be read."""
 
 
 class Delivery:
@@ -76,8 +80,7 @@ class Delivery:
     def _run(self) -> None:
         while (frame := self._queue.get()) is not None:
             try:
-                for head in _heads(frame):
-                    self._socket.send_multipart([encode_head(head), _raw(frame.rows)], copy=False)
+                self._say(frame)
             except Exception:  # whatever it is, other requests wait for what comes after
                 _LOG.exception("a frame of the side channel could not be sent and is lost")
             finally:
@@ -85,20 +88,22 @@ class Delivery:
         self._socket.close()
         self._context.term()
 
+    def _say(self, frame: Frame) -> None:
+        rows = frame.rows
+        try:
+            heads = _heads(frame)
+        except Exception:  # whatever it is, the requests wait for what is said of them
+            _LOG.exception(_UNREADABLE if rows is None else _LOST)
+            heads, rows = frame.otherwise, None
+        for head in heads:
+            self._socket.send_multipart([encode_head(head), _raw(rows)], copy=False)
+
 
 def _heads(frame: Frame) -> Sequence[Head]:
     """The frame's heads, once they can be made."""
-    if not callable(frame.head):
-        if frame.ready is not None:
-            frame.ready.synchronize()
-        return (frame.head,)
-    try:
-        if frame.ready is not None:
-            frame.ready.synchronize()
-        return frame.head()
-    except Exception:  # whatever it is, the requests have ended and that must be said
-        _LOG.exception("what was measured could not be read; its requests are released without it")
-        return frame.otherwise
+    if frame.ready is not None:
+        frame.ready.synchronize()
+    return frame.head() if callable(frame.head) else (frame.head,)
 
 
 def _bytes(frame: Frame) -> int:

@@ -1,17 +1,20 @@
-"""Lossy encodings of captured rows on the device: less leaves it than the rows are.
+"""Forms of captured rows, made on the device: less leaves it than the rows are.
 
-Invariant: what comes out is a block of n rows packed as uint8, n scales, n offsets, then indices
-and codes, all little-endian, of a size that n and the widths alone decide; nothing here waits for
-the device. `offset + scale * code` is within half a scale of the number, scale and offset being
-the float32 numbers of the block. A row with a number that is not finite gets scale and offset NaN
-and codes 0.
+Invariant: what comes out is uint8 [n, bytes of a row], each row by itself, all little-endian, of a
+size that shapes alone decide; nothing here waits for the device. `offset + scale * code` is within
+half a scale of the number, scale and offset being the float32 numbers of the row. A row with a
+number that is not finite gets scale and offset NaN and codes 0.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 
 _LARGEST_INDEX = 2**32 - 1
+
+_SIGNS_AT_ONCE = 1 << 18
+"""Signs of a random projection that are made at once; while they are, each takes 32 bytes."""
 
 
 class Codes(NamedTuple):
@@ -25,27 +28,32 @@ class Codes(NamedTuple):
     """uint8 [n, numbers]."""
 
 
+def cast(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The elements in another type, rounded to nearest: [n, W] -> uint8 [n, W * itemsize]."""
+    return rows.to(dtype).contiguous().view(torch.uint8)
+
+
 def full8(rows: torch.Tensor) -> torch.Tensor:
-    """Every number in 8 bits of its row's range: [n, W] of any float type -> uint8 [n * (8 + W)].
+    """Every number in 8 bits of its row's range: [n, W] of any float type -> uint8 [n, 8 + W].
 
     Works in float64, since the range of float32 numbers can exceed float32's.
     """
     found = quantised(rows.float())
-    return _packed(found.scales, found.offsets, found.codes)
+    return _joined(found.scales[:, None], found.offsets[:, None], found.codes)
 
 
 def rp8(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """A random projection in 8 bits per number: [n, W] -> uint8 [n * (8 + K)].
+    """A random projection in 8 bits per number: [n, W] -> uint8 [n, 8 + K].
 
     Args:
         rows: of any float type.
-        matrix: float32 [K, W], which the caller made from the seed and keeps.
+        matrix: float32 [K, W]; see `random_signs`.
     """
     return full8(projected(rows, matrix))
 
 
 def topk8(rows: torch.Tensor, kept: int) -> torch.Tensor:
-    """The K elements of largest magnitude per row: [n, W] -> uint8 [n * (8 + 5 * K)].
+    """The K elements of largest magnitude per row: [n, W] -> uint8 [n, 8 + 5 * K].
 
     Indices ascend. Of equal magnitudes the lower index is kept; NaN and infinities are larger than
     any number.
@@ -53,7 +61,9 @@ def topk8(rows: torch.Tensor, kept: int) -> torch.Tensor:
     numbers = rows.float()
     indices = largest(numbers, kept)
     found = quantised(numbers.gather(1, indices))
-    return _packed(found.scales, found.offsets, indices.to(torch.int32), found.codes)
+    return _joined(
+        found.scales[:, None], found.offsets[:, None], indices.to(torch.int32), found.codes
+    )
 
 
 def projected(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
@@ -62,6 +72,27 @@ def projected(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     As precise as `torch.get_float32_matmul_precision` says; vLLM sets it, by default to "highest".
     """
     return rows.float() @ directions.float().T
+
+
+def random_signs(kept: int, width: int, seed: int, device: torch.device) -> torch.Tensor:
+    """The [K, W] float32 matrix of RP8; `Quantization.seed` in tensor.proto says how it is made."""
+    size = 1 / math.sqrt(kept)
+    signs = torch.empty(kept * width, dtype=torch.float32, device=device)
+    for first in range(0, len(signs), _SIGNS_AT_ONCE):
+        part = signs[first : first + _SIGNS_AT_ONCE]
+        # int64 wraps as uint64 does; its right shift copies the sign, which the masks take off.
+        state = torch.arange(first + 1, first + 1 + len(part), dtype=torch.int64, device=device)
+        state.mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(seed))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            state.bitwise_xor_((state >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+            state.mul_(_signed(factor))
+        odd = (state >> 31).bitwise_xor_(state).bitwise_and_(1)
+        part.copy_(1 - 2 * odd).mul_(size)
+    return signs.view(kept, width)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def quantised(rows: torch.Tensor) -> Codes:
@@ -101,5 +132,6 @@ def largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
     return keys.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
 
 
-def _packed(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+def _joined(*parts: torch.Tensor) -> torch.Tensor:
+    """The bytes of a row's parts, side by side."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)

@@ -1,16 +1,17 @@
 """Where the captured rows of a step go: a ring on the device, blocks within it, labels beside it.
 
-Invariant: a step's rows lie in one contiguous region, request by request and site by site, so that
-they leave the device in one copy and their labels are ranges. A region is written again only after
-its rows have left. What does not fit is counted as lost, never silently missing.
+Invariant: a step's rows lie in one contiguous region, form by form, in a form request by request
+and site by site, so that rows of a form leave the device together and their labels are ranges. A
+region is written again only after its rows have left. What does not fit is counted as lost, never
+silently missing.
 """
 
 from collections import deque
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from rheostat_engine.core.classes import ClassTable
 from rheostat_engine.core.segments import Int32, Int64
 
 
@@ -114,26 +115,45 @@ def cut_blocks(numbers: Int64, classes: Int32, positions: Int64) -> Blocks:
     )
 
 
-def place(
-    blocks: Blocks, class_sites: npt.NDArray[np.int32], capacity: int
-) -> tuple[npt.NDArray[np.int32], Int64, int]:
-    """Where each block's rows go, counted from the start of the step's region.
+class Placed(NamedTuple):
+    """Where a step's rows go, counted from the start of its region."""
+
+    base: Int32
+    """[b, sites]: offset of the block's first row at a site; -1 where nothing is captured or the
+    block doesn't fit."""
+    rows: Int64
+    """[b]: rows of each block."""
+    part_block: Int64
+    """[p]: the block of each part; a part is what of a block has one form. In their order."""
+    part_form: Int64
+    """[p]: its form, ascending."""
+    part_rows: Int64
+    """[p]: its rows."""
+
+    @property
+    def total(self) -> int:
+        """Rows that fit."""
+        return int(self.part_rows.sum())
+
+
+def place(blocks: Blocks, classes: ClassTable, capacity: int) -> Placed:
+    """Where each block's rows go.
 
     Args:
         blocks: the step's blocks.
-        class_sites: [classes, sites]: place of a site among those of a class, -1: not in it.
+        classes: what each class captures.
         capacity: rows that fit; blocks are taken in order while they do.
-
-    Returns:
-        (base, rows, total): base [b, sites], the offset of the block's first row at a site, -1
-        where nothing is captured or the block doesn't fit; rows [b], how many rows each block has;
-        total, rows that fit.
     """
-    ranks = class_sites[blocks.sites_class]
-    rows = (ranks >= 0).sum(axis=1) * blocks.count
-    ends = np.cumsum(rows)
-    fits = ends <= capacity
-    base = (ends - rows)[:, None] + ranks * blocks.count[:, None]
+    ranks = classes.ranks[blocks.sites_class]
+    parts = classes.counts[blocks.sites_class] * blocks.count[:, None]
+    rows = parts.sum(axis=1)
+    fits = np.cumsum(rows) <= capacity
+    form, block = np.nonzero(parts.T * fits)
+    part_rows = parts[block, form]
+    first = np.zeros_like(parts)
+    first[block, form] = np.cumsum(part_rows) - part_rows
+    if parts.shape[1] > 1:
+        first = np.take_along_axis(first, classes.forms[blocks.sites_class], axis=1)
+    base = first + ranks * blocks.count[:, None]
     base = np.where((ranks >= 0) & fits[:, None], base, -1)
-    total = int(ends[fits][-1]) if fits.any() else 0
-    return base.astype(np.int32), rows, total
+    return Placed(base.astype(np.int32), rows, block, form, part_rows)

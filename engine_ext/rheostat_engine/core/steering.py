@@ -7,6 +7,7 @@ plan that is amended keeps the cells of what was measured before, and goes on to
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,11 @@ class Steering:
         self._norms: dict[bytes, npt.NDArray[np.float32]] = {}
         self._arranged: dict[tuple[Act, ...], _Arranged] = {}
         self._table = PositionTable(columns=3)
+
+    @property
+    def vectors(self) -> Vectors:
+        """Those that are kept, now and later."""
+        return MappingProxyType(self._vectors)
 
     def load(self, vectors: Vectors, norms: Norms) -> None:
         """Keeps vectors and the norms of their rows, by digest, for plans to come."""

@@ -64,6 +64,10 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             vectors=len(host.store),
             global_version=host.server_wide.current.version,
             leaked=_leaked(host, workers),
+            left_bytes=workers.left_bytes,
+            plain_rows=workers.plain_rows,
+            ring_bytes=workers.ring_bytes,
+            encode_bytes=workers.encode_bytes,
         )
         response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))
         return response

@@ -69,7 +69,21 @@ def make_manifest(
             }
             for file in files
         ],
+        **_projections(about),
     }
+
+
+def _projections(about: RequestAbout) -> dict[str, object]:
+    """What rows of captures are projected on, where any are."""
+    found = {
+        str(one.spec): {
+            "digests": list(one.directions),
+            "rows": {str(layer): list(rows) for layer, rows in one.direction_rows.items()},
+        }
+        for one in about.captures
+        if one.directions
+    }
+    return {"projections": found} if found else {}
 
 
 def encoded(manifest: Mapping[str, object]) -> bytes:

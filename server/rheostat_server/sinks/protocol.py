@@ -19,7 +19,7 @@ Invariant: what `finish` has not returned from was never published, in whole or 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
@@ -136,6 +136,10 @@ class CaptureAbout:
     """K of RP8 and TOPK8."""
     seed: int | None = None
     """Seed of RP8."""
+    directions: tuple[str, ...] = ()
+    """Digests of the vectors that rows are projected on, in hexadecimal; none: rows are whole."""
+    direction_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By layer, which row of each."""
 
     @cached_property
     def parts(self) -> tuple[Column, ...]:

@@ -137,7 +137,8 @@ def test_the_counters(client, server):
                steps { variant: "plain" steps: 8 } bank_rows_used: 9 bank_rows: 10
                captured_rows: 11 captured_bytes: 12 dropped_rows: 13 prefix_queried_tokens: 14
                prefix_hit_tokens: 15 vectors: 16 uptime { seconds: 17 nanos: 500000000 }
-               leaked: 18 global_version: 19""",
+               leaked: 18 global_version: 19 left_bytes: 20 plain_rows: 21 ring_bytes: 22
+               encode_bytes: 23""",
             engine_service_pb2.GetStatsResponse(),
         ),
     )
@@ -161,6 +162,10 @@ def test_the_counters(client, server):
         uptime=17.5,
         leaked=18,
         global_version=19,
+        left_bytes=20,
+        plain_rows=21,
+        ring_bytes=22,
+        encode_bytes=23,
     )
 
 

@@ -7,7 +7,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rheostat_engine import Dose, Event, Installed, Kind, Plan, Released, Rows
+from rheostat_engine.row_forms import RAW_KEY
 
+from .formed import check_formed
 from .naive import acting, change
 from .strategies import SITES, captured, plans
 from .tables import VECTORS
@@ -129,16 +131,21 @@ def check_events(worker: Worker, plan: Plan, request_id: str, schedule: Schedule
     installed, *between, released = events
     assert installed == Installed(plan.request_id, "")
     start, end = schedule.first[request_id], schedule.furthest[request_id]
-    rows: dict[tuple[int, int], np.ndarray] = {}
+    rows: dict[tuple[int, int], tuple[bytes, np.ndarray]] = {}
     for event in between:
         assert isinstance(event, Rows)
         for position, row in zip(event.positions.tolist(), event.data, strict=True):
             assert (event.site, position) not in rows
-            rows[event.site, position] = row
-    wanted = {(site, p) for p in range(start, end) for site in captured(plan, p)}
-    assert rows.keys() <= wanted
-    for (site, position), row in rows.items():
-        check_stream(plan, request_id, position, site, row)
+            rows[event.site, position] = event.form, row
+    wanted = {(s, p): form for p in range(start, end) for s, form in captured(plan, p).items()}
+    assert rows.keys() <= wanted.keys()
+    for (site, position), (key, row) in rows.items():
+        form = wanted[site, position]
+        stream = row if form is None else worker.streams[request_id, position, site]
+        check_stream(plan, request_id, position, site, stream)
+        assert key == (RAW_KEY if form is None else form.key)
+        if form is not None:
+            check_formed(form, stream, row)
     assert isinstance(released, Released)
     computed = schedule.computed[request_id]
     check_doses(released.doses, expected_doses(plan, request_id, computed))

@@ -60,7 +60,7 @@ def test_a_frame_of_rows_is_split_into_requests_and_sites() -> None:
 def test_a_frame_whose_labels_do_not_fit_its_rows_is_refused(count: int) -> None:
     head = rows(count=count)
     assert isinstance(head, RowsHead)
-    with pytest.raises(ValueError, match=f"^a frame of 2 rows labels {count}$"):
+    with pytest.raises(ValueError, match=f"^a frame of 16 bytes labels {8 * count}$"):
         split_rows(head, payload(2), {1: "r"})
 
 

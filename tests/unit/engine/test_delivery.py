@@ -110,7 +110,7 @@ def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
         (Released("late", (DOSE,), True, {}, 0, 0, (2, 9)),),
         (Installed("next", ""),),
     ]
-    lost = "a frame of the side channel could not be sent and is lost"
+    lost = "captured rows could not be read and are lost"
     unmeasured = "what was measured could not be read; its requests are released without it"
     assert [(one.message, bool(one.exc_info)) for one in caplog.records] == [
         (lost, True),
@@ -122,7 +122,7 @@ def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
 
 
 def test_the_outlet_hands_over_what_was_measured_as_it_was_then(server: Server) -> None:
-    outlet = Outlet(Delivery(server.address), torch.device("cpu"), limit=64)
+    outlet = Outlet(Delivery(server.address), torch.device("cpu"), limit=64, scratch=64)
     outlet.send(Frame(installed()))
     measured = torch.tensor([[4.0]])
     held = threading.Event()

@@ -1,4 +1,4 @@
-"""The device's encoders make the bytes that the server's make, which the client reads."""
+"""The device's encoders make the bytes that the server's make, row by row."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,19 @@ from hypothesis.extra import numpy as hnp
 
 from rheostat._encodings import read_tensor
 from rheostat._proto.v1 import tensor_pb2
+from rheostat_engine import Coding, RowForm
 from rheostat_engine.core import encoders
 from rheostat_server import encodings
+from rheostat_server.tensors import FloatType, converted
 
 LARGEST = float(np.finfo(np.float32).max)
 TINY = 2.0**-149
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CODED = {
+    tensor_pb2.ENCODING_FULL8: Coding.FULL8,
+    tensor_pb2.ENCODING_RP8: Coding.RP8,
+    tensor_pb2.ENCODING_TOPK8: Coding.TOPK8,
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 shapes = hnp.array_shapes(min_dims=2, max_dims=2, max_side=9)
@@ -26,10 +33,10 @@ any_rows = st.one_of(
 )
 
 
-def block(packed: torch.Tensor) -> bytes:
-    assert packed.dtype == torch.uint8
-    assert packed.ndim == 1
-    return packed.cpu().numpy().tobytes()
+def block(made: torch.Tensor, kept: int = 0) -> bytes:
+    """Rows as tensor.proto lays them out: all scales, all offsets, all indices, all codes."""
+    assert made.dtype == torch.uint8
+    return encodings.laid_out(made.cpu().numpy(), kept)
 
 
 def held(rows: torch.Tensor) -> np.ndarray:
@@ -51,7 +58,7 @@ def test_full8_is_the_server_s_to_the_byte(dtype: torch.dtype, rows: np.ndarray)
 def test_topk8_is_the_server_s_to_the_byte(dtype: torch.dtype, rows: np.ndarray, data) -> None:
     kept = data.draw(st.integers(1, rows.shape[1]))
     on_device = torch.from_numpy(rows).to(DEVICE, dtype)
-    packed = block(encoders.topk8(on_device, kept))
+    packed = block(encoders.topk8(on_device, kept), kept)
     assert len(packed) == rows.shape[0] * (8 + 5 * kept)
     assert packed == encodings.topk8(held(on_device), kept)
 
@@ -104,14 +111,50 @@ def test_rows_that_lie_apart_in_memory_are_read_as_rows() -> None:
     wide = torch.randn(10, 64, device=DEVICE)
     rows = wide[::2, 8:40]
     assert block(encoders.full8(rows)) == block(encoders.full8(rows.clone()))
-    assert block(encoders.topk8(rows, 5)) == block(encoders.topk8(rows.clone(), 5))
+    assert block(encoders.topk8(rows, 5), 5) == block(encoders.topk8(rows.clone(), 5), 5)
 
 
-def test_no_rows_are_a_block_of_no_bytes() -> None:
+@pytest.mark.parametrize("wanted", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(any_rows)
+def test_another_type_is_the_server_s_to_the_bit(dtype, wanted, rows: np.ndarray) -> None:
+    numbers = np.nan_to_num(rows, nan=1.0)  # which NaN comes out is not said
+    on_device = torch.from_numpy(numbers).to(DEVICE, dtype)
+    kind = FloatType(str(wanted).removeprefix("torch."))
+    expected = converted(held(on_device), held=FloatType.FLOAT32, wanted=kind)
+    made = encoders.cast(on_device, wanted).cpu().numpy()
+    assert made.tobytes() == expected.tobytes()
+    assert len(made) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("kept", "width", "seed"), [(1, 1, 0), (24, 96, 5), (3, 7, 2**64 - 1), (600, 512, 2**63)]
+)
+def test_a_random_projection_is_the_server_s(kept: int, width: int, seed: int) -> None:
+    made = encoders.random_signs(kept, width, seed, torch.device(DEVICE)).cpu().numpy()
+    assert made.tobytes() == encodings.projection_matrix(kept, width, seed).tobytes()
+
+
+@pytest.mark.parametrize("encoding", [*CODED])
+@given(any_rows, st.data())
+def test_the_server_makes_the_same_rows(encoding, rows: np.ndarray, data: st.DataObject) -> None:
+    kept = data.draw(st.integers(1, rows.shape[1]))
+    made = encodings.Form(encoding, kept, 7).codes(rows)
+    form = RowForm(CODED[encoding], kept=kept, seed=7)
+    assert made.shape == (len(rows), form.row_bytes(rows.shape[1]))
+    on_device = torch.from_numpy(rows).to(DEVICE)
+    if encoding == tensor_pb2.ENCODING_FULL8:
+        assert made.tobytes() == encoders.full8(on_device).cpu().numpy().tobytes()
+    elif encoding == tensor_pb2.ENCODING_TOPK8:
+        assert made.tobytes() == encoders.topk8(on_device, kept).cpu().numpy().tobytes()
+
+
+def test_no_rows_are_no_bytes() -> None:
     none = torch.empty(0, 16, dtype=torch.bfloat16)
-    assert encoders.full8(none).shape == (0,)
-    assert encoders.topk8(none, 3).shape == (0,)
-    assert encoders.rp8(none, torch.ones(4, 16)).shape == (0,)
+    assert encoders.full8(none).shape == (0, 24)
+    assert encoders.topk8(none, 3).shape == (0, 23)
+    assert encoders.rp8(none, torch.ones(4, 16)).shape == (0, 12)
+    assert encoders.cast(none, torch.float16).shape == (0, 32)
 
 
 @pytest.mark.parametrize("encoder", ["full8", "rp8", "topk8"])
@@ -120,9 +163,9 @@ def test_sizes_follow_from_shapes_alone(encoder: str) -> None:
     rows = torch.empty(5, 16, dtype=torch.bfloat16, device="meta")
     match encoder:
         case "full8":
-            assert encoders.full8(rows).shape == (5 * 24,)
+            assert encoders.full8(rows).shape == (5, 24)
         case "rp8":
             matrix = torch.empty(4, 16, device="meta")
-            assert encoders.rp8(rows, matrix).shape == (5 * 12,)
+            assert encoders.rp8(rows, matrix).shape == (5, 12)
         case _:
-            assert encoders.topk8(rows, 4).shape == (5 * 28,)
+            assert encoders.topk8(rows, 4).shape == (5, 28)

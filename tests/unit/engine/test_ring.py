@@ -7,10 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rheostat_engine.core.classes import ClassTable
 from rheostat_engine.core.ring import Blocks, Region, Ring, cut_blocks, place
 
 CLASS_SITES = np.array([[-1, -1, -1], [-1, 0, -1], [0, 1, 2], [0, -1, 1]], np.int32)
 """Class 0 captures nowhere, 1 at site 1, 2 everywhere, 3 at sites 0 and 2."""
+RAW = ClassTable(CLASS_SITES, np.zeros_like(CLASS_SITES), np.array([[0], [1], [3], [2]], np.int32))
+"""All of it as it is."""
+FORMED = ClassTable(
+    np.array([[-1, -1, -1], [-1, 0, -1], [0, 0, 1], [0, -1, 0]], np.int32),
+    np.array([[0, 0, 0], [0, 2, 0], [2, 0, 2], [0, 0, 1]], np.int32),
+    np.array([[0, 0, 0], [0, 0, 1], [1, 0, 2], [1, 1, 0]], np.int32),
+)
+"""The same sites in forms 0, 1 and 2: class 1 in form 2, the middle of class 2 in form 0, ..."""
 
 Token = tuple[int, int, int]
 """Request number, class, position."""
@@ -75,10 +84,37 @@ def test_blocks_are_placed_one_after_the_other_site_by_site_while_they_fit(
             offsets[site] = used
             used += count
         expected_base.append(offsets)
-    base, rows, total = place(blocks, CLASS_SITES, capacity)
-    assert base.tolist() == expected_base
-    assert rows.tolist() == expected_rows
-    assert total == used
+    placed = place(blocks, RAW, capacity)
+    assert placed.base.tolist() == expected_base
+    assert placed.rows.tolist() == expected_rows
+    assert placed.total == used
+
+
+@given(batches(), st.integers(1, 40))
+def test_rows_of_a_form_lie_together_and_what_fits_does_not_depend_on_forms(
+    tokens: list[Token], capacity: int
+) -> None:
+    blocks = cut(tokens)
+    placed, plain = place(blocks, FORMED, capacity), place(blocks, RAW, capacity)
+    assert placed.rows.tolist() == plain.rows.tolist()
+    assert placed.total == plain.total
+    expected_base = np.full(placed.base.shape, -1).tolist()
+    parts, used = [], 0
+    for form in range(3):
+        for block, which in enumerate(blocks.sites_class.tolist()):
+            sites = [
+                site
+                for site in range(3)
+                if plain.base[block, site] >= 0 and FORMED.forms[which, site] == form
+            ]
+            for site in sites:
+                expected_base[block][site] = used
+                used += int(blocks.count[block])
+            if sites:
+                parts.append((block, form, len(sites) * int(blocks.count[block])))
+    assert placed.base.tolist() == expected_base
+    found = (placed.part_block, placed.part_form, placed.part_rows)
+    assert list(zip(*(one.tolist() for one in found), strict=True)) == parts
 
 
 class Copy:

@@ -100,6 +100,11 @@ def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
         "requests": 1,
         "captured_rows": 3,
         "lost_rows": 0,
+        "left_bytes": 3 * 4 * WIDTH,
+        "plain_rows": 0,
+        "forms_used": 0,
+        "ring_bytes": 1001 * 4 * WIDTH,
+        "encode_bytes": worker.outlet.scratch,
         "steps": {"plain": 1, "active": 1},
         "own_graphs": 0,
     }

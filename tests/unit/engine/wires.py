@@ -90,6 +90,15 @@ ACT = st.fixed_dictionaries(
         ),
     },
 )
+FORM = st.fixed_dictionaries(
+    {"coding": mostly(st.integers(1, 4)), "dtype": mostly(st.sampled_from(["", "float16"]))},
+    optional={
+        "kept": INTEGERS,
+        "seed": mostly(st.integers(-1, 2**64)),
+        "vectors": mostly(st.lists(INTEGERS, max_size=2)),
+        "rows": mostly(st.lists(INTEGERS, max_size=2)),
+    },
+)
 CAPTURE = st.tuples(mostly(st.lists(INTEGERS, max_size=3)), PAIRS).map(list)
 PLAIN = st.one_of(
     ANYTHING,
@@ -101,6 +110,9 @@ PLAIN = st.one_of(
             "acts": mostly(st.lists(mostly(ACT), max_size=3)),
             "sets": mostly(st.lists(mostly(st.lists(INTEGERS, max_size=3)), max_size=2)),
             "capture": mostly(st.lists(mostly(CAPTURE), max_size=3)),
+            "form_of": mostly(st.lists(mostly(st.none() | st.integers(0, 2)), max_size=3)),
+            "forms": mostly(st.lists(mostly(FORM), max_size=3)),
+            "digests": mostly(st.lists(mostly(st.sampled_from(DIGESTS)), max_size=2)),
             "epoch": INTEGERS,
             "private_from": INTEGERS,
         },

@@ -14,7 +14,8 @@ from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Expander
-from rheostat_engine.core.ring import Fence
+from rheostat_engine.core.forms import Forms
+from rheostat_engine.core.outlet import Group, packed
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import Batch, SiteRuntime
 from rheostat_engine.core.steering import Steering
@@ -38,6 +39,8 @@ class Outlet:
         self.numbers: set[int] = set()
         self.free_bytes = 1 << 30
         self.otherwise: Sequence[Head] = ()
+        self.scratch = 2000
+        self.lost_rows = self.plain_rows = self.left_bytes = 0
         self._merger = EventMerger(1)
 
     def send(self, frame: Frame) -> None:
@@ -46,9 +49,10 @@ class Outlet:
         self.numbers.add(frame.head.number)
         self.events += self._merger.feed(encode_head(frame.head), b"")
 
-    def send_rows(self, head: RowsHead, rows: torch.Tensor) -> Fence | None:
-        self.events += self._merger.feed(encode_head(head), rows.numpy().tobytes())
-        return None
+    def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> None:
+        payload = packed(rows, groups, scratch=self.scratch, pinned=False)
+        self.left_bytes += payload.nbytes
+        self.events += self._merger.feed(encode_head(head), payload.numpy().tobytes())
 
     def send_measured(
         self,
@@ -80,6 +84,7 @@ class Worker:
         room: Capacity | None = None,
         *,
         sites: frozenset[int] = frozenset(range(SITES)),
+        encode_bytes: int = 1 << 20,
     ) -> None:
         room = room or capacity()
         self.bank = Bank(sites=SITES, capacity=room, width=WIDTH, dtype=torch.float32, device=CPU)
@@ -96,14 +101,18 @@ class Worker:
             ring=torch.zeros(room.capture_rows + 1, WIDTH),
         )
         self.outlet = Outlet()
+        self.steering = Steering(self.bank, self.rules, self.doses)
+        self.forms = Forms(
+            width=WIDTH, itemsize=4, vectors=self.steering.vectors, limit=encode_bytes
+        )
         self.captures = Captures(
             self.buffers.ring,
             self.outlet,  # type: ignore[arg-type]  # has what is used
+            self.forms,
             sites=SITES,
             present=sites,
             rank=0,
         )
-        self.steering = Steering(self.bank, self.rules, self.doses)
         self.runtime = SiteRuntime(
             buffers=self.buffers,
             steering=self.steering,

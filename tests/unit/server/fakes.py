@@ -9,10 +9,12 @@ import numpy as np
 
 from rheostat._proto.v1 import (
     generation_pb2,
+    tensor_pb2,
 )
 from rheostat_engine import (
     Act,
     Capacity,
+    Coding,
     Dose,
     Event,
     Installed,
@@ -21,13 +23,17 @@ from rheostat_engine import (
     Plan,
     Point,
     Released,
+    RowForm,
     Rows,
     Spans,
     amend,
 )
+from rheostat_engine.row_forms import RAW_KEY
+from rheostat_server.encodings import Form
 from rheostat_server.errors import EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
 from rheostat_server.model_info import ModelInfo
+from rheostat_server.tensors import FloatType, converted
 from rheostat_server.tokenizer import ChatTemplateError, Encoded, Tokenizer
 from rheostat_server.vectors import Vector
 
@@ -73,6 +79,13 @@ INFO = ModelInfo(
     vllm_version="0.32.0",
     torch_version="2.13.0",
 )
+
+
+_ENCODINGS = {
+    Coding.FULL8: tensor_pb2.ENCODING_FULL8,
+    Coding.RP8: tensor_pb2.ENCODING_RP8,
+    Coding.TOPK8: tensor_pb2.ENCODING_TOPK8,
+}
 
 
 class CharTokenizer:
@@ -163,6 +176,8 @@ class ScriptedBackend:
     """Tokens after which `hold` stops a sample."""
     unscheduled: asyncio.Event | None = None
     """If set, nothing is scheduled until it is set."""
+    whole: bool = False
+    """Whether rows leave it as they are, whatever form is asked for."""
     update_error: Exception | None = None
     updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -266,7 +281,26 @@ class ScriptedBackend:
             for site in capture.sites if kept else ():
                 data = np.stack([row(site, p) for p in kept])
                 positions = np.array(kept, dtype=np.int32)
-                self.deliver(Rows(job.plan.request_id, site, positions, data))
+                form = None if self.whole else capture.form
+                if form is not None:
+                    data = self._formed(form, data)
+                key = RAW_KEY if form is None else form.key
+                self.deliver(Rows(job.plan.request_id, site, positions, data, key))
+
+    def _formed(self, form: RowForm, rows: np.ndarray) -> np.ndarray:
+        """Rows as the device makes them."""
+        if form.directions is not None:
+            pairs = zip(form.directions.vectors, form.directions.rows, strict=True)
+            rows = rows @ np.stack([self._direction(*pair) for pair in pairs]).T
+        if form.coding is Coding.CAST:
+            kind = FloatType(form.dtype)
+            made = converted(rows, held=FloatType.FLOAT32, wanted=kind)
+            return np.frombuffer(made.tobytes(), np.uint8).reshape(len(rows), -1)
+        return Form(_ENCODINGS[form.coding], form.kept, form.seed).codes(rows)
+
+    def _direction(self, digest: bytes, at: int) -> np.ndarray:
+        vector = self.vectors[digest]
+        return np.frombuffer(vector.float32_bytes(), "<f4").reshape(vector.rows, -1)[at]
 
     def _doses(self, job: Job, computed: int) -> list[Dose]:
         """What the acts did to the tokens up to `computed`, each the successor of the last."""

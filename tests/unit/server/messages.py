@@ -41,6 +41,11 @@ FIRST, SECOND, THIRD, FOURTH = (
 """Unit vectors, [1, WIDTH] each."""
 
 
+def along(*directions: steering_pb2.VectorRef) -> capture_pb2.Projection:
+    """What rows are projected on."""
+    return capture_pb2.Projection(directions=directions)
+
+
 def at_post1(**fields: object) -> steering_pb2.Intervention:
     """An intervention at resid_post 1 unless `fields` say otherwise."""
     fields.setdefault("sites", site_set(types_pb2.POINT_RESID_POST, layers=[1]))

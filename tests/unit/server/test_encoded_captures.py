@@ -8,7 +8,7 @@ from rheostat._encodings import read_tensor
 from rheostat._proto.v1 import capture_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Point, Site
 
-from .fakes import WIDTH, row
+from .fakes import WIDTH, ScriptedBackend, row
 from .messages import capture, request, site_set
 
 POST = types_pb2.POINT_RESID_POST
@@ -28,8 +28,10 @@ def decoded(events) -> list:
     return [read_tensor(part.tensor) for part in parts]
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["on the device", "on the server"])
 @pytest.mark.parametrize("name", FORMS)
-async def test_rows_decode_to_what_was_made_within_the_stated_error(running, name) -> None:
+async def test_rows_decode_to_what_was_made_within_the_stated_error(starter, name, whole) -> None:
+    running = await starter(ScriptedBackend(whole=whole))
     spec = capture(site_set(POST, layers=[1]), **FORMS[name])
     parts = decoded(await running.client.generate(request(captures=[spec])))
     values = np.concatenate([part.values[0] for part in parts])

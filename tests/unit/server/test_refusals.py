@@ -18,7 +18,20 @@ from rheostat_server import errors, planning
 
 from .desks import admitted, named, refused
 from .fakes import LAYERS, WIDTH
-from .messages import ONES, add, capture, request, selector, site_set, tensor, token_range, window
+from .messages import (
+    FIRST,
+    ONES,
+    SECOND,
+    add,
+    along,
+    capture,
+    request,
+    selector,
+    site_set,
+    tensor,
+    token_range,
+    window,
+)
 
 PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
 Sampling = generation_pb2.Sampling
@@ -228,7 +241,41 @@ def test_wrong_steering_is_refused_by_field(intervention, error, field) -> None:
         ),
         ({"kept": 2}, errors.InvalidValue, "kept"),
         ({"seed": 2}, errors.InvalidValue, "seed"),
-        ({"projection": capture_pb2.Projection()}, errors.NotSupported, "projection"),
+        ({"projection": capture_pb2.Projection()}, errors.MissingField, "projection.directions"),
+        (
+            {"projection": along(*[steering_pb2.VectorRef(name="joy")] * 4097)},
+            errors.InvalidValue,
+            "projection.directions",
+        ),
+        (
+            {"projection": along(tensor(FIRST), steering_pb2.VectorRef())},
+            errors.MissingField,
+            "projection.directions[1]",
+        ),
+        (
+            {"projection": along(tensor(FIRST), steering_pb2.VectorRef(name="nobody"))},
+            errors.NameNotFound,
+            "projection.directions[1].name",
+        ),
+        (
+            {"projection": along(tensor(np.ones((1, WIDTH + 1))))},
+            errors.VectorShape,
+            "projection.directions[0].inline.shape",
+        ),
+        (
+            {"projection": along(tensor(np.ones((2, WIDTH))))},
+            errors.VectorShape,
+            "projection.directions[0]",
+        ),
+        (
+            {
+                "projection": along(tensor(FIRST), tensor(SECOND)),
+                "encoding": tensor_pb2.ENCODING_TOPK8,
+                "kept": 3,
+            },
+            errors.InvalidValue,
+            "kept",
+        ),
         ({"overload": 0}, errors.UnknownEnum, "overload"),
         ({"overload": capture_pb2.OVERLOAD_SPILL}, errors.NotSupported, "overload"),
         ({"sharding": 0}, errors.UnknownEnum, "sharding"),

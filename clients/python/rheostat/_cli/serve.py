@@ -46,6 +46,12 @@ def add(commands: Subparsers) -> None:
     memory.add_argument("--bank-mib", type=int, metavar="MIB", help="vectors of steering")
     memory.add_argument("--capture-mib", type=int, metavar="MIB", help="ring of captured rows")
     memory.add_argument(
+        "--encode-mib",
+        type=int,
+        metavar="MIB",
+        help="on the device, to encode and project captured rows there",
+    )
+    memory.add_argument(
         "--inline-capture-mib",
         type=int,
         metavar="MIB",

@@ -139,12 +139,12 @@ class CaptureSpec(_message.Message):
     subscription: _builtins.str
     """Into the open subscription with this id. None such: REASON_SUBSCRIPTION_NOT_FOUND."""
     dtype: _tensor_pb2.Dtype.ValueType
-    """Element type of delivered rows: a float type. Default: the model's. Wider than the model's is
-    exact, narrower rounds to nearest.
+    """Element type of delivered rows: a float type. Default: the model's; with a projection float32,
+    in which it is computed. Wider than the model's is exact, narrower rounds to nearest.
     """
     kept: _builtins.int
-    """K of ENCODING_RP8 and ENCODING_TOPK8, required there: 1 to W. Elsewhere
-    REASON_INVALID_VALUE.
+    """K of ENCODING_RP8 and ENCODING_TOPK8, required there: 1 to W, with a projection 1 to the number
+    of directions. Elsewhere REASON_INVALID_VALUE.
     """
     seed: _builtins.int
     """Seed of ENCODING_RP8. Default 0."""
@@ -178,7 +178,8 @@ class CaptureSpec(_message.Message):
 
     @_builtins.property
     def projection(self) -> Global___Projection:
-        """Delivers x.d for each direction d instead of the row: width is the number of directions.
+        """Delivers x.d for each direction d, in their order, instead of the row: W is then the number of
+        directions, and encoding, kept and dtype concern these numbers. Sums are made in float32.
         Absent: whole rows.
         """
 
@@ -356,7 +357,8 @@ class Projection(_message.Message):
     @_builtins.property
     def directions(self) -> _containers.RepeatedCompositeFieldContainer[_steering_pb2.VectorRef]:
         """1 to 4096 vectors, each of one row or one row per layer of the spec's sites. Used as they
-        are, not normalised.
+        are, not normalised. A name means what it names when the request is admitted, in SubscribeOpen
+        when the subscription is opened.
         """
 
     def __init__(

@@ -439,6 +439,10 @@ class GetStatsResponse(_message.Message):
     GLOBAL_VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_FIELD_NUMBER: _builtins.int
     LEAKED_FIELD_NUMBER: _builtins.int
+    LEFT_BYTES_FIELD_NUMBER: _builtins.int
+    PLAIN_ROWS_FIELD_NUMBER: _builtins.int
+    RING_BYTES_FIELD_NUMBER: _builtins.int
+    ENCODE_BYTES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests that run now."""
     waiting: _builtins.int
@@ -450,7 +454,7 @@ class GetStatsResponse(_message.Message):
     captured_rows: _builtins.int
     """Rows captured."""
     captured_bytes: _builtins.int
-    """Bytes captured, before encoding."""
+    """Bytes captured, as they are in the stream."""
     dropped_rows: _builtins.int
     """Rows lost under overload policies."""
     prefix_queried_tokens: _builtins.int
@@ -469,6 +473,20 @@ class GetStatsResponse(_message.Message):
     """Version of the server-wide steering."""
     leaked: _builtins.int
     """Buffers and bank rows that are held though no request holds them. Anything but 0 is a defect."""
+    left_bytes: _builtins.int
+    """Bytes of captured rows that have left the device, of all workers: fewer than captured_bytes where
+    rows were made smaller there.
+    """
+    plain_rows: _builtins.int
+    """Rows that left the device whole although they were to be made smaller there: its memory for
+    that did not suffice. The server made them smaller.
+    """
+    ring_bytes: _builtins.int
+    """Device memory of the ring that captured rows pass through, of the fullest worker."""
+    encode_bytes: _builtins.int
+    """Device memory for making rows smaller: the directions and matrices that are there now, and what
+    the work takes at most. Of the fullest worker.
+    """
     @_builtins.property
     def requests(self) -> Global___RequestCounts:
         """Requests by how they ended."""
@@ -502,10 +520,14 @@ class GetStatsResponse(_message.Message):
         global_version: _builtins.int = ...,
         uptime: _duration_pb2.Duration | None = ...,
         leaked: _builtins.int = ...,
+        left_bytes: _builtins.int = ...,
+        plain_rows: _builtins.int = ...,
+        ring_bytes: _builtins.int = ...,
+        encode_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "bank_rows_used", b"bank_rows_used", "captured_bytes", b"captured_bytes", "captured_rows", b"captured_rows", "dropped_rows", b"dropped_rows", "global_version", b"global_version", "leaked", b"leaked", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_queried_tokens", b"prefix_queried_tokens", "requests", b"requests", "run_bytes", b"run_bytes", "running", b"running", "runs", b"runs", "steps", b"steps", "subscriptions", b"subscriptions", "uptime", b"uptime", "vectors", b"vectors", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "bank_rows_used", b"bank_rows_used", "captured_bytes", b"captured_bytes", "captured_rows", b"captured_rows", "dropped_rows", b"dropped_rows", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked", b"leaked", "left_bytes", b"left_bytes", "plain_rows", b"plain_rows", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_queried_tokens", b"prefix_queried_tokens", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "running", b"running", "runs", b"runs", "steps", b"steps", "subscriptions", b"subscriptions", "uptime", b"uptime", "vectors", b"vectors", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,114 @@
+"""Directions that captured rows are projected on: x.d for each, in float32.
+
+Invariant: a projection is content alone. What a name meant when it was looked up stays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rheostat._proto.v1 import capture_pb2
+from rheostat_engine import Directions, ModelSites
+from rheostat_server import checks
+from rheostat_server.checks import join
+from rheostat_server.errors import MissingField
+from rheostat_server.limits import PROJECTIONS
+from rheostat_server.ops import VectorDraft, draft_vector
+from rheostat_server.steering import find_vector, rows_by_layer
+from rheostat_server.tensors import FloatArray, widen
+from rheostat_server.vectors import Vector, VectorStore
+
+_DIRECTION_BYTES = 256
+"""What `offload` counts for a direction at a layer."""
+
+_MATRICES = 4
+"""Matrices that are kept for rows that the engine did not project; each at most 64 MiB in a model
+of width 4096."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """What the rows of a capture are projected on."""
+
+    vectors: tuple[Vector, ...]
+    """In the request's order."""
+    rows: Mapping[int, tuple[int, ...]]
+    """By layer, the row of each vector."""
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers come of a row."""
+        return len(self.vectors)
+
+    def directions(self, layer: int) -> Directions:
+        """What rows of a layer are projected on, as the engine knows it."""
+        return Directions(tuple(one.digest for one in self.vectors), self.rows[layer])
+
+    def apply(self, rows: FloatArray, layer: int) -> FloatArray:
+        """Rows [n, W] of a layer, projected: float32 [n, D]."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            projected: FloatArray = rows @ _matrix(self, layer).T
+        return projected
+
+
+@lru_cache(maxsize=_MATRICES)
+def _matrix(projection: Projection, layer: int) -> FloatArray:  # [D, W]
+    found = []
+    for vector, row in zip(projection.vectors, projection.rows[layer], strict=True):
+        size = vector.width * vector.kind.itemsize
+        found.append(widen(vector.data[row * size : (row + 1) * size], vector.kind))
+    return np.stack(found)
+
+
+def draft_directions(
+    projection: capture_pb2.Projection, width: int, path: str
+) -> tuple[VectorDraft, ...]:
+    """Checks a projection as far as the request itself goes.
+
+    Raises:
+        InvalidArgument: something is malformed.
+        MessageTooLarge: an inline vector is too large.
+    """
+    field = join(path, "directions")
+    if not projection.directions:
+        raise MissingField("at least one direction is required", field=field)
+    checks.at_most(len(projection.directions), PROJECTIONS, field, "directions")
+    return tuple(
+        draft_vector(ref, width, f"{field}[{index}]")
+        for index, ref in enumerate(projection.directions)
+    )
+
+
+def projection_work(directions: int, layers: int) -> int:
+    """Bytes that `project_on` counts for; see `offload`."""
+    return _DIRECTION_BYTES * directions * layers
+
+
+def find_directions(
+    drafts: Sequence[VectorDraft], store: VectorStore, model: ModelSites
+) -> tuple[Vector, ...]:
+    """The vectors of a projection.
+
+    Raises:
+        NotFound: one is not stored or its name not known.
+        VectorShape: one does not fit the model.
+    """
+    return tuple(find_vector(draft, store, model) for draft in drafts)
+
+
+def project_on(
+    vectors: Sequence[Vector], drafts: Sequence[VectorDraft], layers: Sequence[int]
+) -> Projection:
+    """The projection on vectors that were found for drafts, at some layers.
+
+    Raises:
+        VectorShape: one has neither one row nor one for each of the layers.
+    """
+    by_layer = [
+        rows_by_layer(vector, draft, layers) for vector, draft in zip(vectors, drafts, strict=True)
+    ]
+    return Projection(
+        tuple(vectors), {layer: tuple(rows[layer] for rows in by_layer) for layer in layers}
+    )

@@ -1,0 +1,85 @@
+"""The tensor of a block of rows, whatever was already done to them on the device.
+
+Invariant: what travels is the same whether the device, this server, or both made it: to the bit
+where rows are cast or coded, up to the order of float32 sums where they are projected (`projection`
+and ENCODING_RP8).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rheostat._proto.v1 import tensor_pb2
+from rheostat_engine import Site
+from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.tensors import (
+    FloatArray,
+    FloatType,
+    RawArray,
+    converted,
+    stack_rows,
+    widened,
+)
+
+
+class SiteRows(NamedTuple):
+    """Rows of one site."""
+
+    site: Site
+    """Its name."""
+    data: RawArray
+    """[positions, width]; in the capture's form uint8 [positions, bytes of a row]."""
+    made: bool
+    """Whether they came in the capture's form."""
+
+
+def encoding_work(parts: Sequence[SiteRows], capture: ResolvedCapture) -> int:
+    """Bytes that `tensor_of` goes over; see `offload`."""
+    size = sum(part.data.nbytes for part in parts)
+    if all(part.made for part in parts):
+        return size
+    if capture.projection is not None:
+        size += 4 * capture.numbers * capture.width
+    return size + capture.form.work(capture.numbers)
+
+
+def tensor_of(
+    parts: Sequence[SiteRows], capture: ResolvedCapture, held: FloatType
+) -> tensor_pb2.Tensor:
+    """The tensor [sites, positions, ...] of rows of a capture.
+
+    Args:
+        parts: the rows, site by site.
+        capture: says what is to become of them.
+        held: element type of rows as they are.
+    """
+    form, kind = capture.form, capture.kind
+    if not any(part.made for part in parts):
+        numbers = [_numbers(part, capture, held) for part in parts]
+        kind_held = held if capture.projection is None else FloatType.FLOAT32
+        return form.encode(stack_rows(numbers), held=kind_held, wanted=kind)
+    if form.coded:
+        coded = [
+            part.data if part.made else form.codes(_float32(part, capture, held)) for part in parts
+        ]
+        return form.tensor_of_codes(np.stack(coded), capture.numbers, kind)
+    elements = [
+        np.ascontiguousarray(part.data).view(kind.numpy)
+        if part.made
+        else converted(_float32(part, capture, held), held=FloatType.FLOAT32, wanted=kind)
+        for part in parts
+    ]
+    return form.encode(stack_rows(elements), held=kind, wanted=kind)
+
+
+def _numbers(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> RawArray:
+    """What is to be encoded of rows as they are: themselves, or their projection in float32."""
+    if capture.projection is None:
+        return part.data
+    return capture.projection.apply(widened(part.data, held), part.site.layer)
+
+
+def _float32(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> FloatArray:
+    found = _numbers(part, capture, held)
+    return widened(found, held if capture.projection is None else FloatType.FLOAT32)

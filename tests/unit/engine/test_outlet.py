@@ -1,0 +1,232 @@
+"""Rows leave the worker in their forms, whatever fails on the way; no step waits for a reader."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rheostat_engine import Capture, Coding, Event, Installed, Plan, Released, RowForm, Rows
+from rheostat_engine.core.captures import Captures
+from rheostat_engine.core.delivery import Delivery, Frame
+from rheostat_engine.core.forms import Forms, Made
+from rheostat_engine.core.outlet import Group, Outlet, packed
+from rheostat_engine.core.tallies import Tallies
+
+from .formed import check_formed
+from .frames import Server, installed
+from .strategies import EVERYWHERE, SITES
+from .tables import CPU, WIDTH
+
+EIGHT = RowForm(Coding.FULL8)
+TOP = RowForm(Coding.TOPK8, kept=2)
+HALF = RowForm(Coding.CAST, "bfloat16")
+OTHERS = "; so may be others within 60 s"
+NO_ROOM = f"captured rows could not be encoded and leave as they are{OTHERS}"
+LOST = f"captured rows could not leave the device and are lost{OTHERS}"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(f"ipc://{tmp_path}/channel")
+    yield server
+    server.channel.close()
+    server.close_loop()
+
+
+class Device:
+    """A worker's captures and their way out; a forward pass writes what `row` says."""
+
+    def __init__(self, server: Server, *, ring: int = 40, scratch: int = 1 << 20) -> None:
+        self.outlet = Outlet(Delivery(server.address), CPU, limit=1 << 20, scratch=scratch)
+        self.forms = Forms(width=WIDTH, itemsize=4, vectors={}, limit=1 << 20)
+        self.ring = torch.zeros(ring, WIDTH)
+        present = frozenset(range(SITES))
+        self.captures = Captures(
+            self.ring, self.outlet, self.forms, sites=SITES, present=present, rank=0
+        )
+        self.tallies = Tallies(present)
+        self.tallies.make_room(2)
+        self.plan = Plan("r")
+
+    def install(self, *captures: Capture) -> None:
+        self.plan = Plan("r", captures=captures)
+        self.tallies.start(1, 0)
+        self.classes = self.captures.put(1, self.plan)
+        self.outlet.send(Frame(installed()))
+
+    def step(self, start: int, count: int) -> None:
+        numbers, positions = np.ones(count, np.int64), np.arange(start, start + count)
+        copying = self.captures.begin(numbers, positions, self.tallies)
+        self.tallies.advance(numbers[:1], positions[:1], positions[:1] + count)
+        assert copying is not None
+        for token, position in enumerate(positions):
+            for site in np.flatnonzero(copying.base[0]):
+                self.ring[copying.base[0, site] + token] = torch.from_numpy(row(site, position))
+        self.captures.end()
+
+    def release(self) -> None:
+        self.captures.drop(1, self.classes)
+        self.outlet.send(Frame(self.tallies.released(1, self.plan, 0, measured=True)))
+
+
+def row(site: int, position: int) -> np.ndarray:
+    return np.random.default_rng([site, position]).normal(size=WIDTH).astype(np.float32)
+
+
+def events_of(server: Server) -> list[Event]:
+    """Everything up to the end of the request."""
+    count = 1
+    while True:
+        server.wait_for(count)
+        if isinstance(server.events[-1], Released):
+            return server.events
+        count = len(server.events) + 1
+
+
+def check(events: list[Event], wanted: dict[int, RowForm | None], positions: range) -> None:
+    """Every row has come once, in its form."""
+    found = Counter[tuple[int, int]]()
+    for event in events:
+        if not isinstance(event, Rows):
+            continue
+        form = wanted[event.site]
+        assert event.form == (form.key if form is not None else b"")
+        for position, data in zip(event.positions.tolist(), event.data, strict=True):
+            found[event.site, position] += 1
+            if form is None:
+                assert data.tobytes() == row(event.site, position).tobytes()
+            else:
+                check_formed(form, row(event.site, position), data)
+    assert found == Counter((site, p) for site in wanted for p in positions)
+
+
+@pytest.mark.parametrize("scratch", [1, 1000, 1 << 20])
+def test_several_forms_of_a_step_leave_together_through_a_ring_that_goes_round(
+    server: Server, scratch: int
+) -> None:
+    device = Device(server, scratch=scratch)
+    wanted = {0: EIGHT, 1: None, 2: TOP, 3: EIGHT, 4: HALF}
+    device.install(*(Capture((site,), EVERYWHERE, form) for site, form in wanted.items()))
+    for start in range(0, 70, 7):  # 35 of the ring's 39 rows at a time
+        device.step(start, 7)
+    device.release()
+    events = events_of(server)
+    check(events, wanted, range(70))
+    released = events[-1]
+    assert isinstance(released, Released)
+    assert (released.captured, released.lost_rows) == (dict.fromkeys(range(5), 70), 0)
+    sizes = [WIDTH * 4 if f is None else f.row_bytes(WIDTH) for f in wanted.values()]
+    assert device.outlet.left_bytes == 70 * sum(sizes) < 70 * 5 * 4 * WIDTH
+    assert device.outlet.free_bytes == 1 << 20
+    assert len(device.forms) == 0
+    device.outlet.close()
+
+
+def failing(times: int, real: Callable[..., object]) -> Callable[..., object]:
+    """A function that has no memory so many times."""
+    left = [times]
+
+    def call(*args: object, **kwargs: object) -> object:
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args, **kwargs)
+
+    return call
+
+
+def test_rows_that_cannot_be_encoded_leave_as_they_are(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Made, "encode", failing(1, Made.encode))
+    device = Device(server)
+    device.install(Capture((0, 2), EVERYWHERE, EIGHT), Capture((1,), EVERYWHERE))
+    device.step(0, 4)
+    device.step(4, 4)
+    device.release()
+    events = events_of(server)
+    first = [one for one in events if isinstance(one, Rows) and one.positions[0] == 0]
+    rest = [one for one in events if isinstance(one, Rows) and one.positions[0] == 4]
+    check(first, {0: None, 1: None, 2: None}, range(4))
+    check(rest, {0: EIGHT, 1: None, 2: EIGHT}, range(4, 8))
+    released = events[-1]
+    assert isinstance(released, Released)
+    assert (released.captured, released.lost_rows) == ({0: 8, 1: 8, 2: 8}, 0)
+    assert (device.outlet.plain_rows, device.outlet.lost_rows) == (8, 0)
+    assert [one.message for one in caplog.records] == [NO_ROOM]
+    device.outlet.close()
+
+
+def test_rows_that_cannot_leave_are_lost_are_counted_and_nothing_else_is(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rheostat_engine.core.outlet.packed", failing(2, packed))
+    device = Device(server)
+    device.install(Capture((0, 2), EVERYWHERE, EIGHT), Capture((1,), EVERYWHERE))
+    device.step(0, 4)
+    device.step(4, 6)
+    device.release()
+    events = events_of(server)
+    check(events, {0: EIGHT, 1: None, 2: EIGHT}, range(4, 10))
+    released = events[-1]
+    assert isinstance(released, Released)
+    assert (released.captured, released.lost_rows) == ({0: 6, 1: 6, 2: 6}, 12)
+    assert device.outlet.lost_rows == 12
+    assert device.outlet.free_bytes == 1 << 20
+    assert [one.message for one in caplog.records] == [NO_ROOM, LOST]
+    device.outlet.close()
+
+
+def test_rows_whose_copy_fails_later_are_counted_as_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error")
+
+    send = Delivery.send
+    monkeypatch.setattr(
+        Delivery,
+        "send",
+        lambda self, f: send(self, f if f.rows is None else f._replace(ready=Broken())),
+    )
+    device = Device(server)
+    device.install(Capture((3,), EVERYWHERE, HALF))
+    device.step(0, 5)
+    device.release()
+    *_, released = events_of(server)
+    assert isinstance(released, Released)
+    assert (released.captured, released.lost_rows) == ({}, 5)
+    device.outlet.close()
+
+
+def test_a_server_that_does_not_read_holds_up_no_step(server: Server) -> None:
+    held = threading.Event()
+    server.loop.call_soon_threadsafe(held.wait)
+    device = Device(server, ring=200)
+    device.install(Capture((0, 1, 2, 3, 4), EVERYWHERE, EIGHT))
+    steps = 100
+    for number in range(steps):  # many times the ring, and more frames than the channel takes
+        device.step(39 * number, 39)
+    held.set()
+    device.release()
+    events = events_of(server)
+    released = events[-1]
+    assert isinstance(released, Released)
+    sent = sum(len(one.positions) for one in events if isinstance(one, Rows))
+    assert sent + released.lost_rows == steps * 39 * 5
+    assert isinstance(events[0], Installed)
+    device.outlet.close()
+
+
+def test_slabs_make_the_same_bytes() -> None:
+    rows = torch.randn(33, WIDTH, generator=torch.Generator().manual_seed(0))
+    forms = Forms(width=WIDTH, itemsize=4, vectors={}, limit=1 << 20)
+    groups = [Group(forms[forms.acquire(form)], 11) for form in (EIGHT, TOP, None)]
+    whole = packed(rows, groups, scratch=1 << 30, pinned=False)
+    for scratch in (0, 500, 3000):
+        assert torch.equal(packed(rows, groups, scratch=scratch, pinned=False), whole)
