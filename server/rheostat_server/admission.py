@@ -57,6 +57,8 @@ class Desk:
     """Those that are open. None: nobody observes what is admitted."""
     sinks: Sinks | None = None
     """Where rows can be kept. None: nowhere."""
+    spools: bool = False
+    """Whether rows can wait on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,13 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     size = sum(spec.ByteSize() for spec in request.captures)
     size += selector_work([spec.where for spec in request.captures], context)
     captures = await offload(
-        size, resolve_captures, request.captures, desk.sites, context, desk.sinks
+        size,
+        resolve_captures,
+        request.captures,
+        desk.sites,
+        context,
+        desk.sinks,
+        spools=desk.spools,
     )
     request_id = request_id or uuid.uuid4().hex
     wishes = merged(

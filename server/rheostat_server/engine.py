@@ -10,12 +10,11 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from rheostat_engine import CapacityLedger, Event, Installed
 from rheostat_server.admission import Admitted, Desk
 from rheostat_server.config import ServerConfig
+from rheostat_server.counts import Counts, Drained
 from rheostat_server.errors import (
     CacheSuspect,
     Draining,
@@ -34,7 +33,10 @@ from rheostat_server.loader import VectorLoader
 from rheostat_server.opening import open_outlets
 from rheostat_server.prompts import Prompts
 from rheostat_server.sinks import Sinks
+from rheostat_server.spillway import Spillway
+from rheostat_server.spool import Spool
 from rheostat_server.subscriptions import Subscriptions
+from rheostat_server.taps import Losses
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
@@ -48,32 +50,21 @@ UNSCHEDULED_GRACE = 2.0
 _ENDING = "the server is ending; it admits nothing more"
 
 
-@dataclass
-class Counts:
-    """Requests by how they ended."""
-
-    admitted: int = 0
-    completed: int = 0
-    aborted: int = 0
-    refused: int = 0
-    failed: int = 0
-
-
-class Drained(NamedTuple):
-    """How requests ended while the host drained."""
-
-    finished: int
-    aborted: int
-
-
 class EngineHost:
     """A running engine and the requests in it. Lives on the event loop."""
 
     def __init__(
-        self, backend: Backend, prompts: Prompts, config: ServerConfig, sinks: Sinks | None = None
+        self,
+        backend: Backend,
+        prompts: Prompts,
+        config: ServerConfig,
+        sinks: Sinks | None = None,
+        spool: Spool | None = None,
     ) -> None:
         """A host that serves nothing yet; see `start`."""
         self.sinks = sinks or Sinks([])
+        self.losses = Losses()
+        self.spillway = Spillway(spool, config.capture_bytes) if spool is not None else None
         self.backend = backend
         self.info = backend.info
         self.sites = backend.sites
@@ -98,6 +89,8 @@ class EngineHost:
             buffer_bytes=config.subscriptions_bytes,
             resume_window=config.resume_window,
             heartbeat=config.heartbeat,
+            losses=self.losses,
+            spillway=self.spillway,
         )
         self.epoch = 0
         """Part of every plan that starts; raised when the prefix cache may hold what it should
@@ -120,6 +113,7 @@ class EngineHost:
             self.server_wide.current,
             self.subscriptions,
             self.sinks,
+            self.spillway is not None,
         )
 
     @property

@@ -10,7 +10,9 @@ from rheostat_server.flight import Flight
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sink_writer import open_writer
 from rheostat_server.sinks import Sinks
+from rheostat_server.spillway import Spillway
 from rheostat_server.subscriptions import Subscriptions
+from rheostat_server.taps import Losses
 from rheostat_server.tensors import FloatType
 
 
@@ -22,6 +24,8 @@ class Openers(Protocol):
     sites: ModelSites
     sinks: Sinks
     subscriptions: Subscriptions
+    losses: Losses
+    spillway: Spillway | None
 
 
 async def open_outlets(flight: Flight, host: Openers) -> None:
@@ -52,6 +56,8 @@ async def _open(flight: Flight, host: Openers) -> None:
             width=host.sites.width,
             held=held,
             limit=host.config.inline_capture_bytes,
+            losses=host.losses,
+            spillway=host.spillway,
             fail=flight.fail,
         )
         flight.outlets.add_writer(writer)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
@@ -21,8 +21,9 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
+from rheostat_server.spillway import Spillway
 from rheostat_server.subscription_messages import Response, Tally, message_of
-from rheostat_server.taps import End, Item, Reservoir, Tap
+from rheostat_server.taps import End, Item, Losses, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 
 _pb = capture_service_pb2
@@ -62,6 +63,8 @@ class Subscription:
         buffer_bytes: int,
         heartbeat: float,
         on_failed: Callable[["Subscription"], None],
+        losses: Losses | None = None,
+        spillway: Spillway | None = None,
     ) -> None:
         """A subscription that nobody reads yet.
 
@@ -73,6 +76,8 @@ class Subscription:
             buffer_bytes: bytes that may wait or be unacknowledged.
             heartbeat: the longest silence, in seconds.
             on_failed: hears once of its failure.
+            losses: counts what is lost on the way to its reader.
+            spillway: where rows wait that find no room, if its policy is to spill.
         """
         self.name = name
         self.filter = filter
@@ -81,7 +86,9 @@ class Subscription:
         self.failure: RheostatError | None = None
         self.ended = False
         """Whether all has been said: it was closed, and everything was sent."""
-        self.reservoir = Reservoir(buffer_bytes, self._overflow)
+        self.reservoir = Reservoir(buffer_bytes, self._overflow, losses)
+        if spillway is not None and overload == capture_pb2.OVERLOAD_SPILL:
+            spillway.open(self.reservoir, self._broken)
         self._heartbeat = heartbeat
         self._on_failed = on_failed
         self._taps: dict[Tap, Callable[[RheostatError], None] | None] = {}
@@ -89,7 +96,6 @@ class Subscription:
         self._sequence = 0
         self._acknowledged = 0
         self._replay: deque[_Sent] = deque()
-        self._pulling: Iterator[Item] = iter(())
         self._head: Item | None = None
         """What comes next and has no number yet."""
         self._encoded: Response | None = None
@@ -124,7 +130,7 @@ class Subscription:
     def refuse(self, tap: Tap, numbers: Collection[int]) -> None:
         """The engine has no room for some captures of a tap; where no row may be lost, it fails."""
         tap.refuse(numbers)
-        if self.overload == capture_pb2.OVERLOAD_FAIL:
+        if self.overload in (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL):
             self.fail(
                 CaptureOverflow(
                     "the engine has no room for what is captured of a request. Capture fewer "
@@ -237,8 +243,7 @@ class Subscription:
             self._tallies.clear()
             self._replay.clear()
             self._head = self._encoded = None
-            self._pulling = iter(())
-            self.reservoir.kept = 0
+            self.reservoir.close()
             self.reservoir.news.set()
             self._on_failed(self)
 
@@ -271,6 +276,7 @@ class Subscription:
                 yield sent.response
             elif self._closing and not self._taps and self._head is None:
                 self.ended = True
+                self.reservoir.close()
                 return
             elif time.monotonic() < silent_until:
                 await self._news_until(silent_until)
@@ -305,7 +311,7 @@ class Subscription:
         if not self._closing and self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
             return None
         if self._head is None:
-            self._head = self._next_item()
+            self._head = self.reservoir.take()
         if self._head is None:
             return None
         item, response = self._head, self._encoded
@@ -327,13 +333,6 @@ class Subscription:
         self.reservoir.kept += sent.weight
         return sent
 
-    def _next_item(self) -> Item | None:
-        item = next(self._pulling, None)
-        if item is None:
-            self._pulling = self.reservoir.pull()
-            item = next(self._pulling, None)
-        return item
-
     def _count(self, item: Item, response: Response) -> None:
         self._tallies[item.tap].count(item, response)
         if isinstance(item, End):
@@ -353,7 +352,7 @@ class Subscription:
 
     def _sign_of_life(self) -> capture_service_pb2.Heartbeat:
         return _pb.Heartbeat(
-            buffered_bytes=self.reservoir.meter.bytes + self._encoded_bytes,
+            buffered_bytes=self.reservoir.waiting + self._encoded_bytes,
             credit_bytes=self._credit or 0,
             last_sequence=self._sequence,
         )
@@ -362,6 +361,13 @@ class Subscription:
     def _encoded_bytes(self) -> int:
         """Bytes of the payload that comes next."""
         return 0 if self._encoded is None else len(self._encoded.captured.tensor.inline)
+
+    def _broken(self, error: RheostatError) -> None:
+        """Rows that waited are gone: it fails, and with it the requests that sent rows here."""
+        senders = [fail for fail in self._taps.values() if fail is not None]
+        self.fail(error)
+        for fail in senders:
+            fail(error)
 
     def _overflow(self, tap: Tap, error: RheostatError) -> None:
         fail = self._taps.get(tap)

@@ -15,7 +15,12 @@ from itertools import islice
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
 from rheostat_server import checks
-from rheostat_server.capture_specs import ResolvedCapture, Target, resolve_capture
+from rheostat_server.capture_specs import (
+    ResolvedCapture,
+    Target,
+    check_spill,
+    resolve_capture,
+)
 from rheostat_server.checks import join
 from rheostat_server.errors import (
     InvalidValue,
@@ -36,7 +41,9 @@ from rheostat_server.limits import (
 from rheostat_server.line import RETRY
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.selection import SelectionContext, typical_context
+from rheostat_server.spillway import Spillway
 from rheostat_server.subscription import Subscription
+from rheostat_server.taps import Losses
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,6 +95,8 @@ class Subscriptions:
         buffer_bytes: int,
         resume_window: float,
         heartbeat: float,
+        losses: Losses | None = None,
+        spillway: Spillway | None = None,
     ) -> None:
         """None is open.
 
@@ -97,12 +106,16 @@ class Subscriptions:
             buffer_bytes: bytes that all of them together may hold.
             resume_window: seconds that one waits for its reader to come back.
             heartbeat: the longest silence of one, in seconds.
+            losses: counts what is lost on the way to their readers.
+            spillway: where rows may wait that find no room in memory.
         """
         self.buffer_bytes = buffer_bytes
         self.resume_window = resume_window
         self._sites = sites
         self._typical = typical_context(info)
         self._heartbeat = heartbeat
+        self._losses = losses
+        self._spillway = spillway
         self._open: dict[str, Subscription] = {}
         self._failed: OrderedDict[str, Subscription] = OrderedDict()
         self._expiries: dict[str, asyncio.TimerHandle] = {}
@@ -114,7 +127,7 @@ class Subscriptions:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of rows that none of them has sent yet."""
-        return sum(one.reservoir.meter.bytes for one in self._open.values())
+        return sum(one.reservoir.waiting for one in self._open.values())
 
     @property
     def waiting(self) -> int:
@@ -158,6 +171,8 @@ class Subscriptions:
             buffer_bytes=size,
             heartbeat=self._heartbeat,
             on_failed=self._on_failed,
+            losses=self._losses,
+            spillway=self._spillway,
         )
         missed = (name for name, labels in running.items() if subscription.selects(name, labels))
         subscription.missed = tuple(islice(missed, MISSED_REQUESTS))
@@ -253,8 +268,7 @@ class Subscriptions:
         self._resolved(wish.specs, self._typical)
         if wish.HasField("overload"):
             checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
-            if wish.overload == capture_pb2.OVERLOAD_SPILL:
-                raise NotSupported("OVERLOAD_SPILL is not served yet", field="open.overload")
+            check_spill(wish.overload, "open.overload", spools=self._spillway is not None)
         if wish.shared_memory:
             raise NotSupported("shared memory is not served yet", field="open.shared_memory")
 

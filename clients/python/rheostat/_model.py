@@ -256,7 +256,7 @@ class Stats:
     captured_bytes: int
     """Bytes captured."""
     dropped_rows: int
-    """Rows lost under overload policies."""
+    """Rows of which readers were told that they are lost."""
     prefix_queried_tokens: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_hit_tokens: int
@@ -269,6 +269,10 @@ class Stats:
     """Held by no request; anything but 0 is a defect."""
     global_version: int
     """Version of the server-wide steering; 0: never set."""
+    spooled_rows: int = 0
+    """Captured rows that wait on the server's disk now."""
+    overrun_rows: int = 0
+    """Rows for which the ring of captured rows had no room."""
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
@@ -294,4 +298,6 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         uptime=message.uptime.ToTimedelta().total_seconds(),
         leaked=message.leaked,
         global_version=message.global_version,
+        spooled_rows=message.spooled_rows,
+        overrun_rows=message.overrun_rows,
     )
