@@ -8,7 +8,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rheostat._proto.v1 import generation_service_pb2, receipt_pb2, steering_pb2
+from rheostat._proto.v1 import (
+    capture_pb2,
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+)
 from rheostat_engine import Capture, ModelSites, Plan
 from rheostat_server import checks, directions
 from rheostat_server.baseline import Baseline, compared_logprobs
@@ -104,11 +109,13 @@ class Admitted:
         return len(self.prompt.token_ids)
 
     @property
-    def inline_captures(self) -> dict[int, ResolvedCapture]:
-        """Those whose rows go into the response, by their place in the request."""
-        return {
-            index: one for index, one in enumerate(self.captures) if one.target is Target.INLINE
-        }
+    def inline_captures(self) -> dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]]:
+        """Those whose rows go into the response, by their policy and place in the request."""
+        found: dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]] = {}
+        for index, one in enumerate(self.captures):
+            if one.target is Target.INLINE:
+                found.setdefault(one.overload, {})[index] = one
+        return found
 
 
 async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = False) -> Admitted:

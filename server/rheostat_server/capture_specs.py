@@ -191,11 +191,6 @@ def _aimed(
     if capture.target is Target.SUBSCRIPTION:
         return replace(capture, subscription=spec.subscription)
     if capture.target is Target.INLINE:
-        if capture.overload != capture_pb2.OVERLOAD_FAIL:
-            raise NotSupported(
-                "inline rows are served with OVERLOAD_FAIL alone; send them to a subscription",
-                field=join(path, "overload"),
-            )
         return capture
     if sinks is None:
         raise NotSupported("sinks are not served here", field=join(path, "sink"))

@@ -146,7 +146,7 @@ class EngineHost:
             QueueFull, BankFull, CaptureOverflow, StoreFull: there is no room.
         """
         self._check_open(admitted)
-        flight = Flight(admitted, inline_bytes=self.config.inline_capture_bytes)
+        flight = Flight(admitted)
         self._flights[admitted.request_id] = flight
         try:
             await self.hold(flight, admitted.vectors)
@@ -177,7 +177,7 @@ class EngineHost:
         Raises:
             BankFull, CaptureOverflow: it could never run.
         """
-        flight = Flight(admitted, inline_bytes=0)
+        flight = Flight(admitted)
         flight.unobserve()
         rooms = flight.rooms
         self.line.refuse_what_never_fits(rooms, admitted.prompt_len)

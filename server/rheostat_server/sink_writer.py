@@ -16,6 +16,7 @@ from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.admission import Admitted
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.errors import Defect, RheostatError
+from rheostat_server.inline import ADVICE
 from rheostat_server.row_messages import captured_of
 from rheostat_server.sinks import (
     CaptureAbout,
@@ -204,7 +205,7 @@ async def open_writer(
     except asyncio.CancelledError:
         opening.add_done_callback(_abandon)
         raise
-    reservoir = Reservoir(limit, lambda _, error: writer.overflow(error), losses)
+    reservoir = Reservoir(limit, lambda _, error: writer.overflow(error), losses, advice=ADVICE)
     policy = next(iter(captures.values())).overload
     if spillway is not None and policy == capture_pb2.OVERLOAD_SPILL:
         spillway.open(reservoir, lambda error: writer.overflow(error))

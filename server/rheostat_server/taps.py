@@ -20,6 +20,11 @@ from rheostat_server.lanes import Lane
 from rheostat_server.spans import length
 from rheostat_server.tensors import FloatType
 
+_ADVICE = (
+    "Read and acknowledge faster, capture less, or choose an overload policy that spills or may "
+    "lose rows"
+)
+
 _TIDY = 1024
 """Pieces that are remembered at least before those that have left are forgotten."""
 
@@ -114,6 +119,9 @@ class Reservoir:
         limit: int,
         on_full: Callable[["Tap", CaptureOverflow], None],
         losses: Losses | None = None,
+        *,
+        news: asyncio.Event | None = None,
+        advice: str = _ADVICE,
     ) -> None:
         """An empty one.
 
@@ -121,16 +129,19 @@ class Reservoir:
             limit: bytes that may wait or be kept.
             on_full: hears of rows that find no room where none may be lost.
             losses: counts what is lost here.
+            news: is set when there is something to take.
+            advice: what helps where there is no room.
         """
         self.limit = limit
         self.kept = 0
         """Bytes of what has left and may be asked for again."""
-        self.news = asyncio.Event()
-        """Set when there is something to pull."""
+        self.news = news or asyncio.Event()
+        """Set when there is something to take."""
         self.meter = Meter()
         self.spill: Backlog | None = None
         """Where rows wait that find no room and may not be lost."""
         self._on_full = on_full
+        self._advice = advice
         self._losses = losses or Losses()
         self._pieces: deque[tuple[Piece, Tap, Lane]] = deque()
         self._tidy_at = _TIDY
@@ -211,8 +222,7 @@ class Reservoir:
             return error
         return CaptureOverflow(
             f"captured rows came faster than they were read: {self.limit} bytes wait or are not "
-            "acknowledged. Read and acknowledge faster, capture less, or choose an overload "
-            "policy that may lose rows",
+            f"acknowledged. {self._advice}",
             metadata={"rows": str(self.meter.rows)},
         )
 
