@@ -208,6 +208,11 @@ class EngineHost:
         self._route(flight, life)
         flight.start(self.backend, [life], epoch=self.epoch)
 
+    def leave_engine(self, flight: Flight) -> None:
+        """Gives back what a flight holds of an engine that has let go; its sinks may write on."""
+        if all(life.released.is_set() for life in flight.lives):
+            self._free(flight)
+
     async def drain(self, timeout: float | None) -> Drained:
         """Lets nothing in and waits for what runs; after `timeout` seconds aborts the rest."""
         self.draining = True
@@ -325,6 +330,7 @@ class EngineHost:
         held = [life for life in flight.lives if life.plan_id in self._routes]
         await asyncio.gather(*(self._until_released(life) for life in held))
         flight.close_outlets()
+        self._free(flight)
         await flight.outlets.settle()
         self._give_back(flight)
 
@@ -346,13 +352,18 @@ class EngineHost:
 
     def _give_back(self, flight: Flight) -> None:
         flight.close_outlets()
+        self._free(flight)
+        del self._flights[flight.admitted.request_id]
+        self._notify_soon()
+
+    def _free(self, flight: Flight) -> None:
+        """Gives back what a flight holds of the engine and the store."""
         for life in flight.lives:
             self._routes.pop(life.plan_id, None)
         for digest in flight.pinned:
             self.store.unpin(digest)
-        del self._flights[flight.admitted.request_id]
+        flight.pinned.clear()
         self.line.leave(flight.reserved)
-        self._notify_soon()
 
     def _count(self, flight: Flight) -> None:
         if all(life.task is None for life in flight.lives):

@@ -57,6 +57,7 @@ async def run(
                 beside.cancel()
                 await asyncio.wait({beside})
         flight.close_outlets()
+        host.leave_engine(flight)
         await flight.outlets.written()
         work = receipt_work(admitted, stream.own)
         handed_over = flight.outlets.handed_over()

@@ -8,9 +8,10 @@ import asyncio
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
@@ -119,6 +120,8 @@ class Subscriptions:
         self._open: dict[str, Subscription] = {}
         self._failed: OrderedDict[str, Subscription] = OrderedDict()
         self._expiries: dict[str, asyncio.TimerHandle] = {}
+        self._admitting: list[tuple[str, Mapping[str, str]]] = []
+        """Requests that were shown to those that are open, and do not run yet."""
 
     def __len__(self) -> int:
         """How many are open or can be resumed."""
@@ -170,12 +173,14 @@ class Subscriptions:
             wish.overload if wish.HasField("overload") else capture_pb2.OVERLOAD_FAIL,
             buffer_bytes=size,
             heartbeat=self._heartbeat,
+            resume_window=self.resume_window,
             on_failed=self._on_failed,
             losses=self._losses,
             spillway=self._spillway,
         )
-        missed = (name for name, labels in running.items() if subscription.selects(name, labels))
-        subscription.missed = tuple(islice(missed, MISSED_REQUESTS))
+        begun = chain(running.items(), self._admitting)
+        missed = (name for name, labels in begun if subscription.selects(name, labels))
+        subscription.missed = tuple(islice(dict.fromkeys(missed), MISSED_REQUESTS))
         self._open[subscription.name] = subscription
         _LOG.info("subscription %s: %d specs", subscription.name, len(subscription.specs))
         return subscription
@@ -222,6 +227,16 @@ class Subscriptions:
     def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Subscription]:
         """Those whose filter selects a request."""
         return [one for one in self._open.values() if one.selects(request_id, labels)]
+
+    @contextmanager
+    def admitting(self, request_id: str, labels: Mapping[str, str]) -> Iterator[None]:
+        """From when a request is shown to those that are open until it runs: later ones miss it."""
+        entry = (request_id, labels)
+        self._admitting.append(entry)
+        try:
+            yield
+        finally:
+            self._admitting.remove(entry)
 
     def wishes(
         self, subscriptions: Sequence[Subscription], context: SelectionContext

@@ -25,6 +25,10 @@ _ADVICE = (
     "lose rows"
 )
 
+_TAP_BYTES = 4096
+_TOKEN_BYTES = 40
+"""What a tap weighs, and each token that it knows."""
+
 _TIDY = 1024
 """Pieces that are remembered at least before those that have left are forgotten."""
 
@@ -244,6 +248,7 @@ class Tap:
         held: FloatType,
         policy: capture_pb2.Overload.ValueType,
         reservoir: Reservoir,
+        on_closed: Callable[["Tap"], None] = lambda _: None,
     ) -> None:
         """A tap through which nothing has come.
 
@@ -254,6 +259,7 @@ class Tap:
             held: element type in which rows come.
             policy: what happens where there is no room.
             reservoir: where rows wait.
+            on_closed: hears once when nothing more enters.
         """
         self.request_id = request_id
         self.policy = policy
@@ -261,12 +267,21 @@ class Tap:
         self.finish_reasons: Sequence[types_pb2.FinishReason.ValueType] = ()
         self.closed = False
         """Whether nothing more enters."""
+        self.discarded = False
+        """Whether nothing leaves any more either."""
         self._prompt = prompt
         self._held = held
         self._reservoir = reservoir
+        self._on_closed = on_closed
         self._lanes: dict[Track, Lane] = {}
         self._ended = False
         self._refused: frozenset[int] = frozenset()
+
+    @property
+    def weight(self) -> int:
+        """Bytes that it takes beside its rows, about."""
+        tokens = sum(len(lane.tokens) for lane in self._lanes.values())
+        return _TAP_BYTES + _TOKEN_BYTES * (len(self._prompt) + tokens)
 
     def extend(self, track: Track, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated; rows before them may leave."""
@@ -306,13 +321,17 @@ class Tap:
             for lane in self._lanes.values():
                 lane.close()
             self._reservoir.touch(self)
+            self._on_closed(self)
 
     def discard(self) -> None:
         """Loses all that waits; nothing leaves any more, not even the end."""
-        self.closed = self._ended = True
+        told = self.closed
+        self.closed = self.discarded = self._ended = True
         self._reservoir.forget(self)
         for lane in self._lanes.values():
             lane.discard()
+        if not told:
+            self._on_closed(self)
 
     def counts(self) -> Mapping[int, tuple[int, int]]:
         """Of the request's own samples: positions handed over and lost, by capture."""
