@@ -6,9 +6,15 @@ and Explain share this path.
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from rheostat._proto.v1 import generation_service_pb2, receipt_pb2, steering_pb2
+from rheostat._proto.v1 import (
+    capture_pb2,
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+)
 from rheostat_engine import Capture, ModelSites, Plan
 from rheostat_server import checks, directions
 from rheostat_server.baseline import Baseline, compared_logprobs
@@ -64,6 +70,8 @@ class Desk:
     """Those that are open. None: nobody observes what is admitted."""
     sinks: Sinks | None = None
     """Where rows can be kept. None: nowhere."""
+    spools: bool = False
+    """Whether rows can wait on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +117,13 @@ class Admitted:
         return len(self.prompt.token_ids)
 
     @property
-    def inline_captures(self) -> dict[int, ResolvedCapture]:
-        """Those whose rows go into the response, by their place in the request."""
-        return {
-            index: one for index, one in enumerate(self.captures) if one.target is Target.INLINE
-        }
+    def inline_captures(self) -> dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]]:
+        """Those whose rows go into the response, by their policy and place in the request."""
+        found: dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]] = {}
+        for index, one in enumerate(self.captures):
+            if one.target is Target.INLINE:
+                found.setdefault(one.overload, {})[index] = one
+        return found
 
 
 async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = False) -> Admitted:
@@ -149,49 +159,65 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     size = sum(spec.ByteSize() for spec in request.captures)
     size += selector_work([spec.where for spec in request.captures], context)
     drafted = await offload(
-        size, resolve_captures, request.captures, desk.sites, context, desk.sinks
+        size,
+        resolve_captures,
+        request.captures,
+        desk.sites,
+        context,
+        desk.sinks,
+        spools=desk.spools,
     )
     directions_of = find_all_directions(drafted, desk.store, desk.sites)
     size = sum(one.projecting for one in drafted)
     captures = await offload(size, project_all, drafted, directions_of, desk.sites)
     request_id = request_id or uuid.uuid4().hex
-    wishes = merged(
-        [*_directed(captures, desk), *await _observers(request, request_id, desk, context)]
-    )
-    server_wide = await resolve_global(desk, context)
-    interventions = (*server_wide, *own)
-    kind = FloatType(desk.sites.dtype)
-    await offload(sums_work(interventions), check_sums, interventions, kind)
-    compiled = await compile_plan(request_id, interventions, captures)
-    wanted = observe(compiled.plan, captures, wishes)
-    baseline = None
-    if request.with_baseline:
-        without = await compile_plan(request_id, server_wide, captures)
-        compared = compared_logprobs(sampling, desk.info.logprobs)
-        plan = replace(without.plan, captures=wanted)
-        baseline = Baseline(plan, compared, desk.info.model_tokens)
-    return Admitted(
-        request_id=request_id,
-        labels=dict(request.labels),
-        prompt=prompt,
-        context=context,
-        sampling=sampling,
-        interventions=interventions,
-        captures=captures,
-        wishes=wishes,
-        plan=replace(
-            compiled.plan,
-            captures=wanted,
-            private_from=context.prompt_len if changeable else None,
-        ),
-        unobserved=compiled.plan.captures,
-        lora=request.lora,
-        vectors=_all_vectors(compiled.vectors, captures, wishes),
-        server_wide=desk.server_wide,
-        return_prompt_token_ids=request.return_prompt_token_ids,
-        waits=waits,
-        baseline=baseline,
-    )
+    with _watched(desk, request_id, request.labels):
+        wishes = merged(
+            [*_directed(captures, desk), *await _observers(request, request_id, desk, context)]
+        )
+        server_wide = await resolve_global(desk, context)
+        interventions = (*server_wide, *own)
+        kind = FloatType(desk.sites.dtype)
+        await offload(sums_work(interventions), check_sums, interventions, kind)
+        compiled = await compile_plan(request_id, interventions, captures)
+        wanted = observe(compiled.plan, captures, wishes)
+        baseline = None
+        if request.with_baseline:
+            without = await compile_plan(request_id, server_wide, captures)
+            compared = compared_logprobs(sampling, desk.info.logprobs)
+            plan = replace(without.plan, captures=wanted)
+            baseline = Baseline(plan, compared, desk.info.model_tokens)
+        return Admitted(
+            request_id=request_id,
+            labels=dict(request.labels),
+            prompt=prompt,
+            context=context,
+            sampling=sampling,
+            interventions=interventions,
+            captures=captures,
+            wishes=wishes,
+            plan=replace(
+                compiled.plan,
+                captures=wanted,
+                private_from=context.prompt_len if changeable else None,
+            ),
+            unobserved=compiled.plan.captures,
+            lora=request.lora,
+            vectors=_all_vectors(compiled.vectors, captures, wishes),
+            server_wide=desk.server_wide,
+            return_prompt_token_ids=request.return_prompt_token_ids,
+            waits=waits,
+            baseline=baseline,
+        )
+
+
+def _watched(
+    desk: Desk, request_id: str, labels: Mapping[str, str]
+) -> AbstractContextManager[None]:
+    """While a request is admitted that subscriptions may want to hear of."""
+    if desk.subscriptions is None:
+        return nullcontext()
+    return desk.subscriptions.admitting(request_id, dict(labels))
 
 
 async def resolve_steering(

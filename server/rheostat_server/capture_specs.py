@@ -125,6 +125,8 @@ def resolve_captures(
     model: ModelSites,
     context: SelectionContext,
     sinks: Sinks | None = None,
+    *,
+    spools: bool = False,
 ) -> tuple[ResolvedCapture, ...]:
     """The captures of a request.
 
@@ -133,6 +135,7 @@ def resolve_captures(
         model: its sites.
         context: what selectors are resolved against.
         sinks: those that there are.
+        spools: whether rows can wait on disk.
 
     Raises:
         InvalidArgument: something is malformed.
@@ -143,6 +146,8 @@ def resolve_captures(
         _aimed(resolve_capture(spec, model, context, path, _target(spec, path)), spec, sinks, path)
         for spec, path in ((spec, f"captures[{index}]") for index, spec in enumerate(specs))
     )
+    for index, one in enumerate(found):
+        check_spill(one.overload, f"captures[{index}].overload", spools=spools)
     sink_groups(found)
     return found
 
@@ -289,11 +294,6 @@ def _aimed(
     if capture.target is Target.SUBSCRIPTION:
         return replace(capture, subscription=spec.subscription)
     if capture.target is Target.INLINE:
-        if capture.overload != capture_pb2.OVERLOAD_FAIL:
-            raise NotSupported(
-                "inline rows are served with OVERLOAD_FAIL alone; send them to a subscription",
-                field=join(path, "overload"),
-            )
         return capture
     if sinks is None:
         raise NotSupported("sinks are not served here", field=join(path, "sink"))
@@ -355,5 +355,17 @@ def _check_enum_options(spec: capture_pb2.CaptureSpec, path: str) -> None:
     if spec.HasField("overload"):
         field = join(path, "overload")
         checks.known_enum(spec.overload, capture_pb2.Overload.values(), field)
-        if spec.overload == capture_pb2.OVERLOAD_SPILL:
-            raise NotSupported("OVERLOAD_SPILL is not served yet", field=field)
+
+
+def check_spill(overload: capture_pb2.Overload.ValueType, path: str, *, spools: bool) -> None:
+    """Refuses to let rows wait on disk where there is none for them.
+
+    Raises:
+        NotSupported: the server has no spool.
+    """
+    if overload == capture_pb2.OVERLOAD_SPILL and not spools:
+        raise NotSupported(
+            "the server has no spool for OVERLOAD_SPILL: start it with --spool FOLDER, or choose "
+            "another policy",
+            field=path,
+        )

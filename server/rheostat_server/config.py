@@ -82,6 +82,13 @@ class ServerConfig:
     sinks: tuple[str, ...] = ()
     """Sinks for captured rows, each as "name=plugin:key=value,key=value"."""
 
+    spool: str | None = None
+    """Folder in which captured rows wait that find no room in memory and may not be lost, of this
+    server alone. None: no request and no subscription may ask for that."""
+
+    spool_bytes: int = 16384 * _MIB
+    """Bytes of disk that they may take there."""
+
     subscriptions_bytes: int = 1024 * _MIB
     """Memory of the server for captured rows on their way to subscribers, all together; what a
     subscriber has not acknowledged counts."""

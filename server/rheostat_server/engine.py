@@ -10,12 +10,11 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from rheostat_engine import CapacityLedger, Event, Installed
 from rheostat_server.admission import Admitted, Desk
 from rheostat_server.config import ServerConfig
+from rheostat_server.counts import Counts, Drained
 from rheostat_server.errors import (
     CacheSuspect,
     Draining,
@@ -34,7 +33,10 @@ from rheostat_server.loader import VectorLoader
 from rheostat_server.opening import open_outlets
 from rheostat_server.prompts import Prompts
 from rheostat_server.sinks import Sinks
+from rheostat_server.spillway import Spillway
+from rheostat_server.spool import Spool
 from rheostat_server.subscriptions import Subscriptions
+from rheostat_server.taps import Losses
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
@@ -48,32 +50,21 @@ UNSCHEDULED_GRACE = 2.0
 _ENDING = "the server is ending; it admits nothing more"
 
 
-@dataclass
-class Counts:
-    """Requests by how they ended."""
-
-    admitted: int = 0
-    completed: int = 0
-    aborted: int = 0
-    refused: int = 0
-    failed: int = 0
-
-
-class Drained(NamedTuple):
-    """How requests ended while the host drained."""
-
-    finished: int
-    aborted: int
-
-
 class EngineHost:
     """A running engine and the requests in it. Lives on the event loop."""
 
     def __init__(
-        self, backend: Backend, prompts: Prompts, config: ServerConfig, sinks: Sinks | None = None
+        self,
+        backend: Backend,
+        prompts: Prompts,
+        config: ServerConfig,
+        sinks: Sinks | None = None,
+        spool: Spool | None = None,
     ) -> None:
         """A host that serves nothing yet; see `start`."""
         self.sinks = sinks or Sinks([])
+        self.losses = Losses()
+        self.spillway = Spillway(spool, config.capture_bytes) if spool is not None else None
         self.backend = backend
         self.info = backend.info
         self.sites = backend.sites
@@ -99,6 +90,8 @@ class EngineHost:
             buffer_bytes=config.subscriptions_bytes,
             resume_window=config.resume_window,
             heartbeat=config.heartbeat,
+            losses=self.losses,
+            spillway=self.spillway,
         )
         self.epoch = 0
         """Part of every plan that starts; raised when the prefix cache may hold what it should
@@ -121,6 +114,7 @@ class EngineHost:
             self.server_wide.current,
             self.subscriptions,
             self.sinks,
+            self.spillway is not None,
         )
 
     @property
@@ -153,7 +147,7 @@ class EngineHost:
             QueueFull, BankFull, CaptureOverflow, StoreFull: there is no room.
         """
         self._check_open(admitted)
-        flight = Flight(admitted, inline_bytes=self.config.inline_capture_bytes)
+        flight = Flight(admitted)
         self._flights[admitted.request_id] = flight
         try:
             await self.hold(flight, admitted.vectors)
@@ -184,7 +178,7 @@ class EngineHost:
         Raises:
             BankFull, CaptureOverflow: it could never run.
         """
-        flight = Flight(admitted, inline_bytes=0)
+        flight = Flight(admitted)
         flight.unobserve()
         rooms = flight.rooms
         self.line.refuse_what_never_fits(rooms, admitted.prompt_len)
@@ -214,6 +208,11 @@ class EngineHost:
         flight.lives.append(life)
         self._route(flight, life)
         flight.start(self.backend, [life], epoch=self.epoch)
+
+    def leave_engine(self, flight: Flight) -> None:
+        """Gives back what a flight holds of an engine that has let go; its sinks may write on."""
+        if all(life.released.is_set() for life in flight.lives):
+            self._free(flight)
 
     async def drain(self, timeout: float | None) -> Drained:
         """Lets nothing in and waits for what runs; after `timeout` seconds aborts the rest."""
@@ -332,6 +331,7 @@ class EngineHost:
         held = [life for life in flight.lives if life.plan_id in self._routes]
         await asyncio.gather(*(self._until_released(life) for life in held))
         flight.close_outlets()
+        self._free(flight)
         await flight.outlets.settle()
         self._give_back(flight)
 
@@ -353,13 +353,18 @@ class EngineHost:
 
     def _give_back(self, flight: Flight) -> None:
         flight.close_outlets()
+        self._free(flight)
+        del self._flights[flight.admitted.request_id]
+        self._notify_soon()
+
+    def _free(self, flight: Flight) -> None:
+        """Gives back what a flight holds of the engine and the store."""
         for life in flight.lives:
             self._routes.pop(life.plan_id, None)
         for digest in flight.pinned:
             self.store.unpin(digest)
-        del self._flights[flight.admitted.request_id]
+        flight.pinned.clear()
         self.line.leave(flight.reserved)
-        self._notify_soon()
 
     def _count(self, flight: Flight) -> None:
         if all(life.task is None for life in flight.lives):

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from rheostat._proto.v1 import monitor_pb2, types_pb2
-from rheostat_engine import Event, Installed, Plan, Released, Rows
+from rheostat_engine import Event, Installed, Plan, Released
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
-from rheostat_server.errors import CaptureOverflow, Defect, RheostatError
+from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
+from rheostat_server.inline import Inline
 from rheostat_server.line import Room
 from rheostat_server.outlets import Outlets
 from rheostat_server.steering import Intervention
@@ -109,16 +111,18 @@ class Item(NamedTuple):
     what: Delta | Event
 
 
+class Sign(Enum):
+    """Something that concerns no sample."""
+
+    ROWS = "rows"
+    """Captured rows can leave; see `Flight.inline`."""
+
+
 class Flight:
     """A request in flight."""
 
-    def __init__(self, admitted: Admitted, *, inline_bytes: int) -> None:
-        """A request that has not started.
-
-        Args:
-            admitted: the request.
-            inline_bytes: captured bytes that may wait in the queue.
-        """
+    def __init__(self, admitted: Admitted) -> None:
+        """A request that has not started."""
         self.admitted = admitted
         self.admitted_at = time.monotonic()
         self.completed = False
@@ -133,19 +137,15 @@ class Flight:
         self.reserved: list[str] = []
         """Under which the ledger holds something for it."""
         self.outlets = Outlets()
-        """Where captured rows go beside the response."""
+        """Where captured rows go."""
+        self._queue: asyncio.Queue[Item | Notice | Sign | RheostatError] = asyncio.Queue()
+        self.inline = Inline(partial(self._queue.put_nowait, Sign.ROWS))
+        """Those of them that go into the response."""
         self._number = next(_NUMBERS)
-        self._inline_sites = {
-            site for one in admitted.inline_captures.values() for site in one.indices
-        }
         self.lives = [
             *self._samples(Role.OWN, admitted.plan),
             *(self._samples(Role.BASELINE, admitted.baseline.plan) if admitted.baseline else ()),
         ]
-        self._inline_bytes = inline_bytes
-        self._waiting_bytes = 0
-        self._waiting_rows = 0
-        self._queue: asyncio.Queue[Item | Notice | RheostatError] = asyncio.Queue()
         self._closed = False
 
     @property
@@ -198,7 +198,7 @@ class Flight:
                 life.job = replace(life.job, plan=replace(life.job.plan, epoch=epoch))
                 life.task = asyncio.create_task(self._pump(life, backend))
 
-    async def next(self) -> Item | Notice:
+    async def next(self) -> Item | Notice | Sign:
         """What happened next.
 
         Raises:
@@ -207,11 +207,8 @@ class Flight:
         item = await self._queue.get()
         if isinstance(item, RheostatError):
             raise item
-        if not isinstance(item, Item):
+        if not isinstance(item, Item | Sign):
             self.unanswered -= 1
-        elif isinstance(item.what, Rows):
-            self._waiting_bytes -= item.what.data.nbytes
-            self._waiting_rows -= len(item.what.data)
         return item
 
     def deliver(self, life: Life, event: Event) -> None:
@@ -229,12 +226,7 @@ class Flight:
             self._close_outlets()
         else:
             self.outlets.feed(life.track, event)
-            if self._closed or event.site not in self._inline_sites:
-                return
-            self._waiting_bytes += event.data.nbytes
-            self._waiting_rows += len(event.data)
-            if self._waiting_bytes > self._inline_bytes:
-                self._overflow()
+            return
         self._put(Item(life, event))
 
     def unobserve(self) -> None:
@@ -258,6 +250,12 @@ class Flight:
         self._put(error)
         self.close()
 
+    def overflow(self, error: RheostatError) -> None:
+        """Ends the request with an error at once, whatever waits to be told."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self.fail(error)
+
     def abort(self) -> None:
         """Ends every sample that still runs, as aborted."""
         self.aborted = True
@@ -273,6 +271,7 @@ class Flight:
     def close(self) -> None:
         """Stops the samples and takes nothing more."""
         self._closed = True
+        self.inline.close()
         for life in self.lives:
             life.known.set()
             if life.task is not None:
@@ -304,20 +303,9 @@ class Flight:
             for sample in range(sampling.samples)
         ]
 
-    def _put(self, item: Item | Notice | RheostatError) -> None:
+    def _put(self, item: Item | Notice | Sign | RheostatError) -> None:
         if not self._closed:
             self._queue.put_nowait(item)
-
-    def _overflow(self) -> None:
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self.fail(
-            CaptureOverflow(
-                f"more than {self._inline_bytes} captured bytes wait to be read; read faster, "
-                "capture less, or raise the server's --inline-capture-mib",
-                metadata={"rows": str(self._waiting_rows)},
-            )
-        )
 
     async def _pump(self, life: Life, backend: Backend) -> None:
         try:

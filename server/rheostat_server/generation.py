@@ -9,20 +9,24 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 
 from rheostat._proto.v1 import capture_pb2, generation_pb2, types_pb2
-from rheostat_engine import Installed, Plan, Released, Rows
+from rheostat_engine import Installed, Plan, Released
 from rheostat_server.admission import Admitted
-from rheostat_server.capture_stream import to_captured, wire_runs
 from rheostat_server.engine import RELEASE_GRACE, UNSCHEDULED_GRACE, EngineHost
 from rheostat_server.errors import Defect, RowsLost
-from rheostat_server.flight import Flight, Item, Life, Notice, Role
+from rheostat_server.flight import Flight, Item, Life, Notice, Role, Sign
 from rheostat_server.host import Delta
 from rheostat_server.offload import offload
 from rheostat_server.receipts import receipt_work, write_receipt
+from rheostat_server.row_messages import captured, dropped
 from rheostat_server.sample import Response, Sample
 from rheostat_server.scoring import Score, scoring_life
-from rheostat_server.tensors import FloatType
+from rheostat_server.taps import Chunk, Loss, Sealed
+from rheostat_server.taps import Item as RowItem
 
 _LOG = logging.getLogger(__name__)
+
+_LOSSLESS = (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL)
+"""Policies under which no row may be lost."""
 
 Companion = Callable[[Flight], Coroutine[None, None, None]]
 """Runs beside a stream until the stream ends."""
@@ -53,6 +57,7 @@ async def run(
                 beside.cancel()
                 await asyncio.wait({beside})
         flight.close_outlets()
+        host.leave_engine(flight)
         await flight.outlets.written()
         work = receipt_work(admitted, stream.own)
         handed_over = flight.outlets.handed_over()
@@ -85,10 +90,7 @@ class _Stream:
     """Turns what happens in a flight into messages."""
 
     def __init__(self, admitted: Admitted, flight: Flight, host: EngineHost) -> None:
-        held = FloatType(host.sites.dtype)
-        self._samples = {
-            life: Sample(admitted, life, held, flight.admitted_at) for life in flight.lives
-        }
+        self._samples = {life: Sample(admitted, life, flight.admitted_at) for life in flight.lives}
         self._scores: dict[Life, Score] = {}
         self._admitted = admitted
         self._flight = flight
@@ -97,6 +99,8 @@ class _Stream:
         wanted = admitted.sampling.prompt_logprobs is not None
         self._prompt_logprobs_due = {life.role for life in flight.lives if wanted}
         self._silence = UNSCHEDULED_GRACE
+        self._lost = 0
+        """Rows that are lost though they should not."""
 
     @property
     def own(self) -> list[Sample]:
@@ -107,37 +111,44 @@ class _Stream:
         """Every message between Started and Receipt."""
         while self._flight.unanswered or self._open():
             item = await self._next()
-            if not isinstance(item, Item):
-                yield item
-                continue
-            for response in self._take(item):
-                yield response
-            if item.life in self._scores and self._scores[item.life].done:
-                found = await self._scores[item.life].divergence(self._admitted.prompt_len)
-                if found is not None:
-                    yield Response(divergence=found)
-            if self._flight.idle:
-                async for response in self._captured():
+            if isinstance(item, Item):
+                for response in self._take(item):
                     yield response
-        async for response in self._captured():
-            yield response
-        lost = 0
-        for response in self._dropped():
-            lost += response.dropped.rows
-            yield response
-        if lost:
+                if item.life in self._scores and self._scores[item.life].done:
+                    found = await self._scores[item.life].divergence(self._admitted.prompt_len)
+                    if found is not None:
+                        yield Response(divergence=found)
+            elif not isinstance(item, Sign):
+                yield item
+            while self._flight.idle and (rows := self._flight.inline.take()) is not None:
+                yield await self._rows(rows)
+        async for remaining in self._rest():
+            yield remaining
+        if self._lost:
             raise RowsLost(
-                f"{lost} captured rows are lost: the ring was full. Capture fewer sites or "
+                f"{self._lost} captured rows are lost: the ring was full. Capture fewer sites or "
                 "tokens, or raise the server's --capture-mib",
-                metadata={"rows": str(lost)},
+                metadata={"rows": str(self._lost)},
             )
+
+    async def _rest(self) -> AsyncIterator[Response | Notice]:
+        """The rows that are left once all samples are done."""
+        self._flight.close_outlets()
+        while True:
+            while (rows := self._flight.inline.take()) is not None:
+                yield await self._rows(rows)
+            if self._flight.inline.ended:
+                return
+            item = await self._flight.next()
+            if not isinstance(item, Item | Sign):
+                yield item
 
     def _open(self) -> list[Life]:
         """All of which something may still come."""
         tracks: dict[Life, Sample | Score] = {**self._samples, **self._scores}
         return [life for life, track in tracks.items() if not track.done]
 
-    async def _next(self) -> Item | Notice:
+    async def _next(self) -> Item | Notice | Sign:
         """What happens next; once all samples have ended the engine has limited time for it.
 
         Samples of which it says nothing fall silent together: what is waited for one is for all.
@@ -161,9 +172,6 @@ class _Stream:
             self._scores[life].take(what)
             return []
         sample = self._samples[life]
-        if isinstance(what, Rows):
-            sample.captures.feed(what)
-            return []
         if isinstance(what, Released):
             sample.released = what
             return []
@@ -207,37 +215,14 @@ class _Stream:
         self._host.launch(self._flight, reader)
         return []
 
-    async def _captured(self) -> AsyncIterator[Response]:
-        for life, sample in self._samples.items():
-            baseline = life.role is Role.BASELINE
-            for block in sample.captures.ready(sample.tokens, sample.row_end):
-                tokens = sample.token_ids(block.positions.tolist())
-                message = await offload(
-                    block.work, to_captured, block, sample.index, tokens, baseline=baseline
-                )
-                yield Response(captured=message)
-
-    def _dropped(self) -> list[Response]:
-        """For samples that lost rows: which."""
-        responses = []
-        for life, sample in self._samples.items():
-            if sample.released is None or not sample.released.lost_rows:
-                continue
-            start, end = sample.released.computed
-            for spec, capture in self._admitted.inline_captures.items():
-                selected = sample.held(capture.selection, start, min(end, sample.row_end))
-                missing = sample.captures.missing(spec, selected)
-                count = sum(stop - begin for begin, stop in missing)
-                if count:
-                    dropped = capture_pb2.Dropped(
-                        spec=spec,
-                        sample=sample.index,
-                        baseline=life.role is Role.BASELINE,
-                        rows=count * len(capture.sites),
-                        positions=wire_runs(missing),
-                    )
-                    responses.append(Response(dropped=dropped))
-        return responses
+    async def _rows(self, item: RowItem) -> Response:
+        """Captured rows, or that they are lost."""
+        if isinstance(item, Chunk | Sealed):
+            return Response(captured=await captured(item))
+        assert isinstance(item, Loss)
+        if item.tap.policy in _LOSSLESS:
+            self._lost += item.rows
+        return Response(dropped=dropped(item))
 
 
 def _never_ran(plan: Plan) -> Released:

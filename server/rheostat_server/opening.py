@@ -1,16 +1,20 @@
-"""Opens what a request's rows go to beside its response, before it starts."""
+"""Opens what a request's rows go to, before it starts."""
 
 from typing import Protocol
 
+from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import ModelSites
 from rheostat_server.capture_specs import sink_groups
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.flight import Flight
+from rheostat_server.inline import ADVICE
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sink_writer import open_writer
 from rheostat_server.sinks import Sinks
+from rheostat_server.spillway import Spillway
 from rheostat_server.subscriptions import Subscriptions
+from rheostat_server.taps import Losses, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 
 
@@ -22,6 +26,8 @@ class Openers(Protocol):
     sites: ModelSites
     sinks: Sinks
     subscriptions: Subscriptions
+    losses: Losses
+    spillway: Spillway | None
 
 
 async def open_outlets(flight: Flight, host: Openers) -> None:
@@ -42,6 +48,19 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
 async def _open(flight: Flight, host: Openers) -> None:
     admitted = flight.admitted
     held = FloatType(host.sites.dtype)
+    for policy, inline in admitted.inline_captures.items():
+        reservoir = Reservoir(
+            host.config.inline_capture_bytes,
+            lambda _, error: flight.overflow(error),
+            host.losses,
+            news=flight.inline.bell,
+            advice=ADVICE,
+        )
+        if host.spillway is not None and policy == capture_pb2.OVERLOAD_SPILL:
+            host.spillway.open(reservoir, flight.overflow)
+        tap = Tap(admitted.request_id, admitted.prompt.token_ids, inline, held, policy, reservoir)
+        flight.inline.add(tap, reservoir)
+        flight.outlets.add(tap, {index: index for index in inline})
     for target, captures in sink_groups(admitted.captures):
         writer = await open_writer(
             host.sinks,
@@ -51,6 +70,8 @@ async def _open(flight: Flight, host: Openers) -> None:
             model=host.info.name,
             held=held,
             limit=host.config.inline_capture_bytes,
+            losses=host.losses,
+            spillway=host.spillway,
             fail=flight.fail,
         )
         flight.outlets.add_writer(writer)

@@ -1,4 +1,4 @@
-"""Where a request's rows go beside its response: subscriptions and sinks.
+"""Where a request's rows go: its response, subscriptions and sinks.
 
 Invariant: everything that is opened for a request is closed once, with how its samples ended.
 """

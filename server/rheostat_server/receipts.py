@@ -9,7 +9,6 @@ from typing import NamedTuple
 from rheostat._proto.v1 import receipt_pb2
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission import Admitted
-from rheostat_server.capture_specs import Target
 from rheostat_server.capture_stream import add_runs
 from rheostat_server.planning import selection_work
 from rheostat_server.sample import Sample
@@ -39,15 +38,15 @@ def write_receipt(
     Args:
         admitted: the request.
         samples: its own.
-        handed_over: positions that were given to subscriptions, and those that were lost on the
-            way, by capture.
+        handed_over: positions that were handed over, and those that were lost on the way, by
+            capture.
     """
     ended = [sample.released for sample in samples if sample.released is not None]
     receipt = receipt_pb2.Receipt(
         request_id=admitted.request_id,
         prompt_tokens=admitted.prompt_len,
         generated_tokens=sum(len(sample.tokens) for sample in samples),
-        captures=_captures(admitted, samples, handed_over),
+        captures=_captures(admitted, handed_over),
         cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
         recomputed_tokens=sum(released.recomputed for released in ended),
         preemptions=sum(released.preemptions for released in ended),
@@ -190,15 +189,11 @@ def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) 
 
 
 def _captures(
-    admitted: Admitted, samples: Sequence[Sample], handed_over: Mapping[int, tuple[int, int]]
+    admitted: Admitted, handed_over: Mapping[int, tuple[int, int]]
 ) -> list[receipt_pb2.CaptureReceipt]:
     receipts = []
     for spec, capture in enumerate(admitted.captures):
-        lost = 0
-        if capture.target is Target.INLINE:
-            rows = sum(length(sample.captures.delivered(spec)) for sample in samples)
-        else:
-            rows, lost = handed_over.get(spec, (0, 0))
+        rows, lost = handed_over.get(spec, (0, 0))
         sites = [
             receipt_pb2.CapturedSite(site=to_wire(site), rows=rows, dropped_rows=lost)
             for site in capture.sites

@@ -12,11 +12,9 @@ from rheostat._proto.v1 import generation_pb2, generation_service_pb2
 from rheostat_engine import Released, Spans
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import asked_for
-from rheostat_server.capture_stream import CaptureStream
 from rheostat_server.flight import FINISH_REASONS, Amendment, Life, Role
 from rheostat_server.host import Delta, Ending
 from rheostat_server.selection import Selection
-from rheostat_server.tensors import FloatType
 
 Response = generation_service_pb2.GenerateResponse
 
@@ -24,13 +22,12 @@ Response = generation_service_pb2.GenerateResponse
 class Sample:
     """A sample of a request in flight."""
 
-    def __init__(self, admitted: Admitted, life: Life, held: FloatType, admitted_at: float) -> None:
+    def __init__(self, admitted: Admitted, life: Life, admitted_at: float) -> None:
         """A sample of which nothing is known.
 
         Args:
             admitted: the request.
             life: the sample in the engine, one of the request's own or of its baseline.
-            held: element type of captured rows.
             admitted_at: when the request was admitted, by `time.monotonic`.
         """
         self.index = life.sample
@@ -41,7 +38,6 @@ class Sample:
         self.installed = not life.job.has_plan
         self.ended = False
         self.released: Released | None = None
-        self.captures = CaptureStream(admitted.inline_captures, held, admitted.prompt_len)
         self._life = life
         self._baseline = life.role is Role.BASELINE
         self._compared = life.role is Role.OWN and admitted.baseline is not None
@@ -64,12 +60,6 @@ class Sample:
     def row_end(self) -> int:
         """One past the last position whose row is known to be one."""
         return self._admitted.prompt_len + len(self.tokens) - 1
-
-    def token_ids(self, positions: list[int]) -> list[int]:
-        """The input tokens at some positions below `row_end`."""
-        prompt = self._admitted.prompt.token_ids
-        length = len(prompt)
-        return [prompt[p] if p < length else self.tokens[p - length] for p in positions]
 
     def held(self, selection: Selection, start: int, end: int) -> Spans:
         """The positions of [start, end) at which a selection holds this sample's token."""

@@ -45,6 +45,7 @@ from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
 from rheostat_server.services.steering import SteeringService
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
+from rheostat_server.spool import Spool
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vllm_backend import start_backend
 from rheostat_server.vllm_engine import model_path
@@ -105,6 +106,7 @@ class RunningServer:
         self._prompts: Prompts | None = None
         self._files: VectorFiles | None = None
         self._sinks: Sinks | None = None
+        self._spool: Spool | None = None
         self._host: EngineHost | None = None
 
     async def bind(self) -> None:
@@ -150,11 +152,14 @@ class RunningServer:
 
         Raises:
             StartupError: there is no such model, the engine does not come up, a sink cannot be
-                made, or the folder of vectors cannot be used.
+                made, or the folder of vectors or the spool cannot be used.
         """
         if self._config.vector_dir is not None:
             self._files = VectorFiles(Path(self._config.vector_dir))
         self._sinks = await asyncio.to_thread(_make_sinks, self._config)
+        if self._config.spool is not None:
+            folder = Path(self._config.spool)
+            self._spool = await asyncio.to_thread(Spool, folder, self._config.spool_bytes)
         backend = await bring_up(self._config)
         self._backend = backend
         self._prompts = Prompts(
@@ -162,7 +167,7 @@ class RunningServer:
             vocabulary=backend.info.vocabulary,
             model_tokens=backend.info.model_tokens,
         )
-        self._host = EngineHost(backend, self._prompts, self._config, self._sinks)
+        self._host = EngineHost(backend, self._prompts, self._config, self._sinks, self._spool)
         if self._files is not None:
             await self._host.keeper.restore(self._files, backend.sites.width)
         await self.readiness.serve(self._host)
@@ -183,6 +188,8 @@ class RunningServer:
             await self._backend.close()
         if self._sinks is not None:
             await asyncio.to_thread(self._sinks.close)
+        if self._spool is not None:
+            await asyncio.to_thread(self._spool.close)
         if self._files is not None:
             self._files.close()
         _LOG.info("ended")

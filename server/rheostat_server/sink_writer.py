@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from rheostat._proto.v1 import types_pb2
+from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.admission import Admitted
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import to_captured
 from rheostat_server.errors import Defect, RheostatError
+from rheostat_server.inline import ADVICE
+from rheostat_server.row_messages import captured_of
 from rheostat_server.sinks import (
     CaptureAbout,
     Ending,
@@ -28,7 +29,9 @@ from rheostat_server.sinks import (
     block_of,
     encoding_of,
 )
-from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Tap
+from rheostat_server.sites import from_wire
+from rheostat_server.spillway import Spillway
+from rheostat_server.taps import Chunk, End, Item, Loss, Losses, Reservoir, Sealed, Tap
 from rheostat_server.tensors import FloatType
 
 _LOG = logging.getLogger(__name__)
@@ -88,34 +91,34 @@ class SinkWriter:
     async def _run(self) -> None:
         try:
             while self.failure is None:
-                for item in self._reservoir.pull():
-                    if isinstance(item, End):
-                        await _on_thread(self._recording.finish, self._outcome())
-                        return
+                item = self._reservoir.take()
+                if isinstance(item, End):
+                    await _on_thread(self._recording.finish, self._outcome())
+                    return
+                if item is None:
+                    await self._reservoir.news.wait()
+                else:
                     await self._take(item)
-                    if self.failure is not None:
-                        break
-                await self._reservoir.news.wait()
         except RheostatError as error:
             self._end(error)
         except Exception as error:  # a task's end: whatever it is, the request must hear of it
             _LOG.error("writing %s failed", self.tap.request_id, exc_info=error)
             self._end(Defect("the server could not write the captured rows"))
+        finally:
+            self._reservoir.close()
         if self.failure is not None:
             await _on_thread(self._recording.abandon, self.failure)
 
     async def _take(self, item: Item) -> None:
-        if isinstance(item, Chunk):
+        if isinstance(item, Chunk | Sealed):
             await _on_thread(self._write, item)
         elif isinstance(item, Loss):
             self._dropped += item.rows
 
-    def _write(self, chunk: Chunk) -> None:
-        message = to_captured(
-            chunk.block, chunk.track.sample, chunk.token_ids, baseline=chunk.track.baseline
-        )
-        about = self._abouts[chunk.block.spec]
-        self._recording.write(block_of(message, chunk.block.sites, about))
+    def _write(self, item: Chunk | Sealed) -> None:
+        message = item.message if isinstance(item, Sealed) else captured_of(item)
+        sites = [from_wire(site) for site in message.sites]
+        self._recording.write(block_of(message, sites, self._abouts[message.spec]))
 
     def _outcome(self) -> Outcome:
         reasons = tuple(_REASONS[reason] for reason in self.tap.finish_reasons)
@@ -168,6 +171,8 @@ async def open_writer(
     model: str,
     held: FloatType,
     limit: int,
+    losses: Losses,
+    spillway: Spillway | None,
     fail: Callable[[RheostatError], None],
 ) -> SinkWriter:
     """Begins to write some captures of a request, all with the same policy, to one sink.
@@ -179,7 +184,9 @@ async def open_writer(
         captures: by index in the request.
         model: the model's name.
         held: element type in which rows come.
-        limit: bytes that may wait.
+        limit: bytes that may wait in memory.
+        losses: counts what is lost on the way.
+        spillway: where more may wait.
         fail: ends the request.
 
     Raises:
@@ -200,8 +207,10 @@ async def open_writer(
     except asyncio.CancelledError:
         opening.add_done_callback(_abandon)
         raise
-    reservoir = Reservoir(limit, lambda _, error: writer.overflow(error))
+    reservoir = Reservoir(limit, lambda _, error: writer.overflow(error), losses, advice=ADVICE)
     policy = next(iter(captures.values())).overload
+    if spillway is not None and policy == capture_pb2.OVERLOAD_SPILL:
+        spillway.open(reservoir, lambda error: writer.overflow(error))
     tap = Tap(admitted.request_id, admitted.prompt.token_ids, captures, held, policy, reservoir)
     writer = SinkWriter(recording, tap, reservoir, fail)
     return writer

@@ -40,6 +40,11 @@ def to_wire(site: Site) -> types_pb2.Site:
     return types_pb2.Site(point=_WIRE_POINTS[site.point], layer=site.layer)
 
 
+def from_wire(site: types_pb2.Site) -> Site:
+    """The site of a message of our own."""
+    return Site(ENGINE_POINTS[site.point], site.layer)
+
+
 def resolve_sites(sites: types_pb2.SiteSet, model: ModelSites, path: str) -> SiteSelection:
     """The sites of a set, each of which the model serves.
 

@@ -8,9 +8,7 @@ breaks loses nothing but its credit.
 import asyncio
 import contextlib
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.capture_specs import ResolvedCapture
@@ -21,33 +19,21 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
+from rheostat_server.replay import Replay, Sent
+from rheostat_server.spillway import Spillway
 from rheostat_server.subscription_messages import Response, Tally, message_of
-from rheostat_server.taps import End, Item, Reservoir, Tap
+from rheostat_server.taps import End, Item, Losses, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector
 
 _pb = capture_service_pb2
 
-_MESSAGE_BYTES = 512
-"""What a message weighs beside its payload."""
-
-
 _UNACKNOWLEDGED = 256 << 10
 """Bytes beyond the buffer at which nothing more is sent before something is acknowledged."""
 
 
-class _Sent(NamedTuple):
-    """Something that was sent and may be asked for again."""
-
-    sequence: int
-    response: Response
-    payload: int
-    """Bytes of payload."""
-
-    @property
-    def weight(self) -> int:
-        """Bytes that it takes while it is kept."""
-        return self.payload + _MESSAGE_BYTES
+_UNREAD = 16 << 20
+"""Bytes beside the buffer that requests may take that have ended and were not read to their end."""
 
 
 class Subscription:
@@ -62,7 +48,10 @@ class Subscription:
         *,
         buffer_bytes: int,
         heartbeat: float,
+        resume_window: float = 60.0,
         on_failed: Callable[["Subscription"], None],
+        losses: Losses | None = None,
+        spillway: Spillway | None = None,
     ) -> None:
         """A subscription that nobody reads yet.
 
@@ -73,7 +62,10 @@ class Subscription:
             overload: what happens when the reader is too slow.
             buffer_bytes: bytes that may wait or be unacknowledged.
             heartbeat: the longest silence, in seconds.
+            resume_window: seconds that it waits for a reader whose connection broke.
             on_failed: hears once of its failure.
+            losses: counts what is lost on the way to its reader.
+            spillway: where rows wait that find no room, if its policy is to spill.
         """
         self.name = name
         self.filter = filter
@@ -82,15 +74,18 @@ class Subscription:
         self.failure: RheostatError | None = None
         self.ended = False
         """Whether all has been said: it was closed, and everything was sent."""
-        self.reservoir = Reservoir(buffer_bytes, self._overflow)
+        self.reservoir = Reservoir(buffer_bytes, self._overflow, losses)
+        if spillway is not None and overload == capture_pb2.OVERLOAD_SPILL:
+            spillway.open(self.reservoir, self._broken)
         self._heartbeat = heartbeat
+        self._resume_window = resume_window
         self._on_failed = on_failed
         self._taps: dict[Tap, Callable[[RheostatError], None] | None] = {}
         self._tallies: dict[Tap, Tally] = {}
-        self._sequence = 0
-        self._acknowledged = 0
-        self._replay: deque[_Sent] = deque()
-        self._pulling: Iterator[Item] = iter(())
+        self._unread: dict[Tap, int] = {}
+        """What weighs each request that has ended and was not read to its end."""
+        self._unread_bytes = 0
+        self._replay = Replay()
         self._head: Item | None = None
         """What comes next and has no number yet."""
         self._encoded: Response | None = None
@@ -129,7 +124,7 @@ class Subscription:
     def refuse(self, tap: Tap, numbers: Collection[int]) -> None:
         """The engine has no room for some captures of a tap; where no row may be lost, it fails."""
         tap.refuse(numbers)
-        if self.overload == capture_pb2.OVERLOAD_FAIL:
+        if self.overload in (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL):
             self.fail(
                 CaptureOverflow(
                     "the engine has no room for what is captured of a request. Capture fewer "
@@ -167,7 +162,9 @@ class Subscription:
             held: element type in which rows come.
             fail: ends the request; None where a full buffer ends the subscription instead.
         """
-        tap = Tap(request_id, prompt, captures, held, self.overload, self.reservoir)
+        tap = Tap(
+            request_id, prompt, captures, held, self.overload, self.reservoir, self._request_ended
+        )
         self._taps[tap] = fail
         self._tallies[tap] = Tally()
         return tap
@@ -190,13 +187,8 @@ class Subscription:
         Raises:
             InvalidValue: it was never sent.
         """
-        if sequence > self._sequence:
-            raise InvalidValue(
-                f"{sequence} was not sent; the last was {self._sequence}", field="ack.sequence"
-            )
-        self._acknowledged = max(self._acknowledged, sequence)
-        while self._replay and self._replay[0].sequence <= sequence:
-            self.reservoir.kept -= self._replay.popleft().weight
+        self._replay.check(sequence, "ack.sequence")
+        self.reservoir.kept -= self._replay.acknowledge(sequence)
         self.reservoir.news.set()
 
     def resume_after(self, sequence: int) -> None:
@@ -209,13 +201,9 @@ class Subscription:
         """
         if self.failure is not None:
             raise self.failure
-        if sequence > self._sequence:
-            raise InvalidValue(
-                f"{sequence} was not sent; the last was {self._sequence}",
-                field="open.resume.after_sequence",
-            )
-        if sequence < self._acknowledged:
-            oldest = self._acknowledged + 1
+        self._replay.check(sequence, "open.resume.after_sequence")
+        if sequence < self._replay.acknowledged:
+            oldest = self._replay.acknowledged + 1
             raise CursorExpired(
                 f"what follows {sequence} was acknowledged and is gone; the first that can be had "
                 f"is {oldest}",
@@ -240,10 +228,10 @@ class Subscription:
                 tap.discard()
             self._taps.clear()
             self._tallies.clear()
+            self._unread.clear()
             self._replay.clear()
             self._head = self._encoded = None
-            self._pulling = iter(())
-            self.reservoir.kept = 0
+            self.reservoir.close()
             self.reservoir.news.set()
             self._on_failed(self)
 
@@ -261,10 +249,13 @@ class Subscription:
         self._call, self._interruption = call, None
         self._credit = None if self._closing else credit
         self.reservoir.news.set()
-        opened = _pb.SubscribeOpened(subscription=self.name, next_sequence=self._acknowledged + 1)
+        opened = _pb.SubscribeOpened(
+            subscription=self.name, next_sequence=self._replay.acknowledged + 1
+        )
         opened.missed_request_ids.extend(self.missed)
         opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
-        at = self._acknowledged
+        opened.resume_window.FromNanoseconds(int(self._resume_window * 1e9))
+        at = self._replay.acknowledged
         silent_until = time.monotonic() + self._heartbeat
         yield Response(opened=opened)
         while True:
@@ -276,6 +267,7 @@ class Subscription:
                 yield sent.response
             elif self._closing and not self._taps and self._head is None:
                 self.ended = True
+                self.reservoir.close()
                 return
             elif time.monotonic() < silent_until:
                 await self._news_until(silent_until)
@@ -297,20 +289,16 @@ class Subscription:
         if self.failure is not None:
             raise self.failure
 
-    async def _after(self, sequence: int, call: object) -> _Sent | None:
+    async def _after(self, sequence: int, call: object) -> Sent | None:
         """What comes after a sequence number, if its payload is allowed."""
         self.reservoir.news.clear()
-        sequence = max(sequence, self._acknowledged)
-        if sequence < self._sequence:
-            sent = self._replay[sequence - self._acknowledged]
-            if not self._allowed(sent.payload):
-                return None
-            self._spend(sent.payload)
-            return sent
+        sent = self._replay.after(sequence)
+        if sent is not None:
+            return sent if self._paid(sent.payload) else None
         if not self._closing and self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
             return None
         if self._head is None:
-            self._head = self._next_item()
+            self._head = self.reservoir.take()
         if self._head is None:
             return None
         item, response = self._head, self._encoded
@@ -320,36 +308,46 @@ class Subscription:
                 return None
             self._encoded = response
         payload = len(response.captured.tensor.inline)
-        if not self._allowed(payload):
+        if not self._paid(payload):
             return None
         self._head = self._encoded = None
-        self._spend(payload)
-        self._sequence += 1
-        response.sequence = self._sequence
         self._count(item, response)
-        sent = _Sent(self._sequence, response, payload)
-        self._replay.append(sent)
+        sent = self._replay.add(response, payload)
         self.reservoir.kept += sent.weight
         return sent
-
-    def _next_item(self) -> Item | None:
-        item = next(self._pulling, None)
-        if item is None:
-            self._pulling = self.reservoir.pull()
-            item = next(self._pulling, None)
-        return item
 
     def _count(self, item: Item, response: Response) -> None:
         self._tallies[item.tap].count(item, response)
         if isinstance(item, End):
-            del self._taps[item.tap], self._tallies[item.tap]
+            self._forget(item.tap)
 
-    def _allowed(self, payload: int) -> bool:
-        return self._credit is None or payload <= self._credit
+    def _forget(self, tap: Tap) -> None:
+        del self._taps[tap], self._tallies[tap]
+        self._unread_bytes -= self._unread.pop(tap, 0)
 
-    def _spend(self, payload: int) -> None:
+    def _request_ended(self, tap: Tap) -> None:
+        """A request has ended, or has never begun."""
+        if tap.discarded:
+            self._forget(tap)
+            self.reservoir.news.set()
+            return
+        self._unread[tap] = tap.weight
+        self._unread_bytes += self._unread[tap]
+        if self._unread_bytes > _UNREAD and not self._closing:
+            self.fail(
+                CaptureOverflow(
+                    f"{len(self._unread)} requests have ended that were not read to their end. "
+                    "Read, grant credit and acknowledge faster, or select fewer requests"
+                )
+            )
+
+    def _paid(self, payload: int) -> bool:
+        """Whether the credit covers a payload, which is then spent."""
         if self._credit is not None:
+            if payload > self._credit:
+                return False
             self._credit -= payload
+        return True
 
     async def _news_until(self, moment: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -357,16 +355,19 @@ class Subscription:
                 await self.reservoir.news.wait()
 
     def _sign_of_life(self) -> capture_service_pb2.Heartbeat:
+        encoded = len(self._encoded.captured.tensor.inline) if self._encoded is not None else 0
         return _pb.Heartbeat(
-            buffered_bytes=self.reservoir.meter.bytes + self._encoded_bytes,
+            buffered_bytes=self.reservoir.waiting + encoded,
             credit_bytes=self._credit or 0,
-            last_sequence=self._sequence,
+            last_sequence=self._replay.last,
         )
 
-    @property
-    def _encoded_bytes(self) -> int:
-        """Bytes of the payload that comes next."""
-        return 0 if self._encoded is None else len(self._encoded.captured.tensor.inline)
+    def _broken(self, error: RheostatError) -> None:
+        """Rows that waited are gone: it fails, and with it the requests that sent rows here."""
+        senders = [fail for fail in self._taps.values() if fail is not None]
+        self.fail(error)
+        for fail in senders:
+            fail(error)
 
     def _overflow(self, tap: Tap, error: RheostatError) -> None:
         fail = self._taps.get(tap)

@@ -4,10 +4,9 @@ import struct
 
 import google_crc32c
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2
-from rheostat_server.capture_stream import to_captured, wire_runs
-from rheostat_server.offload import offload
-from rheostat_server.taps import Chunk, End, Item, Loss
+from rheostat._proto.v1 import capture_service_pb2
+from rheostat_server.row_messages import captured, dropped
+from rheostat_server.taps import Chunk, End, Item, Loss, Sealed
 
 Response = capture_service_pb2.SubscribeResponse
 
@@ -24,10 +23,11 @@ class Tally:
 
     def count(self, item: Item, response: Response) -> None:
         """Counts what is sent; an end is told what was counted."""
-        if isinstance(item, Chunk):
+        if isinstance(item, Chunk | Sealed):
+            captured = response.captured
             self._chunks += 1
-            self._rows += len(item.token_ids) * len(item.block.sites)
-            self._checksums += struct.pack("<I", response.captured.tensor.crc32c)
+            self._rows += len(captured.token_ids) * len(captured.sites)
+            self._checksums += struct.pack("<I", captured.tensor.crc32c)
         elif isinstance(item, Loss):
             self._dropped += item.rows
         elif isinstance(item, End):
@@ -39,25 +39,13 @@ class Tally:
 
 async def message_of(item: Item) -> Response:
     """The message of an item, without its sequence number."""
-    if isinstance(item, Chunk):
-        return Response(captured=await offload(item.block.work, _captured, item))
+    name = item.tap.request_id
+    if isinstance(item, End):
+        return Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=name))
     if isinstance(item, Loss):
-        return Response(
-            dropped=capture_pb2.Dropped(
-                request_id=item.tap.request_id,
-                spec=item.spec,
-                sample=item.track.sample,
-                baseline=item.track.baseline,
-                rows=item.rows,
-                positions=wire_runs(item.positions),
-            )
-        )
-    return Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=item.tap.request_id))
-
-
-def _captured(chunk: Chunk) -> capture_pb2.Captured:
-    message = to_captured(
-        chunk.block, chunk.track.sample, chunk.token_ids, baseline=chunk.track.baseline
-    )
-    message.request_id = chunk.tap.request_id
-    return message
+        response = Response(dropped=dropped(item))
+        response.dropped.request_id = name
+        return response
+    message = await captured(item)
+    message.request_id = name
+    return Response(captured=message)

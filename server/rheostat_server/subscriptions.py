@@ -9,9 +9,10 @@ import contextlib
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
@@ -19,6 +20,7 @@ from rheostat_server import checks
 from rheostat_server.capture_specs import (
     ResolvedCapture,
     Target,
+    check_spill,
     direction_vectors,
     find_all_directions,
     project_all,
@@ -46,7 +48,9 @@ from rheostat_server.line import RETRY
 from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.selection import SelectionContext, typical_context
+from rheostat_server.spillway import Spillway
 from rheostat_server.subscription import Subscription
+from rheostat_server.taps import Losses
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
@@ -100,6 +104,8 @@ class Subscriptions:
         buffer_bytes: int,
         resume_window: float,
         heartbeat: float,
+        losses: Losses | None = None,
+        spillway: Spillway | None = None,
     ) -> None:
         """None is open.
 
@@ -110,6 +116,8 @@ class Subscriptions:
             buffer_bytes: bytes that all of them together may hold.
             resume_window: seconds that one waits for its reader to come back.
             heartbeat: the longest silence of one, in seconds.
+            losses: counts what is lost on the way to their readers.
+            spillway: where rows may wait that find no room in memory.
         """
         self.buffer_bytes = buffer_bytes
         self.resume_window = resume_window
@@ -118,9 +126,13 @@ class Subscriptions:
         self._loads: set[asyncio.Task[None]] = set()
         self._typical = typical_context(info)
         self._heartbeat = heartbeat
+        self._losses = losses
+        self._spillway = spillway
         self._open: dict[str, Subscription] = {}
         self._failed: OrderedDict[str, Subscription] = OrderedDict()
         self._expiries: dict[str, asyncio.TimerHandle] = {}
+        self._admitting: list[tuple[str, Mapping[str, str]]] = []
+        """Requests that were shown to those that are open, and do not run yet."""
 
     def __len__(self) -> int:
         """How many are open or can be resumed."""
@@ -129,7 +141,7 @@ class Subscriptions:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of rows that none of them has sent yet."""
-        return sum(one.reservoir.meter.bytes for one in self._open.values())
+        return sum(one.reservoir.waiting for one in self._open.values())
 
     @property
     def waiting(self) -> int:
@@ -173,11 +185,15 @@ class Subscriptions:
             wish.overload if wish.HasField("overload") else capture_pb2.OVERLOAD_FAIL,
             buffer_bytes=size,
             heartbeat=self._heartbeat,
+            resume_window=self.resume_window,
             on_failed=self._on_failed,
+            losses=self._losses,
+            spillway=self._spillway,
         )
         self._project(subscription, captures)
-        missed = (name for name, labels in running.items() if subscription.selects(name, labels))
-        subscription.missed = tuple(islice(missed, MISSED_REQUESTS))
+        begun = chain(running.items(), self._admitting)
+        missed = (name for name, labels in begun if subscription.selects(name, labels))
+        subscription.missed = tuple(islice(dict.fromkeys(missed), MISSED_REQUESTS))
         self._open[subscription.name] = subscription
         _LOG.info("subscription %s: %d specs", subscription.name, len(subscription.specs))
         return subscription
@@ -224,6 +240,16 @@ class Subscriptions:
     def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Subscription]:
         """Those whose filter selects a request."""
         return [one for one in self._open.values() if one.selects(request_id, labels)]
+
+    @contextmanager
+    def admitting(self, request_id: str, labels: Mapping[str, str]) -> Iterator[None]:
+        """From when a request is shown to those that are open until it runs: later ones miss it."""
+        entry = (request_id, labels)
+        self._admitting.append(entry)
+        try:
+            yield
+        finally:
+            self._admitting.remove(entry)
 
     def wishes(
         self, subscriptions: Sequence[Subscription], context: SelectionContext
@@ -304,8 +330,7 @@ class Subscriptions:
         captures = self._drafted(wish.specs, self._typical)
         if wish.HasField("overload"):
             checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
-            if wish.overload == capture_pb2.OVERLOAD_SPILL:
-                raise NotSupported("OVERLOAD_SPILL is not served yet", field="open.overload")
+            check_spill(wish.overload, "open.overload", spools=self._spillway is not None)
         if wish.shared_memory:
             raise NotSupported("shared memory is not served yet", field="open.shared_memory")
         return captures

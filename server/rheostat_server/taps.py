@@ -8,16 +8,26 @@ reported in their place. A tap's end comes after all of its rows, and exactly on
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import Released, Rows, Spans
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import Block, CaptureStream, Meter, Piece
+from rheostat_server.capture_stream import Block, Meter, Piece
 from rheostat_server.errors import CaptureOverflow
-from rheostat_server.spans import length, subtracted, united
+from rheostat_server.lanes import Lane
+from rheostat_server.spans import length
 from rheostat_server.tensors import FloatType
+
+_ADVICE = (
+    "Read and acknowledge faster, capture less, or choose an overload policy that spills or may "
+    "lose rows"
+)
+
+_TAP_BYTES = 4096
+_TOKEN_BYTES = 40
+"""What a tap weighs, and each token that it knows."""
 
 _TIDY = 1024
 """Pieces that are remembered at least before those that have left are forgotten."""
@@ -42,6 +52,14 @@ class Chunk(NamedTuple):
     """Input tokens at the block's positions."""
 
 
+class Sealed(NamedTuple):
+    """Rows that leave as the message that they have become."""
+
+    tap: "Tap"
+    track: Track
+    message: capture_pb2.Captured
+
+
 class Loss(NamedTuple):
     """Rows that are lost."""
 
@@ -61,34 +79,88 @@ class End(NamedTuple):
     tap: "Tap"
 
 
-Item = Chunk | Loss | End
+Item = Chunk | Sealed | Loss | End
+
+
+class Backlog(Protocol):
+    """What does not wait in memory, and leaves before all that does."""
+
+    memory: int
+    """Bytes that it takes in memory all the same."""
+    bytes: int
+    """Bytes that it does not take there."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything waits in it."""
+
+    def refusal(self) -> CaptureOverflow | None:
+        """Why no more rows may come; None: they may."""
+
+    def relieve(self) -> None:
+        """There is too much in memory."""
+
+    def take(self) -> Item | None:
+        """What leaves next; None: nothing yet, and there will be news."""
+
+    def close(self) -> None:
+        """Loses all that waits in it."""
+
+
+@dataclass
+class Losses:
+    """What readers were told that they have lost."""
+
+    rows: int = 0
+    """Rows, one for each reader that lost it."""
 
 
 class Reservoir:
     """Room for rows that wait for one reader."""
 
-    def __init__(self, limit: int, on_full: Callable[["Tap", CaptureOverflow], None]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        on_full: Callable[["Tap", CaptureOverflow], None],
+        losses: Losses | None = None,
+        *,
+        news: asyncio.Event | None = None,
+        advice: str = _ADVICE,
+    ) -> None:
         """An empty one.
 
         Args:
             limit: bytes that may wait or be kept.
             on_full: hears of rows that find no room where none may be lost.
+            losses: counts what is lost here.
+            news: is set when there is something to take.
+            advice: what helps where there is no room.
         """
         self.limit = limit
         self.kept = 0
         """Bytes of what has left and may be asked for again."""
-        self.news = asyncio.Event()
-        """Set when there is something to pull."""
+        self.news = news or asyncio.Event()
+        """Set when there is something to take."""
         self.meter = Meter()
+        self.spill: Backlog | None = None
+        """Where rows wait that find no room and may not be lost."""
         self._on_full = on_full
-        self._pieces: deque[tuple[Piece, Tap, _Lane]] = deque()
+        self._advice = advice
+        self._losses = losses or Losses()
+        self._pieces: deque[tuple[Piece, Tap, Lane]] = deque()
         self._tidy_at = _TIDY
         self._taps: dict[Tap, None] = {}
+        self._pulling: Iterator[Item] = iter(())
 
     @property
     def used(self) -> int:
-        """Bytes that wait or are kept."""
-        return self.meter.bytes + self.kept
+        """Bytes of memory that wait or are kept."""
+        return self.meter.bytes + self.kept + (self.spill.memory if self.spill else 0)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait, wherever."""
+        return self.meter.bytes + (self.spill.memory + self.spill.bytes if self.spill else 0)
 
     def touch(self, tap: "Tap") -> None:
         """A tap has news."""
@@ -99,20 +171,35 @@ class Reservoir:
         """A tap's news are none any more."""
         self._taps.pop(tap, None)
 
-    def pull(self) -> Iterator[Item]:
-        """What can leave of the tap that has waited longest; nothing if none can."""
-        while self._taps:
+    def take(self) -> Item | None:
+        """What leaves next; None: nothing can, until there is news."""
+        spilled = self.spill is not None and self.spill.holds
+        item = self.spill.take() if self.spill and spilled else self.take_from_memory()
+        if item is None:
+            self.news.clear()
+        return item
+
+    def take_from_memory(self) -> Item | None:
+        """What leaves next of all that waits in memory."""
+        item = next(self._pulling, None)
+        while item is None and self._taps:
             tap = next(iter(self._taps))
             del self._taps[tap]
-            found = False
-            for item in tap.pull():
-                found = True
-                yield item
-            if found:
-                return
-        self.news.clear()
+            self._pulling = tap.pull()
+            item = next(self._pulling, None)
+        if isinstance(item, Loss):
+            self._losses.rows += item.rows
+        return item
 
-    def admit(self, tap: "Tap", lane: "_Lane", pieces: Sequence[Piece]) -> None:
+    def close(self) -> None:
+        """Nothing leaves any more."""
+        self._taps.clear()
+        self._pulling = iter(())
+        self.kept = 0
+        if self.spill is not None:
+            self.spill.close()
+
+    def admit(self, tap: "Tap", lane: Lane, pieces: Sequence[Piece]) -> None:
         """Lets rows wait, which count already, or loses them or older ones."""
         if tap.policy == capture_pb2.OVERLOAD_DROP_OLDEST:
             self._pieces.extend((piece, tap, lane) for piece in pieces)
@@ -122,42 +209,32 @@ class Reservoir:
             while self.used > self.limit and self._pieces:
                 self._lose(*self._pieces.popleft())
         elif self.used > self.limit:
-            error = CaptureOverflow(
-                f"captured rows came faster than they were read: {self.limit} bytes wait or are "
-                "not acknowledged. Read and acknowledge faster, capture less, or choose an "
-                "overload policy that may lose rows",
-                metadata={"rows": str(self.meter.rows)},
-            )
+            error = self._refusal(tap.policy)
+            if error is None:
+                return
             for piece in pieces:
                 self._lose(piece, tap, lane)
-            if tap.policy == capture_pb2.OVERLOAD_FAIL:
+            if tap.policy != capture_pb2.OVERLOAD_DROP_NEWEST:
                 self._on_full(tap, error)
 
-    def _lose(self, piece: Piece, tap: "Tap", lane: "_Lane") -> None:
+    def _refusal(self, policy: capture_pb2.Overload.ValueType) -> CaptureOverflow | None:
+        """Why rows beyond the limit are lost; None: they wait on disk."""
+        if policy == capture_pb2.OVERLOAD_SPILL and self.spill is not None:
+            error = self.spill.refusal()
+            if error is None:
+                self.spill.relieve()
+            return error
+        return CaptureOverflow(
+            f"captured rows came faster than they were read: {self.limit} bytes wait or are not "
+            f"acknowledged. {self._advice}",
+            metadata={"rows": str(self.meter.rows)},
+        )
+
+    def _lose(self, piece: Piece, tap: "Tap", lane: Lane) -> None:
         if len(piece):
             lane.lose_from(int(piece.positions[0]))
             piece.give_up()
             self.touch(tap)
-
-
-@dataclass
-class _Lane:
-    """The rows of one track."""
-
-    stream: CaptureStream
-    tokens: list[int] = field(default_factory=list)
-    """Generated so far."""
-    closed_at: int = 0
-    """Tokens when the tap was closed, from which on nothing leaves any more."""
-    released: Released | None = None
-    lossy: int | None = None
-    """First position from which rows may be missing that were not reported; None: none is."""
-    reported: dict[int, Spans] = field(default_factory=dict)
-    """Lost positions of each capture that were reported."""
-
-    def lose_from(self, position: int) -> None:
-        """Rows from a position on may be missing."""
-        self.lossy = position if self.lossy is None else min(self.lossy, position)
 
 
 class Tap:
@@ -171,6 +248,7 @@ class Tap:
         held: FloatType,
         policy: capture_pb2.Overload.ValueType,
         reservoir: Reservoir,
+        on_closed: Callable[["Tap"], None] = lambda _: None,
     ) -> None:
         """A tap through which nothing has come.
 
@@ -181,6 +259,7 @@ class Tap:
             held: element type in which rows come.
             policy: what happens where there is no room.
             reservoir: where rows wait.
+            on_closed: hears once when nothing more enters.
         """
         self.request_id = request_id
         self.policy = policy
@@ -188,12 +267,21 @@ class Tap:
         self.finish_reasons: Sequence[types_pb2.FinishReason.ValueType] = ()
         self.closed = False
         """Whether nothing more enters."""
+        self.discarded = False
+        """Whether nothing leaves any more either."""
         self._prompt = prompt
         self._held = held
         self._reservoir = reservoir
-        self._lanes: dict[Track, _Lane] = {}
+        self._on_closed = on_closed
+        self._lanes: dict[Track, Lane] = {}
         self._ended = False
         self._refused: frozenset[int] = frozenset()
+
+    @property
+    def weight(self) -> int:
+        """Bytes that it takes beside its rows, about."""
+        tokens = sum(len(lane.tokens) for lane in self._lanes.values())
+        return _TAP_BYTES + _TOKEN_BYTES * (len(self._prompt) + tokens)
 
     def extend(self, track: Track, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated; rows before them may leave."""
@@ -207,19 +295,14 @@ class Tap:
         if self.closed:
             return
         lane = self._lane(track)
-        pieces = lane.stream.feed(rows)
+        pieces = lane.feed(rows)
         self._reservoir.admit(self, lane, pieces)
-        if any(
-            len(piece) and piece.positions[0] < self._row_end(len(lane.tokens)) for piece in pieces
-        ):
+        if lane.leave_soon(pieces):
             self._reservoir.touch(self)
 
     def release(self, track: Track, released: Released) -> None:
         """Takes what the engine says of a track that has ended."""
-        lane = self._lane(track)
-        lane.released = released
-        if released.lost_rows:
-            lane.lose_from(0)
+        self._lane(track).release(released)
         if not self.closed:
             self._reservoir.touch(self)
 
@@ -236,88 +319,50 @@ class Tap:
             self.closed = True
             self.finish_reasons = reasons
             for lane in self._lanes.values():
-                lane.closed_at = len(lane.tokens)
+                lane.close()
             self._reservoir.touch(self)
+            self._on_closed(self)
 
     def discard(self) -> None:
         """Loses all that waits; nothing leaves any more, not even the end."""
-        self.closed = self._ended = True
+        told = self.closed
+        self.closed = self.discarded = self._ended = True
         self._reservoir.forget(self)
         for lane in self._lanes.values():
-            lane.stream.discard()
+            lane.discard()
+        if not told:
+            self._on_closed(self)
 
     def counts(self) -> Mapping[int, tuple[int, int]]:
         """Of the request's own samples: positions handed over and lost, by capture."""
+        own = [lane for track, lane in self._lanes.items() if not track.baseline]
         found = {}
-        for number, capture in self.captures.items():
-            kept = lost = 0
-            for track, lane in self._lanes.items():
-                if not track.baseline:
-                    end = self._computed(lane, number, len(lane.tokens))
-                    selected = self._selected(lane, capture, end)
-                    gone = length(self._missing(lane, number, selected))
-                    kept, lost = kept + length(selected) - gone, lost + gone
-            found[number] = (kept, lost)
+        for number in self.captures:
+            each = [lane.counts(number) for lane in own]
+            found[number] = (sum(kept for kept, _ in each), sum(lost for _, lost in each))
         return found
 
     def pull(self) -> Iterator[Item]:
         """What can leave."""
         last = self.closed  # it may be closed while what leaves is pulled; then more is pulled
         for track, lane in list(self._lanes.items()):
-            count = lane.closed_at if last else len(lane.tokens)
-            for block in lane.stream.ready(lane.tokens, self._row_end(count), last=last):
-                at = block.positions.tolist()
-                yield Chunk(self, track, block, self._token_ids(lane, at))
-            if lane.lossy is not None or last or self._refused:
-                yield from self._losses(track, lane, 0 if last else lane.lossy or 0, count)
+            for block, token_ids in lane.blocks(last=last):
+                yield Chunk(self, track, block, token_ids)
+            for number, positions in lane.losses(last=last):
+                rows = length(positions) * len(self.captures[number].sites)
+                yield Loss(self, track, number, positions, rows)
         if last and not self._ended:
             self._ended = True
             for lane in self._lanes.values():
-                lane.stream.discard()  # rows of steps that ran on after the last token
+                lane.discard()  # rows of steps that ran on after the last token
             yield End(self)
 
-    def _lane(self, track: Track) -> _Lane:
+    def _lane(self, track: Track) -> Lane:
         lane = self._lanes.get(track)
         if lane is None:
-            wanted = {n: one for n, one in self.captures.items() if n not in self._refused}
-            stream = CaptureStream(wanted, self._held, len(self._prompt), self._reservoir.meter)
-            lane = self._lanes[track] = _Lane(stream)
+            lane = self._lanes[track] = Lane(
+                self._prompt, self.captures, self._refused, self._held, self._reservoir.meter
+            )
+            if self.closed:
+                lane.close()
         return lane
-
-    def _losses(self, track: Track, lane: _Lane, start: int, tokens: int) -> Iterator[Loss]:
-        """What was lost from a position on, as far as so many tokens let that be known."""
-        known = None
-        for number, capture in self.captures.items():
-            end = self._computed(lane, number, tokens)
-            known = end if known is None else min(known, end)
-            selected = self._selected(lane, capture, end, start)
-            reported = lane.reported.get(number, ())
-            lost = subtracted(self._missing(lane, number, selected), reported)
-            if lost:
-                lane.reported[number] = united((*reported, *lost))
-                yield Loss(self, track, number, lost, length(lost) * len(capture.sites))
-
-        if lane.lossy is not None and known is not None:
-            lane.lossy = max(lane.lossy, known)
-
-    def _missing(self, lane: _Lane, number: int, selected: Spans) -> Spans:
-        return selected if number in self._refused else lane.stream.lost(number, selected)
-
-    def _selected(self, lane: _Lane, capture: ResolvedCapture, end: int, start: int = 0) -> Spans:
-        return capture.selection.held(len(self._prompt), lane.tokens, start, end)
-
-    def _row_end(self, tokens: int) -> int:
-        """One past the last position that is known to have a row after so many tokens."""
-        return max(0, len(self._prompt) + tokens - 1)
-
-    def _computed(self, lane: _Lane, number: int, tokens: int) -> int:
-        """One past the last position whose row has come by then, or has been lost."""
-        if number in self._refused:
-            return self._row_end(tokens)
-        if lane.released is not None:
-            return min(self._row_end(tokens), lane.released.computed[1])
-        return min(self._row_end(tokens), lane.stream.frontier(number))
-
-    def _token_ids(self, lane: _Lane, positions: Sequence[int]) -> list[int]:
-        prompt, count = self._prompt, len(self._prompt)
-        return [prompt[p] if p < count else lane.tokens[p - count] for p in positions]

@@ -117,7 +117,7 @@ class _Line:
 
     async def _run(self) -> None:
         """Call until it is over."""
-        breaks = Breaks()
+        breaks = Breaks(self._intake)
         failure: _errors.RheostatError | None = _subscribing.ended_early()
         try:
             while not self._over:

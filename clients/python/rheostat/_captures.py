@@ -106,7 +106,8 @@ class Capture:
     seed: int | None
     """Seed of "rp8"."""
     overload: Overload | None
-    """What happens when a sink is slower than the model. Default: "fail"."""
+    """What happens when a sink, or the reader of the answer, is slower than the model. Default:
+    "fail". Under "drop_oldest" and "drop_newest" the receipt counts what was lost."""
     dtype: Element | None
     """Element type of the rows. Default: the model's; of projections float32."""
     projection: tuple[Vector, ...]

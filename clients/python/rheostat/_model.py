@@ -256,7 +256,7 @@ class Stats:
     captured_bytes: int
     """Bytes captured, as they are in the stream."""
     dropped_rows: int
-    """Rows lost under overload policies."""
+    """Rows of which readers were told that they are lost."""
     prefix_queried_tokens: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_hit_tokens: int
@@ -278,6 +278,10 @@ class Stats:
     """Device memory of the ring that captured rows pass through."""
     encode_bytes: int
     """Device memory for making captured rows smaller."""
+    spooled_rows: int
+    """Captured rows that wait on the server's disk now."""
+    overrun_rows: int
+    """Rows for which the ring of captured rows had no room."""
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
@@ -307,4 +311,6 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         plain_rows=message.plain_rows,
         ring_bytes=message.ring_bytes,
         encode_bytes=message.encode_bytes,
+        spooled_rows=message.spooled_rows,
+        overrun_rows=message.overrun_rows,
     )

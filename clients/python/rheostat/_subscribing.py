@@ -34,7 +34,8 @@ Acknowledgement: TypeAlias = Literal["auto", "manual"]
 CREDIT = 64 * 1024 * 1024
 """Bytes that may wait here, unless told otherwise."""
 PATIENCE = 60.0
-"""Seconds for which a broken connection is tried again; the server's own window may be shorter."""
+"""Seconds for which a broken connection is tried again where the server does not say how long it
+waits for its client."""
 GOODBYE = 5.0
 """Seconds that the server gets to end a subscription that is closed."""
 
@@ -71,6 +72,8 @@ class Intake:
         """Set once it stands."""
         self.missed: tuple[str, ...] = ()
         self.last_heartbeat: Heartbeat | None = None
+        self.patience = PATIENCE
+        """Seconds for which the server waits for its client once a connection has broken."""
         self._wish = wish
         self._name = "" if cursor is None else cursor.subscription
         self._window = whole_number(credit, "credit", "the credit", least=1, most=2**62)
@@ -121,6 +124,8 @@ class Intake:
             case "opened":
                 self.id = self._name = message.opened.subscription
                 self.missed = tuple(message.opened.missed_request_ids)
+                if message.opened.HasField("resume_window"):
+                    self.patience = message.opened.resume_window.ToTimedelta().total_seconds()
             case "heartbeat":
                 beat = message.heartbeat
                 self.last_heartbeat = Heartbeat(
@@ -256,8 +261,9 @@ class Standing:
 class Breaks:
     """How often and how long a connection has been broken, and what follows."""
 
-    def __init__(self) -> None:
-        """One that stands."""
+    def __init__(self, intake: Intake) -> None:
+        """One that stands, of a subscription that brings this."""
+        self._intake = intake
         self._since: float | None = None
         self._pause = 0.0
 
@@ -275,7 +281,7 @@ class Breaks:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-        elif now - self._since > PATIENCE:
+        elif now - self._since > self._intake.patience:
             raise error
         pause = self._pause
         self._pause = min(_LONGEST_PAUSE, 2 * pause or _FIRST_PAUSE)

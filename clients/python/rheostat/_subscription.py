@@ -117,7 +117,7 @@ class _Line:
 
     def run(self) -> None:
         """Call until it is over. The thread's own."""
-        breaks = Breaks()
+        breaks = Breaks(self._intake)
         failure: _errors.RheostatError | None = _subscribing.ended_early()
         try:
             while not (self._over or self._abandoned):

@@ -23,7 +23,7 @@ import torch
 
 from rheostat_engine import Capture, ModelSites, Plan
 from rheostat_engine.core.delivery import Frame
-from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.core.outlet import Group, Outlet
 from rheostat_engine.events import RowsHead
 from rheostat_server.bench.arms import EVERYWHERE, middle, posts
 from rheostat_server.bench.engines import Engines
@@ -103,13 +103,13 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
                 host.copy_(rows, non_blocking=True)
 
         sent = _Sent()
-        outlet = Outlet(sent, rows.device, limit=1 << 40)  # type: ignore[arg-type]  # all of it that is used
+        outlet = Outlet(sent, rows.device, limit=1 << 40, scratch=0)  # type: ignore[arg-type]  # all of it that is used
         head = RowsHead(0, "", width, [], b"", b"", b"", b"")
 
         def through(
             outlet: Outlet = outlet, head: RowsHead = head, rows: torch.Tensor = rows
         ) -> None:
-            outlet.send_rows(head, rows)
+            outlet.send_rows(head, rows, [Group(None, len(rows))])
 
         def beside(through: Callable[[], None] = through) -> None:
             torch.matmul(a, a, out=product)

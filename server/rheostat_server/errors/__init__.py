@@ -95,6 +95,7 @@ from rheostat_server.errors.startup import (
     ModelNotFound,
     PortInUse,
     SinksFailed,
+    SpoolFailed,
     StartupError,
     VectorDirFailed,
 )
@@ -149,6 +150,7 @@ __all__ = [
     "SiteNotServed",
     "SpanAmbiguous",
     "SpanNotFound",
+    "SpoolFailed",
     "StartupError",
     "StoreFull",
     "SubscriptionNotFound",

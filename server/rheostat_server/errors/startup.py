@@ -37,3 +37,9 @@ class SinksFailed(StartupError):
     """A sink cannot be made."""
 
     exit_code = 7
+
+
+class SpoolFailed(StartupError):
+    """The folder of rows that wait on disk cannot be used."""
+
+    exit_code = 8

@@ -71,6 +71,16 @@ def test_generate_prints_the_text_alone(server, capsys):
     ]
 
 
+def test_generate_gives_its_request_labels(server, capsys):
+    server.on("Generate", generation(" ok"))
+    line = ["generate", "x", "--target", server.target]
+    assert main([*line, "--label", "team=red", "--label", "run=a=b"]) == 0
+    assert dict(server.asked[0].labels) == {"team": "red", "run": "a=b"}
+    with pytest.raises(SystemExit):
+        main([*line, "--label", "red"])
+    assert "'red' is no KEY=VALUE" in capsys.readouterr().err
+
+
 def test_generate_steers_where_the_name_says_and_tells_what_was_done(server, capsys):
     server.on("ListVectors", JOY)
     server.on("Generate", generation(" ok"))

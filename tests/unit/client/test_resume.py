@@ -17,7 +17,7 @@ POST = Capture("resid_post", [0, 1])
 ONE = Capture("resid_post", 0)
 
 
-@pytest.mark.parametrize(("ack", "cuts"), [("auto", 200), ("manual", 50)])
+@pytest.mark.parametrize(("ack", "cuts"), [("auto", 1000), ("manual", 50)])
 def test_connections_that_are_cut_anywhere_lose_and_repeat_nothing(running, subscriber, ack, cuts):
     def ask() -> None:
         while not enough.is_set():

@@ -218,6 +218,21 @@ def test_a_connection_that_stays_broken_is_given_up(subscriber, server, refusal,
     assert 0.3 <= time.monotonic() - before < 5
 
 
+@pytest.mark.parametrize(("window", "patience"), [(0.3, 60.0), (1.5, 0.1)])
+def test_a_connection_is_tried_again_for_as_long_as_the_server_waits(
+    subscriber, server, refusal, monkeypatch, window, patience
+):
+    monkeypatch.setattr(_subscribing, "PATIENCE", patience)
+    opened = Response(opened={"subscription": "s1", "next_sequence": 1})
+    opened.opened.resume_window.FromMilliseconds(int(1000 * window))
+    broken = [[lost(refusal)] for _ in range(50)]
+    server.on("Subscribe", Calls([opened, FIRST, lost(refusal)], *broken))
+    before = time.monotonic()
+    _, error = read(subscriber)
+    assert isinstance(error, rheostat.Unavailable)
+    assert window <= time.monotonic() - before < 10
+
+
 def test_a_server_that_is_not_there_is_said_at_once(subscriber, server):
     server.stop()
     with pytest.raises(rheostat.Unavailable, match="no server answers"):

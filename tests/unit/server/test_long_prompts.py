@@ -12,8 +12,10 @@ from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Released
 from rheostat_server import admission, capture_specs, explain, planning
 from rheostat_server.admission import Admitted, Desk
+from rheostat_server.capture_stream import Meter
 from rheostat_server.flight import Life, Role
 from rheostat_server.host import Job
+from rheostat_server.lanes import Lane
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.prompts import Prompts
 from rheostat_server.receipts import receipt_work, write_receipt
@@ -115,7 +117,7 @@ def test_a_long_explanation_is_written_off_the_event_loop(on_threads) -> None:
 
 def done(got: Admitted) -> Sample:
     life = Life(Job(got.plan, got.prompt.token_ids, got.sampling, 0), Role.OWN, 0)
-    sample = Sample(got, life, FloatType.FLOAT32, 0.0)
+    sample = Sample(got, life, 0.0)
     sample.tokens = [1, 2]
     sample.released = Released(
         request_id="r",
@@ -154,8 +156,13 @@ def test_a_receipt_finds_the_positions_of_a_sample_once_for_all_sites(monkeypatc
 def test_samples_share_what_a_capture_reaches() -> None:
     got = admitted(asked(captures=[capture(where=FREQUENT)]), roomy())
     selection = got.captures[0].selection
-    done(got)
+
+    def lane() -> Lane:
+        captures = dict(enumerate(got.captures))
+        return Lane(got.prompt.token_ids, captures, (), FloatType.FLOAT32, Meter())
+
+    lane()
     made = selection.edges
-    done(got)
+    lane()
     assert selection.edges is made
     assert made.spans == selection.reach

@@ -8,7 +8,6 @@ from rheostat_server.flight import Amendment, Life, Role
 from rheostat_server.host import Job
 from rheostat_server.receipts import write_receipt
 from rheostat_server.sample import Sample
-from rheostat_server.tensors import FloatType
 
 from .desks import admitted
 from .fakes import PULLED, STREAM_NORM, ScriptedBackend
@@ -178,7 +177,7 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
     )
     life = Life(Job(before.plan, before.prompt.token_ids, before.sampling, 0), Role.OWN, 0)
     life.amendments.append(Amendment(7, 5, after))
-    sample = Sample(before, life, FloatType.FLOAT32, 0.0)
+    sample = Sample(before, life, 0.0)
     sample.tokens = [13, 14, 15, 16]
     sample.released = Released(
         request_id="r",

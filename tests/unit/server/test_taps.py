@@ -2,6 +2,7 @@
 
 import asyncio
 import tracemalloc
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.selection import EVERYTHING
 from rheostat_server.subscription import Subscription
-from rheostat_server.taps import Chunk, End, Loss, Reservoir, Tap, Track
+from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Tap, Track
 from rheostat_server.tensors import FloatType
 
 SITE = Site(Point.RESID_POST, 0)
@@ -45,6 +46,12 @@ def tap_of(reservoir: Reservoir, policy: int, prompt: int = 3, captures: int = 1
     return Tap("r", [1] * prompt, wanted, FloatType.FLOAT32, policy, reservoir)
 
 
+def everything(reservoir: Reservoir) -> Iterator[Item]:
+    """All that can leave."""
+    while (item := reservoir.take()) is not None:
+        yield item
+
+
 def positions(items) -> tuple[list[int], list[int]]:
     """Of the first capture: those that were handed over, and those that are lost."""
     given: list[int] = []
@@ -64,7 +71,7 @@ def test_rows_of_steps_that_ran_on_are_not_kept() -> None:
     tap.extend(TRACK, [7])
     tap.feed(TRACK, rows(3, 4))
     tap.close()
-    *_, last = reservoir.pull()
+    *_, last = everything(reservoir)
     assert isinstance(last, End)
     assert (reservoir.meter.bytes, reservoir.meter.rows) == (0, 0)
 
@@ -73,7 +80,7 @@ def test_prompt_rows_leave_before_there_is_a_token() -> None:
     reservoir = room()
     tap_of(reservoir, FAIL, prompt=100).feed(TRACK, rows(0, 50))
     assert reservoir.news.is_set()
-    assert positions(reservoir.pull()) == (list(range(50)), [])
+    assert positions(everything(reservoir)) == (list(range(50)), [])
 
 
 @pytest.mark.parametrize("policy", [NEWEST, OLDEST])
@@ -95,7 +102,7 @@ def test_rows_that_have_left_are_forgotten_while_another_request_stands_still() 
     for position in range(3000):
         other.extend(TRACK, [5])
         other.feed(TRACK, rows(position, position + 1))
-        for _ in reservoir.pull():
+        for _ in everything(reservoir):
             pass
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -110,11 +117,11 @@ def test_a_row_is_either_handed_over_or_lost() -> None:
     tap.feed(TRACK, rows(0, 3))
     for position in (3, 4):
         tap.extend(TRACK, [7])
-        items += reservoir.pull()
+        items += everything(reservoir)
         tap.feed(TRACK, rows(position, position + 1))
     tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
     tap.close()
-    items += reservoir.pull()
+    items += everything(reservoir)
     given, lost = positions(items)
     assert (given, sorted(lost)) == ([], [0, 1, 2, 3])
     assert tap.counts() == {0: (0, 4), 1: (4, 0)}
@@ -140,10 +147,10 @@ def test_losses_are_told_once_in_their_place() -> None:
         tap.feed(TRACK, rows(position, position + 1))
         tap.extend(TRACK, [7])
         if position % 5 == 4:
-            items += reservoir.pull()
+            items += everything(reservoir)
     tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 12)))
     tap.close()
-    items += reservoir.pull()
+    items += everything(reservoir)
     given, lost = positions(items)
     assert sorted(given + lost) == list(range(12))
     assert lost == sorted(lost)

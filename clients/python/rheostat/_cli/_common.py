@@ -110,6 +110,14 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def label(text: str) -> tuple[str, str]:
+    """A label, from KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE")
+    return key, value
+
+
 def points(text: str) -> list[str]:
     """Points as typed: "resid_post" or "resid_pre,resid_mid"."""
     return [name.strip() for name in text.split(",")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rheostat._cli._common import Subparsers, add_target, connected, warn
+from rheostat._cli._common import Subparsers, add_target, connected, label, warn
 from rheostat._cli._ops import add_ops, steering
 from rheostat._results import Divergence, Generation, Tokens
 
@@ -26,6 +26,13 @@ def add(commands: Subparsers) -> None:
     )
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
     parser.add_argument("--lora", metavar="NAME", help="a loaded adapter to run under")
+    parser.add_argument(
+        "--label",
+        action="append",
+        type=label,
+        metavar="KEY=VALUE",
+        help="by which subscribers find the request; may be repeated",
+    )
     parser.add_argument(
         "--baseline",
         action="store_true",
@@ -50,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
             top_p=args.top_p,
             seed=args.seed,
             lora=args.lora,
+            labels=dict(args.label or ()),
             with_baseline=args.baseline,
         ) as stream:
             for event in stream:

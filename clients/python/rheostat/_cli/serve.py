@@ -81,6 +81,14 @@ def add(commands: Subparsers) -> None:
     )
     folders = parser.add_argument_group("folders")
     folders.add_argument(
+        "--spool",
+        metavar="FOLDER",
+        help="where captured rows wait, under the policy spill; one server per folder",
+    )
+    folders.add_argument(
+        "--spool-mib", type=int, metavar="MIB", help="how much may wait there (default: 16384)"
+    )
+    folders.add_argument(
         "--vector-dir",
         metavar="FOLDER",
         help="keeps stored vectors and their names over restarts; one server per folder",

@@ -17,6 +17,7 @@ from rheostat._cli._common import (
     add_force,
     add_target,
     connected,
+    label,
     layers,
     may_write,
     points,
@@ -40,7 +41,7 @@ def add(commands: Subparsers) -> None:
     which.add_argument(
         "--label",
         action="append",
-        type=_label,
+        type=label,
         metavar="KEY=VALUE",
         help="of requests with this label; again for requests with all of them",
     )
@@ -143,13 +144,6 @@ def _keep(event: CapturedRows, columns: _Columns) -> None:
             ("baseline", np.full(count, rows.baseline, np.uint8)),
         ):
             columns.setdefault(f"{table}.{name}", []).append(column)
-
-
-def _label(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE")
-    return key, value
 
 
 def _count(text: str) -> int:

@@ -93,7 +93,9 @@ class _OverloadEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Overload.Val
     OVERLOAD_DROP_NEWEST: _Overload.ValueType  # 3
     """The newest rows are lost, and counted."""
     OVERLOAD_SPILL: _Overload.ValueType  # 4
-    """Rows wait on disk; when that is full, as OVERLOAD_FAIL."""
+    """Rows wait on disk, in order; when that is full or fails, as OVERLOAD_FAIL. Rows that cannot be
+    read back: REASON_ROWS_LOST. A server without a spool: REASON_NOT_SUPPORTED.
+    """
 
 class Overload(_Overload, metaclass=_OverloadEnumTypeWrapper):
     """What happens when rows come faster than they can be handed over. The model never waits."""
@@ -109,7 +111,9 @@ OVERLOAD_DROP_OLDEST: Overload.ValueType  # 2
 OVERLOAD_DROP_NEWEST: Overload.ValueType  # 3
 """The newest rows are lost, and counted."""
 OVERLOAD_SPILL: Overload.ValueType  # 4
-"""Rows wait on disk; when that is full, as OVERLOAD_FAIL."""
+"""Rows wait on disk, in order; when that is full or fails, as OVERLOAD_FAIL. Rows that cannot be
+read back: REASON_ROWS_LOST. A server without a spool: REASON_NOT_SUPPORTED.
+"""
 Global___Overload: _TypeAlias = Overload  # noqa: Y015
 
 @_typing.final

@@ -427,6 +427,7 @@ class SubscribeOpened(_message.Message):
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     MISSED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    RESUME_WINDOW_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     """Its id."""
     next_sequence: _builtins.int
@@ -441,6 +442,10 @@ class SubscribeOpened(_message.Message):
         most 1024 are named.
         """
 
+    @_builtins.property
+    def resume_window(self) -> _duration_pb2.Duration:
+        """How long the subscription waits for its client once a connection has broken."""
+
     def __init__(
         self,
         *,
@@ -448,10 +453,11 @@ class SubscribeOpened(_message.Message):
         next_sequence: _builtins.int = ...,
         heartbeat_interval: _duration_pb2.Duration | None = ...,
         missed_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        resume_window: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "resume_window", b"resume_window", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -443,6 +443,8 @@ class GetStatsResponse(_message.Message):
     PLAIN_ROWS_FIELD_NUMBER: _builtins.int
     RING_BYTES_FIELD_NUMBER: _builtins.int
     ENCODE_BYTES_FIELD_NUMBER: _builtins.int
+    SPOOLED_ROWS_FIELD_NUMBER: _builtins.int
+    OVERRUN_ROWS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests that run now."""
     waiting: _builtins.int
@@ -456,7 +458,9 @@ class GetStatsResponse(_message.Message):
     captured_bytes: _builtins.int
     """Bytes captured, as they are in the stream."""
     dropped_rows: _builtins.int
-    """Rows lost under overload policies."""
+    """Rows of which readers were told that they are lost (`Dropped`, a sink's manifest), one for each
+    reader that lost it.
+    """
     prefix_queried_tokens: _builtins.int
     """Prompt tokens looked up in the prefix cache."""
     prefix_hit_tokens: _builtins.int
@@ -487,6 +491,10 @@ class GetStatsResponse(_message.Message):
     """Device memory for making rows smaller: the directions and matrices that are there now, and what
     the work takes at most. Of the fullest worker.
     """
+    spooled_rows: _builtins.int
+    """Captured rows that wait on disk now, for readers that are too slow (OVERLOAD_SPILL)."""
+    overrun_rows: _builtins.int
+    """Rows for which the ring of captured rows had no room."""
     @_builtins.property
     def requests(self) -> Global___RequestCounts:
         """Requests by how they ended."""
@@ -524,10 +532,12 @@ class GetStatsResponse(_message.Message):
         plain_rows: _builtins.int = ...,
         ring_bytes: _builtins.int = ...,
         encode_bytes: _builtins.int = ...,
+        spooled_rows: _builtins.int = ...,
+        overrun_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "bank_rows_used", b"bank_rows_used", "captured_bytes", b"captured_bytes", "captured_rows", b"captured_rows", "dropped_rows", b"dropped_rows", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked", b"leaked", "left_bytes", b"left_bytes", "plain_rows", b"plain_rows", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_queried_tokens", b"prefix_queried_tokens", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "running", b"running", "runs", b"runs", "steps", b"steps", "subscriptions", b"subscriptions", "uptime", b"uptime", "vectors", b"vectors", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "bank_rows_used", b"bank_rows_used", "captured_bytes", b"captured_bytes", "captured_rows", b"captured_rows", "dropped_rows", b"dropped_rows", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked", b"leaked", "left_bytes", b"left_bytes", "overrun_rows", b"overrun_rows", "plain_rows", b"plain_rows", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_queried_tokens", b"prefix_queried_tokens", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "running", b"running", "runs", b"runs", "spooled_rows", b"spooled_rows", "steps", b"steps", "subscriptions", b"subscriptions", "uptime", b"uptime", "vectors", b"vectors", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,68 @@
+"""A request's rows on their way into its own response.
+
+Invariant: whoever waits for what happens in the request hears of rows too, once for all that can
+leave.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from rheostat_server.taps import End, Item, Reservoir, Tap
+
+ADVICE = (
+    "Read faster, capture less, choose another overload policy, or raise the server's "
+    "--inline-capture-mib"
+)
+"""What helps against rows that wait in memory for a response or a sink."""
+
+
+class Bell(asyncio.Event):
+    """An event of which somebody hears each time that it is set anew."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        """Not set; `ring` hears."""
+        super().__init__()
+        self._ring = ring
+
+    def set(self) -> None:
+        """Sets it."""
+        if not self.is_set():
+            super().set()
+            self._ring()
+
+
+class Inline:
+    """The taps of a response: one for the captures of each policy."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        """There are none; `ring` hears when rows can leave."""
+        self.bell = Bell(ring)
+        self._open: list[tuple[Tap, Reservoir]] = []
+        self._left = 0
+
+    def add(self, tap: Tap, reservoir: Reservoir) -> None:
+        """Adds a tap; its reservoir has the bell for its news."""
+        self._open.append((tap, reservoir))
+        self._left += 1
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything has left."""
+        return not self._left
+
+    def take(self) -> Item | None:
+        """What leaves next; None: nothing can, until the bell rings."""
+        for _, reservoir in self._open:
+            item = reservoir.take()
+            while isinstance(item, End):
+                self._left -= 1
+                item = reservoir.take()
+            if item is not None:
+                return item
+        return None
+
+    def close(self) -> None:
+        """Loses what waits; nothing leaves any more."""
+        for tap, reservoir in self._open:
+            tap.discard()
+            reservoir.close()

@@ -1,0 +1,336 @@
+"""Rows that find no room in memory go to disk, and come back in their turn.
+
+Invariants: what leaves comes in the order in which it would have left without a disk; what was
+taken for the disk is in memory until it is on it, so that nothing is lost where it cannot be
+written; the event loop waits for no disk.
+"""
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from rheostat._proto.v1 import capture_pb2
+from rheostat_server.errors import CaptureOverflow, RheostatError, RowsLost
+from rheostat_server.limits import MIB
+from rheostat_server.row_messages import captured_of, dropped
+from rheostat_server.spool import Records, Spool, SpoolDamaged, SpoolFull
+from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Sealed, Tap, Track
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_WRITE_BYTES = 8 * MIB
+"""Bytes that go to disk at once."""
+
+_READ_BYTES = 4 * MIB
+"""Bytes that come back at once, where the reservoir is not too small for that."""
+
+_POOL = ThreadPoolExecutor(8, "rheostat-spool")
+"""Threads for the spool alone: a disk that hangs holds up nothing else."""
+
+_LABEL = struct.Struct("<BIIB")
+"""Before each item: its kind, the number of its tap, its sample, whether of the baseline."""
+
+_CHUNK, _LOSS, _END = range(3)
+
+
+class Spillway:
+    """Where reservoirs spill to, if the server has a spool. Lives on the event loop."""
+
+    def __init__(self, spool: Spool, slack: int) -> None:
+        """Nothing spills.
+
+        Args:
+            spool: the disk.
+            slack: bytes of memory that rows may take together, beyond all limits, on their way to
+                it.
+        """
+        self.spool = spool
+        self._slack = slack
+        self._spills: set[Spill] = set()
+
+    @property
+    def rows(self) -> int:
+        """Rows that are on disk."""
+        return sum(one.rows for one in self._spills)
+
+    def open(self, reservoir: Reservoir, on_broken: Callable[[RheostatError], None]) -> None:
+        """Lets a reservoir spill until it is closed; `on_broken` hears if rows do not come back."""
+        spill = Spill(self, reservoir, on_broken)
+        self._spills.add(spill)
+        reservoir.spill = spill
+
+    def forget(self, spill: "Spill") -> None:
+        """One has ended."""
+        self._spills.discard(spill)
+
+    @property
+    def full(self) -> CaptureOverflow:
+        """There is no room left on disk."""
+        return CaptureOverflow(
+            f"captured rows came faster than they were read, and the {self.spool.limit} bytes of "
+            "the server's spool are full. Read and acknowledge faster, capture less, or raise the "
+            "server's --spool-mib"
+        )
+
+    def refusal(self) -> CaptureOverflow | None:
+        """Why no more rows may wait for the disk; None: they may."""
+        waiting = sum(one.excess for one in self._spills)
+        if waiting > self.spool.left:
+            return self.full
+        if waiting > self._slack:
+            return CaptureOverflow(
+                "captured rows came faster than the server's spool could take them. Capture less, "
+                "or give the server a faster disk as --spool"
+            )
+        return None
+
+
+class Spill:
+    """What of a reservoir waits on disk; older than all that waits in its memory."""
+
+    def __init__(
+        self, spillway: Spillway, reservoir: Reservoir, on_broken: Callable[[RheostatError], None]
+    ) -> None:
+        """Nothing; see `Spillway.open`."""
+        self.rows = 0
+        """Rows on disk."""
+        self.bytes = 0
+        """Their bytes, before they were encoded."""
+        self._spillway = spillway
+        self._reservoir = reservoir
+        self._on_broken = on_broken
+        self._records = Records(spillway.spool)
+        self._taps: dict[int, Tap] = {}
+        self._numbers: dict[Tap, int] = {}
+        self._numbered = 0
+        self._writing: Sequence[Item] = ()
+        self._written: deque[tuple[int, int]] = deque()
+        """Rows and bytes of each item on disk."""
+        self._back: deque[Item] = deque()
+        """Items that were on disk."""
+        self._unwritten: deque[Item] = deque()
+        """Items that the disk did not take, after all that it took."""
+        self._failure: CaptureOverflow | None = None
+        """Why it did not."""
+        self._hungry = False
+        self._closed = False
+        self._task: asyncio.Task[None] | None = None
+        self.memory = 0
+        """Bytes that items take in memory before they are on disk and after."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything waits here."""
+        return bool(self._back or self._written or self._unwritten or self._writing)
+
+    @property
+    def excess(self) -> int:
+        """Bytes beyond the reservoir's limit."""
+        return max(0, self._reservoir.used - self._reservoir.limit)
+
+    def refusal(self) -> CaptureOverflow | None:
+        """Why no more rows may wait beyond the limit; None: they may."""
+        return self._failure or self._spillway.refusal()
+
+    def relieve(self) -> None:
+        """There is too much in memory."""
+        if self._failure is None:
+            self._work_soon()
+
+    def take(self) -> Item | None:
+        """What leaves next; None: it is on its way back, and the reservoir will have news."""
+        item = None
+        if self._back:
+            item = self._back.popleft()
+        elif self._unwritten and not self._written:
+            item = self._unwritten.popleft()
+            if not self._unwritten:
+                self._failure = None
+        if item is not None:
+            self.memory -= _size(item)
+        if not self.holds:
+            self._taps.clear()
+            self._numbers.clear()
+        if not self._back and self._written:
+            self._hungry = True
+            self._work_soon()
+        return item
+
+    def close(self) -> None:
+        """Loses all that waits here."""
+        if not self._closed:
+            self._closed = True
+            self._spillway.forget(self)
+            self._back.clear()
+            self._unwritten.clear()
+            self._written.clear()
+            self._taps.clear()
+            self._numbers.clear()
+            self.memory = self.rows = self.bytes = 0
+            if self._task is None or self._task.done():
+                _POOL.submit(self._records.close)
+
+    def _work_soon(self) -> None:
+        if not self._closed and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        """Writes and reads by turns until there is nothing to do."""
+        busy = True
+        while busy and not self._closed:
+            busy = await self._write()
+            if self._hungry and self._written and not self._back and not self._closed:
+                await self._read()
+                busy = True
+        if self._closed:
+            await _on_thread(self._records.close)
+
+    async def _write(self) -> bool:
+        """Moves the oldest rows in memory to disk if there are too many; whether it did."""
+        batch = self._batch()
+        if not batch:
+            return False
+        self._writing = batch
+        sizes = sum(map(_size, batch))
+        self.memory += sizes
+        try:
+            await _on_thread(
+                _append, self._records, [(one, self._number(one.tap)) for one in batch]
+            )
+        except (OSError, SpoolFull) as error:
+            self._writing = ()
+            if not self._closed:
+                self._keep(batch, error)
+            return False
+        self._writing = ()
+        if not self._closed:
+            self.memory -= sizes
+            self._written.extend((_rows(one), _size(one)) for one in batch)
+            self.rows += sum(map(_rows, batch))
+            self.bytes += sizes
+            self._reservoir.news.set()
+        return True
+
+    def _batch(self) -> list[Item]:
+        reservoir = self._reservoir
+        batch: list[Item] = []
+        if self._failure is None and reservoir.used > reservoir.limit:
+            left, size = reservoir.used - reservoir.limit // 2, 0
+            while size < min(left, _WRITE_BYTES):
+                item = reservoir.take_from_memory()
+                if item is None:
+                    break
+                batch.append(item)
+                size += _size(item)
+        return batch
+
+    def _keep(self, batch: Sequence[Item], error: OSError | SpoolFull) -> None:
+        """The disk has not taken a batch: it waits in memory, and no more may come beside it."""
+        self._failure = self._spillway.full if isinstance(error, SpoolFull) else _unwritable(error)
+        self._unwritten.extend(batch)
+        self._reservoir.news.set()
+
+    async def _read(self) -> None:
+        self._hungry = False
+        try:
+            most = min(_READ_BYTES, self._reservoir.limit // 4)
+            found = await _on_thread(_load, self._records, most)
+        except (OSError, SpoolDamaged):
+            if not self._closed:
+                self._on_broken(
+                    RowsLost(
+                        f"{self.rows} captured rows that waited on the server's disk cannot be "
+                        "read back. Look at the disk of --spool",
+                        metadata={"rows": str(self.rows)},
+                    )
+                )
+                self.close()
+            return
+        if self._closed:
+            return
+        for one in found:
+            rows, size = self._written.popleft()
+            self.rows -= rows
+            self.bytes -= size
+            item = self._restored(one)
+            self._back.append(item)
+            self.memory += _size(item)
+        self._reservoir.news.set()
+
+    def _restored(self, one: "_Loaded") -> Item:
+        tap = self._taps[one.tap]
+        if isinstance(one.message, capture_pb2.Captured):
+            return Sealed(tap, one.track, one.message)
+        if one.message is None:
+            return End(tap)
+        lost = one.message
+        spans = tuple((run.start, run.start + run.count) for run in lost.positions)
+        return Loss(tap, one.track, lost.spec, spans, lost.rows)
+
+    def _number(self, tap: Tap) -> int:
+        number = self._numbers.get(tap)
+        if number is None:
+            self._numbered += 1
+            number = self._numbers[tap] = self._numbered
+            self._taps[number] = tap
+        return number
+
+
+class _Loaded(NamedTuple):
+    """An item as it came back."""
+
+    tap: int
+    track: Track
+    message: capture_pb2.Captured | capture_pb2.Dropped | None
+
+
+def _size(item: Item) -> int:
+    """Bytes of rows that an item holds in memory."""
+    if isinstance(item, Chunk):
+        return item.block.size
+    return len(item.message.tensor.inline) if isinstance(item, Sealed) else 0
+
+
+def _rows(item: Item) -> int:
+    return len(item.token_ids) * len(item.block.sites) if isinstance(item, Chunk) else 0
+
+
+def _unwritable(error: OSError) -> CaptureOverflow:
+    return CaptureOverflow(
+        "captured rows came faster than they were read, and the server's spool cannot be written: "
+        f"{error.strerror or 'the disk failed'}. Look at the disk of --spool"
+    )
+
+
+async def _on_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Does what may wait for the disk, on a thread that nothing else waits for."""
+    return await asyncio.get_running_loop().run_in_executor(_POOL, partial(work, *args, **kwargs))
+
+
+def _append(records: Records, batch: Sequence[tuple[Item, int]]) -> None:
+    records.append([_encoded(item, number) for item, number in batch])
+
+
+def _encoded(item: Item, tap: int) -> bytes:
+    if isinstance(item, Chunk):
+        return _LABEL.pack(_CHUNK, tap, *item.track) + captured_of(item).SerializeToString()
+    if isinstance(item, Loss):
+        return _LABEL.pack(_LOSS, tap, *item.track) + dropped(item).SerializeToString()
+    return _LABEL.pack(_END, tap, 0, False)
+
+
+def _load(records: Records, most: int) -> list[_Loaded]:
+    return [_decoded(one) for one in records.read(most)]
+
+
+def _decoded(record: bytes) -> _Loaded:
+    kind, tap, sample, baseline = _LABEL.unpack_from(record)
+    body, track = record[_LABEL.size :], Track(sample, bool(baseline))
+    if kind == _CHUNK:
+        return _Loaded(tap, track, capture_pb2.Captured.FromString(body))
+    return _Loaded(tap, track, capture_pb2.Dropped.FromString(body) if kind == _LOSS else None)

@@ -1,0 +1,143 @@
+"""Records on disk: in order, all or none, gone once they are read."""
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from rheostat_server import spool as module
+from rheostat_server.errors import SpoolFailed
+from rheostat_server.spool import Records, Spool, SpoolDamaged, SpoolFull
+
+HEAD = 8
+"""Bytes before a record."""
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.spool"))
+
+
+@pytest.fixture
+def spool(tmp_path: Path):
+    one = Spool(tmp_path, 1600)
+    yield one
+    one.close()
+
+
+def test_records_come_back_in_order_through_many_files(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 1 << 20)
+    spool.file_bytes = 300
+    records, rng = Records(spool), random.Random(1)
+    sent: list[bytes] = []
+    found: list[bytes] = []
+    while len(sent) < 500:
+        batch = [rng.randbytes(rng.randrange(200)) for _ in range(rng.randrange(1, 9))]
+        records.append(batch)
+        sent += batch
+        while len(found) < len(sent) and rng.random() < 0.6:
+            found += records.read(rng.randrange(1, 400))
+    while len(found) < len(sent):
+        found += records.read(1)
+    assert found == sent
+    assert (files(tmp_path), spool.used) == ([], 0)
+    spool.close()
+
+
+def test_a_file_goes_as_soon_as_it_was_read(spool: Spool) -> None:
+    records = Records(spool)
+    for _ in range(3):
+        records.append([b"x" * 192])
+    assert (len(files(spool.folder)), spool.used) == (3, 600)
+    records.read(1)
+    assert (len(files(spool.folder)), spool.used) == (2, 400)
+
+
+def test_a_full_spool_takes_all_of_an_append_or_nothing(spool: Spool) -> None:
+    one, other = Records(spool), Records(spool)
+    one.append([b"a" * 992])
+    with pytest.raises(SpoolFull):
+        other.append([b"b" * 300, b"c" * 300])
+    assert spool.used == 1000
+    other.append([b"b" * 592])
+    assert spool.left == 0
+    assert one.read(1) == [b"a" * 992]
+    one.append([b"d"])
+    assert (other.read(1), one.read(1)) == ([b"b" * 592], [b"d"])
+
+
+@pytest.mark.parametrize("wrong", [errno.ENOSPC, errno.EIO])
+def test_what_the_disk_does_not_take_leaves_nothing_behind(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    write = os.pwrite
+    broken = True
+
+    def half(file: int, data: memoryview, offset: int) -> int:
+        if not broken:
+            return write(file, data, offset)
+        if offset % 2:
+            raise OSError(wrong, os.strerror(wrong))
+        return write(file, data[: len(data) | 1], offset) | 1
+
+    records = Records(spool)
+    broken = False
+    monkeypatch.setattr(module.os, "pwrite", half)
+    records.append([b"first"])
+    broken = True
+    with pytest.raises(OSError, match=os.strerror(wrong)):
+        records.append([b"lost" * 9])
+    broken = False
+    assert spool.used == HEAD + 5
+    records.append([b"second"])
+    assert records.read(99) == [b"first", b"second"]
+
+
+@pytest.mark.parametrize("at", [0, 5, HEAD, HEAD + 4])
+def test_what_is_not_what_was_written_is_not_given_out(spool: Spool, at: int) -> None:
+    records = Records(spool)
+    records.append([b"a record"])
+    (path,) = files(spool.folder)
+    held = bytearray(path.read_bytes())
+    held[at] ^= 1
+    path.write_bytes(held)
+    with pytest.raises(SpoolDamaged):
+        records.read(100)
+
+
+def test_a_file_that_was_cut_is_damaged(spool: Spool) -> None:
+    records = Records(spool)
+    records.append([b"a record"])
+    os.truncate(files(spool.folder)[0], 9)
+    with pytest.raises(SpoolDamaged):
+        records.read(100)
+
+
+def test_closing_removes_what_was_not_read(spool: Spool) -> None:
+    records = Records(spool)
+    records.append([b"x"])
+    records.close()
+    assert (files(spool.folder), spool.used) == ([], 0)
+
+
+def test_a_folder_belongs_to_one_server(spool: Spool) -> None:
+    with pytest.raises(SpoolFailed, match="give each its own --spool"):
+        Spool(spool.folder, 100)
+
+
+def test_what_a_server_left_that_died_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "00000007.spool").write_bytes(b"left")
+    (tmp_path / "theirs.txt").write_bytes(b"kept")
+    spool = Spool(tmp_path, 100)
+    assert files(tmp_path) == []
+    Records(spool).append([b"x"])
+    spool.close()
+    assert files(tmp_path) == []
+    assert (tmp_path / "theirs.txt").exists()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SpoolFailed, match="cannot be used: Not a directory"):
+        Spool(tmp_path / "file" / "below", 100)

@@ -1,0 +1,138 @@
+"""What piles up behind a reader, what begins while one is answered, what a slow sink may keep."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from rheostat._proto.v1 import generation_service_pb2
+from rheostat_server import admission
+from rheostat_server import subscription as module
+from rheostat_server.errors import CaptureOverflow
+from rheostat_server.subscription import Subscription
+from rheostat_server.tensors import FloatType
+
+from .conftest import rest
+from .fakes import sites_with
+from .messages import capture, request, site_set
+from .streams import settled, until
+from .subscribers import (
+    EVERY,
+    POST,
+    Subscriber,
+    by_label,
+    generate,
+    opening,
+    sampled,
+    wanted,
+)
+from .test_outlets import stored, with_slow
+from .test_taps import CAPTURE, FAIL, NEWEST, OLDEST, TRACK, rows
+
+Code = grpc.StatusCode
+
+
+def subscription(policy: int = NEWEST, buffer_bytes: int = 1 << 20) -> Subscription:
+    return Subscription(
+        "s", None, (), policy, buffer_bytes=buffer_bytes, heartbeat=9.0, on_failed=lambda _: None
+    )
+
+
+@pytest.mark.parametrize("policy", [FAIL, NEWEST, OLDEST])
+def test_ended_requests_that_nobody_reads_are_bounded(policy: int, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_UNREAD", 1 << 20)
+    one = subscription(policy)
+    for number in range(10_000):
+        tap = one.tap(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
+        tap.close()
+        if one.failure is not None:
+            break
+    assert isinstance(one.failure, CaptureOverflow)
+    assert "have ended" in one.failure.message
+    assert 100 < number < 1000
+    assert (one._taps, one._tallies) == ({}, {})
+
+
+async def test_ended_requests_that_are_read_are_not_counted_any_more(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_UNREAD", 1 << 14)
+    one = subscription()
+    call = object()
+    messages = one.messages(call, 0)
+    assert (await anext(messages)).HasField("opened")
+    for number in range(500):
+        tap = one.tap(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
+        tap.close()
+        assert (await anext(messages)).end_of_request.request_id == f"r{number}"
+        one.acknowledge(number + 1)
+    assert one.failure is None
+
+
+async def test_a_request_that_did_not_begin_does_not_keep_a_subscription_open() -> None:
+    one = subscription()
+    tap = one.tap("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
+    tap.feed(TRACK, rows(0, 1))
+    tap.discard()
+    messages = one.messages(object(), 0)
+    assert (await anext(messages)).HasField("opened")
+    one.close()
+    async with asyncio.timeout(5):
+        assert [message async for message in messages] == []
+    assert one.ended
+
+
+async def test_a_request_that_is_being_admitted_is_named(running, monkeypatch) -> None:
+    gate, reached = asyncio.Event(), asyncio.Event()
+    compile_plan = admission.compile_plan
+
+    async def slow(*args: object):
+        reached.set()
+        await gate.wait()
+        return await compile_plan(*args)
+
+    monkeypatch.setattr(admission, "compile_plan", slow)
+    asking = asyncio.create_task(
+        generate(running, "a", labels={"team": "red"}, captures=[capture()])
+    )
+    await reached.wait()
+    one = await Subscriber.open(running, opening(by_label(team="red"), [wanted(0)]))
+    other = await Subscriber.open(running, opening(by_label(team="blue"), [wanted(0)]))
+    assert list(one.events[0].opened.missed_request_ids) == ["a"]
+    assert list(other.events[0].opened.missed_request_ids) == []
+    gate.set()
+    await asking
+    late = await Subscriber.open(running, opening(by_label(team="red"), [wanted(0)]))
+    assert list(late.events[0].opened.missed_request_ids) == []
+
+
+async def test_a_client_hears_how_long_it_is_waited_for(starter) -> None:
+    running = await starter(resume_window=7.5)
+    one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
+    assert one.events[0].opened.resume_window.ToMilliseconds() == 7500
+
+
+async def test_a_request_that_was_refused_is_not_named(running) -> None:
+    wish = generation_service_pb2.ExplainRequest(request=request(request_id="e"))
+    await running.client.generation.Explain(wish)
+    bad = capture(site_set(POST, layers=[77]))
+    await running.client.refusal(request(request_id="b", captures=[bad]))
+    one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
+    assert list(one.events[0].opened.missed_request_ids) == []
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["its client waits", "its client left"])
+async def test_a_slow_sink_keeps_no_room_of_the_engine(starter, monkeypatch, leaves) -> None:
+    running, sink = await with_slow(starter, monkeypatch, "finish")
+    running.host.line._capacity = sites_with(capture_rows=40).capacity
+    call = running.client.generation.Generate(
+        request(request_id="a", sampling=sampled(3), captures=[stored(1)])
+    )
+    await until(lambda: "finish" in sink.calls)
+    if leaves:
+        call.cancel()
+    await until(lambda: not running.host.ledger.requests)
+    assert running.host.open_requests == 1
+    assert running.host.store.pins == 0
+    sink.gate.set()
+    if not leaves:
+        assert (await rest(call))[-1].HasField("receipt")
+    assert (await settled(running)).leaked == 0
