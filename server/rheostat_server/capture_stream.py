@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import capture_pb2, types_pb2
+from rheostat._proto.v1 import capture_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Rows, Site, Spans
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.encodings import Form
@@ -53,6 +53,10 @@ class Block(NamedTuple):
     def work(self) -> int:
         """Bytes that encoding them goes over; see `offload`."""
         return self.size + self.form.work(self.rows[0].shape[1])
+
+    def encoded(self) -> tensor_pb2.Tensor:
+        """The rows as they travel, [sites, positions, width]."""
+        return self.form.encode(stack_rows(self.rows), held=self.held, wanted=self.wanted)
 
 
 class Meter:
@@ -139,16 +143,24 @@ class CaptureStream:
         for spec in self._specs.values():
             spec.discard()
 
-    def ready(self, generated: Sequence[int], end: int, *, last: bool = False) -> Iterator[Block]:
-        """The rows below position `end` that all sites of their capture have, about 1 MiB each.
+    def ready(
+        self,
+        generated: Sequence[int],
+        end: int,
+        *,
+        last: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Block]:
+        """The rows below position `end` that all sites of their capture have.
 
         Args:
             generated: the sample's tokens, at least those below `end`.
             end: one past the last position whose row is known to be one.
             last: whether nothing more comes, so that nobody waits for what a site lost.
+            chunk_bytes: about how large each block is at most.
         """
         for spec in self._specs.values():
-            yield from spec.ready(generated, end, last=last)
+            yield from spec.ready(generated, end, last=last, chunk_bytes=chunk_bytes)
 
     def delivered(self, spec: int) -> Spans:
         """Positions of a capture that `ready` has given out."""
@@ -232,12 +244,14 @@ class _SpecRows:
         self._next[rows.site] = int(positions[-1]) + 1
         return piece
 
-    def ready(self, generated: Sequence[int], end: int, *, last: bool) -> Iterator[Block]:
+    def ready(
+        self, generated: Sequence[int], end: int, *, last: bool, chunk_bytes: int
+    ) -> Iterator[Block]:
         frontier = end if last else min(end, self.frontier)
         while (site := self._any_waiting()) is not None:
             per_site = self._capture.kind.itemsize * self._waiting[site][0].data.shape[1]
-            site_count = max(1, min(len(self._capture.sites), CHUNK_BYTES // per_site))
-            cut = self._cut(frontier, max(1, CHUNK_BYTES // (per_site * site_count)))
+            site_count = max(1, min(len(self._capture.sites), chunk_bytes // per_site))
+            cut = self._cut(frontier, max(1, chunk_bytes // (per_site * site_count)))
             taken = {site: self._take(site, cut) for site in self._waiting}
             if not any(len(held) for held, _ in taken.values()):
                 return
@@ -328,9 +342,22 @@ def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
 
 
 def to_captured(
-    block: Block, sample: int, token_ids: Sequence[int], *, baseline: bool = False
+    block: Block,
+    sample: int,
+    token_ids: Sequence[int],
+    *,
+    baseline: bool = False,
+    tensor: tensor_pb2.Tensor | None = None,
 ) -> capture_pb2.Captured:
-    """The message of a block; `token_ids` are those at its positions."""
+    """The message of a block.
+
+    Args:
+        block: the rows.
+        sample: which sample they are of.
+        token_ids: the input tokens at its positions.
+        baseline: whether they are of its baseline.
+        tensor: the rows as they travel, if they are encoded already.
+    """
     return capture_pb2.Captured(
         spec=block.spec,
         sample=sample,
@@ -338,5 +365,5 @@ def to_captured(
         sites=[to_wire(site) for site in block.sites],
         positions=wire_runs(runs(block.positions)),
         token_ids=token_ids,
-        tensor=block.form.encode(stack_rows(block.rows), held=block.held, wanted=block.wanted),
+        tensor=block.encoded() if tensor is None else tensor,
     )

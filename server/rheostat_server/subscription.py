@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.carrier import Carrier
 from rheostat_server.errors import (
     CaptureOverflow,
     CursorExpired,
@@ -21,7 +22,8 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
-from rheostat_server.subscription_messages import Response, Tally, message_of
+from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.subscription_messages import Response, Tally, payload_bytes
 from rheostat_server.taps import End, Item, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 
@@ -98,6 +100,8 @@ class Subscription:
         self._interruption: RheostatError | None = None
         self._credit: int | None = 0
         self._closing = False
+        self.carrier = Carrier()
+        """How payloads reach the reader."""
         self.missed: Sequence[str] = ()
         """Requests that it selects and that began before it."""
 
@@ -191,8 +195,17 @@ class Subscription:
             )
         self._acknowledged = max(self._acknowledged, sequence)
         while self._replay and self._replay[0].sequence <= sequence:
-            self.reservoir.kept -= self._replay.popleft().weight
+            sent = self._replay.popleft()
+            self.reservoir.kept -= sent.weight
+            self.carrier.free(sent.response)
         self.reservoir.news.set()
+
+    def prove(self, nonce: bytes) -> None:
+        """The reader shows that it reads the shared memory; see `Carrier.prove`."""
+        self.carrier.prove(nonce)
+        self.reservoir.chunk_bytes = self.carrier.chunk_bytes(
+            self.reservoir.limit, self._credit or 0
+        )
 
     def resume_after(self, sequence: int) -> None:
         """Checks a cursor, and takes it for an acknowledgement.
@@ -259,6 +272,8 @@ class Subscription:
         opened = _pb.SubscribeOpened(subscription=self.name, next_sequence=self._acknowledged + 1)
         opened.missed_request_ids.extend(self.missed)
         opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
+        self.carrier.begin(opened)
+        self.reservoir.chunk_bytes = CHUNK_BYTES
         at = self._acknowledged
         silent_until = time.monotonic() + self._heartbeat
         yield Response(opened=opened)
@@ -268,7 +283,7 @@ class Subscription:
             self._check(call)
             if sent is not None:
                 at = sent.sequence
-                yield sent.response
+                yield self.carrier.readable(sent.response)
             elif self._closing and not self._taps and self._head is None:
                 self.ended = True
                 return
@@ -276,6 +291,7 @@ class Subscription:
                 await self._news_until(silent_until)
                 continue
             else:
+                self.carrier.rest()
                 yield Response(heartbeat=self._sign_of_life())
             silent_until = time.monotonic() + self._heartbeat
 
@@ -310,11 +326,12 @@ class Subscription:
             return None
         item, response = self._head, self._encoded
         if response is None:
-            response = await message_of(item)
+            response = await self.carrier.message_of(item)
             if self._call is not call or self.failure is not None:
+                self.carrier.free(response)
                 return None
             self._encoded = response
-        payload = len(response.captured.tensor.inline)
+        payload = payload_bytes(response)
         if not self._allowed(payload):
             return None
         self._head = self._encoded = None
@@ -361,7 +378,7 @@ class Subscription:
     @property
     def _encoded_bytes(self) -> int:
         """Bytes of the payload that comes next."""
-        return 0 if self._encoded is None else len(self._encoded.captured.tensor.inline)
+        return 0 if self._encoded is None else payload_bytes(self._encoded)
 
     def _overflow(self, tap: Tap, error: RheostatError) -> None:
         fail = self._taps.get(tap)

@@ -4,9 +4,12 @@ import struct
 
 import google_crc32c
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 from rheostat_server.capture_stream import to_captured, wire_runs
+from rheostat_server.limits import SHARED_BYTES
 from rheostat_server.offload import offload
+from rheostat_server.shared_memory import Arena
+from rheostat_server.sharing import shared_tensor
 from rheostat_server.taps import Chunk, End, Item, Loss
 
 Response = capture_service_pb2.SubscribeResponse
@@ -37,9 +40,22 @@ class Tally:
             end.finish_reasons.extend(item.tap.finish_reasons)
 
 
-async def message_of(item: Item) -> Response:
-    """The message of an item, without its sequence number."""
+def payload_bytes(response: Response) -> int:
+    """Bytes of payload, wherever it lies."""
+    tensor = response.captured.tensor
+    return tensor.shm.length if tensor.HasField("shm") else len(tensor.inline)
+
+
+async def message_of(item: Item, arena: Arena | None) -> Response:
+    """The message of an item, without its sequence number.
+
+    Args:
+        item: what is said.
+        arena: shared memory that its reader reads; None: it reads none.
+    """
     if isinstance(item, Chunk):
+        if arena is not None and item.block.size >= SHARED_BYTES:
+            return Response(captured=_captured(item, await shared_tensor(item.block, arena)))
         return Response(captured=await offload(item.block.work, _captured, item))
     if isinstance(item, Loss):
         return Response(
@@ -55,9 +71,13 @@ async def message_of(item: Item) -> Response:
     return Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=item.tap.request_id))
 
 
-def _captured(chunk: Chunk) -> capture_pb2.Captured:
+def _captured(chunk: Chunk, tensor: tensor_pb2.Tensor | None = None) -> capture_pb2.Captured:
     message = to_captured(
-        chunk.block, chunk.track.sample, chunk.token_ids, baseline=chunk.track.baseline
+        chunk.block,
+        chunk.track.sample,
+        chunk.token_ids,
+        baseline=chunk.track.baseline,
+        tensor=tensor,
     )
     message.request_id = chunk.tap.request_id
     return message

@@ -159,10 +159,18 @@ class Subscriptions:
             heartbeat=self._heartbeat,
             on_failed=self._on_failed,
         )
+        if wish.shared_memory:
+            subscription.carrier.share(size, wish.namespace)
         missed = (name for name, labels in running.items() if subscription.selects(name, labels))
         subscription.missed = tuple(islice(missed, MISSED_REQUESTS))
         self._open[subscription.name] = subscription
-        _LOG.info("subscription %s: %d specs", subscription.name, len(subscription.specs))
+        inline = subscription.carrier.inline_reason
+        _LOG.info(
+            "subscription %s: %d specs%s",
+            subscription.name,
+            len(subscription.specs),
+            f"; no shared memory: {inline}" if inline else "",
+        )
         return subscription
 
     def resume(self, point: capture_service_pb2.ResumePoint) -> Subscription:
@@ -219,6 +227,11 @@ class Subscriptions:
         for one in list(self._open.values()):
             one.close()
 
+    def remove_shared_memory(self) -> None:
+        """Leaves nothing behind, though nobody took up what waits for its reader."""
+        for one in self._open.values():
+            one.carrier.close()
+
     def lose(self, error: RheostatError) -> None:
         """Ends all with an error."""
         for one in list(self._open.values()):
@@ -255,8 +268,6 @@ class Subscriptions:
             checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
             if wish.overload == capture_pb2.OVERLOAD_SPILL:
                 raise NotSupported("OVERLOAD_SPILL is not served yet", field="open.overload")
-        if wish.shared_memory:
-            raise NotSupported("shared memory is not served yet", field="open.shared_memory")
 
     def _on_failed(self, subscription: Subscription) -> None:
         _LOG.info("subscription %s failed: %s", subscription.name, subscription.failure)
@@ -274,6 +285,7 @@ class Subscriptions:
     def _remove(self, subscription: Subscription) -> None:
         self._stay(subscription.name)
         self._open.pop(subscription.name, None)
+        subscription.carrier.close()
 
     def _stay(self, name: str) -> None:
         expiry = self._expiries.pop(name, None)

@@ -16,6 +16,7 @@ from rheostat_engine import Released, Rows, Spans
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.capture_stream import Block, CaptureStream, Meter, Piece
 from rheostat_server.errors import CaptureOverflow
+from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.spans import length, subtracted, united
 from rheostat_server.tensors import FloatType
 
@@ -77,6 +78,8 @@ class Reservoir:
         self.limit = limit
         self.kept = 0
         """Bytes of what has left and may be asked for again."""
+        self.chunk_bytes = CHUNK_BYTES
+        """About how large what leaves is at most."""
         self.news = asyncio.Event()
         """Set when there is something to pull."""
         self.meter = Meter()
@@ -265,7 +268,8 @@ class Tap:
         last = self.closed  # it may be closed while what leaves is pulled; then more is pulled
         for track, lane in list(self._lanes.items()):
             count = lane.closed_at if last else len(lane.tokens)
-            for block in lane.stream.ready(lane.tokens, self._row_end(count), last=last):
+            end, size = self._row_end(count), self._reservoir.chunk_bytes
+            for block in lane.stream.ready(lane.tokens, end, last=last, chunk_bytes=size):
                 at = block.positions.tolist()
                 yield Chunk(self, track, block, self._token_ids(lane, at))
             if lane.lossy is not None or last or self._refused:

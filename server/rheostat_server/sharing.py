@@ -1,0 +1,77 @@
+"""Rows on their way into shared memory.
+
+Invariant: what was placed for rows that are not sent after all is freed, but not before nobody
+writes there any more.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable
+
+import google_crc32c
+import numpy as np
+
+from rheostat._proto.v1 import tensor_pb2
+from rheostat_server.capture_stream import Block
+from rheostat_server.limits import SHARED_BYTES
+from rheostat_server.offload import offload
+from rheostat_server.shared_memory import Arena, Payload
+from rheostat_server.tensors import converted
+
+_AT_ONCE = 256 << 10
+"""Bytes that are copied and then summed up, so that they are in a core's cache."""
+
+
+async def shared_tensor(block: Block, arena: Arena) -> tensor_pb2.Tensor:
+    """The rows of a block as they travel: in shared memory, where there is room for them."""
+    if block.form.encoding != tensor_pb2.ENCODING_RAW:
+        tensor = await offload(block.work, block.encoded)
+        await _move(tensor, arena)
+        return tensor
+    shape = (len(block.sites), len(block.positions), block.rows[0].shape[1])
+    size = math.prod(shape) * block.wanted.itemsize
+    offset = await arena.place(size) if size >= SHARED_BYTES else None
+    if offset is None:
+        return await offload(block.work, block.encoded)
+    crc32c = await _written(
+        offload(size, _write_rows, block, arena.room(offset, size)), arena, offset
+    )
+    return tensor_pb2.Tensor(
+        dtype=block.wanted.wire,
+        shape=shape,
+        encoding=tensor_pb2.ENCODING_RAW,
+        shm=arena.ref(offset, size),
+        crc32c=crc32c,
+    )
+
+
+async def _move(tensor: tensor_pb2.Tensor, arena: Arena) -> None:
+    payload = tensor.inline
+    offset = await arena.place(len(payload)) if len(payload) >= SHARED_BYTES else None
+    if offset is not None:
+        arena.room(offset, len(payload))[:] = np.frombuffer(payload, np.uint8)
+        tensor.shm.CopyFrom(arena.ref(offset, len(payload)))
+
+
+async def _written(writing: Awaitable[int], arena: Arena, offset: int) -> int:
+    """What writing there gives. A thread goes on writing though nobody waits for it."""
+    task = asyncio.ensure_future(writing)
+    try:
+        return await asyncio.shield(task)
+    except BaseException:
+        task.add_done_callback(lambda _: arena.free(offset))
+        raise
+
+
+def _write_rows(block: Block, room: Payload) -> int:
+    """Writes rows as ENCODING_RAW has them; their CRC-32C."""
+    crc32c, start = 0, 0
+    for part in block.rows:
+        step = max(1, _AT_ONCE // (part.shape[1] * block.wanted.itemsize))
+        for first in range(0, len(part), step):
+            rows = converted(part[first : first + step], held=block.held, wanted=block.wanted)
+            written = room[start : start + rows.nbytes]
+            np.copyto(written, rows.reshape(-1).view(np.uint8))
+            crc32c = google_crc32c.extend(crc32c, written)
+            start += rows.nbytes
+    return crc32c
