@@ -84,12 +84,23 @@ class VectorData:
         )
 
 
-def widened(data: bytes, element: Element, shape: tuple[int, ...]) -> FloatArray:
-    """The elements in ``data`` as float32 of ``shape``, every value exactly as it was."""
-    stored = np.frombuffer(data, dtype=_STORAGE[element]).reshape(shape)
+def stored(
+    data: bytes | npt.NDArray[np.uint8], element: Element, shape: tuple[int, ...]
+) -> npt.NDArray[np.generic]:
+    """The elements in ``data``, not copied; bfloat16 as its bits, uint16."""
+    return np.frombuffer(data, dtype=_STORAGE[element]).reshape(shape)
+
+
+def widened(
+    data: bytes | npt.NDArray[np.uint8], element: Element, shape: tuple[int, ...]
+) -> FloatArray:
+    """The elements in ``data`` as float32 of ``shape``, every value exactly as it was; a copy."""
+    elements = stored(data, element, shape)
     if element == "bfloat16":
-        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return stored.astype(np.float32)
+        wide = elements.astype(np.uint32)
+        wide <<= np.uint32(16)
+        return wide.view(np.float32)
+    return elements.astype(np.float32)
 
 
 def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) -> VectorData:
