@@ -71,13 +71,14 @@ class Meter:
 class Piece:
     """Rows of one site that wait, until they are taken or given up."""
 
-    __slots__ = ("data", "meter", "positions")
+    __slots__ = ("_first", "data", "meter", "positions")
 
     def __init__(self, positions: Positions, data: RawArray, meter: Meter) -> None:
         """Rows [n, width] at positions [n], which count in a meter."""
         self.positions = positions
         self.data = data
         self.meter = meter
+        self._first = _first_of_run(positions)
         meter.bytes += data.nbytes
         meter.rows += len(data)
 
@@ -85,9 +86,15 @@ class Piece:
         """Rows that still wait."""
         return len(self.positions)
 
+    def below(self, frontier: int) -> int:
+        """How many rows wait below a position."""
+        if self._first is None:
+            return int(np.searchsorted(self.positions, frontier))
+        return max(0, min(frontier - self._first, len(self.positions)))
+
     def take(self, frontier: int) -> tuple[Positions, RawArray]:
         """The rows below a position, which wait no more."""
-        cut = int(np.searchsorted(self.positions, frontier))
+        cut = self.below(frontier)
         taken = self.positions[:cut], self.data[:cut]
         self.meter.bytes -= taken[1].nbytes
         self.meter.rows -= cut
@@ -95,6 +102,8 @@ class Piece:
             self._empty()
         else:
             self.positions, self.data = self.positions[cut:], self.data[cut:]
+            if self._first is not None:
+                self._first += cut
         return taken
 
     def give_up(self) -> None:
@@ -105,6 +114,7 @@ class Piece:
 
     def _empty(self) -> None:
         """Holds nothing any more, not even memory: a slice would keep all of it."""
+        self._first = None
         self.positions = np.empty(0, self.positions.dtype)
         self.data = np.empty((0, self.data.shape[1]), self.data.dtype)
 
@@ -284,7 +294,7 @@ class _SpecRows:
         for pieces in self._waiting.values():
             room = most
             for piece in pieces:
-                count = int(np.searchsorted(piece.positions, frontier))
+                count = piece.below(frontier)
                 if count >= room:
                     frontier = int(piece.positions[room - 1]) + 1
                     break
@@ -314,6 +324,24 @@ class _SpecRows:
         )
 
 
+def _first_of_run(positions: Positions) -> int | None:
+    """The first of ascending positions that follow one another; None where they do not."""
+    if not len(positions):
+        return None
+    first = int(positions[0])
+    return first if int(positions[-1]) - first == len(positions) - 1 else None
+
+
+def _equal(some: Positions, others: Positions) -> bool:
+    """Whether ascending positions are the same, quicker where they follow one another."""
+    if len(some) != len(others):
+        return False
+    first = _first_of_run(some)
+    if first is None or first != _first_of_run(others):
+        return np.array_equal(some, others)
+    return True
+
+
 def _within(positions: Positions, spans: Spans) -> npt.NDArray[np.bool_]:
     """Which of some positions lie in spans."""
     starts, ends = edges(spans)
@@ -324,7 +352,7 @@ def _within(positions: Positions, spans: Spans) -> npt.NDArray[np.bool_]:
 
 def _common(parts: Sequence[Positions]) -> Positions:
     """The positions that all have; usually all have the same."""
-    if all(np.array_equal(part, parts[0]) for part in parts[1:]):
+    if all(_equal(part, parts[0]) for part in parts[1:]):
         return parts[0]
     return reduce(np.intersect1d, parts)
 

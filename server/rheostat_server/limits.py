@@ -20,7 +20,7 @@ INLINE_VECTOR_BYTES = 8 * MIB
 CHUNK_BYTES = MIB
 """Size at which tensors are cut for streaming."""
 
-SHARED_CHUNK_BYTES = 4 * MIB
+SHARED_CHUNK_BYTES = 8 * MIB
 """Size at which they are cut for shared memory, where a message costs more than its bytes."""
 
 SHARED_BYTES = 64 << 10

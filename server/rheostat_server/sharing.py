@@ -18,9 +18,6 @@ from rheostat_server.offload import offload
 from rheostat_server.shared_memory import Arena, Payload
 from rheostat_server.tensors import converted
 
-_AT_ONCE = 256 << 10
-"""Bytes that are copied and then summed up, so that they are in a core's cache."""
-
 
 async def shared_tensor(block: Block, arena: Arena) -> tensor_pb2.Tensor:
     """The rows of a block as they travel: in shared memory, where there is room for them."""
@@ -65,13 +62,9 @@ async def _written(writing: Awaitable[int], arena: Arena, offset: int) -> int:
 
 def _write_rows(block: Block, room: Payload) -> int:
     """Writes rows as ENCODING_RAW has them; their CRC-32C."""
-    crc32c, start = 0, 0
-    for part in block.rows:
-        step = max(1, _AT_ONCE // (part.shape[1] * block.wanted.itemsize))
-        for first in range(0, len(part), step):
-            rows = converted(part[first : first + step], held=block.held, wanted=block.wanted)
-            written = room[start : start + rows.nbytes]
-            np.copyto(written, rows.reshape(-1).view(np.uint8))
-            crc32c = google_crc32c.extend(crc32c, written)
-            start += rows.nbytes
-    return crc32c
+    parts = block.rows
+    if block.held is not block.wanted:
+        parts = tuple(converted(part, held=block.held, wanted=block.wanted) for part in parts)
+    width = parts[0].shape[1]
+    np.concatenate(parts, out=room.view(parts[0].dtype).reshape(-1, width))
+    return google_crc32c.value(room)
