@@ -1,12 +1,6 @@
-"""Rows on their way into shared memory.
+"""Rows on their way into shared memory, straight from where the engine left them."""
 
-Invariant: what was placed for rows that are not sent after all is freed, but not before nobody
-writes there any more.
-"""
-
-import asyncio
 import math
-from collections.abc import Awaitable
 
 import google_crc32c
 import numpy as np
@@ -30,9 +24,11 @@ async def shared_tensor(block: Block, arena: Arena) -> tensor_pb2.Tensor:
     offset = await arena.place(size) if size >= SHARED_BYTES else None
     if offset is None:
         return await offload(block.work, block.encoded)
-    crc32c = await _written(
-        offload(size, _write_rows, block, arena.room(offset, size)), arena, offset
-    )
+    try:
+        crc32c = await offload(size, _write_rows, block, arena.room(offset, size))
+    except BaseException:
+        arena.free(offset)
+        raise
     return tensor_pb2.Tensor(
         dtype=block.wanted.wire,
         shape=shape,
@@ -48,16 +44,6 @@ async def _move(tensor: tensor_pb2.Tensor, arena: Arena) -> None:
     if offset is not None:
         arena.room(offset, len(payload))[:] = np.frombuffer(payload, np.uint8)
         tensor.shm.CopyFrom(arena.ref(offset, len(payload)))
-
-
-async def _written(writing: Awaitable[int], arena: Arena, offset: int) -> int:
-    """What writing there gives. A thread goes on writing though nobody waits for it."""
-    task = asyncio.ensure_future(writing)
-    try:
-        return await asyncio.shield(task)
-    except BaseException:
-        task.add_done_callback(lambda _: arena.free(offset))
-        raise
 
 
 def _write_rows(block: Block, room: Payload) -> int:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
@@ -26,6 +26,7 @@ from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.subscription_messages import Response, Tally, payload_bytes
 from rheostat_server.taps import End, Item, Reservoir, Tap
 from rheostat_server.tensors import FloatType
+from rheostat_server.upcoming import Upcoming
 
 _pb = capture_service_pb2
 
@@ -91,17 +92,13 @@ class Subscription:
         self._sequence = 0
         self._acknowledged = 0
         self._replay: deque[_Sent] = deque()
-        self._pulling: Iterator[Item] = iter(())
-        self._head: Item | None = None
-        """What comes next and has no number yet."""
-        self._encoded: Response | None = None
-        """Its message."""
         self._call: object | None = None
         self._interruption: RheostatError | None = None
         self._credit: int | None = 0
         self._closing = False
         self.carrier = Carrier()
         """How payloads reach the reader."""
+        self._upcoming = Upcoming(self.reservoir, self.carrier)
         self.missed: Sequence[str] = ()
         """Requests that it selects and that began before it."""
 
@@ -249,8 +246,7 @@ class Subscription:
             self._taps.clear()
             self._tallies.clear()
             self._replay.clear()
-            self._head = self._encoded = None
-            self._pulling = iter(())
+            self._upcoming.clear()
             self.reservoir.kept = 0
             self.reservoir.news.set()
             self._on_failed(self)
@@ -284,7 +280,7 @@ class Subscription:
             if sent is not None:
                 at = sent.sequence
                 yield self.carrier.readable(sent.response)
-            elif self._closing and not self._taps and self._head is None:
+            elif self._closing and not self._taps and self._upcoming.item is None:
                 self.ended = True
                 return
             elif time.monotonic() < silent_until:
@@ -320,36 +316,22 @@ class Subscription:
             return sent
         if not self._closing and self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
             return None
-        if self._head is None:
-            self._head = self._next_item()
-        if self._head is None:
+        response = await self._upcoming.message()
+        if response is None or self._call is not call or self.failure is not None:
             return None
-        item, response = self._head, self._encoded
-        if response is None:
-            response = await self.carrier.message_of(item)
-            if self._call is not call or self.failure is not None:
-                self.carrier.free(response)
-                return None
-            self._encoded = response
         payload = payload_bytes(response)
         if not self._allowed(payload):
             return None
-        self._head = self._encoded = None
         self._spend(payload)
         self._sequence += 1
         response.sequence = self._sequence
-        self._count(item, response)
+        self._count(self._upcoming.take(), response)
         sent = _Sent(self._sequence, response, payload)
         self._replay.append(sent)
         self.reservoir.kept += sent.weight
+        if self.reservoir.kept <= self.reservoir.limit:
+            self._upcoming.prepare()
         return sent
-
-    def _next_item(self) -> Item | None:
-        item = next(self._pulling, None)
-        if item is None:
-            self._pulling = self.reservoir.pull()
-            item = next(self._pulling, None)
-        return item
 
     def _count(self, item: Item, response: Response) -> None:
         self._tallies[item.tap].count(item, response)
@@ -370,15 +352,10 @@ class Subscription:
 
     def _sign_of_life(self) -> capture_service_pb2.Heartbeat:
         return _pb.Heartbeat(
-            buffered_bytes=self.reservoir.meter.bytes + self._encoded_bytes,
+            buffered_bytes=self.reservoir.meter.bytes + self._upcoming.bytes,
             credit_bytes=self._credit or 0,
             last_sequence=self._sequence,
         )
-
-    @property
-    def _encoded_bytes(self) -> int:
-        """Bytes of the payload that comes next."""
-        return 0 if self._encoded is None else payload_bytes(self._encoded)
 
     def _overflow(self, tap: Tap, error: RheostatError) -> None:
         fail = self._taps.get(tap)
