@@ -1,6 +1,9 @@
 """Rows on their way into shared memory, straight from where the engine left them."""
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -12,38 +15,52 @@ from rheostat_server.offload import offload
 from rheostat_server.shared_memory import Arena, Payload
 from rheostat_server.tensors import converted
 
+T = TypeVar("T")
+
 
 async def shared_tensor(block: Block, arena: Arena) -> tensor_pb2.Tensor:
     """The rows of a block as they travel: in shared memory, where there is room for them."""
     if block.form.encoding != tensor_pb2.ENCODING_RAW:
         tensor = await offload(block.work, block.encoded)
-        await _move(tensor, arena)
+        payload = np.frombuffer(tensor.inline, np.uint8)
+        moved = await _put(len(payload), lambda room: np.copyto(room, payload), arena)
+        if moved is not None:
+            tensor.shm.CopyFrom(moved.ref)
         return tensor
     shape = (len(block.sites), len(block.positions), block.rows[0].shape[1])
     size = math.prod(shape) * block.wanted.itemsize
-    offset = await arena.place(size) if size >= SHARED_BYTES else None
-    if offset is None:
+    put = await _put(size, partial(_write_rows, block), arena)
+    if put is None:
         return await offload(block.work, block.encoded)
-    try:
-        crc32c = await offload(size, _write_rows, block, arena.room(offset, size))
-    except BaseException:
-        arena.free(offset)
-        raise
     return tensor_pb2.Tensor(
         dtype=block.wanted.wire,
         shape=shape,
         encoding=tensor_pb2.ENCODING_RAW,
-        shm=arena.ref(offset, size),
-        crc32c=crc32c,
+        shm=put.ref,
+        crc32c=put.result,
     )
 
 
-async def _move(tensor: tensor_pb2.Tensor, arena: Arena) -> None:
-    payload = tensor.inline
-    offset = await arena.place(len(payload)) if len(payload) >= SHARED_BYTES else None
-    if offset is not None:
-        arena.room(offset, len(payload))[:] = np.frombuffer(payload, np.uint8)
-        tensor.shm.CopyFrom(arena.ref(offset, len(payload)))
+class _Put(NamedTuple, Generic[T]):
+    """What was written."""
+
+    ref: tensor_pb2.ShmRef
+    """Where it is."""
+    result: T
+    """What writing it gave."""
+
+
+async def _put(size: int, write: Callable[[Payload], T], arena: Arena) -> _Put[T] | None:
+    """Writes so many bytes; None where they are too few, or find no room."""
+    offset = await arena.place(size) if size >= SHARED_BYTES else None
+    if offset is None:
+        return None
+    try:
+        result = await offload(size, write, arena.room(offset, size))
+    except BaseException:
+        arena.free(offset)
+        raise
+    return _Put(arena.ref(offset, size), result)
 
 
 def _write_rows(block: Block, room: Payload) -> int:
@@ -53,4 +70,5 @@ def _write_rows(block: Block, room: Payload) -> int:
         parts = tuple(converted(part, held=block.held, wanted=block.wanted) for part in parts)
     width = parts[0].shape[1]
     np.concatenate(parts, out=room.view(parts[0].dtype).reshape(-1, width))
-    return google_crc32c.value(room)
+    crc32c: int = google_crc32c.value(room)
+    return crc32c

@@ -6,7 +6,6 @@ import google_crc32c
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 from rheostat_server.capture_stream import to_captured, wire_runs
-from rheostat_server.limits import SHARED_BYTES
 from rheostat_server.offload import offload
 from rheostat_server.shared_memory import Arena
 from rheostat_server.sharing import shared_tensor
@@ -54,7 +53,7 @@ async def message_of(item: Item, arena: Arena | None) -> Response:
         arena: shared memory that its reader reads; None: it reads none.
     """
     if isinstance(item, Chunk):
-        if arena is not None and item.block.size >= SHARED_BYTES:
+        if arena is not None:
             return Response(captured=_captured(item, await shared_tensor(item.block, arena)))
         return Response(captured=await offload(item.block.work, _captured, item))
     if isinstance(item, Loss):
