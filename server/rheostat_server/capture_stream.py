@@ -311,9 +311,15 @@ class _SpecRows:
 
     def _take(self, site: int, frontier: int) -> tuple[Positions, RawArray]:
         """The site's rows below the frontier, which leave the buffer."""
-        taken = [piece.take(frontier) for piece in self._waiting[site]]
-        self._waiting[site] = deque(piece for piece in self._waiting[site] if len(piece))
-        taken = [one for one in taken if len(one[0])]
+        waiting = self._waiting[site]
+        taken: list[tuple[Positions, RawArray]] = []
+        while waiting:
+            piece = waiting[0]
+            if piece.below(frontier):
+                taken.append(piece.take(frontier))
+            if len(piece):  # those behind it lie higher
+                break
+            waiting.popleft()
         if not taken:
             return np.empty(0, dtype=np.int32), np.empty((0, 0), dtype=np.float32)
         if len(taken) == 1:
