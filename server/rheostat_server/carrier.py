@@ -9,7 +9,7 @@ from rheostat._proto.v1 import capture_service_pb2
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CHUNK_BYTES, SHARED_CHUNK_BYTES
 from rheostat_server.shared_memory import Arena, NoSharedMemoryError, namespace
-from rheostat_server.subscription_messages import Response, message_of
+from rheostat_server.subscription_messages import Message, Response, message_of
 from rheostat_server.taps import Item
 
 
@@ -63,8 +63,8 @@ class Carrier:
             return CHUNK_BYTES
         return max(CHUNK_BYTES, min(SHARED_CHUNK_BYTES, limit // 8, credit // 4))
 
-    async def message_of(self, item: Item) -> Response:
-        """The message of an item, without its sequence number."""
+    async def message_of(self, item: Item) -> Message:
+        """The message of an item."""
         return await message_of(item, self.arena if self._proven else None)
 
     def readable(self, response: Response) -> Response:

@@ -1,4 +1,4 @@
-"""Rows on their way into shared memory, straight from where the engine left them."""
+"""Rows on their way into messages and shared memory, straight from where the engine left them."""
 
 import math
 from collections.abc import Callable
@@ -13,32 +13,55 @@ from rheostat_server.capture_stream import Block
 from rheostat_server.limits import SHARED_BYTES
 from rheostat_server.offload import offload
 from rheostat_server.shared_memory import Arena, Payload
-from rheostat_server.tensors import converted
+from rheostat_server.tensors import RawArray, converted
 
 T = TypeVar("T")
 
 
-async def shared_tensor(block: Block, arena: Arena) -> tensor_pb2.Tensor:
-    """The rows of a block as they travel: in shared memory, where there is room for them."""
+async def write_shared(block: Block, arena: Arena, tensor: tensor_pb2.Tensor) -> int:
+    """Makes a tensor of a block's rows, in shared memory where there is room; bytes of payload."""
     if block.form.encoding != tensor_pb2.ENCODING_RAW:
-        tensor = await offload(block.work, block.encoded)
+        size = await offload(block.work, write_inline, block, tensor)
         payload = np.frombuffer(tensor.inline, np.uint8)
-        moved = await _put(len(payload), lambda room: np.copyto(room, payload), arena)
+        moved = await _put(size, lambda room: np.copyto(room, payload), arena)
         if moved is not None:
             tensor.shm.CopyFrom(moved.ref)
-        return tensor
-    shape = (len(block.sites), len(block.positions), block.rows[0].shape[1])
-    size = math.prod(shape) * block.wanted.itemsize
+        return size
+    size = math.prod(_shape(block)) * block.wanted.itemsize
     put = await _put(size, partial(_write_rows, block), arena)
     if put is None:
-        return await offload(block.work, block.encoded)
-    return tensor_pb2.Tensor(
-        dtype=block.wanted.wire,
-        shape=shape,
-        encoding=tensor_pb2.ENCODING_RAW,
-        shm=put.ref,
-        crc32c=put.result,
-    )
+        return await offload(block.work, write_inline, block, tensor)
+    _describe(block, tensor)
+    tensor.shm.CopyFrom(put.ref)
+    tensor.crc32c = put.result
+    return size
+
+
+def write_inline(block: Block, tensor: tensor_pb2.Tensor) -> int:
+    """Makes a tensor of a block's rows, inside its message; bytes of payload."""
+    if block.form.encoding != tensor_pb2.ENCODING_RAW:
+        tensor.CopyFrom(block.encoded())
+        return len(tensor.inline)
+    payload = b"".join(part.data for part in _elements(block))  # each copy of a megabyte counts
+    _describe(block, tensor)
+    tensor.inline = payload
+    tensor.crc32c = google_crc32c.value(payload)
+    return len(payload)
+
+
+def _shape(block: Block) -> tuple[int, int, int]:
+    return len(block.sites), len(block.positions), block.rows[0].shape[1]
+
+
+def _describe(block: Block, tensor: tensor_pb2.Tensor) -> None:
+    tensor.dtype = block.wanted.wire
+    tensor.shape.extend(_shape(block))
+    tensor.encoding = tensor_pb2.ENCODING_RAW
+
+
+def _elements(block: Block) -> list[RawArray]:
+    """The rows of each site as they travel, [positions, width]."""
+    return [converted(part, held=block.held, wanted=block.wanted) for part in block.rows]
 
 
 class _Put(NamedTuple, Generic[T]):
@@ -65,10 +88,7 @@ async def _put(size: int, write: Callable[[Payload], T], arena: Arena) -> _Put[T
 
 def _write_rows(block: Block, room: Payload) -> int:
     """Writes rows as ENCODING_RAW has them; their CRC-32C."""
-    parts = block.rows
-    if block.held is not block.wanted:
-        parts = tuple(converted(part, held=block.held, wanted=block.wanted) for part in parts)
-    width = parts[0].shape[1]
-    np.concatenate(parts, out=room.view(parts[0].dtype).reshape(-1, width))
+    parts = _elements(block)
+    np.concatenate(parts, out=room.view(parts[0].dtype).reshape(-1, parts[0].shape[1]))
     crc32c: int = google_crc32c.value(room)
     return crc32c

@@ -23,7 +23,7 @@ from rheostat_server.errors import (
     Superseded,
 )
 from rheostat_server.limits import CHUNK_BYTES
-from rheostat_server.subscription_messages import Response, Tally, payload_bytes
+from rheostat_server.subscription_messages import Response, Tally
 from rheostat_server.taps import End, Item, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 from rheostat_server.upcoming import Upcoming
@@ -316,10 +316,10 @@ class Subscription:
             return sent
         if not self._closing and self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
             return None
-        response = await self._upcoming.message()
-        if response is None or self._call is not call or self.failure is not None:
+        message = await self._upcoming.message()
+        if message is None or self._call is not call or self.failure is not None:
             return None
-        payload = payload_bytes(response)
+        response, payload = message
         if not self._allowed(payload):
             return None
         self._spend(payload)

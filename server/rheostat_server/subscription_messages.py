@@ -1,6 +1,7 @@
 """What a subscription says of rows, losses and ends, and what it counts of each request."""
 
 import struct
+from typing import NamedTuple
 
 import google_crc32c
 
@@ -8,7 +9,7 @@ from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 from rheostat_server.capture_stream import to_captured, wire_runs
 from rheostat_server.offload import offload
 from rheostat_server.shared_memory import Arena
-from rheostat_server.sharing import shared_tensor
+from rheostat_server.sharing import write_inline, write_shared
 from rheostat_server.taps import Chunk, End, Item, Loss
 
 Response = capture_service_pb2.SubscribeResponse
@@ -39,13 +40,16 @@ class Tally:
             end.finish_reasons.extend(item.tap.finish_reasons)
 
 
-def payload_bytes(response: Response) -> int:
-    """Bytes of payload, wherever it lies."""
-    tensor = response.captured.tensor
-    return tensor.shm.length if tensor.HasField("shm") else len(tensor.inline)
+class Message(NamedTuple):
+    """Something to say."""
+
+    response: Response
+    """Without its sequence number."""
+    payload: int = 0
+    """Bytes of payload, wherever it lies. To ask the message for it would copy all of it."""
 
 
-async def message_of(item: Item, arena: Arena | None) -> Response:
+async def message_of(item: Item, arena: Arena | None) -> Message:
     """The message of an item, without its sequence number.
 
     Args:
@@ -53,30 +57,33 @@ async def message_of(item: Item, arena: Arena | None) -> Response:
         arena: shared memory that its reader reads; None: it reads none.
     """
     if isinstance(item, Chunk):
+        response = Response(captured=_labels(item))
+        block, tensor = item.block, response.captured.tensor
         if arena is not None:
-            return Response(captured=_captured(item, await shared_tensor(item.block, arena)))
-        return Response(captured=await offload(item.block.work, _captured, item))
+            return Message(response, await write_shared(block, arena, tensor))
+        return Message(response, await offload(block.work, write_inline, block, tensor))
+    name = item.tap.request_id
     if isinstance(item, Loss):
-        return Response(
-            dropped=capture_pb2.Dropped(
-                request_id=item.tap.request_id,
-                spec=item.spec,
-                sample=item.track.sample,
-                baseline=item.track.baseline,
-                rows=item.rows,
-                positions=wire_runs(item.positions),
-            )
+        lost = capture_pb2.Dropped(
+            request_id=name,
+            spec=item.spec,
+            sample=item.track.sample,
+            baseline=item.track.baseline,
+            rows=item.rows,
+            positions=wire_runs(item.positions),
         )
-    return Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=item.tap.request_id))
+        return Message(Response(dropped=lost))
+    return Message(Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=name)))
 
 
-def _captured(chunk: Chunk, tensor: tensor_pb2.Tensor | None = None) -> capture_pb2.Captured:
+def _labels(chunk: Chunk) -> capture_pb2.Captured:
+    """What says which rows they are; the rows are written where they are to lie."""
     message = to_captured(
         chunk.block,
         chunk.track.sample,
         chunk.token_ids,
         baseline=chunk.track.baseline,
-        tensor=tensor,
+        tensor=tensor_pb2.Tensor(),
     )
     message.request_id = chunk.tap.request_id
     return message

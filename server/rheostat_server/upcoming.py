@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from rheostat_server.carrier import Carrier
 from rheostat_server.limits import OFFLOAD_BYTES
-from rheostat_server.subscription_messages import Response, payload_bytes
+from rheostat_server.subscription_messages import Message
 from rheostat_server.taps import Chunk, Item, Reservoir
 
 
@@ -23,13 +23,13 @@ class Upcoming:
         self._reservoir = reservoir
         self._carrier = carrier
         self._pulling: Iterator[Item] = iter(())
-        self._encoding: asyncio.Task[Response] | None = None
-        self._encoded: Response | None = None
+        self._encoding: asyncio.Task[Message] | None = None
+        self._encoded: Message | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of its payload, once it is encoded."""
-        return 0 if self._encoded is None else payload_bytes(self._encoded)
+        return 0 if self._encoded is None else self._encoded.payload
 
     def prepare(self) -> None:
         """Pulls it, if there is something, and begins to encode it if that takes long."""
@@ -42,7 +42,7 @@ class Upcoming:
         if isinstance(item, Chunk) and item.block.work >= OFFLOAD_BYTES and not self._begun:
             self._encoding = asyncio.create_task(self._carrier.message_of(item))
 
-    async def message(self) -> Response | None:
+    async def message(self) -> Message | None:
         """Its message; None: there is nothing, or it went to somebody else meanwhile."""
         self.prepare()
         item = self.item

@@ -61,6 +61,14 @@ class _Progress(NamedTuple):
     """Requests that ended up to there."""
 
 
+class _Arrived(NamedTuple):
+    """What waits here."""
+
+    message: capture_service_pb2.SubscribeResponse
+    payload: int
+    """Its bytes of payload, which to ask the message for is to copy them."""
+
+
 class Intake:
     """What one subscription has brought. Not for several threads at a time."""
 
@@ -86,7 +94,7 @@ class Intake:
         after = 0 if cursor is None else cursor.sequence
         self.payloads = payloads
         self._ledger = Ledger(after, self._numbers)
-        self._waiting: deque[capture_service_pb2.SubscribeResponse] = deque()
+        self._waiting: deque[_Arrived] = deque()
         self._held = 0
         """Bytes that wait here."""
         self._allowed = 0
@@ -155,15 +163,14 @@ class Intake:
             )
         self._received = message.sequence
         self._held += size
-        self._waiting.append(message)
+        self._waiting.append(_Arrived(message, size))
 
     def pop(self) -> SubscriptionEvent | None:
         """Hand the next event over; None: there is none yet. Raises as `Ledger.read`."""
         if self._automatic:
             self.deal()
         while self._waiting:
-            message = self._waiting.popleft()
-            size = _payload(message)
+            message, size = self._waiting.popleft()
             self._held -= size
             event = self._ledger.read(message)
             self._handed = _Progress(
@@ -224,6 +231,8 @@ class Intake:
 
 def _payload(message: capture_service_pb2.SubscribeResponse) -> int:
     """Bytes that count against credit."""
+    if not message.HasField("captured"):
+        return 0
     tensor = message.captured.tensor
     return tensor.shm.length if tensor.HasField("shm") else len(tensor.inline)
 
