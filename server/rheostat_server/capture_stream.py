@@ -8,7 +8,6 @@ selected by id is known here: the engine copies rows by position alone, and rows
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +18,10 @@ from rheostat_engine import Rows, Site, Spans
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.encodings import Form
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.pieces import Meter, Piece, Positions, common
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, edges, runs, subtracted, united
 from rheostat_server.tensors import FloatType, RawArray, stack_rows
-
-Positions = npt.NDArray[np.int32]
 
 
 class Block(NamedTuple):
@@ -57,66 +55,6 @@ class Block(NamedTuple):
     def encoded(self) -> tensor_pb2.Tensor:
         """The rows as they travel, [sites, positions, width]."""
         return self.form.encode(stack_rows(self.rows), held=self.held, wanted=self.wanted)
-
-
-class Meter:
-    """What waits, of everything that counts in it."""
-
-    def __init__(self) -> None:
-        """Nothing waits."""
-        self.bytes = 0
-        self.rows = 0
-
-
-class Piece:
-    """Rows of one site that wait, until they are taken or given up."""
-
-    __slots__ = ("_first", "data", "meter", "positions")
-
-    def __init__(self, positions: Positions, data: RawArray, meter: Meter) -> None:
-        """Rows [n, width] at positions [n], which count in a meter."""
-        self.positions = positions
-        self.data = data
-        self.meter = meter
-        self._first = _first_of_run(positions)
-        meter.bytes += data.nbytes
-        meter.rows += len(data)
-
-    def __len__(self) -> int:
-        """Rows that still wait."""
-        return len(self.positions)
-
-    def below(self, frontier: int) -> int:
-        """How many rows wait below a position."""
-        if self._first is None:
-            return int(np.searchsorted(self.positions, frontier))
-        return max(0, min(frontier - self._first, len(self.positions)))
-
-    def take(self, frontier: int) -> tuple[Positions, RawArray]:
-        """The rows below a position, which wait no more."""
-        cut = self.below(frontier)
-        taken = self.positions[:cut], self.data[:cut]
-        self.meter.bytes -= taken[1].nbytes
-        self.meter.rows -= cut
-        if cut == len(self.positions):
-            self._empty()
-        else:
-            self.positions, self.data = self.positions[cut:], self.data[cut:]
-            if self._first is not None:
-                self._first += cut
-        return taken
-
-    def give_up(self) -> None:
-        """Loses what still waits."""
-        self.meter.bytes -= self.data.nbytes
-        self.meter.rows -= len(self.data)
-        self._empty()
-
-    def _empty(self) -> None:
-        """Holds nothing any more, not even memory: a slice would keep all of it."""
-        self._first = None
-        self.positions = np.empty(0, self.positions.dtype)
-        self.data = np.empty((0, self.data.shape[1]), self.data.dtype)
 
 
 class CaptureStream:
@@ -230,7 +168,7 @@ class _SpecRows:
             np.concatenate([piece.positions for piece in pieces] or [np.empty(0, np.int32)])
             for pieces in self._waiting.values()
         ]
-        return runs(_common(held))
+        return runs(common(held))
 
     def feed(self, rows: Rows) -> Piece | None:
         if rows.site not in self._waiting or not len(self._starts):
@@ -258,6 +196,8 @@ class _SpecRows:
         self, generated: Sequence[int], end: int, *, last: bool, chunk_bytes: int
     ) -> Iterator[Block]:
         frontier = end if last else min(end, self.frontier)
+        if self._capture.form.encoding != tensor_pb2.ENCODING_RAW:  # may be larger than its rows
+            chunk_bytes = min(chunk_bytes, CHUNK_BYTES)
         while (site := self._any_waiting()) is not None:
             per_site = self._capture.kind.itemsize * self._waiting[site][0].data.shape[1]
             site_count = max(1, min(len(self._capture.sites), chunk_bytes // per_site))
@@ -265,7 +205,7 @@ class _SpecRows:
             taken = {site: self._take(site, cut) for site in self._waiting}
             if not any(len(held) for held, _ in taken.values()):
                 return
-            positions = self._selected(_common([held for held, _ in taken.values()]), generated)
+            positions = self._selected(common([held for held, _ in taken.values()]), generated)
             if not len(positions):
                 continue
             rows = {
@@ -330,37 +270,12 @@ class _SpecRows:
         )
 
 
-def _first_of_run(positions: Positions) -> int | None:
-    """The first of ascending positions that follow one another; None where they do not."""
-    if not len(positions):
-        return None
-    first = int(positions[0])
-    return first if int(positions[-1]) - first == len(positions) - 1 else None
-
-
-def _equal(some: Positions, others: Positions) -> bool:
-    """Whether ascending positions are the same, quicker where they follow one another."""
-    if len(some) != len(others):
-        return False
-    first = _first_of_run(some)
-    if first is None or first != _first_of_run(others):
-        return np.array_equal(some, others)
-    return True
-
-
 def _within(positions: Positions, spans: Spans) -> npt.NDArray[np.bool_]:
     """Which of some positions lie in spans."""
     starts, ends = edges(spans)
     return np.searchsorted(starts, positions, side="right") > np.searchsorted(
         ends, positions, side="right"
     )
-
-
-def _common(parts: Sequence[Positions]) -> Positions:
-    """The positions that all have; usually all have the same."""
-    if all(_equal(part, parts[0]) for part in parts[1:]):
-        return parts[0]
-    return reduce(np.intersect1d, parts)
 
 
 def wire_runs(spans: Spans) -> list[types_pb2.PositionRun]:

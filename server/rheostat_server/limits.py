@@ -20,8 +20,9 @@ INLINE_VECTOR_BYTES = 8 * MIB
 CHUNK_BYTES = MIB
 """Size at which tensors are cut for streaming."""
 
-SHARED_CHUNK_BYTES = 8 * MIB
-"""Size at which they are cut for shared memory, where a message costs more than its bytes."""
+SHARED_CHUNK_BYTES = 12 * MIB
+"""Size at which raw rows are cut for shared memory, where a message costs more than its bytes.
+Below the largest message, in which they travel where there is no room."""
 
 SHARED_BYTES = 64 << 10
 """Payloads from this size on go through shared memory, where it is used."""

@@ -14,9 +14,10 @@ from typing import NamedTuple
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import Released, Rows, Spans
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import Block, CaptureStream, Meter, Piece
+from rheostat_server.capture_stream import Block, CaptureStream
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.pieces import Meter, Piece
 from rheostat_server.spans import length, subtracted, united
 from rheostat_server.tensors import FloatType
 
