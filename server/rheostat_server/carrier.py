@@ -92,3 +92,4 @@ class Carrier:
         """The subscription has ended."""
         if self.arena is not None:
             self.arena.close()
+            self.arena = None  # its memory goes with the last who writes there

@@ -136,6 +136,12 @@ def checked(tensor: tensor_pb2.Tensor, payload: _Payload) -> None:
         )
 
 
+def payload_size(tensor: tensor_pb2.Tensor) -> int:
+    """Bytes that a raw tensor's payload must have; asking for the payload would copy it."""
+    element = read_element(tensor.dtype)
+    return math.prod(tensor.shape) * itemsize(element)
+
+
 def elements(tensor: tensor_pb2.Tensor, payload: _Payload) -> npt.NDArray[np.generic] | None:
     """The elements of a raw tensor where they lie, read-only; None for other encodings.
 
@@ -144,7 +150,7 @@ def elements(tensor: tensor_pb2.Tensor, payload: _Payload) -> npt.NDArray[np.gen
     element, shape = read_element(tensor.dtype), _shape(tensor)
     if tensor.encoding != tensor_pb2.ENCODING_RAW:
         return None
-    found = stored(_sized(payload, math.prod(shape) * itemsize(element), tensor), element, shape)
+    found = stored(_sized(payload, payload_size(tensor), tensor), element, shape)
     found.flags.writeable = False
     return found
 

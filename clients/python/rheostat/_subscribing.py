@@ -15,7 +15,7 @@ from collections import deque
 from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._channel import MESSAGE_BYTES
-from rheostat._encodings import Numbers
+from rheostat._encodings import Numbers, payload_size
 from rheostat._errors import (
     Cancelled,
     DataLoss,
@@ -234,7 +234,11 @@ def _payload(message: capture_service_pb2.SubscribeResponse) -> int:
     if not message.HasField("captured"):
         return 0
     tensor = message.captured.tensor
-    return tensor.shm.length if tensor.HasField("shm") else len(tensor.inline)
+    if tensor.HasField("shm"):
+        return tensor.shm.length
+    if tensor.encoding == tensor_pb2.ENCODING_RAW:  # else refused when it is read
+        return min(payload_size(tensor), tensor.ByteSize())
+    return len(tensor.inline)
 
 
 class Standing:

@@ -1,6 +1,8 @@
 """Subscribe through shared memory: where rows lie, how long, and for whom."""
 
 import asyncio
+import gc
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -316,6 +318,19 @@ async def test_the_end_of_a_subscription_removes_its_memory(running) -> None:
     assert not path_of(one).exists()
     running.host.subscriptions.named(other.name, "").fail(Defect("a test's"))
     assert not path_of(other).exists()
+
+
+async def test_a_failed_subscription_that_is_remembered_holds_no_memory(running) -> None:
+    one = await shared(running)
+    await proven(running, one)
+    await generate(running, "a")
+    await one.until("end_of_request")
+    subscription = running.host.subscriptions.named(one.name, "")
+    memory = weakref.ref(subscription.carrier.arena)
+    subscription.fail(Defect("a test's"))
+    assert (await failure(one)).code == Code.INTERNAL
+    gc.collect()
+    assert memory() is None
 
 
 async def test_nobody_takes_it_up_and_its_memory_is_removed(starter) -> None:
