@@ -9,16 +9,16 @@ Rows of a site come as they are or in the capture's form, and a block holds one 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import capture_pb2, types_pb2
+from rheostat._proto.v1 import capture_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Rows, Site, Spans
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.pieces import Meter, Piece, Positions, common
 from rheostat_server.row_tensors import SiteRows, encoding_work, tensor_of
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, edges, runs, subtracted, united
@@ -26,8 +26,6 @@ from rheostat_server.tensors import FloatType, RawArray
 
 _CHUNK_POSITIONS = 8192
 """The most positions of a chunk, however small their rows: each has labels too."""
-
-Positions = npt.NDArray[np.int32]
 
 
 class Block(NamedTuple):
@@ -61,58 +59,9 @@ class Block(NamedTuple):
         """Bytes that encoding them goes over; see `offload`."""
         return encoding_work(self.parts, self.capture)
 
-
-class Meter:
-    """What waits, of everything that counts in it."""
-
-    def __init__(self) -> None:
-        """Nothing waits."""
-        self.bytes = 0
-        self.rows = 0
-
-
-class Piece:
-    """Rows of one site that wait, until they are taken or given up."""
-
-    __slots__ = ("data", "made", "meter", "positions")
-
-    def __init__(
-        self, positions: Positions, data: RawArray, meter: Meter, *, made: bool = False
-    ) -> None:
-        """Rows [n, width] at positions [n], which count in a meter; `made`: in their form."""
-        self.positions = positions
-        self.data = data
-        self.made = made
-        self.meter = meter
-        meter.bytes += data.nbytes
-        meter.rows += len(data)
-
-    def __len__(self) -> int:
-        """Rows that still wait."""
-        return len(self.positions)
-
-    def take(self, frontier: int) -> tuple[Positions, RawArray]:
-        """The rows below a position, which wait no more."""
-        cut = int(np.searchsorted(self.positions, frontier))
-        taken = self.positions[:cut], self.data[:cut]
-        self.meter.bytes -= taken[1].nbytes
-        self.meter.rows -= cut
-        if cut == len(self.positions):
-            self._empty()
-        else:
-            self.positions, self.data = self.positions[cut:], self.data[cut:]
-        return taken
-
-    def give_up(self) -> None:
-        """Loses what still waits."""
-        self.meter.bytes -= self.data.nbytes
-        self.meter.rows -= len(self.data)
-        self._empty()
-
-    def _empty(self) -> None:
-        """Holds nothing any more, not even memory: a slice would keep all of it."""
-        self.positions = np.empty(0, self.positions.dtype)
-        self.data = np.empty((0, self.data.shape[1]), self.data.dtype)
+    def encoded(self) -> tensor_pb2.Tensor:
+        """The rows as they travel, [sites, positions, width]."""
+        return tensor_of(self.parts, self.capture, self.held)
 
 
 class CaptureStream:
@@ -149,16 +98,24 @@ class CaptureStream:
         for spec in self._specs.values():
             spec.discard()
 
-    def ready(self, generated: Sequence[int], end: int, *, last: bool = False) -> Iterator[Block]:
-        """The rows below position `end` that all sites of their capture have, about 1 MiB each.
+    def ready(
+        self,
+        generated: Sequence[int],
+        end: int,
+        *,
+        last: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[Block]:
+        """The rows below position `end` that all sites of their capture have.
 
         Args:
             generated: the sample's tokens, at least those below `end`.
             end: one past the last position whose row is known to be one.
             last: whether nothing more comes, so that nobody waits for what a site lost.
+            chunk_bytes: about how large each block is at most.
         """
         for spec in self._specs.values():
-            yield from spec.ready(generated, end, last=last)
+            yield from spec.ready(generated, end, last=last, chunk_bytes=chunk_bytes)
 
     def delivered(self, spec: int) -> Spans:
         """Positions of a capture that `ready` has given out."""
@@ -223,7 +180,7 @@ class _SpecRows:
             np.concatenate([piece.positions for piece in pieces] or [np.empty(0, np.int32)])
             for pieces in self._waiting.values()
         ]
-        return runs(_common(held))
+        return runs(common(held))
 
     def feed(self, rows: Rows) -> Piece | None:
         if rows.site not in self._waiting or not len(self._starts):
@@ -250,19 +207,23 @@ class _SpecRows:
         self._next[rows.site] = int(positions[-1]) + 1
         return piece
 
-    def ready(self, generated: Sequence[int], end: int, *, last: bool) -> Iterator[Block]:
+    def ready(
+        self, generated: Sequence[int], end: int, *, last: bool, chunk_bytes: int
+    ) -> Iterator[Block]:
         frontier = end if last else min(end, self.frontier)
+        if self._capture.form.encoding != tensor_pb2.ENCODING_RAW:  # may be larger than its rows
+            chunk_bytes = min(chunk_bytes, CHUNK_BYTES)
         while (site := self._any_waiting()) is not None:
             waiting = self._waiting[site][0].data
             per_site = max(self._capture.decoded_bytes, waiting.shape[1] * waiting.itemsize)
-            site_count = max(1, min(len(self._capture.sites), CHUNK_BYTES // per_site))
-            most = max(1, CHUNK_BYTES // (per_site * site_count))
+            site_count = max(1, min(len(self._capture.sites), chunk_bytes // per_site))
+            most = max(1, chunk_bytes // (per_site * site_count))
             cut = self._cut(frontier, min(most, _CHUNK_POSITIONS))
             made = {site: self._made(site) for site in self._waiting}
             taken = {site: self._take(site, cut) for site in self._waiting}
             if not any(len(held) for held, _ in taken.values()):
                 return
-            positions = self._selected(_common([held for held, _ in taken.values()]), generated)
+            positions = self._selected(common([held for held, _ in taken.values()]), generated)
             if not len(positions):
                 continue
             rows = {
@@ -296,7 +257,7 @@ class _SpecRows:
                 if len(piece) and piece.made != made:
                     frontier = min(frontier, int(piece.positions[0]))
                     break
-                count = int(np.searchsorted(piece.positions, frontier))
+                count = piece.below(frontier)
                 if count >= room:
                     frontier = int(piece.positions[room - 1]) + 1
                     break
@@ -317,9 +278,15 @@ class _SpecRows:
 
     def _take(self, site: int, frontier: int) -> tuple[Positions, RawArray]:
         """The site's rows below the frontier, which leave the buffer."""
-        taken = [piece.take(frontier) for piece in self._waiting[site]]
-        self._waiting[site] = deque(piece for piece in self._waiting[site] if len(piece))
-        taken = [one for one in taken if len(one[0])]
+        waiting = self._waiting[site]
+        taken: list[tuple[Positions, RawArray]] = []
+        while waiting:
+            piece = waiting[0]
+            if piece.below(frontier):
+                taken.append(piece.take(frontier))
+            if len(piece):  # those behind it lie higher
+                break
+            waiting.popleft()
         if not taken:
             return np.empty(0, dtype=np.int32), np.empty((0, 0), dtype=np.float32)
         if len(taken) == 1:
@@ -338,13 +305,6 @@ def _within(positions: Positions, spans: Spans) -> npt.NDArray[np.bool_]:
     )
 
 
-def _common(parts: Sequence[Positions]) -> Positions:
-    """The positions that all have; usually all have the same."""
-    if all(np.array_equal(part, parts[0]) for part in parts[1:]):
-        return parts[0]
-    return reduce(np.intersect1d, parts)
-
-
 def wire_runs(spans: Spans) -> list[types_pb2.PositionRun]:
     """Spans as messages."""
     return [types_pb2.PositionRun(start=start, count=end - start) for start, end in spans]
@@ -358,9 +318,22 @@ def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
 
 
 def to_captured(
-    block: Block, sample: int, token_ids: Sequence[int], *, baseline: bool = False
+    block: Block,
+    sample: int,
+    token_ids: Sequence[int],
+    *,
+    baseline: bool = False,
+    tensor: tensor_pb2.Tensor | None = None,
 ) -> capture_pb2.Captured:
-    """The message of a block; `token_ids` are those at its positions."""
+    """The message of a block.
+
+    Args:
+        block: the rows.
+        sample: which sample they are of.
+        token_ids: the input tokens at its positions.
+        baseline: whether they are of its baseline.
+        tensor: the rows as they travel, if they are encoded already.
+    """
     return capture_pb2.Captured(
         spec=block.spec,
         sample=sample,
@@ -368,5 +341,5 @@ def to_captured(
         sites=[to_wire(site) for site in block.sites],
         positions=wire_runs(runs(block.positions)),
         token_ids=token_ids,
-        tensor=tensor_of(block.parts, block.capture, block.held),
+        tensor=block.encoded() if tensor is None else tensor,
     )

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from rheostat_engine import Released, Rows, Spans
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import Block, CaptureStream, Meter, Piece
+from rheostat_server.capture_stream import Block, CaptureStream
+from rheostat_server.pieces import Meter, Piece
 from rheostat_server.spans import length, subtracted, united
 from rheostat_server.tensors import FloatType
 
@@ -75,10 +76,10 @@ class Lane:
         """Loses what waits."""
         self._stream.discard()
 
-    def blocks(self, *, last: bool) -> Iterator[tuple[Block, list[int]]]:
-        """Rows that can leave, and the input tokens at their positions."""
+    def blocks(self, chunk_bytes: int, *, last: bool) -> Iterator[tuple[Block, list[int]]]:
+        """Rows that can leave, about so many bytes at a time, and the tokens at their positions."""
         end = self._row_end(self._count(last=last))
-        for block in self._stream.ready(self.tokens, end, last=last):
+        for block in self._stream.ready(self.tokens, end, last=last, chunk_bytes=chunk_bytes):
             yield block, self._token_ids(block.positions.tolist())
 
     def losses(self, *, last: bool) -> Iterator[tuple[int, Spans]]:

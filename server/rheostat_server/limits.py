@@ -20,6 +20,13 @@ INLINE_VECTOR_BYTES = 8 * MIB
 CHUNK_BYTES = MIB
 """Size at which tensors are cut for streaming."""
 
+SHARED_CHUNK_BYTES = 12 * MIB
+"""Size at which raw rows are cut for shared memory, where a message costs more than its bytes.
+Below the largest message, in which they travel where there is no room."""
+
+SHARED_BYTES = 64 << 10
+"""Payloads from this size on go through shared memory, where it is used."""
+
 OFFLOAD_BYTES = 64 << 10
 """Work on more bytes than this leaves the event loop."""
 

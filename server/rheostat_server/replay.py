@@ -61,13 +61,13 @@ class Replay:
         if sequence > self.last:
             raise InvalidValue(f"{sequence} was not sent; the last was {self.last}", field=field)
 
-    def acknowledge(self, sequence: int) -> int:
-        """Forgets everything up to a number; how many bytes that frees."""
+    def acknowledge(self, sequence: int) -> list[Sent]:
+        """Forgets everything up to a number, and gives it back."""
         self.acknowledged = max(self.acknowledged, sequence)
-        freed = 0
+        forgotten = []
         while self._kept and self._kept[0].sequence <= sequence:
-            freed += self._kept.popleft().weight
-        return freed
+            forgotten.append(self._kept.popleft())
+        return forgotten
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -64,13 +64,16 @@ def tensor_of(
             part.data if part.made else form.codes(_float32(part, capture, held)) for part in parts
         ]
         return form.tensor_of_codes(np.stack(coded), capture.numbers, kind)
-    elements = [
-        np.ascontiguousarray(part.data).view(kind.numpy)
-        if part.made
-        else converted(_float32(part, capture, held), held=FloatType.FLOAT32, wanted=kind)
-        for part in parts
-    ]
-    return form.encode(stack_rows(elements), held=kind, wanted=kind)
+    rows = [elements(part, capture, held) for part in parts]
+    return form.encode(stack_rows(rows), held=kind, wanted=kind)
+
+
+def elements(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> RawArray:
+    """Rows of a site as ENCODING_RAW has them, [positions, numbers]."""
+    if part.made:
+        return np.ascontiguousarray(part.data).view(capture.kind.numpy)
+    source = held if capture.projection is None else FloatType.FLOAT32
+    return converted(_numbers(part, capture, held), held=source, wanted=capture.kind)
 
 
 def _numbers(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> RawArray:

@@ -44,6 +44,7 @@ from rheostat_server.services.capture import CaptureService
 from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
 from rheostat_server.services.steering import SteeringService
+from rheostat_server.shared_memory import sweep
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.spool import Spool
 from rheostat_server.vector_files import VectorFiles
@@ -157,6 +158,7 @@ class RunningServer:
         if self._config.vector_dir is not None:
             self._files = VectorFiles(Path(self._config.vector_dir))
         self._sinks = await asyncio.to_thread(_make_sinks, self._config)
+        await asyncio.to_thread(sweep)
         if self._config.spool is not None:
             folder = Path(self._config.spool)
             self._spool = await asyncio.to_thread(Spool, folder, self._config.spool_bytes)
@@ -183,6 +185,7 @@ class RunningServer:
         if self._prompts is not None:
             self._prompts.close()
         if self._host is not None:
+            self._host.subscriptions.remove_shared_memory()
             await self._host.keeper.settle()
         if self._backend is not None:
             await self._backend.close()

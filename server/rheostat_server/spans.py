@@ -94,6 +94,9 @@ def runs(positions: Positions) -> Spans:
     """Ascending positions, each once, as spans."""
     if not len(positions):
         return ()
+    start, end = int(positions[0]), int(positions[-1]) + 1
+    if end - start == len(positions):
+        return ((start, end),)
     breaks = np.flatnonzero(np.diff(positions) != 1)
     first = positions[np.concatenate(([0], breaks + 1))]
     last = positions[np.concatenate((breaks, [len(positions) - 1]))]

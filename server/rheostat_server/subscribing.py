@@ -37,7 +37,7 @@ async def subscribe(
     """
     wish = await _opening(messages)
     if wish.HasField("resume"):
-        for name in ("filter", "shared_memory", "buffer_bytes", "overload", "specs"):
+        for name in ("filter", "shared_memory", "namespace", "buffer_bytes", "overload", "specs"):
             if _is_set(wish, name):
                 raise InvalidValue("has no place beside resume", field=f"open.{name}")
         subscription = subscriptions.resume(wish.resume)
@@ -83,10 +83,12 @@ def _do(message: Message, subscription: Subscription) -> None:
         subscription.allow(message.credit.bytes)
     elif action == "ack":
         subscription.acknowledge(message.ack.sequence)
+    elif action == "proof":
+        subscription.prove(message.proof.nonce)
     elif action == "open":
         raise InvalidValue("only the first message is open", field="open")
     else:
-        raise MissingField("one of credit and ack is required")
+        raise MissingField("one of credit, ack and proof is required")
 
 
 def _is_set(wish: capture_service_pb2.SubscribeOpen, name: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.carrier import Carrier
 from rheostat_server.errors import (
     CaptureOverflow,
     CursorExpired,
@@ -19,11 +20,13 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
+from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.replay import Replay, Sent
 from rheostat_server.spillway import Spillway
-from rheostat_server.subscription_messages import Response, Tally, message_of
+from rheostat_server.subscription_messages import Response, Tally
 from rheostat_server.taps import End, Item, Losses, Reservoir, Tap
 from rheostat_server.tensors import FloatType
+from rheostat_server.upcoming import Upcoming
 from rheostat_server.vectors import Vector
 
 _pb = capture_service_pb2
@@ -86,14 +89,13 @@ class Subscription:
         """What weighs each request that has ended and was not read to its end."""
         self._unread_bytes = 0
         self._replay = Replay()
-        self._head: Item | None = None
-        """What comes next and has no number yet."""
-        self._encoded: Response | None = None
-        """Its message."""
         self._call: object | None = None
         self._interruption: RheostatError | None = None
         self._credit: int | None = 0
         self._closing = False
+        self.carrier = Carrier()
+        """How payloads reach the reader."""
+        self._upcoming = Upcoming(self.reservoir, self.carrier)
         self.missed: Sequence[str] = ()
         """Requests that it selects and that began before it."""
         self.directions: Sequence[Sequence[Vector]] = ((),) * len(self.specs)
@@ -188,8 +190,17 @@ class Subscription:
             InvalidValue: it was never sent.
         """
         self._replay.check(sequence, "ack.sequence")
-        self.reservoir.kept -= self._replay.acknowledge(sequence)
+        for sent in self._replay.acknowledge(sequence):
+            self.reservoir.kept -= sent.weight
+            self.carrier.free(sent.response)
         self.reservoir.news.set()
+
+    def prove(self, nonce: bytes) -> None:
+        """The reader shows that it reads the shared memory; see `Carrier.prove`."""
+        self.carrier.prove(nonce)
+        self.reservoir.chunk_bytes = self.carrier.chunk_bytes(
+            self.reservoir.limit, self._credit or 0
+        )
 
     def resume_after(self, sequence: int) -> None:
         """Checks a cursor, and takes it for an acknowledgement.
@@ -230,7 +241,7 @@ class Subscription:
             self._tallies.clear()
             self._unread.clear()
             self._replay.clear()
-            self._head = self._encoded = None
+            self._upcoming.clear()
             self.reservoir.close()
             self.reservoir.news.set()
             self._on_failed(self)
@@ -255,6 +266,8 @@ class Subscription:
         opened.missed_request_ids.extend(self.missed)
         opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
         opened.resume_window.FromNanoseconds(int(self._resume_window * 1e9))
+        self.carrier.begin(opened)
+        self.reservoir.chunk_bytes = CHUNK_BYTES
         at = self._replay.acknowledged
         silent_until = time.monotonic() + self._heartbeat
         yield Response(opened=opened)
@@ -264,8 +277,8 @@ class Subscription:
             self._check(call)
             if sent is not None:
                 at = sent.sequence
-                yield sent.response
-            elif self._closing and not self._taps and self._head is None:
+                yield self.carrier.readable(sent.response)
+            elif self._closing and not self._taps and self._upcoming.item is None:
                 self.ended = True
                 self.reservoir.close()
                 return
@@ -273,6 +286,7 @@ class Subscription:
                 await self._news_until(silent_until)
                 continue
             else:
+                self.carrier.rest()
                 yield Response(heartbeat=self._sign_of_life())
             silent_until = time.monotonic() + self._heartbeat
 
@@ -297,23 +311,17 @@ class Subscription:
             return sent if self._paid(sent.payload) else None
         if not self._closing and self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
             return None
-        if self._head is None:
-            self._head = self.reservoir.take()
-        if self._head is None:
+        message = await self._upcoming.message()
+        if message is None or self._call is not call or self.failure is not None:
             return None
-        item, response = self._head, self._encoded
-        if response is None:
-            response = await message_of(item)
-            if self._call is not call or self.failure is not None:
-                return None
-            self._encoded = response
-        payload = len(response.captured.tensor.inline)
+        response, payload = message
         if not self._paid(payload):
             return None
-        self._head = self._encoded = None
-        self._count(item, response)
+        self._count(self._upcoming.take(), response)
         sent = self._replay.add(response, payload)
         self.reservoir.kept += sent.weight
+        if self.reservoir.kept <= self.reservoir.limit:
+            self._upcoming.prepare()
         return sent
 
     def _count(self, item: Item, response: Response) -> None:
@@ -355,9 +363,8 @@ class Subscription:
                 await self.reservoir.news.wait()
 
     def _sign_of_life(self) -> capture_service_pb2.Heartbeat:
-        encoded = len(self._encoded.captured.tensor.inline) if self._encoded is not None else 0
         return _pb.Heartbeat(
-            buffered_bytes=self.reservoir.waiting + encoded,
+            buffered_bytes=self.reservoir.waiting + self._upcoming.bytes,
             credit_bytes=self._credit or 0,
             last_sequence=self._replay.last,
         )

@@ -1,11 +1,16 @@
 """What a subscription says of rows, losses and ends, and what it counts of each request."""
 
 import struct
+from typing import NamedTuple
 
 import google_crc32c
 
-from rheostat._proto.v1 import capture_service_pb2
-from rheostat_server.row_messages import captured, dropped
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
+from rheostat_server.capture_stream import to_captured
+from rheostat_server.offload import offload
+from rheostat_server.row_messages import dropped
+from rheostat_server.shared_memory import Arena
+from rheostat_server.sharing import move_shared, write_inline, write_shared
 from rheostat_server.taps import Chunk, End, Item, Loss, Sealed
 
 Response = capture_service_pb2.SubscribeResponse
@@ -37,15 +42,52 @@ class Tally:
             end.finish_reasons.extend(item.tap.finish_reasons)
 
 
-async def message_of(item: Item) -> Response:
-    """The message of an item, without its sequence number."""
+class Message(NamedTuple):
+    """Something to say."""
+
+    response: Response
+    """Without its sequence number."""
+    payload: int = 0
+    """Bytes of payload, wherever it lies. To ask the message for it would copy all of it."""
+
+
+async def message_of(item: Item, arena: Arena | None) -> Message:
+    """The message of an item, without its sequence number.
+
+    Args:
+        item: what is said.
+        arena: shared memory that its reader reads; None: it reads none.
+    """
+    if isinstance(item, Chunk):
+        response = Response(captured=_labels(item))
+        block, tensor = item.block, response.captured.tensor
+        if arena is not None:
+            return Message(response, await write_shared(block, arena, tensor))
+        return Message(response, await offload(block.work, write_inline, block, tensor))
     name = item.tap.request_id
-    if isinstance(item, End):
-        return Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=name))
+    if isinstance(item, Sealed):
+        response = Response(captured=item.message)
+        response.captured.request_id = name
+        tensor = response.captured.tensor
+        size = len(tensor.inline)
+        if arena is not None:
+            await move_shared(tensor, arena)
+        return Message(response, size)
     if isinstance(item, Loss):
         response = Response(dropped=dropped(item))
         response.dropped.request_id = name
-        return response
-    message = await captured(item)
-    message.request_id = name
-    return Response(captured=message)
+        return Message(response)
+    return Message(Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=name)))
+
+
+def _labels(chunk: Chunk) -> capture_pb2.Captured:
+    """What says which rows they are; the rows are written where they are to lie."""
+    message = to_captured(
+        chunk.block,
+        chunk.track.sample,
+        chunk.token_ids,
+        baseline=chunk.track.baseline,
+        tensor=tensor_pb2.Tensor(),
+    )
+    message.request_id = chunk.tap.request_id
+    return message

@@ -31,7 +31,6 @@ from rheostat_server.errors import (
     EngineLost,
     InvalidValue,
     MissingField,
-    NotSupported,
     QueueFull,
     Resource,
     RheostatError,
@@ -191,11 +190,19 @@ class Subscriptions:
             spillway=self._spillway,
         )
         self._project(subscription, captures)
+        if wish.shared_memory:
+            subscription.carrier.share(size, wish.namespace)
         begun = chain(running.items(), self._admitting)
         missed = (name for name, labels in begun if subscription.selects(name, labels))
         subscription.missed = tuple(islice(dict.fromkeys(missed), MISSED_REQUESTS))
         self._open[subscription.name] = subscription
-        _LOG.info("subscription %s: %d specs", subscription.name, len(subscription.specs))
+        inline = subscription.carrier.inline_reason
+        _LOG.info(
+            "subscription %s: %d specs%s",
+            subscription.name,
+            len(subscription.specs),
+            f"; no shared memory: {inline}" if inline else "",
+        )
         return subscription
 
     def resume(self, point: capture_service_pb2.ResumePoint) -> Subscription:
@@ -265,6 +272,11 @@ class Subscriptions:
         for one in list(self._open.values()):
             one.close()
 
+    def remove_shared_memory(self) -> None:
+        """Leaves nothing behind, though nobody took up what waits for its reader."""
+        for one in self._open.values():
+            one.carrier.close()
+
     def lose(self, error: RheostatError) -> None:
         """Ends all with an error."""
         for one in list(self._open.values()):
@@ -331,8 +343,6 @@ class Subscriptions:
         if wish.HasField("overload"):
             checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
             check_spill(wish.overload, "open.overload", spools=self._spillway is not None)
-        if wish.shared_memory:
-            raise NotSupported("shared memory is not served yet", field="open.shared_memory")
         return captures
 
     def _on_failed(self, subscription: Subscription) -> None:
@@ -350,6 +360,7 @@ class Subscriptions:
 
     def _remove(self, subscription: Subscription) -> None:
         self._stay(subscription.name)
+        subscription.carrier.close()
         if self._open.pop(subscription.name, None) is not None:
             held = {one.digest: one for vectors in subscription.directions for one in vectors}
             self._loader.store.let_go([*held.values()])

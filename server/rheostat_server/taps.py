@@ -14,9 +14,11 @@ from typing import NamedTuple, Protocol
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import Released, Rows, Spans
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import Block, Meter, Piece
+from rheostat_server.capture_stream import Block
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.lanes import Lane
+from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.pieces import Meter, Piece
 from rheostat_server.spans import length
 from rheostat_server.tensors import FloatType
 
@@ -139,6 +141,8 @@ class Reservoir:
         self.limit = limit
         self.kept = 0
         """Bytes of what has left and may be asked for again."""
+        self.chunk_bytes = CHUNK_BYTES
+        """About how large what leaves is at most."""
         self.news = news or asyncio.Event()
         """Set when there is something to take."""
         self.meter = Meter()
@@ -346,7 +350,7 @@ class Tap:
         """What can leave."""
         last = self.closed  # it may be closed while what leaves is pulled; then more is pulled
         for track, lane in list(self._lanes.items()):
-            for block, token_ids in lane.blocks(last=last):
+            for block, token_ids in lane.blocks(self._reservoir.chunk_bytes, last=last):
                 yield Chunk(self, track, block, token_ids)
             for number, positions in lane.losses(last=last):
                 rows = length(positions) * len(self.captures[number].sites)

@@ -81,7 +81,7 @@ from rheostat._results import (
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
 from rheostat._sessions import SessionEvent, UpdateApplied, UpdateRefused
 from rheostat._steering import ablate, band, clamp, norm_add, scale
-from rheostat._subscribe_requests import SubscribeOptions
+from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
 from rheostat._subscribed import (
     CapturedRows,
     Cursor,
@@ -148,6 +148,7 @@ __all__ = [
     "ResolvedIntervention",
     "Resource",
     "ResourceExhausted",
+    "ResumeOptions",
     "RheostatError",
     "Rows",
     "Sample",

@@ -5,7 +5,7 @@ Rows of one site that came in different encodings or widths are never mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._arrays import FloatArray
-from rheostat._encodings import RAW, Decoded, Encoding, read_tensor
+from rheostat._encodings import RAW, Encoding, Numbers, read_tensor
 from rheostat._errors import ServerError, invalid
 from rheostat._points import Point, PointLike, Site, point_of, read_site
-from rheostat._proto.v1 import capture_pb2, types_pb2
+from rheostat._proto.v1 import capture_pb2, tensor_pb2, types_pb2
 
 IntArray = npt.NDArray[np.int64]
 
@@ -61,7 +61,7 @@ class Block(NamedTuple):
     """Absolute position of each row, int64 [positions]."""
     token_ids: IntArray
     """Input token at each position, int64 [positions]."""
-    tensor: Decoded
+    tensor: Numbers
     """The rows, [sites, positions, width]."""
 
 
@@ -85,16 +85,18 @@ def read_captured(message: capture_pb2.Captured) -> list[Rows]:
     ]
 
 
-def read_block(message: capture_pb2.Captured) -> Block:
-    """The rows of a message.
+def read_block(
+    message: capture_pb2.Captured, read: Callable[[tensor_pb2.Tensor], Numbers] = read_tensor
+) -> Block:
+    """The rows of a message, whose tensor is read by ``read``.
 
     Raises ServerError where its parts do not fit together, DataLoss where the checksum is wrong.
     """
-    tensor = read_tensor(message.tensor)
+    tensor = read(message.tensor)
     positions = positions_of(message.positions)
     token_ids = np.array(message.token_ids, dtype=np.int64)
     labels = (len(message.sites), len(positions))
-    shape = tensor.values.shape
+    shape = tuple(message.tensor.shape)
     if len(shape) != 3 or shape[:2] != labels or len(token_ids) != len(positions):
         raise ServerError(
             f"captured rows of shape {list(shape)} are labelled with {labels[0]} sites, "

@@ -180,10 +180,12 @@ class _Line:
             raise
         if self._failure is not None and not self._intake.id:
             raise self._failure
+        await self._check_payloads()
 
     async def next_event(self) -> SubscriptionEvent:
         """Hand over the next event; waits for it."""
         while not self._unread:
+            await self._check_payloads()
             try:
                 event = self._intake.pop()
             except _errors.RheostatError as error:
@@ -198,6 +200,13 @@ class _Line:
                 break
             await self._wait(self._intake.ack_after())
         raise StopAsyncIteration
+
+    async def _check_payloads(self) -> None:
+        """Ends it where payloads come in another way than they must."""
+        refusal = self._intake.payloads.refusal if self._intake.id else None
+        if refusal is not None:
+            await self.close()
+            raise refusal
 
     def acknowledge(self) -> None:
         """All that was handed over has been dealt with."""

@@ -22,6 +22,10 @@ Element: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """Element types of vectors and rows."""
 
 
+_AT_ONCE = 1 << 18
+"""Elements that are widened at once: a core's cache holds them."""
+
+
 class ArrayLike(Protocol):
     """Anything numpy can read: an array, or an object with ``__array__``, a CPU tensor included."""
 
@@ -84,12 +88,26 @@ class VectorData:
         )
 
 
-def widened(data: bytes, element: Element, shape: tuple[int, ...]) -> FloatArray:
-    """The elements in ``data`` as float32 of ``shape``, every value exactly as it was."""
-    stored = np.frombuffer(data, dtype=_STORAGE[element]).reshape(shape)
+def stored(
+    data: bytes | npt.NDArray[np.uint8], element: Element, shape: tuple[int, ...]
+) -> npt.NDArray[np.generic]:
+    """The elements in ``data``, not copied; bfloat16 as its bits, uint16."""
+    return np.frombuffer(data, dtype=_STORAGE[element]).reshape(shape)
+
+
+def widened(
+    data: bytes | npt.NDArray[np.uint8], element: Element, shape: tuple[int, ...]
+) -> FloatArray:
+    """The elements in ``data`` as float32 of ``shape``, every value exactly as it was; a copy."""
+    elements = stored(data, element, shape)
     if element == "bfloat16":
-        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return stored.astype(np.float32)
+        narrow, wide = elements.reshape(-1), np.empty(elements.size, np.uint32)
+        for start in range(0, len(wide), _AT_ONCE):
+            part = wide[start : start + _AT_ONCE]
+            part[...] = narrow[start : start + _AT_ONCE]
+            part <<= np.uint32(16)
+        return wide.view(np.float32).reshape(shape)
+    return elements.astype(np.float32)
 
 
 def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) -> VectorData:

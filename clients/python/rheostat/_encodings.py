@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import google_crc32c
 import lz4.frame
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import Element, FloatArray, itemsize, read_element, widened
+from rheostat._arrays import Element, FloatArray, itemsize, read_element, stored, widened
 from rheostat._errors import DataLoss, ServerError
 from rheostat._proto.v1 import tensor_pb2
 
 EncodingName: TypeAlias = Literal["raw", "lz4_planes", "full8", "rp8", "topk8"]
 """Names of encodings."""
 
+_Payload: TypeAlias = "bytes | npt.NDArray[np.uint8]"
 _Codes = npt.NDArray[np.uint8]
 _Doubles = npt.NDArray[np.float64]
 
@@ -80,6 +81,22 @@ class Decoded(NamedTuple):
     that were not finite. None: exact."""
 
 
+class Numbers(Protocol):
+    """A tensor's numbers, as `Decoded` has them."""
+
+    @property
+    def values(self) -> FloatArray:
+        """float32 of the tensor's shape."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """How they travelled."""
+
+    @property
+    def max_error(self) -> FloatArray | None:
+        """Largest difference per row."""
+
+
 def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:
     """An inline tensor in any encoding.
 
@@ -90,41 +107,86 @@ def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:
     return decoded(tensor, tensor.inline)
 
 
-def decoded(tensor: tensor_pb2.Tensor, payload: bytes) -> Decoded:
+def decoded(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
     """The numbers of a tensor whose payload is at hand, wherever it lay.
 
     Raises ServerError where its parts do not fit together, DataLoss where the checksum is wrong.
     """
+    checked(tensor, payload)
+    return _read(tensor, payload)
+
+
+def decoded_in_place(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
+    """As `decoded`, of a payload that others may write to: it is checked after it was read."""
+    try:
+        found = _read(tensor, payload)
+    except ServerError:
+        checked(tensor, payload)
+        raise
+    checked(tensor, payload)
+    return found
+
+
+def checked(tensor: tensor_pb2.Tensor, payload: _Payload) -> None:
+    """Raises DataLoss where the checksum is wrong."""
+    if tensor.HasField("crc32c") and google_crc32c.value(payload) != tensor.crc32c:
+        raise DataLoss(
+            f"a tensor of {read_element(tensor.dtype)} {list(tensor.shape)} came damaged: its "
+            "CRC-32C differs"
+        )
+
+
+def payload_size(tensor: tensor_pb2.Tensor) -> int:
+    """Bytes that a raw tensor's payload must have; asking for the payload would copy it."""
     element = read_element(tensor.dtype)
-    name = _NAMES.get(tensor.encoding)
-    if name is None:
-        raise ServerError(f"the server sent encoding {tensor.encoding}, which is not known")
+    return math.prod(tensor.shape) * itemsize(element)
+
+
+def elements(tensor: tensor_pb2.Tensor, payload: _Payload) -> npt.NDArray[np.generic] | None:
+    """The elements of a raw tensor where they lie, read-only; None for other encodings.
+
+    Raises ServerError where its parts do not fit together.
+    """
+    element, shape = read_element(tensor.dtype), _shape(tensor)
+    if tensor.encoding != tensor_pb2.ENCODING_RAW:
+        return None
+    found = stored(_sized(payload, payload_size(tensor), tensor), element, shape)
+    found.flags.writeable = False
+    return found
+
+
+def _shape(tensor: tensor_pb2.Tensor) -> tuple[int, ...]:
     shape = tuple(tensor.shape)
     extents = math.prod(max(extent, 1) for extent in shape)
     if len(shape) > _MAX_RANK or extents > _MAX_ELEMENTS:
         raise ServerError(f"no tensor has the shape {list(shape)}")
-    if tensor.HasField("crc32c") and google_crc32c.value(payload) != tensor.crc32c:
-        raise DataLoss(f"a tensor of {element} {list(shape)} came damaged: its CRC-32C differs")
+    return shape
+
+
+def _read(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
+    element = read_element(tensor.dtype)
+    name = _NAMES.get(tensor.encoding)
+    if name is None:
+        raise ServerError(f"the server sent encoding {tensor.encoding}, which is not known")
+    shape = _shape(tensor)
     if name == "raw" or name == "lz4_planes":
         size = math.prod(shape) * itemsize(element)
-        if name == "raw":
-            data = _checked(payload, size, tensor)
-        else:
-            data = _unpacked(payload, size, element)
+        raw = name == "raw"
+        data = _sized(payload, size, tensor) if raw else _unpacked(payload, size, element)
         return Decoded(widened(data, element, shape), Encoding(name), None)
     if not shape:
         raise ServerError(f"{name} holds rows, not a single number")
     encoding = _quantization(tensor, name, shape[-1])
     if name == "topk8":
         size = math.prod(shape[:-1]) * (8 + 5 * (encoding.kept or 0))
-        values, error = _topk8(_checked(payload, size, tensor), shape, encoding.kept or 0)
+        values, error = _topk8(_sized(payload, size, tensor), shape, encoding.kept or 0)
     else:
         size = math.prod(shape[:-1]) * (8 + shape[-1])
-        values, error = _full8(_checked(payload, size, tensor), shape)
+        values, error = _full8(_sized(payload, size, tensor), shape)
     return Decoded(values, encoding, error)
 
 
-def _checked(payload: bytes, size: int, tensor: tensor_pb2.Tensor) -> bytes:
+def _sized(payload: _Payload, size: int, tensor: tensor_pb2.Tensor) -> _Payload:
     if len(payload) != size:
         shape = list(tensor.shape)
         raise ServerError(
@@ -133,7 +195,7 @@ def _checked(payload: bytes, size: int, tensor: tensor_pb2.Tensor) -> bytes:
     return payload
 
 
-def _unpacked(payload: bytes, size: int, element: Element) -> bytes:
+def _unpacked(payload: _Payload, size: int, element: Element) -> bytes:
     """The elements of byte planes in an LZ4 frame, which must hold exactly ``size`` bytes."""
     planes = b""
     if size <= _LZ4_RATIO * len(payload):
@@ -174,7 +236,7 @@ def _described(said: tensor_pb2.Quantization) -> str:
     return f"kept {said.kept}, width {said.width}, {seed}"
 
 
-def _full8(payload: bytes, shape: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
+def _full8(payload: _Payload, shape: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
     count = math.prod(shape[:-1])
     scales, offsets = _ranges(payload, count)
     codes = np.frombuffer(payload, np.uint8, offset=8 * count).reshape(count, shape[-1])
@@ -182,7 +244,7 @@ def _full8(payload: bytes, shape: tuple[int, ...]) -> tuple[FloatArray, FloatArr
     return values.reshape(shape), _error(scales, offsets).reshape(shape[:-1])
 
 
-def _topk8(payload: bytes, shape: tuple[int, ...], kept: int) -> tuple[FloatArray, FloatArray]:
+def _topk8(payload: _Payload, shape: tuple[int, ...], kept: int) -> tuple[FloatArray, FloatArray]:
     count, width = math.prod(shape[:-1]), shape[-1]
     scales, offsets = _ranges(payload, count)
     indices = np.frombuffer(payload, "<u4", count * kept, 8 * count).reshape(count, kept)
@@ -198,7 +260,7 @@ def _topk8(payload: bytes, shape: tuple[int, ...], kept: int) -> tuple[FloatArra
     return values.reshape(shape), error.reshape(shape[:-1])
 
 
-def _ranges(payload: bytes, count: int) -> tuple[_Doubles, _Doubles]:
+def _ranges(payload: _Payload, count: int) -> tuple[_Doubles, _Doubles]:
     """Scales and offsets, [count] each."""
     both = np.frombuffer(payload, "<f4", 2 * count).astype(np.float64)
     return both[:count], both[count:]

@@ -33,9 +33,8 @@ from rheostat._results import Event, Generation
 from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, Updates
 from rheostat._steering import SteeringLike
-from rheostat._subscribe_requests import SubscribeOptions
+from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
 from rheostat._subscribed import Cursor
-from rheostat._subscribing import CREDIT, Acknowledgement
 from rheostat._subscription import Subscription
 from rheostat._uploads import Progress
 from rheostat._vectors import Vector, VectorInfo
@@ -284,18 +283,15 @@ class Engine:
         check_options("subscribe", options, SubscribeOptions)
         return Subscription(self._connection, _subscribe_requests.opening(**options))
 
-    def resume(
-        self, cursor: Cursor, *, credit: int = CREDIT, ack: Acknowledgement = "auto"
-    ) -> Subscription:
+    def resume(self, cursor: Cursor, **options: Unpack[ResumeOptions]) -> Subscription:
         """Take a subscription up that was left, or whose client is gone, after ``cursor``.
 
         Iterating goes on with the event after it. Raises NotFound where the server has given it up,
         and OutOfRange where that event was acknowledged; ``metadata["oldest"]`` is then the number
         of the first that can be had.
         """
-        return Subscription(
-            self._connection, _subscribe_requests.resuming(cursor, credit=credit, ack=ack)
-        )
+        check_options("resume", options, ResumeOptions)
+        return Subscription(self._connection, _subscribe_requests.resuming(cursor, **options))
 
     def explain(
         self,

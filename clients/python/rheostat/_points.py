@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import lru_cache
 from operator import index
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -186,7 +187,12 @@ def read_point(number: types_pb2.Point.ValueType) -> Point:
 
 def read_site(message: types_pb2.Site) -> Site:
     """The site of a wire message."""
-    return Site(read_point(message.point), message.layer)
+    return _site(message.point, message.layer)
+
+
+@lru_cache(maxsize=4096)
+def _site(point: types_pb2.Point.ValueType, layer: int) -> Site:
+    return Site(read_point(point), layer)
 
 
 def show_layers(layers: Layers) -> str:

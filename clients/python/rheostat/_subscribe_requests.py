@@ -7,16 +7,38 @@ from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 from rheostat._captures import OVERLOADS, CaptureLike, Overload, captures_of
-from rheostat._errors import invalid
+from rheostat._errors import Refused, invalid
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
+from rheostat._payloads import Payloads
 from rheostat._proto.v1 import capture_service_pb2
 from rheostat._requests import labels_to_wire
+from rheostat._shared_memory import namespace
 from rheostat._subscribed import Cursor
 from rheostat._subscribing import CREDIT, Acknowledgement, Intake
 
 
-class SubscribeOptions(TypedDict, total=False):
-    """What subscribe takes. At most one of ``requests``, ``labels`` and ``every`` is given."""
+class ResumeOptions(TypedDict, total=False):
+    """What resume takes beside the cursor: how events are taken here."""
+
+    credit: int
+    """Bytes that may wait here until the loop takes them. Default: 64 MiB."""
+    ack: Acknowledgement
+    """"auto": an event counts as dealt with once the next one is asked for. "manual": once `ack`
+    is called. Default: "auto"."""
+    shared_memory: bool | None
+    """Whether large chunks come through shared memory of this host rather than the connection.
+    True: or not at all, which raises Refused. Default: None, where it can be had;
+    `Subscription.inline_reason` says what came of it."""
+    views: bool
+    """Leave rows where they lie, until they are acknowledged: `CapturedRows.elements`. Default:
+    False, each event's arrays are its own."""
+
+
+class SubscribeOptions(ResumeOptions, total=False):
+    """What subscribe takes, beside what `ResumeOptions` has.
+
+    At most one of ``requests``, ``labels`` and ``every`` is given.
+    """
 
     capture: CaptureLike
     """Rows to get of every request that is selected and begins from now on. Default: none but what
@@ -34,11 +56,6 @@ class SubscribeOptions(TypedDict, total=False):
     buffer_bytes: int | None
     """Bytes that the server holds, what is not acknowledged included. Default: a quarter of what
     it has for all subscriptions."""
-    credit: int
-    """Bytes that may wait here until the loop takes them. Default: 64 MiB."""
-    ack: Acknowledgement
-    """"auto": an event counts as dealt with once the next one is asked for. "manual": once `ack`
-    is called. Default: "auto"."""
 
 
 @builds_message
@@ -52,6 +69,8 @@ def opening(
     buffer_bytes: int | None = None,
     credit: int = CREDIT,
     ack: Acknowledgement = "auto",
+    shared_memory: bool | None = None,
+    views: bool = False,
 ) -> Intake:
     """A new subscription. Raises InvalidRequest for what can be seen to be wrong here."""
     captures = captures_of(capture)
@@ -83,10 +102,23 @@ def opening(
         wish.buffer_bytes = whole_number(
             buffer_bytes, "open.buffer_bytes", "a buffer", least=1, most=UINT64
         )
-    return Intake(wish, None, credit, ack)
+    payloads = _payloads(shared_memory, views)
+    if shared_memory is not False:
+        wish.namespace = namespace()
+        wish.shared_memory = bool(wish.namespace)
+        if shared_memory and not wish.namespace:
+            raise Refused("this system has no /dev/shm, and thus no shared memory")
+    return Intake(wish, None, credit, ack, payloads)
 
 
-def resuming(cursor: Cursor, *, credit: int = CREDIT, ack: Acknowledgement = "auto") -> Intake:
+def resuming(
+    cursor: Cursor,
+    *,
+    credit: int = CREDIT,
+    ack: Acknowledgement = "auto",
+    shared_memory: bool | None = None,
+    views: bool = False,
+) -> Intake:
     """A subscription that somebody had. Raises InvalidRequest for what is no cursor."""
     try:
         name, sequence = cursor
@@ -97,4 +129,15 @@ def resuming(cursor: Cursor, *, credit: int = CREDIT, ack: Acknowledgement = "au
     sequence = whole_number(
         sequence, "open.resume.after_sequence", "a sequence number", most=UINT64
     )
-    return Intake(None, Cursor(name, sequence), credit, ack)
+    payloads = _payloads(shared_memory, views)
+    return Intake(None, Cursor(name, sequence), credit, ack, payloads)
+
+
+def _payloads(shared_memory: bool | None, views: bool) -> Payloads:
+    if not isinstance(shared_memory, bool | None):
+        raise invalid(
+            "shared_memory", f"shared_memory is True, False or None, not {shared_memory!r}"
+        )
+    if not isinstance(views, bool):
+        raise invalid("views", f"views is True or False, not {views!r}")
+    return Payloads(shared_memory, views)

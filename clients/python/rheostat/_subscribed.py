@@ -7,17 +7,22 @@ count and by the checksum over the checksums.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias, cast
 
 import google_crc32c
+import numpy as np
+import numpy.typing as npt
 
 from rheostat._activations import IntArray, Rows, positions_of, read_block
 from rheostat._arrays import FloatArray
-from rheostat._encodings import RAW, Encoding
+from rheostat._encodings import Encoding, Numbers
 from rheostat._errors import DataLoss, ServerError
+from rheostat._payloads import View
 from rheostat._points import Site
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, types_pb2
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 from rheostat._receipts import read_word
 from rheostat._results import FinishReason
 
@@ -62,14 +67,43 @@ class CapturedRows:
     """Absolute position of each row, int64 [positions], ascending."""
     token_ids: IntArray
     """Input token at each position, int64 [positions]."""
-    values: FloatArray
-    """The stream, float32 [sites, positions, width]; for "rp8" its projection, where directions
-    were given x.d for each of them."""
-    encoding: Encoding = RAW
-    """How they travelled."""
-    max_error: FloatArray | None = None
-    """Largest error of each row's numbers, float32 [sites, positions]; NaN for rows that were not
-    finite. None: exact."""
+    shape: tuple[int, ...]
+    """Of `values`: sites, positions, width."""
+    _numbers: Numbers
+
+    @property
+    def values(self) -> FloatArray:
+        """The stream, float32 [sites, positions, width]; for "rp8" its projection.
+
+        Where directions were given, x.d for each of them.
+
+        With ``views=True`` made when it is first asked for, which raises Refused once the rows are
+        acknowledged.
+        """
+        return self._numbers.values
+
+    @property
+    def elements(self) -> npt.NDArray[np.generic] | None:
+        """With ``views=True``: the elements as they travelled, of `shape`, read-only.
+
+        float32, float16, or uint16 with bfloat16's bits. None without it, and for encodings other
+        than "raw". Not copied: what is in the array changes once the rows are acknowledged, by this
+        client or one that took the subscription up, and asking for it then raises Refused.
+        """
+        return self._numbers.elements if isinstance(self._numbers, View) else None
+
+    @property
+    def encoding(self) -> Encoding:
+        """How they travelled."""
+        return self._numbers.encoding
+
+    @property
+    def max_error(self) -> FloatArray | None:
+        """Largest error of each row's numbers, float32 [sites, positions]; None: exact.
+
+        NaN for rows that were not finite.
+        """
+        return self._numbers.max_error
 
     @property
     def rows(self) -> tuple[Rows, ...]:
@@ -94,7 +128,7 @@ class CapturedRows:
         sites = ", ".join(map(str, self.sites))
         return (
             f"CapturedRows({self.sequence}, {self.request_id!r}, {of}, {sites}, "
-            f"shape={list(self.values.shape)})"
+            f"shape={list(self.shape)})"
         )
 
 
@@ -153,9 +187,13 @@ class _Tally:
 class Ledger:
     """Reads events in the order of their numbers, and counts what came of each request."""
 
-    def __init__(self, after: int) -> None:
-        """An empty one; what was numbered up to ``after`` came to somebody else."""
+    def __init__(self, after: int, read: Callable[[int, tensor_pb2.Tensor], Numbers]) -> None:
+        """An empty one; what was numbered up to ``after`` came to somebody else.
+
+        ``read`` gives the numbers of an event's tensor.
+        """
         self._inherited = after > 0
+        self._read = read
         self._tallies: dict[str, _Tally] = {}
 
     def read(self, message: capture_service_pb2.SubscribeResponse) -> SubscriptionEvent | None:
@@ -175,7 +213,7 @@ class Ledger:
     def _captured(self, sequence: int, message: capture_pb2.Captured) -> CapturedRows:
         if not message.tensor.HasField("crc32c"):
             raise ServerError("a tensor of a subscription came without its CRC-32C")
-        block = read_block(message)
+        block = read_block(message, partial(self._read, sequence))
         tally = self._tally(message.request_id)
         tally.chunks += 1
         tally.rows += len(block.sites) * len(block.positions)
@@ -189,9 +227,8 @@ class Ledger:
             block.sites,
             block.positions,
             block.token_ids,
-            block.tensor.values,
-            block.tensor.encoding,
-            block.tensor.max_error,
+            tuple(message.tensor.shape),
+            block.tensor,
         )
 
     def _dropped(self, sequence: int, message: capture_pb2.Dropped) -> DroppedRows:

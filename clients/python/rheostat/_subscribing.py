@@ -3,7 +3,8 @@
 Invariants: events are handed over in the order of their numbers, each once, whatever connections
 do. What waits here and what the server may send together never exceed the window, and nothing is
 acknowledged before it was handed over and dealt with, so a break is survived by asking again for
-everything after the last acknowledgement. It never does I/O, so both clients share it whole.
+everything after the last acknowledgement. It does no I/O but mapping shared memory, so both clients
+share it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._channel import MESSAGE_BYTES
+from rheostat._encodings import Numbers, payload_size
 from rheostat._errors import (
     Cancelled,
     DataLoss,
@@ -25,7 +27,8 @@ from rheostat._errors import (
     invalid,
 )
 from rheostat._fields import whole_number
-from rheostat._proto.v1 import capture_service_pb2
+from rheostat._payloads import Payloads
+from rheostat._proto.v1 import capture_service_pb2, tensor_pb2
 from rheostat._subscribed import Cursor, Heartbeat, Ledger, SubscriptionEvent
 
 Acknowledgement: TypeAlias = Literal["auto", "manual"]
@@ -59,11 +62,24 @@ class _Progress(NamedTuple):
     """Requests that ended up to there."""
 
 
+class _Arrived(NamedTuple):
+    """What waits here."""
+
+    message: capture_service_pb2.SubscribeResponse
+    payload: int
+    """Its bytes of payload, which to ask the message for is to copy them."""
+
+
 class Intake:
     """What one subscription has brought. Not for several threads at a time."""
 
     def __init__(
-        self, wish: _Open | None, cursor: Cursor | None, credit: int, ack: Acknowledgement
+        self,
+        wish: _Open | None,
+        cursor: Cursor | None,
+        credit: int,
+        ack: Acknowledgement,
+        payloads: Payloads,
     ) -> None:
         """One that has not been opened: a new one by ``wish``, or that of ``cursor``."""
         if ack not in ("auto", "manual"):
@@ -79,8 +95,9 @@ class Intake:
         self._window = whole_number(credit, "credit", "the credit", least=1, most=2**62)
         self._automatic = ack == "auto"
         after = 0 if cursor is None else cursor.sequence
-        self._ledger = Ledger(after)
-        self._waiting: deque[capture_service_pb2.SubscribeResponse] = deque()
+        self.payloads = payloads
+        self._ledger = Ledger(after, self._numbers)
+        self._waiting: deque[_Arrived] = deque()
         self._held = 0
         """Bytes that wait here."""
         self._allowed = 0
@@ -126,6 +143,7 @@ class Intake:
                 self.missed = tuple(message.opened.missed_request_ids)
                 if message.opened.HasField("resume_window"):
                     self.patience = message.opened.resume_window.ToTimedelta().total_seconds()
+                self.payloads.begin(message.opened)
             case "heartbeat":
                 beat = message.heartbeat
                 self.last_heartbeat = Heartbeat(
@@ -150,15 +168,14 @@ class Intake:
             )
         self._received = message.sequence
         self._held += size
-        self._waiting.append(message)
+        self._waiting.append(_Arrived(message, size))
 
     def pop(self) -> SubscriptionEvent | None:
         """Hand the next event over; None: there is none yet. Raises as `Ledger.read`."""
         if self._automatic:
             self.deal()
         while self._waiting:
-            message = self._waiting.popleft()
-            size = _payload(message)
+            message, size = self._waiting.popleft()
             self._held -= size
             event = self._ledger.read(message)
             self._handed = _Progress(
@@ -169,6 +186,9 @@ class Intake:
             if event is not None:
                 return event
         return None
+
+    def _numbers(self, sequence: int, tensor: tensor_pb2.Tensor) -> Numbers:
+        return self.payloads.read(tensor, lambda: sequence > self._dealt.sequence)
 
     def deal(self) -> None:
         """All that was handed over has been dealt with."""
@@ -187,6 +207,8 @@ class Intake:
     def due(self) -> list[_Request]:
         """What the server is to be told now."""
         messages = []
+        if (proof := self.payloads.take_proof()) is not None:
+            messages.append(_Request(proof=capture_service_pb2.SharedMemoryProof(nonce=proof)))
         flush, self._flush = self._flush or self.ack_after() == 0, False
         if flush and self._dealt.sequence > self._told.sequence:
             self._told, self._told_at = self._dealt, time.monotonic()
@@ -214,7 +236,14 @@ class Intake:
 
 def _payload(message: capture_service_pb2.SubscribeResponse) -> int:
     """Bytes that count against credit."""
-    return len(message.captured.tensor.inline)
+    if not message.HasField("captured"):
+        return 0
+    tensor = message.captured.tensor
+    if tensor.HasField("shm"):
+        return tensor.shm.length
+    if tensor.encoding == tensor_pb2.ENCODING_RAW:  # else refused when it is read
+        return min(payload_size(tensor), tensor.ByteSize())
+    return len(tensor.inline)
 
 
 class Standing:
@@ -238,6 +267,11 @@ class Standing:
         Of a subscription that is resumed, those that began before it was first opened.
         """
         return self._intake.missed
+
+    @property
+    def inline_reason(self) -> str | None:
+        """Why rows come inside messages; None: chunks of 64 KiB or more come by shared memory."""
+        return self._intake.payloads.inline_reason
 
     @property
     def cursor(self) -> Cursor:

@@ -171,6 +171,9 @@ class _Line:
         with self._changed:
             self._wait(lambda: self._over or bool(self._intake.id), timeout)
             if self._intake.id:
+                if (refusal := self._intake.payloads.refusal) is not None:
+                    self.close()
+                    raise refusal
                 return
             if self._failure is not None:
                 raise self._failure

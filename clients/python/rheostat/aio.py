@@ -32,9 +32,8 @@ from rheostat._results import Event, Generation
 from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, Updates
 from rheostat._steering import SteeringLike
-from rheostat._subscribe_requests import SubscribeOptions
+from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
 from rheostat._subscribed import Cursor
-from rheostat._subscribing import CREDIT, Acknowledgement
 from rheostat._uploads import Progress
 from rheostat._vectors import Vector, VectorInfo
 
@@ -241,13 +240,10 @@ class Engine:
         check_options("subscribe", options, SubscribeOptions)
         return Subscription(self._connection, _subscribe_requests.opening(**options))
 
-    def resume(
-        self, cursor: Cursor, *, credit: int = CREDIT, ack: Acknowledgement = "auto"
-    ) -> Subscription:
+    def resume(self, cursor: Cursor, **options: Unpack[ResumeOptions]) -> Subscription:
         """Take a subscription up that was left, as `rheostat.Engine.resume`."""
-        return Subscription(
-            self._connection, _subscribe_requests.resuming(cursor, credit=credit, ack=ack)
-        )
+        check_options("resume", options, ResumeOptions)
+        return Subscription(self._connection, _subscribe_requests.resuming(cursor, **options))
 
     async def explain(
         self,

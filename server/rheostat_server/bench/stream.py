@@ -1,9 +1,10 @@
-"""How fast captured rows reach a subscriber over loopback, server and client in two processes.
+"""How fast captured rows reach a subscriber on the same host, server and client in two processes.
 
 The engine is a stand-in that hands rows over as fast as they are taken, in the shape of Qwen3-8B:
 what is timed is the server and the client, from the side channel's events on. A request's prompt
 comes in one step, at so many sites; its generated tokens then come one position at a time. "prompt"
-measures bytes, "decode" rows.
+measures bytes, "decode" rows. Rows come over loopback, through shared memory as float32 arrays of
+the reader's own, or through shared memory as views of the bfloat16 that the engine made.
 
     python -m rheostat_server.bench.stream --out results
 """
@@ -54,17 +55,34 @@ class Load(NamedTuple):
     """Generated per request."""
     requests: int
     """One after the other."""
-    encoding: str = "raw"
 
 
-ARMS = (
+LOADS = (
     Load("prompt, 1 site", 1, 1, 64),
     Load("prompt, 9 sites", 9, 1, 16),
     Load("prompt, 36 sites", 36, 1, 4),
     Load("decode, 1 site", 1, 128, 16),
     Load("decode, 36 sites", 36, 128, 2),
 )
-"""What is measured."""
+"""What is asked for."""
+
+
+class _Way(NamedTuple):
+    """How rows come."""
+
+    shared_memory: bool
+    views: bool
+
+
+WAYS = {
+    "loopback": _Way(shared_memory=False, views=False),
+    "shared memory": _Way(shared_memory=True, views=False),
+    "shared memory, views": _Way(shared_memory=True, views=True),
+}
+"""Every arm is a load and a way."""
+
+_LONGER = 4
+"""Through shared memory prompts come so many times as often."""
 
 
 class _StandIn:
@@ -123,7 +141,7 @@ class _StandIn:
             yield Delta(token_ids=(7,), ending=Ending.LENGTH if last else None)
             await asyncio.sleep(0)
             while self.waiting() > _BACKLOG:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.004)
         self._deliver(Released(name, (), True, {}, 0, 0, (0, start)))
 
     async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
@@ -146,7 +164,7 @@ class _StandIn:
 
 
 def _serve(told: Connection) -> None:
-    """The server's process: says its port, ends when it is told anything."""
+    """The server's process: says its port, then its CPU time when asked, until it is told None."""
 
     async def main() -> None:
         backend = _StandIn()
@@ -161,7 +179,8 @@ def _serve(told: Connection) -> None:
         subscriptions = server.readiness.host().subscriptions
         backend.waiting = lambda: subscriptions.waiting_bytes
         told.send(server.port)
-        await asyncio.to_thread(told.recv)
+        while await asyncio.to_thread(told.recv) is not None:
+            told.send(time.process_time())
         await server.stop()
 
     asyncio.run(main())
@@ -172,16 +191,41 @@ class _Measured(NamedTuple):
     rows: int
     nbytes: int
     """As bfloat16."""
+    client: float
+    """Seconds of CPU."""
+    server: float
+    """Seconds of CPU."""
+
+    def figures(self) -> dict[str, float]:
+        """What the table shows."""
+        return {
+            "gib_per_s": self.nbytes / self.seconds / _GIB,
+            "rows_per_s": self.rows / self.seconds,
+            "us_per_row": self.seconds / self.rows * 1e6,
+            "client_cpu_us_per_row": self.client / self.rows * 1e6,
+            "server_cpu_us_per_row": self.server / self.rows * 1e6,
+        }
 
 
-def _run(engine: rheostat.Engine, target: str, load: Load) -> _Measured:
-    """One turn of an arm: from the first request to the end of the last one."""
+def _run(
+    engine: rheostat.Engine,
+    target: str,
+    load: Load,
+    way: _Way,
+    server_cpu: Callable[[], float],
+) -> _Measured:
+    """One turn of an arm: from the first row to the end of the last request."""
     capture = rheostat.Capture("resid_post", layers=range(load.sites))
     rows = 0
     with engine.subscribe(
-        every=True, capture=capture, buffer_bytes=_BUFFER, credit=_CREDIT
+        every=True,
+        capture=capture,
+        buffer_bytes=_BUFFER,
+        credit=_CREDIT,
+        shared_memory=way.shared_memory,
+        views=way.views,
     ) as subscription:
-        begun = time.perf_counter()
+        begun, used, served = time.perf_counter(), time.process_time(), server_cpu()
         sender = _SPAWNED.Process(target=_ask, args=(target, load), daemon=True)
         sender.start()
         ended = 0
@@ -190,11 +234,12 @@ def _run(engine: rheostat.Engine, target: str, load: Load) -> _Measured:
             if isinstance(event, rheostat.CapturedRows):
                 if not rows:
                     begun = time.perf_counter()
-                rows += event.values.shape[0] * event.values.shape[1]
+                rows += event.shape[0] * event.shape[1]
             ended += isinstance(event, rheostat.EndOfRequest)
         seconds = time.perf_counter() - begun
+        cpu = time.process_time() - used, server_cpu() - served
         sender.join()
-    return _Measured(seconds, rows, rows * _WIDTH * 2)
+    return _Measured(seconds, rows, rows * _WIDTH * 2, *cpu)
 
 
 def _ask(target: str, load: Load) -> None:
@@ -214,39 +259,49 @@ def main() -> None:
     ours, theirs = _SPAWNED.Pipe()
     server = _SPAWNED.Process(target=_serve, args=(theirs,))
     server.start()
-    found: dict[str, list[_Measured]] = {load.name: [] for load in ARMS}
+
+    def server_cpu() -> float:
+        ours.send("cpu")
+        return float(ours.recv())
+
+    arms = {f"{load.name}, {way}": (_sized(load, way), way) for load in LOADS for way in WAYS}
+    found: dict[str, list[_Measured]] = {name: [] for name in arms}
     target = f"127.0.0.1:{ours.recv()}"
     with rheostat.connect(target) as engine:
         engine.wait_until_ready()
         for _ in range(arguments.repeats + 1):
-            for load in ARMS:
-                found[load.name].append(_run(engine, target, load))
+            for name, (load, way) in arms.items():
+                found[name].append(_run(engine, target, load, WAYS[way], server_cpu))
     ours.send(None)
     server.join()
     table: Figures = {}
     for name, measured in found.items():
-        kept = measured[1:]
-        table[name] = {
-            "gib_per_s": statistics.median(one.nbytes / one.seconds / _GIB for one in kept),
-            "rows_per_s": statistics.median(one.rows / one.seconds for one in kept),
-            "us_per_row": statistics.median(one.seconds / one.rows * 1e6 for one in kept),
-        }
+        kept = [one.figures() for one in measured[1:]]
+        table[name] = {key: statistics.median(one[key] for one in kept) for key in kept[0]}
     result = {
         "benchmark": "stream",
-        "measures": "rows of a stand-in engine through server, loopback and client, each a process",
+        "measures": "rows of a stand-in engine through server and client, each a process",
         "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
         "width": _WIDTH,
         "dtype": "bfloat16",
         "prompt_tokens": _PROMPT,
         "repeats": arguments.repeats,
-        "arms": {load.name: load._asdict() for load in ARMS},
+        "arms": {name: {**load._asdict(), "way": way} for name, (load, way) in arms.items()},
         "summary": table,
         "seconds": {name: [one.seconds for one in kept[1:]] for name, kept in found.items()},
     }
     (arguments.out / "stream.json").write_text(json.dumps(result, indent=1))
-    print(f"{'':20}{'GiB/s':>9}{'rows/s':>11}{'us/row':>9}")
+    print(f"{'':40}{'GiB/s':>9}{'rows/s':>11}{'us/row':>9}{'client':>9}{'server':>9}")
     for name, row in table.items():
-        print(f"{name:20}{row['gib_per_s']:9.2f}{row['rows_per_s']:11.0f}{row['us_per_row']:9.1f}")
+        print(
+            f"{name:40}{row['gib_per_s']:9.2f}{row['rows_per_s']:11.0f}{row['us_per_row']:9.1f}"
+            f"{row['client_cpu_us_per_row']:9.1f}{row['server_cpu_us_per_row']:9.1f}"
+        )
+
+
+def _sized(load: Load, way: str) -> Load:
+    longer = way != "loopback" and load.tokens == 1
+    return load._replace(requests=load.requests * _LONGER) if longer else load
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rheostat
-from rheostat import captures, generated, positions, token_ids, window
+from rheostat import _shared_memory, captures, generated, positions, token_ids, window
+from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Point, Site
 
 from ..engine.reference import HfReference
@@ -234,6 +235,35 @@ def test_a_subscriber_that_is_killed_is_taken_up_where_it_was(
         for (point, layer, position), row in mine.get(out.request_id, {}).items():
             expected = streams[Site(Point(point), layer).index][position]
             np.testing.assert_allclose(row, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_rows_through_shared_memory_are_those_inside_messages_bit_for_bit(
+    engine: rheostat.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    payload = _shared_memory.Mapping.payload
+
+    def counted(mapping: _shared_memory.Mapping, ref: tensor_pb2.ShmRef) -> _shared_memory.Payload:
+        lengths.append(ref.length)
+        return payload(mapping, ref)
+
+    monkeypatch.setattr(_shared_memory.Mapping, "payload", counted)
+    capture = rheostat.Capture(POINTS)
+    with (
+        engine.subscribe(every=True, capture=capture, shared_memory=False) as plain,
+        engine.subscribe(every=True, capture=capture, shared_memory=True) as shared,
+    ):
+        for number in range(4):
+            engine.generate(prompt(number, 400 + number), max_tokens=6, **OPTIONS)
+        one, other = collected(until_ended(plain, 4)), collected(until_ended(shared, 4))
+    assert sum(lengths) > 4 * 400 * len(POINTS) * LAYERS * 128 * 4 // 2
+    assert set(one) == set(other)
+    assert sorted(map(len, one.values())) == [
+        (400 + number + 5) * len(POINTS) * LAYERS for number in range(4)
+    ]
+    for name, rows in one.items():
+        assert rows.keys() == other[name].keys()
+        assert all(row.tobytes() == other[name][key].tobytes() for key, row in rows.items())
 
 
 def test_rows_in_a_sink_are_those_of_the_answer(tmp_path: Path, reference: HfReference) -> None:

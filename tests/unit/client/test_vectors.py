@@ -7,6 +7,7 @@ import pytest
 from google.protobuf import text_format
 
 import rheostat
+from rheostat import _arrays
 from rheostat._arrays import vector_data
 from rheostat._encodings import read_tensor
 from rheostat._proto.v1 import steering_pb2, tensor_pb2
@@ -79,7 +80,9 @@ def test_numbers_travel_little_endian_in_their_own_type(array, dtype, element, d
     assert found.values.tolist() == [[1.0, -2.0]]
 
 
-def test_every_bfloat16_widens_to_the_float32_with_the_same_bits():
+@pytest.mark.parametrize("at_once", [1 << 18, 1 << 16, 1000, 1])
+def test_every_bfloat16_widens_to_the_float32_with_the_same_bits(monkeypatch, at_once):
+    monkeypatch.setattr(_arrays, "_AT_ONCE", at_once)
     bits = np.arange(2**16, dtype=np.uint16)
     tensor = tensor_pb2.Tensor(
         dtype=tensor_pb2.DTYPE_BFLOAT16,
@@ -88,6 +91,7 @@ def test_every_bfloat16_widens_to_the_float32_with_the_same_bits():
         inline=bits.astype("<u2").tobytes(),
     )
     widened = read_tensor(tensor).values
+    assert widened.shape == (1, 1, 2**16)
     assert np.array_equal(widened.view(np.uint32)[0, 0], bits.astype(np.uint32) << 16)
 
 

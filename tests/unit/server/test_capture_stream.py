@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat._proto.v1 import types_pb2
+from rheostat._proto.v1 import tensor_pb2, types_pb2
 from rheostat_engine import OPEN_END, Condition, Point, Rows, Site
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.capture_stream import Block, CaptureStream, to_captured
+from rheostat_server.encodings import Form
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.selection import Selection
 from rheostat_server.spans import runs
@@ -20,6 +21,7 @@ PRE1, POST0, POST1 = (
     Site(Point.RESID_POST, 1),
 )
 F32 = FloatType.FLOAT32
+TOPK8 = tensor_pb2.ENCODING_TOPK8
 PROMPT_LEN = 2
 TOKENS = list(range(50, 60))
 """Generated tokens: position p holds 48 + p."""
@@ -165,3 +167,16 @@ def test_runs_are_the_positions(positions: set[int]) -> None:
     spans = runs(np.array(sorted(positions), dtype=np.int32))
     assert [p for start, end in spans for p in range(start, end)] == sorted(positions)
     assert all(left[1] < right[0] for left, right in pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("form", "most"), [(Form(), 8 * CHUNK_BYTES), (Form(TOPK8, kept=1024), CHUNK_BYTES)]
+)
+def test_only_raw_rows_are_cut_larger_than_a_message(form: Form, most: int) -> None:
+    """Others may take more bytes than the rows that they stand for."""
+    capture = ResolvedCapture((POST0,), Selection(((0, OPEN_END),), ()), F32, form)
+    joined = stream(capture)
+    joined.feed(rows(POST0, *range(8192), width=1024))
+    blocks = list(joined.ready(TOKENS, 8192, chunk_bytes=8 * CHUNK_BYTES))
+    assert {block.size for block in blocks} == {most}
+    assert [p for block in blocks for p in block.positions.tolist()] == list(range(8192))

@@ -65,6 +65,7 @@ class SubscribeRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___SubscribeOpen:
         """Starts or resumes."""
@@ -77,18 +78,23 @@ class SubscribeRequest(_message.Message):
     def ack(self) -> Global___Ack:
         """Frees the replay window."""
 
+    @_builtins.property
+    def proof(self) -> Global___SharedMemoryProof:
+        """Shows that the client can read the shared memory."""
+
     def __init__(
         self,
         *,
         open: Global___SubscribeOpen | None = ...,
         credit: Global___Credit | None = ...,
         ack: Global___Ack | None = ...,
+        proof: Global___SharedMemoryProof | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "open", b"open", "proof", b"proof"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "open", b"open", "proof", b"proof"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "credit", "ack"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "credit", "ack", "proof"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -107,6 +113,7 @@ class SubscribeOpen(_message.Message):
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     overload: _capture_pb2.Overload.ValueType
     """Default OVERLOAD_FAIL."""
     credit_bytes: _builtins.int
@@ -117,7 +124,13 @@ class SubscribeOpen(_message.Message):
     it. Too little left: REASON_QUEUE_FULL.
     """
     shared_memory: _builtins.bool
-    """Ask for shared memory in place of inline payloads, where the client is on the server's host."""
+    """Ask for shared memory in place of inline payloads, where the client is on the server's host.
+    `SubscribeOpened` says what came of it.
+    """
+    namespace: _builtins.str
+    """With shared_memory: what `SharedMemory.namespace` is where the client runs. Where it differs,
+    nothing is shared. Empty: the client finds out by opening.
+    """
     @_builtins.property
     def filter(self) -> Global___RequestFilter:
         """Required for a new subscription; absent when resuming."""
@@ -143,10 +156,11 @@ class SubscribeOpen(_message.Message):
         buffer_bytes: _builtins.int | None = ...,
         shared_memory: _builtins.bool = ...,
         resume: Global___ResumePoint | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "buffer_bytes", b"buffer_bytes", "filter", b"filter", "overload", b"overload", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "buffer_bytes", b"buffer_bytes", "credit_bytes", b"credit_bytes", "filter", b"filter", "overload", b"overload", "resume", b"resume", "shared_memory", b"shared_memory", "specs", b"specs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "buffer_bytes", b"buffer_bytes", "credit_bytes", b"credit_bytes", "filter", b"filter", "namespace", b"namespace", "overload", b"overload", "resume", b"resume", "shared_memory", b"shared_memory", "specs", b"specs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__buffer_bytes: _TypeAlias = _typing.Literal["buffer_bytes"]  # noqa: Y015
     _WhichOneofArgType__buffer_bytes: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes"]  # noqa: Y015
@@ -362,6 +376,30 @@ class Ack(_message.Message):
 Global___Ack: _TypeAlias = Ack  # noqa: Y015
 
 @_typing.final
+class SharedMemoryProof(_message.Message):
+    """The client has mapped the object of `SubscribeOpened.shared_memory`. Until then every payload of
+    this call is inline; from then on those of 64 KiB or more lie there, where there is room for them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """Bytes 8 to 39 of the object. Others, or where nothing is shared: REASON_INVALID_VALUE."""
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemoryProof: _TypeAlias = SharedMemoryProof  # noqa: Y015
+
+@_typing.final
 class SubscribeResponse(_message.Message):
     """One event of a subscription."""
 
@@ -428,10 +466,14 @@ class SubscribeOpened(_message.Message):
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     MISSED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     RESUME_WINDOW_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    INLINE_REASON_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     """Its id."""
     next_sequence: _builtins.int
     """Sequence number that comes next."""
+    inline_reason: _builtins.str
+    """Why all payloads are inline although shared memory was asked for. For people."""
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """The longest silence: without other events a heartbeat comes this often."""
@@ -446,6 +488,10 @@ class SubscribeOpened(_message.Message):
     def resume_window(self) -> _duration_pb2.Duration:
         """How long the subscription waits for its client once a connection has broken."""
 
+    @_builtins.property
+    def shared_memory(self) -> Global___SharedMemory:
+        """Set where shared memory was asked for and can be had, in every call of the subscription."""
+
     def __init__(
         self,
         *,
@@ -454,14 +500,49 @@ class SubscribeOpened(_message.Message):
         heartbeat_interval: _duration_pb2.Duration | None = ...,
         missed_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         resume_window: _duration_pb2.Duration | None = ...,
+        shared_memory: Global___SharedMemory | None = ...,
+        inline_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "resume_window", b"resume_window", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "inline_reason", b"inline_reason", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "resume_window", b"resume_window", "shared_memory", b"shared_memory", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscribeOpened: _TypeAlias = SubscribeOpened  # noqa: Y015
+
+@_typing.final
+class SharedMemory(_message.Message):
+    """An object of POSIX shared memory that the server made for one subscription. It is removed with
+    the subscription, or when the next server starts; whoever has mapped it keeps what he sees. It
+    begins with the 8 bytes "RHEOSHM1" and a nonce of 32 bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """As in `ShmRef`."""
+    name: _builtins.str
+    """As in `ShmRef`."""
+    bytes: _builtins.int
+    """Its length. It never shrinks."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        name: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
 
 @_typing.final
 class EndOfRequest(_message.Message):

@@ -156,7 +156,9 @@ class Tensor(_message.Message):
 
     @_builtins.property
     def shm(self) -> Global___ShmRef:
-        """Bytes in shared memory of this host. Responses only, and only if asked for."""
+        """Bytes in shared memory of this host. In subscriptions only, and only to a client that has
+        shown that it can read them.
+        """
 
     @_builtins.property
     def artifact(self) -> Global___ArtifactRef:

@@ -1,0 +1,103 @@
+"""Rows that wait, in pieces as the engine sent them, and the meter in which they count.
+
+Invariant: what waits counts in its meter, and what has left holds no memory. Positions mostly
+follow one another; then nothing goes over them.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_server.tensors import RawArray
+
+Positions = npt.NDArray[np.int32]
+
+
+class Meter:
+    """What waits, of everything that counts in it."""
+
+    def __init__(self) -> None:
+        """Nothing waits."""
+        self.bytes = 0
+        self.rows = 0
+
+
+class Piece:
+    """Rows of one site that wait, until they are taken or given up."""
+
+    __slots__ = ("_first", "data", "made", "meter", "positions")
+
+    def __init__(
+        self, positions: Positions, data: RawArray, meter: Meter, *, made: bool = False
+    ) -> None:
+        """Rows [n, width] at positions [n], which count in a meter; `made`: in their form."""
+        self.positions = positions
+        self.data = data
+        self.made = made
+        self.meter = meter
+        self._first = _first_of_run(positions)
+        meter.bytes += data.nbytes
+        meter.rows += len(data)
+
+    def __len__(self) -> int:
+        """Rows that still wait."""
+        return len(self.positions)
+
+    def below(self, frontier: int) -> int:
+        """How many rows wait below a position."""
+        if self._first is None:
+            return int(np.searchsorted(self.positions, frontier))
+        return max(0, min(frontier - self._first, len(self.positions)))
+
+    def take(self, frontier: int) -> tuple[Positions, RawArray]:
+        """The rows below a position, which wait no more."""
+        cut = self.below(frontier)
+        taken = self.positions[:cut], self.data[:cut]
+        self.meter.bytes -= taken[1].nbytes
+        self.meter.rows -= cut
+        if cut == len(self.positions):
+            self._empty()
+        else:
+            self.positions, self.data = self.positions[cut:], self.data[cut:]
+            if self._first is not None:
+                self._first += cut
+        return taken
+
+    def give_up(self) -> None:
+        """Loses what still waits."""
+        self.meter.bytes -= self.data.nbytes
+        self.meter.rows -= len(self.data)
+        self._empty()
+
+    def _empty(self) -> None:
+        """Holds nothing any more, not even memory: a slice would keep all of it."""
+        self._first = None
+        self.positions = np.empty(0, self.positions.dtype)
+        self.data = np.empty((0, self.data.shape[1]), self.data.dtype)
+
+
+def common(parts: Sequence[Positions]) -> Positions:
+    """The positions that all have; usually all have the same."""
+    if all(_equal(part, parts[0]) for part in parts[1:]):
+        return parts[0]
+    return reduce(np.intersect1d, parts)
+
+
+def _first_of_run(positions: Positions) -> int | None:
+    """The first of ascending positions that follow one another; None where they do not."""
+    if not len(positions):
+        return None
+    first = int(positions[0])
+    return first if int(positions[-1]) - first == len(positions) - 1 else None
+
+
+def _equal(some: Positions, others: Positions) -> bool:
+    """Whether ascending positions are the same, quicker where they follow one another."""
+    if len(some) != len(others):
+        return False
+    first = _first_of_run(some)
+    if first is None or first != _first_of_run(others):
+        return np.array_equal(some, others)
+    return True
