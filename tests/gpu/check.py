@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration" / "engine"))
 
+from forms import check_forms
 from models import build
 from offline import OfflineEngine, Outcome, bfloat16_to_float32
 from verdicts import (
@@ -248,6 +249,8 @@ def check_model(
     results |= check_ops(ours, vector, middle, batch, sampling)
     branch = check_ops(ours, vector, sites_of[Point.MLP_OUT], batch, sampling)
     results |= {f"mlp_out: {name}": verdict for name, verdict in branch.items()}
+    yield results
+    results |= check_forms(ours, VECTOR, vector, middle, batch[0], sampling)
     yield results
     everything = Plan("", (), (Capture(every, EVERYWHERE),))
     some = [everything if i < 2 else None for i in range(24)]
