@@ -9,17 +9,17 @@ from verdicts import ROUNDED, Lines, Verdict, at_most, equal
 from rheostat_engine import Capture, Coding, Directions, Plan, RowForm
 
 PROMPT = ((0, 40),)
-KEPT, SEED = 64, 2**64 - 1
+SEED = 2**64 - 1
 
 
-def forms(digest: bytes) -> dict[str, RowForm | None]:
+def forms(digest: bytes, kept: int) -> dict[str, RowForm | None]:
     """Every coding, and a projection."""
     return {
         "raw": None,
         "float16": RowForm(Coding.CAST, "float16"),
         "full8": RowForm(Coding.FULL8),
-        "rp8": RowForm(Coding.RP8, kept=KEPT, seed=SEED),
-        "topk8": RowForm(Coding.TOPK8, kept=KEPT),
+        "rp8": RowForm(Coding.RP8, kept=kept, seed=SEED),
+        "topk8": RowForm(Coding.TOPK8, kept=kept),
         "projection": RowForm(Coding.CAST, "float32", directions=Directions((digest,) * 2, (0, 1))),
     }
 
@@ -41,9 +41,9 @@ def wanted(form: RowForm, rows: Any, found: Any, vector: Any) -> Any:
     if form.coding is Coding.RP8:
         from rheostat_server.encodings import projection_matrix
 
-        return rows @ projection_matrix(KEPT, rows.shape[1], SEED).T.astype(np.float64)
+        return rows @ projection_matrix(form.kept, rows.shape[1], SEED).T.astype(np.float64)
     if form.coding is Coding.TOPK8:
-        indices = found[:, 8 : 8 + 4 * KEPT].copy().view("<u4").astype(np.int64)
+        indices = found[:, 8 : 8 + 4 * form.kept].copy().view("<u4").astype(np.int64)
         return np.take_along_axis(rows, indices, axis=1)
     return rows
 
@@ -57,7 +57,7 @@ def check_forms(
     sampling: dict[str, Any],
 ) -> Lines:
     """Rows of one prompt in every form at once, and the bytes that left."""
-    every = forms(digest)
+    every = forms(digest, vector.shape[1] // 8)
     before = engine.stats()
     plans = [Plan("", (), (Capture((site,), PROMPT, form),)) for form in every.values()]
     outcomes = engine.run([prompt] * len(plans), plans, **sampling)
