@@ -5,8 +5,9 @@
 
 Harvest: each sentence's last row, at every layer, goes to a sink, and is read back from its shards.
 Train: one ridge regression per layer; sentences with words that it never saw say which layer is
-best. Watch: a subscription brings that layer's rows of somebody else's requests as they generate,
-at the ends of sentences, which is where the probe was trained.
+best. Watch: a subscription brings what that layer's probe says of somebody else's requests as they
+generate, at the ends of sentences, which is where it was trained. The server projects the rows on
+the probe's weights: of each, one number comes.
 """
 
 import argparse
@@ -94,7 +95,8 @@ def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -
     """Scores the tokens of requests that run elsewhere, as they come."""
     run = uuid.uuid4().hex
     ends = [engine.tokenize(f"It was so{mark}").token_ids[-1] for mark in ".!"]
-    wanted = rheostat.Capture("resid_post", layers=[layer], where=token_ids(*ends))
+    weights = probe[None, :-1].astype(np.float32)  # [1, width]: one direction
+    wanted = rheostat.Capture("resid_post", [layer], token_ids(*ends), projection=weights)
     with engine.subscribe(capture=wanted, labels={"probe": run}) as subscription:
         said: dict[str, str] = {}
 
@@ -114,7 +116,7 @@ def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -
         ended = 0
         for event in subscription:
             if isinstance(event, rheostat.CapturedRows):
-                values = score(event.values[0], probe)
+                values = event.values[0, :, 0] + probe[-1]
                 for position, value in zip(event.positions, values, strict=True):
                     bar = ("+" if value > 0 else "-") * min(20, round(abs(value) * 10))
                     where = f"{event.request_id}, position {position}"

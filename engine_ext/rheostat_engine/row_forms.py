@@ -57,6 +57,10 @@ class RowForm:
     directions: Directions | None = None
     """If set, the numbers are the row's projection, not the row."""
 
+    def __hash__(self) -> int:
+        """Made once: directions are many."""
+        return hash(self.key)
+
     def numbers(self, width: int) -> int:
         """How many numbers are coded of a row of `width`, before RP8 and TOPK8 choose."""
         return len(self.directions.vectors) if self.directions is not None else width

@@ -99,7 +99,7 @@ class Admitted:
     unobserved: tuple[Capture, ...]
     """What of the plan's captures the request asks for itself."""
     vectors: tuple[Vector, ...]
-    """Every vector that the plan needs, each once."""
+    """Every vector that it needs, each once; those of observers come without it."""
     lora: str
     """Adapter; empty: none."""
     server_wide: GlobalSteering
@@ -181,6 +181,7 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
         await offload(sums_work(interventions), check_sums, interventions, kind)
         compiled = await compile_plan(request_id, interventions, captures)
         wanted = observe(compiled.plan, captures, wishes)
+        vectors = {vector.digest: vector for vector in compiled.vectors}
         baseline = None
         if request.with_baseline:
             without = await compile_plan(request_id, server_wide, captures)
@@ -203,7 +204,7 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
             ),
             unobserved=compiled.plan.captures,
             lora=request.lora,
-            vectors=_all_vectors(compiled.vectors, captures, wishes),
+            vectors=tuple((vectors | direction_vectors(captures)).values()),
             server_wide=desk.server_wide,
             return_prompt_token_ids=request.return_prompt_token_ids,
             waits=waits,
@@ -283,16 +284,6 @@ async def _observers(
     size += sum(one.projecting for one in specs)
     size += selector_work([spec.where for one in specs for spec in one.specs], context)
     return await offload(size, desk.subscriptions.wishes, specs, context)
-
-
-def _all_vectors(
-    steering: Sequence[Vector], captures: Sequence[ResolvedCapture], wishes: Sequence[Wish]
-) -> tuple[Vector, ...]:
-    """What the workers need: vectors of steering, and what rows are projected on; each once."""
-    found = {vector.digest: vector for vector in steering} | direction_vectors(captures)
-    for wish in wishes:
-        found |= direction_vectors([*wish.captures.values()])
-    return tuple(found.values())
 
 
 def _looks_for_text(request: GenerateRequest) -> bool:

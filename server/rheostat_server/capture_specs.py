@@ -104,9 +104,13 @@ class ResolvedCapture:
         found = replace(self, projection=project_on(vectors, self.directions, layers))
         return replace(found, row_forms=_row_forms(found, model))
 
-    def forms_at(self, index: int) -> set[RowForm | None]:
-        """The forms in which rows of a site are wanted; several where its two names differ."""
-        return {self.row_forms.get(site) for site in self.sites if site.index == index}
+    @property
+    def forms(self) -> dict[int, set[RowForm | None]]:
+        """The forms in which each site's rows are wanted; several where its two names differ."""
+        found: dict[int, set[RowForm | None]] = {}
+        for site in self.sites:
+            found.setdefault(site.index, set()).add(self.row_forms.get(site))
+        return found
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -217,11 +221,12 @@ def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, numbers in asking.items():
         alike.setdefault(tuple(numbers), []).append(index)
+    forms_of = [capture.forms for capture in captures]
     alike_too: dict[tuple[Spans, RowForm | None], list[int]] = {}
     for together, indices in alike.items():
         spans = _reach([captures[number] for number in together])
         for index in indices if spans else ():
-            forms = {form for number in together for form in captures[number].forms_at(index)}
+            forms = {form for number in together for form in forms_of[number][index]}
             form = forms.pop() if len(forms) == 1 else None
             alike_too.setdefault((spans, form), []).append(index)
     found = [Capture(tuple(sorted(sites)), *key) for key, sites in alike_too.items()]

@@ -156,10 +156,11 @@ class _SpecRows:
         self._held = held
         self._prompt_len = prompt_len
         self._starts, self._ends = capture.selection.edges
-        forms = {index: capture.forms_at(index) for index in capture.indices}
         self._keys = {
-            index: {form.key for form in one if form is not None} if len(one) == 1 else set()
-            for index, one in forms.items()
+            index: form.key
+            for index, forms in (capture.forms.items() if capture.row_forms else ())
+            for form in forms
+            if form is not None and len(forms) == 1
         }
         self._waiting: dict[int, deque[Piece]] = {site: deque() for site in capture.indices}
         self._next = dict.fromkeys(capture.indices, 0)
@@ -185,7 +186,7 @@ class _SpecRows:
     def feed(self, rows: Rows) -> Piece | None:
         if rows.site not in self._waiting or not len(self._starts):
             return None
-        if rows.form and rows.form not in self._keys[rows.site]:
+        if rows.form and rows.form != self._keys.get(rows.site):
             return None  # others want them so, and did before this capture was there
         span = np.searchsorted(self._starts, rows.positions, side="right") - 1
         chosen = (

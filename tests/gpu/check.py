@@ -33,6 +33,7 @@ from cases import (
     same,
     whole,
 )
+from forms import check_forms
 from models import build
 from offline import OfflineEngine, bfloat16_to_float32
 from split import check_split
@@ -227,6 +228,8 @@ def check_model(
     results |= check_ops(ours, vector, middle, batch, sampling)
     branch = check_ops(ours, vector, sites_of[Point.MLP_OUT], batch, sampling)
     results |= {f"mlp_out: {name}": verdict for name, verdict in branch.items()}
+    yield results
+    results |= check_forms(ours, VECTOR, vector, middle, batch[0], sampling)
     yield results
     everything = Plan("", (), (Capture(every, EVERYWHERE),))
     some = [everything if i < 2 else None for i in range(24)]

@@ -110,7 +110,7 @@ class Forms:
         if made is None:
             made = self._make(form)
         if made is None:
-            _LOG.warning("rows in a form of %s leave as they are", form.coding.name)
+            _LOG.info("rows in a form of %s leave as they are", form.coding.name)
             return REFUSED
         self._made.move_to_end(form)
         made.users += 1
@@ -168,7 +168,7 @@ class Forms:
         for digest, row in zip(directions.vectors, directions.rows, strict=True):
             vector = self._vectors.get(digest)
             if vector is None or not 0 <= row < len(vector) or vector.shape[1] != self._width:
-                _LOG.error("a direction, row %d of %s, is not in the worker", row, digest.hex())
+                _LOG.info("a direction, row %d of %s, is not in the worker", row, digest.hex())
                 return None
             found.append(vector[row])
         return np.stack(found)

@@ -159,36 +159,42 @@ class Outlet:
             while (item := self._queue.get()) is not None:
                 if isinstance(item, Frame):
                     self._delivery.send(item)
-                    continue
-                self._delivery.send(self._depart(item))
-                self._count(-item.rows.nbytes)
+                else:
+                    self._handle(item)
+
+    def _handle(self, leaving: _Leaving) -> None:
+        frame = Frame(leaving.head.without_rows)
+        try:
+            frame = self._depart(leaving)
+        except Exception:  # whatever it is, the requests hear of it and the engine lives
+            self._complain("captured rows could not leave the device and are lost")
+            self.lost_rows += len(leaving.rows)
+        finally:
+            leaving.handled.set()
+        self._delivery.send(frame)
+        self._count(-leaving.rows.nbytes)
 
     def _depart(self, leaving: _Leaving) -> Frame:
         """The frame of rows whose copies have been launched."""
-        head, gone = leaving.head, leaving.head.without_rows
+        head = leaving.head
+        if self._stream is not None and leaving.written is not None:
+            self._stream.wait_event(leaving.written)
         try:
-            if self._stream is not None and leaving.written is not None:
-                self._stream.wait_event(leaving.written)
-            try:
-                host = self._pack(leaving.rows, leaving.groups)
-            except Exception:  # the device has no room, most likely; rows as they are need none
-                if all(group.form is None for group in leaving.groups):
-                    raise
-                self._complain("captured rows could not be encoded and leave as they are")
-                self.plain_rows += sum(group.rows for group in leaving.groups if group.form)
-                head = head.as_they_are
-                host = self._pack(leaving.rows, [Group(None, len(leaving.rows))])
-        except Exception:  # whatever it is, their requests hear of it and the engine lives
-            self._complain("captured rows could not leave the device and are lost")
-            self.lost_rows += len(leaving.rows)
-            return Frame(gone)
-        finally:
-            if self._stream is not None:
-                leaving.left = torch.cuda.Event()
-                leaving.left.record(self._stream)
-            leaving.handled.set()
+            host = self._pack(leaving.rows, leaving.groups)
+        except Exception:  # the device has no room, most likely; rows as they are need none
+            plain = sum(group.rows for group in leaving.groups if group.form is not None)
+            if not plain:
+                raise
+            self._complain("captured rows could not be encoded and leave as they are")
+            self.plain_rows += plain
+            head = head.as_they_are
+            host = self._pack(leaving.rows, [Group(None, len(leaving.rows))])
+        if self._stream is not None:
+            left = torch.cuda.Event()
+            left.record(self._stream)
+            leaving.left = left
         self.left_bytes += host.nbytes
-        return Frame(head, host, leaving.left, otherwise=(gone,))
+        return Frame(head, host, leaving.left, otherwise=(leaving.head.without_rows,))
 
     def _complain(self, what: str) -> None:
         """Logs the exception at hand; a device that stays full would fill the log."""

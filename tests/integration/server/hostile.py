@@ -6,7 +6,7 @@ extreme, a part dropped, doubled or replaced by another, bytes flipped. What wou
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -112,6 +112,16 @@ class _Sound:
             rheostat.inline(_ROW),
             rheostat.inline(_ROW, dtype="bfloat16"),
         ]
+        self._forms: list[dict[str, Any]] = [
+            {},
+            {"encoding": "full8"},
+            {"encoding": "topk8", "kept": 3},
+            {"encoding": "rp8", "kept": 100, "seed": 2**64 - 1},
+            {"dtype": "float16", "encoding": "lz4_planes"},
+            {"projection": handles},
+            {"projection": handles[2:] * 70, "encoding": "full8"},
+            {"projection": handles[2], "encoding": "rp8", "kept": 1},
+        ]
         ops = [op.does for op in OPS.values()]
         ops += [op for one in handles for op in (one * 2.0, rheostat.norm_add(one, 0.1))]
         ops += [rheostat.ablate(handles[0], handles[2]), rheostat.scale(handles[1], 0.0)]
@@ -149,11 +159,16 @@ class _Sound:
         return rng.choices(self._steps, k=rng.choice([0, 1, 1, 2, 3, 6]))
 
     def _request(self, rng: random.Random, number: int) -> generation_service_pb2.GenerateRequest:
-        capture = rheostat.Capture("resid_post", layers=[1], where="prompt")
+        capture = rheostat.Capture(
+            rng.choice(["resid_post", ["resid_pre", "resid_post"]]),
+            layers=rng.choice([[1], [0, 1, 5]]),
+            where="prompt",
+            **rng.choice(self._forms),
+        )
         return generate_request(
             rng.choice(["My day was", "day after day", [0, 790, 593, 282], [5] * 300]),
             steering=self._steering(rng),
-            capture=capture if rng.random() < 0.1 else None,
+            capture=capture if rng.random() < 0.3 else None,
             max_tokens=rng.randint(1, 2),
             n=rng.choice([1, 1, 1, 2]),
             request_id=rng.choice([None, f"fuzz-{number}", f"fuzz-{number % 50}"]),

@@ -176,6 +176,8 @@ class ScriptedBackend:
     """Tokens after which `hold` stops a sample."""
     unscheduled: asyncio.Event | None = None
     """If set, nothing is scheduled until it is set."""
+    loading: asyncio.Event | None = None
+    """If set, vectors come only once it is set."""
     whole: bool = False
     """Whether rows leave it as they are, whatever form is asked for."""
     update_error: Exception | None = None
@@ -281,11 +283,15 @@ class ScriptedBackend:
             for site in capture.sites if kept else ():
                 data = np.stack([row(site, p) for p in kept])
                 positions = np.array(kept, dtype=np.int32)
-                form = None if self.whole else capture.form
+                form = None if self.whole or not self._knows(capture.form) else capture.form
                 if form is not None:
                     data = self._formed(form, data)
                 key = RAW_KEY if form is None else form.key
                 self.deliver(Rows(job.plan.request_id, site, positions, data, key))
+
+    def _knows(self, form: RowForm | None) -> bool:
+        directions = None if form is None else form.directions
+        return directions is None or all(one in self.vectors for one in directions.vectors)
 
     def _formed(self, form: RowForm, rows: np.ndarray) -> np.ndarray:
         """Rows as the device makes them."""
@@ -340,6 +346,8 @@ class ScriptedBackend:
         )
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
+        if self.loading is not None:
+            await self.loading.wait()
         self.loaded += [vector.digest.hex() for vector in vectors]
         self.vectors |= {vector.digest: vector for vector in vectors}
 

@@ -1,5 +1,7 @@
 """Rows projected on directions: what the client gets, and what is held for it meanwhile."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -118,6 +120,21 @@ async def test_a_subscription_keeps_what_its_names_meant(running) -> None:
     for position, values in found.items():
         assert np.allclose(values, FLAT @ row(site(1), position), rtol=1e-5)
     assert running.backend.loaded == [before.hex()]
+
+
+async def test_a_request_does_not_wait_for_an_observer_s_vectors(starter) -> None:
+    loading = asyncio.Event()
+    running = await starter(ScriptedBackend(loading=loading))
+    put(running, FLAT)
+    one = await Subscriber.open(running, opening(EVERY, [wanted(1, projection=along(joy()))]))
+    await generate(running, "a")
+    await one.until("end_of_request")
+    assert running.backend.loaded == []
+    assert len(rows_of(one.events)) == 5
+    for key, values in rows_of(one.events).items():
+        assert np.allclose(values, FLAT @ row(site(1), key[3]), rtol=1e-5)
+    loading.set()
+    await until(lambda: len(running.backend.loaded) == 1)
 
 
 async def test_a_subscription_holds_its_vectors_until_it_ends(starter) -> None:

@@ -76,7 +76,7 @@ def rows(capture: ResolvedCapture, site: Site, start: int, end: int, *, made: bo
     positions = np.arange(start, end, dtype=np.int32)
     if not made:
         return Rows("r", site.index, positions, data)
-    (form,) = capture.forms_at(site.index)
+    (form,) = capture.forms[site.index]
     assert form is not None
     assert form.row_bytes(WIDTH) < data[0].nbytes
     return Rows("r", site.index, positions, device(capture)._formed(form, data), form.key)
