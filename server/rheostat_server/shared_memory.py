@@ -102,7 +102,7 @@ class Arena:
         Raises:
             NoSharedMemoryError: there can be none.
         """
-        room = limit + 2 * SHARED_CHUNK_BYTES  # as the buffer may be exceeded by a chunk
+        room = limit + 3 * SHARED_CHUNK_BYTES  # one beyond the buffer, and two that are encoded
         self.bytes = _HEADER + -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
         self.namespace = namespace(folder)
         self.name = f"rheostat-{secrets.token_hex(16)}"

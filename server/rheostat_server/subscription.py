@@ -278,7 +278,7 @@ class Subscription:
             if sent is not None:
                 at = sent.sequence
                 yield self.carrier.readable(sent.response)
-            elif self._closing and not self._taps and self._upcoming.item is None:
+            elif self._closing and not self._taps and not len(self._upcoming):
                 self.ended = True
                 self.reservoir.close()
                 return

@@ -1,10 +1,12 @@
 """What a subscription sends next: taken out of the reservoir, encoded, and without a number yet.
 
-Invariants: it is one item, which stays until it is taken, whatever calls come and go. Long work on
-it runs beside the loop, while what came before it is still on its way to the reader.
+Invariant: items leave in the order in which they were pulled, each once, whatever calls come and
+go. Long work on the first two runs beside the loop, while what came before is on its way.
 """
 
 import asyncio
+from collections import deque
+from dataclasses import dataclass
 
 from rheostat_server.carrier import Carrier
 from rheostat_server.limits import OFFLOAD_BYTES
@@ -12,57 +14,72 @@ from rheostat_server.subscription_messages import Message
 from rheostat_server.taps import Chunk, Item, Reservoir
 
 
-class Upcoming:
-    """The next item. Lives on the event loop."""
+@dataclass(eq=False)
+class _Pulled:
+    """An item on its way."""
 
-    def __init__(self, reservoir: Reservoir, carrier: Carrier) -> None:
-        """Of the rows that wait there, as they are carried."""
-        self.item: Item | None = None
-        """It, if it has been taken."""
-        self._reservoir = reservoir
-        self._carrier = carrier
-        self._encoding: asyncio.Task[Message] | None = None
-        self._encoded: Message | None = None
+    item: Item
+    encoding: asyncio.Task[Message] | None
+    """Set where encoding it takes long."""
+    message: Message | None = None
+    """Set once it is encoded."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of its payload, once it is encoded."""
-        return 0 if self._encoded is None else self._encoded.payload
+        """Of its payload, or of its rows where it is not encoded yet."""
+        if self.message is not None:
+            return self.message.payload
+        return self.item.block.size if isinstance(self.item, Chunk) else 0
 
-    def prepare(self) -> None:
-        """Takes it, if there is something, and begins to encode it if that takes long."""
-        if self.item is None:
-            self.item = self._reservoir.take()
-        item = self.item
-        if isinstance(item, Chunk) and item.block.work >= OFFLOAD_BYTES and not self._begun:
-            self._encoding = asyncio.create_task(self._carrier.message_of(item))
 
-    async def message(self) -> Message | None:
-        """Its message; None: there is nothing, or it went to somebody else meanwhile."""
-        self.prepare()
-        item = self.item
-        if item is None or self._encoded is not None:
-            return self._encoded
-        if self._encoding is None:
-            encoded = await self._carrier.message_of(item)
-        else:
-            encoded = await asyncio.shield(self._encoding)
-        if self.item is not item:
-            return None
-        self._encoding, self._encoded = None, encoded
-        return encoded
+class Upcoming:
+    """The next items. Lives on the event loop."""
 
-    def take(self) -> Item:
-        """Gives it away, once its message is there."""
-        item = self.item
-        assert item is not None
-        self.item = self._encoded = None
-        return item
+    def __init__(self, reservoir: Reservoir, carrier: Carrier) -> None:
+        """Of the rows that wait there, as they are carried."""
+        self._reservoir = reservoir
+        self._carrier = carrier
+        self._pulled: deque[_Pulled] = deque()
 
-    def clear(self) -> None:
-        """Forgets it."""
-        self.item = self._encoding = self._encoded = None
+    def __len__(self) -> int:
+        """How many have been pulled."""
+        return len(self._pulled)
 
     @property
-    def _begun(self) -> bool:
-        return self._encoding is not None or self._encoded is not None
+    def bytes(self) -> int:
+        """Bytes of payload that were pulled; of rows where they are not encoded yet."""
+        return sum(one.bytes for one in self._pulled)
+
+    def prepare(self) -> None:
+        """Pulls what comes next, and begins to encode it if that takes long.
+
+        Of what takes long a second one too, so that the threads find work when they come back.
+        """
+        while not self._pulled or (len(self._pulled) == 1 and self._pulled[0].encoding is not None):
+            item = self._reservoir.take()
+            if item is None:
+                return
+            long = isinstance(item, Chunk) and item.block.work >= OFFLOAD_BYTES
+            encoding = asyncio.create_task(self._carrier.message_of(item)) if long else None
+            self._pulled.append(_Pulled(item, encoding))
+
+    async def message(self) -> Message | None:
+        """That of the first; None: there is none, or it went to somebody else meanwhile."""
+        self.prepare()
+        if not self._pulled:
+            return None
+        first = self._pulled[0]
+        if first.message is None:
+            if first.encoding is None:
+                first.message = await self._carrier.message_of(first.item)
+            else:
+                first.message = await asyncio.shield(first.encoding)
+        return first.message if self._pulled and self._pulled[0] is first else None
+
+    def take(self) -> Item:
+        """Gives the first away, once its message is there."""
+        return self._pulled.popleft().item
+
+    def clear(self) -> None:
+        """Forgets what was pulled."""
+        self._pulled.clear()
