@@ -6,6 +6,7 @@ written; the event loop waits for no disk.
 """
 
 import asyncio
+import logging
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,11 +15,13 @@ from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from rheostat._proto.v1 import capture_pb2
-from rheostat_server.errors import CaptureOverflow, RheostatError, RowsLost
+from rheostat_server.errors import CaptureOverflow, Defect, RheostatError, RowsLost
 from rheostat_server.limits import MIB
 from rheostat_server.row_messages import captured_of, dropped
 from rheostat_server.spool import Records, Spool, SpoolDamaged, SpoolFull
 from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Sealed, Tap, Track
+
+_LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -180,6 +183,16 @@ class Spill:
             self._task = asyncio.create_task(self._work())
 
     async def _work(self) -> None:
+        try:
+            await self._write_and_read()
+        except Exception as error:  # a task's end: whatever it is, the readers must hear of it
+            _LOG.error("spilling failed", exc_info=error)
+            self._on_broken(Defect("the server could not keep captured rows on disk"))
+            self.close()
+        if self._closed:
+            await _on_thread(self._records.close)
+
+    async def _write_and_read(self) -> None:
         """Writes and reads by turns until there is nothing to do."""
         busy = True
         while busy and not self._closed:
@@ -187,8 +200,6 @@ class Spill:
             if self._hungry and self._written and not self._back and not self._closed:
                 await self._read()
                 busy = True
-        if self._closed:
-            await _on_thread(self._records.close)
 
     async def _write(self) -> bool:
         """Moves the oldest rows in memory to disk if there are too many; whether it did."""
