@@ -2,13 +2,16 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from google.protobuf.message import Message
 
 import rheostat
 from rheostat import generated, positions, token_ids, window
+from rheostat._captures import Overload
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2, generation_service_pb2
 from rheostat._requests import generate_request
+from rheostat._selectors import SelectorLike
 
 from .hostile import Attempt, serialized, spoilt
 
@@ -21,7 +24,7 @@ EXPLAIN = "GenerationService/Explain"
 SHARES = {SUBSCRIBE: 45, GENERATE: 38, EXPLAIN: 10, ARTIFACTS: 5, SINKS: 2}
 """How often each rpc is called, in percent."""
 
-_SELECTORS = [
+_SELECTORS: list[SelectorLike] = [
     None,
     "prompt",
     "generated",
@@ -31,7 +34,7 @@ _SELECTORS = [
     "all" - token_ids(5, 282, 300),
     token_ids(*range(200, 400)) - window(-1),
 ]
-_ENCODINGS = [
+_ENCODINGS: list[dict[str, Any]] = [
     {},
     {},
     {"encoding": "full8"},
@@ -39,7 +42,8 @@ _ENCODINGS = [
     {"encoding": "rp8", "kept": 16, "seed": 7},
     {"encoding": "topk8", "kept": 9},
 ]
-_OVERLOADS = [None, "fail", "drop_oldest", "drop_newest", "spill"]
+_PROMPTS: list[Any] = ["My day was", "day after day", [0, 790, 593, 282], [5] * 300]
+_OVERLOADS: list[Overload | None] = [None, "fail", "drop_oldest", "drop_newest", "spill"]
 
 
 def attempts(seed: int, count: int) -> Iterator[Attempt]:
@@ -64,8 +68,8 @@ def _messages(rng: random.Random, method: str, number: int) -> Iterator[Message]
     elif method == EXPLAIN:
         yield generation_service_pb2.ExplainRequest(request=_request(rng, number))
     elif method == ARTIFACTS:
-        sink = rng.choice(["", "mem", "none"])
-        name = f"rows-{rng.randrange(number + 1)}"
+        sink = rng.choice(["", "disk", "none"])
+        name = f"rows-{rng.randrange(50)}"
         yield capture_service_pb2.GetArtifactsRequest(request_id=name, sink=sink)
     else:
         yield capture_service_pb2.ListSinksRequest()
@@ -83,10 +87,10 @@ def _capture(rng: random.Random, to: rheostat.Sink | str | None = None) -> rheos
 
 
 def _request(rng: random.Random, number: int) -> generation_service_pb2.GenerateRequest:
-    targets = [None, None, rheostat.Sink("mem", tag=rng.choice(["a", "b"])), "nobody"]
-    captures = [_capture(rng, rng.choice(targets)) for _ in range(rng.choice([1, 1, 2, 4]))]
+    targets = [None, None, rheostat.Sink("disk", tag=rng.choice(["a", "b"])), "nobody"]
+    captures = [_capture(rng, rng.choice(targets)) for _ in range(rng.choice([1, 1, 1, 2]))]
     return generate_request(
-        rng.choice(["My day was", "day after day", [0, 790, 593, 282], [5] * 300]),
+        rng.choice(_PROMPTS),
         capture=captures,
         max_tokens=rng.randint(1, 2),
         n=rng.choice([1, 1, 1, 2]),

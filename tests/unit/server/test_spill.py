@@ -13,6 +13,7 @@ import pytest
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server import spillway
 from rheostat_server import spool as disk
+from rheostat_server.errors import SpoolFailed
 from rheostat_server.taps import Chunk
 
 from .conftest import rest
@@ -246,6 +247,24 @@ async def test_rows_wait_on_disk_for_a_slow_sink(starter, tmp_path) -> None:
     (receipt,) = events[-1].receipt.captures
     assert [(part.rows, part.dropped_rows) for part in receipt.sites] == [(22, 0)] * 2
     assert files(folder) == []
+
+
+async def test_a_server_whose_spool_another_has_does_not_start(starter, tmp_path) -> None:
+    await starter(spool=str(tmp_path))
+    with pytest.raises(SpoolFailed, match="another server spools to") as caught:
+        await starter(spool=str(tmp_path))
+    assert caught.value.exit_code == 8
+
+
+@pytest.mark.parametrize("target", ["inline", "sink"])
+async def test_without_a_spool_a_request_cannot_spill(starter, target) -> None:
+    running = await starter(sinks=("mem=memory",))
+    to = {"sink": capture_pb2.SinkTarget(sink="mem"), "inline": capture_pb2.InlineTarget()}
+    spec = capture_pb2.CaptureSpec(
+        sites=site_set(POST, layers=[0]), overload=SPILL, **{target: to[target]}
+    )
+    refusal = await running.client.refusal(request(captures=[spec]))
+    assert (refusal.reason, refusal.field) == ("REASON_NOT_SUPPORTED", "captures[0].overload")
 
 
 async def test_without_a_spool_spilling_is_refused(running) -> None:
