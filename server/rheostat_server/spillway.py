@@ -35,8 +35,9 @@ _READ_BYTES = 4 * MIB
 _POOL = ThreadPoolExecutor(8, "rheostat-spool")
 """Threads for the spool alone: a disk that hangs holds up nothing else."""
 
-_LABEL = struct.Struct("<BIIB")
-"""Before each item: its kind, the number of its tap, its sample, whether of the baseline."""
+_LABEL = struct.Struct("<BIIBIQ")
+"""Before each item: its kind, the number of its tap, its sample, whether of the baseline, its rows
+and their bytes in memory."""
 
 _CHUNK, _LOSS, _END = range(3)
 
@@ -112,8 +113,8 @@ class Spill:
         self._numbers: dict[Tap, int] = {}
         self._numbered = 0
         self._writing: Sequence[Item] = ()
-        self._written: deque[tuple[int, int]] = deque()
-        """Rows and bytes of each item on disk."""
+        self._written = 0
+        """Items on disk."""
         self._back: deque[Item] = deque()
         """Items that were on disk."""
         self._unwritten: deque[Item] = deque()
@@ -171,7 +172,7 @@ class Spill:
             self._spillway.forget(self)
             self._back.clear()
             self._unwritten.clear()
-            self._written.clear()
+            self._written = 0
             self._taps.clear()
             self._numbers.clear()
             self.memory = self.rows = self.bytes = 0
@@ -221,7 +222,7 @@ class Spill:
         self._writing = ()
         if not self._closed:
             self.memory -= sizes
-            self._written.extend((_rows(one), _size(one)) for one in batch)
+            self._written += len(batch)
             self.rows += sum(map(_rows, batch))
             self.bytes += sizes
             self._reservoir.news.set()
@@ -265,9 +266,9 @@ class Spill:
         if self._closed:
             return
         for one in found:
-            rows, size = self._written.popleft()
-            self.rows -= rows
-            self.bytes -= size
+            self._written -= 1
+            self.rows -= one.rows
+            self.bytes -= one.size
             item = self._restored(one)
             self._back.append(item)
             self.memory += _size(item)
@@ -297,6 +298,8 @@ class _Loaded(NamedTuple):
 
     tap: int
     track: Track
+    rows: int
+    size: int
     message: capture_pb2.Captured | capture_pb2.Dropped | None
 
 
@@ -328,11 +331,14 @@ def _append(records: Records, batch: Sequence[tuple[Item, int]]) -> None:
 
 
 def _encoded(item: Item, tap: int) -> bytes:
+    if isinstance(item, End):
+        return _LABEL.pack(_END, tap, 0, False, 0, 0)
+    kind, message = _LOSS, b""
     if isinstance(item, Chunk):
-        return _LABEL.pack(_CHUNK, tap, *item.track) + captured_of(item).SerializeToString()
-    if isinstance(item, Loss):
-        return _LABEL.pack(_LOSS, tap, *item.track) + dropped(item).SerializeToString()
-    return _LABEL.pack(_END, tap, 0, False)
+        kind, message = _CHUNK, captured_of(item).SerializeToString()
+    elif isinstance(item, Loss):
+        message = dropped(item).SerializeToString()
+    return _LABEL.pack(kind, tap, *item.track, _rows(item), _size(item)) + message
 
 
 def _load(records: Records, most: int) -> list[_Loaded]:
@@ -340,8 +346,11 @@ def _load(records: Records, most: int) -> list[_Loaded]:
 
 
 def _decoded(record: bytes) -> _Loaded:
-    kind, tap, sample, baseline = _LABEL.unpack_from(record)
-    body, track = record[_LABEL.size :], Track(sample, bool(baseline))
+    kind, tap, sample, baseline, rows, size = _LABEL.unpack_from(record)
+    body = record[_LABEL.size :]
+    message: capture_pb2.Captured | capture_pb2.Dropped | None = None
     if kind == _CHUNK:
-        return _Loaded(tap, track, capture_pb2.Captured.FromString(body))
-    return _Loaded(tap, track, capture_pb2.Dropped.FromString(body) if kind == _LOSS else None)
+        message = capture_pb2.Captured.FromString(body)
+    elif kind == _LOSS:
+        message = capture_pb2.Dropped.FromString(body)
+    return _Loaded(tap, Track(sample, bool(baseline)), rows, size, message)

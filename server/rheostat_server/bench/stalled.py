@@ -1,9 +1,8 @@
 """What a subscriber costs the requests that it watches, when it reads and when it stands still.
 
 64 clients generate without a pause, on the demo model in a server of its own. The arms take turns:
-nobody watches; a subscriber reads every row of every layer; one reads nothing for the whole turn,
-and rows that find no room are lost, or wait on disk. Server, clients and subscriber are a process
-each.
+nobody watches; a subscriber reads every row of a layer; one reads nothing for the whole turn, and
+rows that find no room are lost, or wait on disk. Server, clients and subscriber are a process each.
 
     python -m rheostat_server.bench.stalled --out results
 """
@@ -18,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -33,7 +32,7 @@ _SPAWNED = multiprocessing.get_context("spawn")
 _CLIENTS = 64
 _PROMPT = 32
 _TOKENS = 32
-_BUFFER = 4 << 20
+_BUFFER = 64 << 20
 _CREDIT = 1 << 20
 """Bytes that a subscriber that reads nothing lets come."""
 
@@ -91,7 +90,8 @@ def _serve(told: Connection, spool: str) -> None:
         )
         server = await start(config)
         told.send(server.port)
-        await asyncio.to_thread(told.recv)
+        with suppress(EOFError):
+            await asyncio.to_thread(told.recv)
         await server.stop()
 
     asyncio.run(main())
@@ -103,17 +103,17 @@ def _watch(told: Connection, target: str, arm: Arm) -> None:
         rheostat.connect(target) as engine,
         engine.subscribe(
             every=True,
-            capture=rheostat.Capture("resid_post"),
+            capture=rheostat.Capture("resid_post", layers=3),
             overload=arm.overload,
             buffer_bytes=_BUFFER,
             credit=64 << 20 if arm.reads else _CREDIT,
         ) as subscription,
     ):
         told.send(True)
-        if arm.reads:
-            while not told.poll():
-                next(subscription)
-        told.recv()
+        while arm.reads and not told.poll():
+            next(subscription)
+        with suppress(EOFError):
+            told.recv()
 
 
 @contextmanager

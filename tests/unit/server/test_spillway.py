@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Point, Released, Rows, Site
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.errors import CaptureOverflow
@@ -63,7 +64,7 @@ class Watched:
 
     def end(self, tap: Tap, count: int) -> None:
         tap.release(TRACK, Released(tap.request_id, (), True, {}, 0, 0, (0, count)))
-        tap.close()
+        tap.close([types_pb2.FINISH_REASON_LENGTH])
 
     def read(self, most: int) -> bool:
         """Takes up to so many items; whether there was one."""
