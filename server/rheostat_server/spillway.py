@@ -6,6 +6,7 @@ written; the event loop waits for no disk.
 """
 
 import asyncio
+import logging
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,11 +15,13 @@ from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from rheostat._proto.v1 import capture_pb2
-from rheostat_server.errors import CaptureOverflow, RheostatError, RowsLost
+from rheostat_server.errors import CaptureOverflow, Defect, RheostatError, RowsLost
 from rheostat_server.limits import MIB
 from rheostat_server.row_messages import captured_of, dropped
 from rheostat_server.spool import Records, Spool, SpoolDamaged, SpoolFull
 from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Sealed, Tap, Track
+
+_LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,8 +35,9 @@ _READ_BYTES = 4 * MIB
 _POOL = ThreadPoolExecutor(8, "rheostat-spool")
 """Threads for the spool alone: a disk that hangs holds up nothing else."""
 
-_LABEL = struct.Struct("<BIIB")
-"""Before each item: its kind, the number of its tap, its sample, whether of the baseline."""
+_LABEL = struct.Struct("<BIIBIQ")
+"""Before each item: its kind, the number of its tap, its sample, whether of the baseline, its rows
+and their bytes in memory."""
 
 _CHUNK, _LOSS, _END = range(3)
 
@@ -109,8 +113,8 @@ class Spill:
         self._numbers: dict[Tap, int] = {}
         self._numbered = 0
         self._writing: Sequence[Item] = ()
-        self._written: deque[tuple[int, int]] = deque()
-        """Rows and bytes of each item on disk."""
+        self._written = 0
+        """Items on disk."""
         self._back: deque[Item] = deque()
         """Items that were on disk."""
         self._unwritten: deque[Item] = deque()
@@ -168,7 +172,7 @@ class Spill:
             self._spillway.forget(self)
             self._back.clear()
             self._unwritten.clear()
-            self._written.clear()
+            self._written = 0
             self._taps.clear()
             self._numbers.clear()
             self.memory = self.rows = self.bytes = 0
@@ -180,6 +184,16 @@ class Spill:
             self._task = asyncio.create_task(self._work())
 
     async def _work(self) -> None:
+        try:
+            await self._write_and_read()
+        except Exception as error:  # a task's end: whatever it is, the readers must hear of it
+            _LOG.error("spilling failed", exc_info=error)
+            self._on_broken(Defect("the server could not keep captured rows on disk"))
+            self.close()
+        if self._closed:
+            await _on_thread(self._records.close)
+
+    async def _write_and_read(self) -> None:
         """Writes and reads by turns until there is nothing to do."""
         busy = True
         while busy and not self._closed:
@@ -187,8 +201,6 @@ class Spill:
             if self._hungry and self._written and not self._back and not self._closed:
                 await self._read()
                 busy = True
-        if self._closed:
-            await _on_thread(self._records.close)
 
     async def _write(self) -> bool:
         """Moves the oldest rows in memory to disk if there are too many; whether it did."""
@@ -210,7 +222,7 @@ class Spill:
         self._writing = ()
         if not self._closed:
             self.memory -= sizes
-            self._written.extend((_rows(one), _size(one)) for one in batch)
+            self._written += len(batch)
             self.rows += sum(map(_rows, batch))
             self.bytes += sizes
             self._reservoir.news.set()
@@ -254,9 +266,9 @@ class Spill:
         if self._closed:
             return
         for one in found:
-            rows, size = self._written.popleft()
-            self.rows -= rows
-            self.bytes -= size
+            self._written -= 1
+            self.rows -= one.rows
+            self.bytes -= one.size
             item = self._restored(one)
             self._back.append(item)
             self.memory += _size(item)
@@ -286,6 +298,8 @@ class _Loaded(NamedTuple):
 
     tap: int
     track: Track
+    rows: int
+    size: int
     message: capture_pb2.Captured | capture_pb2.Dropped | None
 
 
@@ -317,11 +331,14 @@ def _append(records: Records, batch: Sequence[tuple[Item, int]]) -> None:
 
 
 def _encoded(item: Item, tap: int) -> bytes:
+    if isinstance(item, End):
+        return _LABEL.pack(_END, tap, 0, False, 0, 0)
+    kind, message = _LOSS, b""
     if isinstance(item, Chunk):
-        return _LABEL.pack(_CHUNK, tap, *item.track) + captured_of(item).SerializeToString()
-    if isinstance(item, Loss):
-        return _LABEL.pack(_LOSS, tap, *item.track) + dropped(item).SerializeToString()
-    return _LABEL.pack(_END, tap, 0, False)
+        kind, message = _CHUNK, captured_of(item).SerializeToString()
+    elif isinstance(item, Loss):
+        message = dropped(item).SerializeToString()
+    return _LABEL.pack(kind, tap, *item.track, _rows(item), _size(item)) + message
 
 
 def _load(records: Records, most: int) -> list[_Loaded]:
@@ -329,8 +346,11 @@ def _load(records: Records, most: int) -> list[_Loaded]:
 
 
 def _decoded(record: bytes) -> _Loaded:
-    kind, tap, sample, baseline = _LABEL.unpack_from(record)
-    body, track = record[_LABEL.size :], Track(sample, bool(baseline))
+    kind, tap, sample, baseline, rows, size = _LABEL.unpack_from(record)
+    body = record[_LABEL.size :]
+    message: capture_pb2.Captured | capture_pb2.Dropped | None = None
     if kind == _CHUNK:
-        return _Loaded(tap, track, capture_pb2.Captured.FromString(body))
-    return _Loaded(tap, track, capture_pb2.Dropped.FromString(body) if kind == _LOSS else None)
+        message = capture_pb2.Captured.FromString(body)
+    elif kind == _LOSS:
+        message = capture_pb2.Dropped.FromString(body)
+    return _Loaded(tap, Track(sample, bool(baseline)), rows, size, message)

@@ -18,11 +18,10 @@ from pathlib import Path
 import google_crc32c
 
 from rheostat_server.errors import SpoolFailed
-from rheostat_server.limits import MIB
 
-_FILE_BYTES = 64 * MIB
-_FILES = 16
-"""Files into which even a small limit is divided, since room comes back file by file."""
+_FILES = 256
+"""Files into which the limit is divided: room comes back file by file, and each that is there is
+open."""
 
 _LOCK = ".lock"
 _SUFFIX = ".spool"
@@ -55,7 +54,7 @@ class Spool:
         self.limit = limit
         self.used = 0
         """Bytes of all files."""
-        self.file_bytes = min(_FILE_BYTES, limit // _FILES)
+        self.file_bytes = limit // _FILES
         """Size from which on a file takes no further record."""
         self._guard = threading.Lock()
         self._made = 0

@@ -36,7 +36,8 @@ _UNACKNOWLEDGED = 256 << 10
 
 
 _UNREAD = 16 << 20
-"""Bytes beside the buffer that requests may take that have ended and were not read to their end."""
+"""Bytes beside the buffer that requests may take that have ended and were not read to their end; or
+as many as the buffer, if that is larger."""
 
 
 class Subscription:
@@ -341,7 +342,11 @@ class Subscription:
             return
         self._unread[tap] = tap.weight
         self._unread_bytes += self._unread[tap]
-        if self._unread_bytes > _UNREAD and not self._closing:
+        most = max(_UNREAD, self.reservoir.limit)
+        if self._unread_bytes > most:
+            self._unread = {one: one.weight for one in self._unread}
+            self._unread_bytes = sum(self._unread.values())
+        if self._unread_bytes > most and not self._closing:
             self.fail(
                 CaptureOverflow(
                     f"{len(self._unread)} requests have ended that were not read to their end. "

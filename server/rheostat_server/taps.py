@@ -27,9 +27,10 @@ _ADVICE = (
     "lose rows"
 )
 
+_ENDED_BYTES = 2048
 _TAP_BYTES = 4096
 _TOKEN_BYTES = 40
-"""What a tap weighs, and each token that it knows."""
+"""What a tap weighs of which everything has left, another one, and each token that this knows."""
 
 _TIDY = 1024
 """Pieces that are remembered at least before those that have left are forgotten."""
@@ -111,10 +112,10 @@ class Backlog(Protocol):
 
 @dataclass
 class Losses:
-    """What readers were told that they have lost."""
+    """What readers have lost."""
 
     rows: int = 0
-    """Rows, one for each reader that lost it."""
+    """Rows, one for each reader that lost it, whether it was told already or not."""
 
 
 class Reservoir:
@@ -192,7 +193,12 @@ class Reservoir:
             self._pulling = tap.pull()
             item = next(self._pulling, None)
         if isinstance(item, Loss):
-            self._losses.rows += item.rows
+            known = min(item.rows, item.tap.given_up)
+            item.tap.given_up -= known
+            self._losses.rows += item.rows - known
+        elif isinstance(item, End):
+            self._losses.rows -= item.tap.given_up  # their tokens turned out not to be selected
+            item.tap.given_up = 0
         return item
 
     def close(self) -> None:
@@ -237,6 +243,8 @@ class Reservoir:
     def _lose(self, piece: Piece, tap: "Tap", lane: Lane) -> None:
         if len(piece):
             lane.lose_from(int(piece.positions[0]))
+            tap.given_up += len(piece)
+            self._losses.rows += len(piece)
             piece.give_up()
             self.touch(tap)
 
@@ -273,17 +281,23 @@ class Tap:
         """Whether nothing more enters."""
         self.discarded = False
         """Whether nothing leaves any more either."""
+        self.given_up = 0
+        """Rows that found no room, and of which the reader was not told yet."""
         self._prompt = prompt
         self._held = held
         self._reservoir = reservoir
         self._on_closed = on_closed
         self._lanes: dict[Track, Lane] = {}
         self._ended = False
+        self._counts: Mapping[int, tuple[int, int]] | None = None
+        """What `counts` says, once nothing changes it any more."""
         self._refused: frozenset[int] = frozenset()
 
     @property
     def weight(self) -> int:
         """Bytes that it takes beside its rows, about."""
+        if self._counts is not None:
+            return _ENDED_BYTES
         tokens = sum(len(lane.tokens) for lane in self._lanes.values())
         return _TAP_BYTES + _TOKEN_BYTES * (len(self._prompt) + tokens)
 
@@ -339,6 +353,8 @@ class Tap:
 
     def counts(self) -> Mapping[int, tuple[int, int]]:
         """Of the request's own samples: positions handed over and lost, by capture."""
+        if self._counts is not None:
+            return self._counts
         own = [lane for track, lane in self._lanes.items() if not track.baseline]
         found = {}
         for number in self.captures:
@@ -359,7 +375,15 @@ class Tap:
             self._ended = True
             for lane in self._lanes.values():
                 lane.discard()  # rows of steps that ran on after the last token
+            if self.finish_reasons:
+                self._forget()
             yield End(self)
+
+    def _forget(self) -> None:
+        """The request has ended, and everything of it has left."""
+        self._counts = self.counts()
+        self._lanes.clear()
+        self._prompt = ()
 
     def _lane(self, track: Track) -> Lane:
         lane = self._lanes.get(track)

@@ -67,6 +67,7 @@ from rheostat._receipts import (
 from rheostat._requests import ChatMessage, GenerateOptions
 from rheostat._results import (
     Divergence,
+    DroppedRows,
     Event,
     Finished,
     Generation,
@@ -85,7 +86,6 @@ from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
 from rheostat._subscribed import (
     CapturedRows,
     Cursor,
-    DroppedRows,
     EndOfRequest,
     Heartbeat,
     SubscriptionEvent,

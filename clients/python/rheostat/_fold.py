@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from rheostat._activations import Activations, Rows, read_captured
+from rheostat._activations import Activations, Rows, positions_of, read_captured
 from rheostat._errors import DataLoss, ServerError
 from rheostat._points import Site
 from rheostat._proto.v1 import (
@@ -25,6 +25,7 @@ from rheostat._proto.v1 import (
 from rheostat._receipts import Receipt, read_receipt, read_word
 from rheostat._results import (
     Divergence,
+    DroppedRows,
     Event,
     Finished,
     FinishReason,
@@ -119,6 +120,19 @@ class GenerationFold:
                     sample = self._sample(part.baseline, part.sample)
                     sample.rows.setdefault(site, []).append(part)
                 return list(rows)
+            case "dropped":
+                lost = message.dropped
+                return [
+                    DroppedRows(
+                        0,
+                        self._started.request_id,
+                        lost.spec,
+                        lost.sample,
+                        lost.baseline,
+                        positions_of(lost.positions),
+                        lost.rows,
+                    )
+                ]
             case "finished":
                 end = _read_finished(message.finished)
                 self._sample(end.baseline, end.sample).end = end

@@ -256,7 +256,7 @@ class Stats:
     captured_bytes: int
     """Bytes captured, as they are in the stream."""
     dropped_rows: int
-    """Rows of which readers were told that they are lost."""
+    """Rows that readers have lost, one for each that lost it."""
     prefix_queried_tokens: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_hit_tokens: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from rheostat._activations import Activations, Rows
+from rheostat._activations import Activations, IntArray, Rows
 from rheostat._arrays import FloatArray
 from rheostat._notebook import passage, table
 from rheostat._receipts import Receipt
@@ -129,7 +129,29 @@ class Divergence:
         )
 
 
-Event: TypeAlias = Started | PromptLogprobs | Tokens | Rows | Finished | Divergence | Receipt
+@dataclass(frozen=True, eq=False)
+class DroppedRows:
+    """Captured rows that are lost, under a policy that allows it."""
+
+    sequence: int
+    """Number of the event in a subscription; 0 in an answer."""
+    request_id: str
+    """The request."""
+    capture: int
+    """Which of the request's captures; of a subscription's, as in `CapturedRows`."""
+    sample: int
+    """Sample, from 0."""
+    baseline: bool
+    """Whether they are of the baseline."""
+    positions: IntArray
+    """Absolute positions, int64 [positions], at each of the capture's sites."""
+    rows: int
+    """How many: positions times sites."""
+
+
+Event: TypeAlias = (
+    Started | PromptLogprobs | Tokens | Rows | DroppedRows | Finished | Divergence | Receipt
+)
 """What a stream yields. The `Receipt` comes last."""
 
 

@@ -24,7 +24,7 @@ from rheostat._payloads import View
 from rheostat._points import Site
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 from rheostat._receipts import read_word
-from rheostat._results import FinishReason
+from rheostat._results import DroppedRows, FinishReason
 
 
 class Cursor(NamedTuple):
@@ -130,26 +130,6 @@ class CapturedRows:
             f"CapturedRows({self.sequence}, {self.request_id!r}, {of}, {sites}, "
             f"shape={list(self.shape)})"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class DroppedRows:
-    """Rows that are lost, under a policy that allows it."""
-
-    sequence: int
-    """Number of the event."""
-    request_id: str
-    """The request."""
-    capture: int
-    """As of `CapturedRows`."""
-    sample: int
-    """Sample, from 0."""
-    baseline: bool
-    """Whether they are of the baseline."""
-    positions: IntArray
-    """Absolute positions, int64 [positions], at each of the capture's sites."""
-    rows: int
-    """How many: positions times sites."""
 
 
 @dataclass(frozen=True)

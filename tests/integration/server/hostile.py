@@ -86,7 +86,7 @@ def attempts(seed: int, count: int) -> Iterator[Attempt]:
     for number, method in enumerate(methods):
         parts = sound.messages(rng, method, number)
         bad = rng.randrange(len(parts))
-        messages = [_spoilt(rng, p) if i == bad else _serialized(p) for i, p in enumerate(parts)]
+        messages = [spoilt(rng, p) if i == bad else serialized(p) for i, p in enumerate(parts)]
         if len(messages) > 1 and rng.random() < 0.1:
             rng.shuffle(messages)
         yield Attempt(method, messages, rng.random() < 0.02)
@@ -209,11 +209,11 @@ class _Sound:
         return request
 
 
-def _spoilt(rng: random.Random, message: Message) -> bytes:
+def spoilt(rng: random.Random, message: Message) -> bytes:
     """A message's bytes, usually no longer as they should be."""
     for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 4])):
         _mutate(rng, rng.choice(list(_parts(message))))
-    data = _serialized(message)
+    data = serialized(message)
     if rng.random() > 0.15:
         return data
     data = _scrambled(rng, data)
@@ -221,10 +221,10 @@ def _spoilt(rng: random.Random, message: Message) -> bytes:
         message.ParseFromString(data)
     except DecodeError:
         return data
-    return _serialized(message)
+    return serialized(message)
 
 
-def _serialized(message: Message) -> bytes:
+def serialized(message: Message) -> bytes:
     """What is sent: the message, cut down where it would run for long."""
     for part in _parts(message):
         if isinstance(part, generation_service_pb2.GenerateRequest):

@@ -16,6 +16,7 @@ from rheostat._proto.v1 import generation_service_pb2
 
 from .conftest import Server, assert_empty
 from .hostile import GENERATE, GET, NAMES, PUT, SESSION, SHARES, Attempt, attempts
+from .hostile_captures import SUBSCRIBE
 
 pytestmark = pytest.mark.integration
 
@@ -49,16 +50,17 @@ class End(NamedTuple):
     """The last answer."""
 
 
-def _end(channel: grpc.Channel, attempt: Attempt) -> End:
+def end_of(channel: grpc.Channel, attempt: Attempt) -> End:
+    """Makes a call, and says how it ended."""
     path = f"/rheostat.v1.{attempt.method}"
     last = b""
     try:
         if attempt.method == PUT:
             last = channel.stream_unary(path)(iter(attempt.messages), timeout=PATIENCE)
-        elif attempt.method not in (GENERATE, SESSION, GET):
+        elif attempt.method not in (GENERATE, SESSION, GET, SUBSCRIBE):
             last = channel.unary_unary(path)(attempt.messages[0], timeout=PATIENCE)
         else:
-            if attempt.method == SESSION:
+            if attempt.method in (SESSION, SUBSCRIBE):
                 call = channel.stream_stream(path)(iter(attempt.messages), timeout=PATIENCE)
             else:
                 call = channel.unary_stream(path)(attempt.messages[0], timeout=PATIENCE)
@@ -90,7 +92,7 @@ def test_hostile_calls_end_with_typed_errors_and_leave_nothing(
     before = engine.generate(prompt, **OPTIONS)
     logged = server.log.stat().st_size
     with grpc.insecure_channel(server.target) as channel, ThreadPoolExecutor(AT_ONCE) as pool:
-        ends = list(pool.map(partial(_end, channel), attempts(0, ATTEMPTS)))
+        ends = list(pool.map(partial(end_of, channel), attempts(0, ATTEMPTS)))
     engine.steering.set_global(None)
     assert len(ends) == ATTEMPTS
     wrong = [end for end in ends if end.code not in EXPECTED or not end.typed]

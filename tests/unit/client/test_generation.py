@@ -206,6 +206,16 @@ def test_a_stream_gives_every_event_in_order_and_then_the_same_whole(client, ser
     assert (out.text, out.receipt) == (" Paris", EXPECTED_RECEIPT)
 
 
+def test_a_stream_says_which_rows_are_lost(client, server):
+    lost = response("dropped { spec: 0 rows: 4 positions { start: 3 count: 2 } }")
+    server.on("Generate", [*WHOLE[:-1], lost, RECEIPT])
+    events, out = client.stream("My day was")
+    (event,) = [event for event in events if isinstance(event, rheostat.DroppedRows)]
+    assert (event.sequence, event.request_id, event.capture, event.sample) == (0, "r1", 0, 0)
+    assert (event.baseline, event.positions.tolist(), event.rows) == (False, [3, 4], 4)
+    assert out.activations.positions("resid_post", 2).tolist() == [0, 1, 2]
+
+
 def test_samples_keep_their_own_text_and_rows(client, server):
     server.on(
         "Generate",

@@ -5,26 +5,19 @@ import errno
 import os
 import random
 import threading
-from collections import defaultdict
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
-from rheostat_engine import Point, Released, Rows, Site
+from rheostat_server import spillway
 from rheostat_server import spool as disk
-from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.errors import CaptureOverflow
-from rheostat_server.selection import EVERYTHING
-from rheostat_server.spillway import Spillway
-from rheostat_server.spool import Spool
-from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Sealed, Tap, Track
-from rheostat_server.tensors import FloatType
+from rheostat_server.errors import SpoolFailed
+from rheostat_server.taps import Chunk
 
 from .conftest import rest
-from .fakes import WIDTH, ScriptedBackend
+from .fakes import ScriptedBackend
 from .messages import request, site_set
 from .streams import settled, until
 from .subscribers import (
@@ -48,8 +41,6 @@ from .subscribers import (
 
 Code = grpc.StatusCode
 SPILL = capture_pb2.OVERLOAD_SPILL
-TRACK = Track(0, False)
-SITES = tuple(Site(Point.RESID_POST, layer) for layer in range(2))
 
 
 def files(folder: Path) -> list[Path]:
@@ -215,6 +206,19 @@ async def test_rows_that_cannot_be_read_back_end_the_subscription_and_who_sends(
     await until(lambda: not files(tmp_path))
 
 
+async def test_a_defect_on_the_way_to_the_disk_is_heard_of(spooling, monkeypatch) -> None:
+    def fail(chunk: Chunk) -> capture_pb2.Captured:
+        raise ValueError("by the test")
+
+    monkeypatch.setattr(spillway, "captured_of", fail)
+    one = await Subscriber.open(spooling, stalled())
+    for number in range(6):
+        assert (await generate(spooling, f"r{number}", tokens=9))[-1].HasField("receipt")
+    refusal = await failure(one)
+    assert (refusal.code, refusal.reason) == (Code.INTERNAL, "REASON_INTERNAL")
+    await settled(spooling)
+
+
 async def test_the_server_does_not_wait_for_a_disk_that_hangs(spooling, monkeypatch) -> None:
     gate, write = threading.Event(), os.pwrite
 
@@ -245,153 +249,27 @@ async def test_rows_wait_on_disk_for_a_slow_sink(starter, tmp_path) -> None:
     assert files(folder) == []
 
 
+async def test_a_server_whose_spool_another_has_does_not_start(starter, tmp_path) -> None:
+    await starter(spool=str(tmp_path))
+    with pytest.raises(SpoolFailed, match="another server spools to") as caught:
+        await starter(spool=str(tmp_path))
+    assert caught.value.exit_code == 8
+
+
+@pytest.mark.parametrize("target", ["inline", "sink"])
+async def test_without_a_spool_a_request_cannot_spill(starter, target) -> None:
+    running = await starter(sinks=("mem=memory",))
+    to = {"sink": capture_pb2.SinkTarget(sink="mem"), "inline": capture_pb2.InlineTarget()}
+    spec = capture_pb2.CaptureSpec(
+        sites=site_set(POST, layers=[0]), overload=SPILL, **{target: to[target]}
+    )
+    refusal = await running.client.refusal(request(captures=[spec]))
+    assert (refusal.reason, refusal.field) == ("REASON_NOT_SUPPORTED", "captures[0].overload")
+
+
 async def test_without_a_spool_spilling_is_refused(running) -> None:
     one = Subscriber(running)
     await one.call.write(Message(open=stalled()))
     refusal = await failure(one)
     assert (refusal.reason, refusal.field) == ("REASON_NOT_SUPPORTED", "open.overload")
     assert "--spool FOLDER" in refusal.message
-
-
-def unexpected(*args: object) -> None:
-    raise AssertionError(args)
-
-
-class Watched:
-    """A reservoir that spills, in which several requests' rows wait."""
-
-    def __init__(self, folder: Path, limit: int = 40 * ROW, spool_bytes: int = 1 << 20) -> None:
-        self.spool = Spool(folder, spool_bytes)
-        self.errors: list[CaptureOverflow] = []
-        self.reservoir = Reservoir(limit, lambda _, error: self.errors.append(error))
-        Spillway(self.spool, 1 << 30).open(self.reservoir, unexpected)
-        self.given: dict[str, list[int]] = defaultdict(list)
-        self.lost: dict[str, int] = defaultdict(int)
-        self.ended: list[str] = []
-
-    def tap(self, name: str) -> Tap:
-        captures = {0: ResolvedCapture(SITES, EVERYTHING, FloatType.FLOAT32)}
-        return Tap(name, [1], captures, FloatType.FLOAT32, SPILL, self.reservoir)
-
-    def feed(self, tap: Tap, start: int, end: int) -> None:
-        at = np.arange(start, end, dtype=np.int32)
-        for site in SITES:
-            tap.feed(
-                TRACK,
-                Rows(
-                    tap.request_id,
-                    site.index,
-                    at,
-                    np.repeat(at[:, None], WIDTH, 1).astype(np.float32),
-                ),
-            )
-        tap.extend(TRACK, [7] * (end - start))
-
-    def end(self, tap: Tap, count: int) -> None:
-        tap.release(TRACK, Released(tap.request_id, (), True, {}, 0, 0, (0, count)))
-        tap.close()
-
-    def read(self, most: int) -> bool:
-        """Takes up to so many items; whether there was one."""
-        found = False
-        for _ in range(most):
-            item = self.reservoir.take()
-            if item is None:
-                break
-            found = True
-            self._note(item)
-        return found
-
-    def _note(self, item: Item) -> None:
-        name = item.tap.request_id
-        assert name not in self.ended
-        if isinstance(item, End):
-            self.ended.append(name)
-        elif isinstance(item, Chunk):
-            for rows in item.block.rows:
-                assert rows[:, 0].tolist() == item.block.positions.tolist()
-            self.given[name] += item.block.positions.tolist()
-        elif isinstance(item, Loss):
-            self.lost[name] += item.rows
-        else:
-            assert isinstance(item, Sealed)
-            positions = [
-                p for r in item.message.positions for p in range(r.start, r.start + r.count)
-            ]
-            values = np.frombuffer(item.message.tensor.inline, "<f4").reshape(2, -1, WIDTH)
-            assert values[0, :, 0].tolist() == values[1, :, 0].tolist() == positions
-            self.given[name] += positions
-
-    async def drain(self, count: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.ended) < count:
-                if not self.read(1):
-                    await self.reservoir.news.wait()
-
-
-@pytest.mark.parametrize("seed", range(8))
-async def test_however_rows_come_and_go_their_order_stays(tmp_path: Path, seed: int) -> None:
-    rng, watched = random.Random(seed), Watched(tmp_path)
-    taps = [watched.tap(f"r{number}") for number in range(5)]
-    counts = dict.fromkeys(taps, 0)
-    while open_taps := [tap for tap in taps if not tap.closed]:
-        tap = rng.choice(open_taps)
-        count = rng.randrange(1, 12)
-        watched.feed(tap, counts[tap], counts[tap] + count)
-        counts[tap] += count
-        if counts[tap] > 120:
-            watched.end(tap, counts[tap])
-        if rng.random() < 0.3:
-            await asyncio.sleep(rng.choice([0, 0, 0.002]))
-        if rng.random() < 0.5:
-            watched.read(rng.randrange(6))
-    await watched.drain(5)
-    assert watched.given == {tap.request_id: list(range(counts[tap])) for tap in taps}
-    assert watched.errors == []
-    assert (watched.reservoir.used, watched.reservoir.waiting) == (0, 0)
-    assert files(tmp_path) == []
-    watched.spool.close()
-
-
-@pytest.mark.parametrize("broken", ["the disk is full", "the spool is full"])
-async def test_what_the_disk_did_not_take_still_comes_in_its_place(
-    tmp_path: Path, monkeypatch, broken: str
-) -> None:
-    watched = Watched(tmp_path, spool_bytes=2500)
-    tap, other = watched.tap("a"), watched.tap("b")
-    watched.feed(tap, 0, 30)
-    await until(lambda: watched.reservoir.spill.rows > 0)
-    if broken == "the disk is full":
-        failing(monkeypatch, "pwrite", errno.ENOSPC)
-    at = 30
-    while not watched.errors:
-        watched.feed(tap, at, at + 5)
-        at += 5
-        await asyncio.sleep(0.002)
-    watched.feed(other, 0, 3)
-    watched.end(tap, at)
-    watched.end(other, 3)
-    await watched.drain(2)
-    counts = tap.counts()[0]
-    assert counts == (len(watched.given["a"]), at - len(watched.given["a"]))
-    assert watched.given["a"] == list(range(counts[0]))
-    assert (watched.reservoir.used, watched.reservoir.waiting) == (0, 0)
-    watched.feed(third := watched.tap("c"), 0, 3)
-    watched.end(third, 3)
-    await watched.drain(3)
-    assert watched.given["c"] == [0, 1, 2]
-    watched.spool.close()
-
-
-async def test_little_memory_is_used_while_rows_wait_on_disk(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
-    tap = watched.tap("a")
-    for position in range(0, 3000, 3):
-        watched.feed(tap, position, position + 3)
-        if position % 30 == 0:
-            await until(lambda: watched.reservoir.used <= watched.reservoir.limit)
-    assert watched.reservoir.spill.rows > 5000
-    watched.end(tap, 3000)
-    await watched.drain(1)
-    assert watched.given["a"] == list(range(3000))
-    watched.spool.close()

@@ -71,24 +71,22 @@ def test_a_full_spool_takes_all_of_an_append_or_nothing(spool: Spool) -> None:
 def test_what_the_disk_does_not_take_leaves_nothing_behind(
     spool: Spool, monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
-    write = os.pwrite
-    broken = True
+    write, calls = os.pwrite, []
 
     def half(file: int, data: memoryview, offset: int) -> int:
-        if not broken:
-            return write(file, data, offset)
-        if offset % 2:
+        calls.append(offset)
+        if len(calls) > 1:
             raise OSError(wrong, os.strerror(wrong))
-        return write(file, data[: len(data) | 1], offset) | 1
+        return write(file, data[: len(data) // 2], offset)
 
+    spool.file_bytes = 100
     records = Records(spool)
-    broken = False
-    monkeypatch.setattr(module.os, "pwrite", half)
     records.append([b"first"])
-    broken = True
+    monkeypatch.setattr(module.os, "pwrite", half)
     with pytest.raises(OSError, match=os.strerror(wrong)):
         records.append([b"lost" * 9])
-    broken = False
+    monkeypatch.setattr(module.os, "pwrite", write)
+    assert len(calls) == 2
     assert spool.used == HEAD + 5
     records.append([b"second"])
     assert records.read(99) == [b"first", b"second"]

@@ -5,10 +5,12 @@ import asyncio
 import grpc
 import pytest
 
-from rheostat._proto.v1 import generation_service_pb2
+from rheostat._proto.v1 import capture_pb2, generation_service_pb2, types_pb2
 from rheostat_server import admission
 from rheostat_server import subscription as module
-from rheostat_server.errors import CaptureOverflow
+from rheostat_server.errors import CaptureOverflow, Defect
+from rheostat_server.spillway import Spillway
+from rheostat_server.spool import Spool
 from rheostat_server.subscription import Subscription
 from rheostat_server.tensors import FloatType
 
@@ -41,7 +43,7 @@ def subscription(policy: int = NEWEST, buffer_bytes: int = 1 << 20) -> Subscript
 @pytest.mark.parametrize("policy", [FAIL, NEWEST, OLDEST])
 def test_ended_requests_that_nobody_reads_are_bounded(policy: int, monkeypatch) -> None:
     monkeypatch.setattr(module, "_UNREAD", 1 << 20)
-    one = subscription(policy)
+    one = subscription(policy, buffer_bytes=1 << 10)
     for number in range(10_000):
         tap = one.tap(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
         tap.close()
@@ -55,7 +57,7 @@ def test_ended_requests_that_nobody_reads_are_bounded(policy: int, monkeypatch) 
 
 async def test_ended_requests_that_are_read_are_not_counted_any_more(monkeypatch) -> None:
     monkeypatch.setattr(module, "_UNREAD", 1 << 14)
-    one = subscription()
+    one = subscription(buffer_bytes=1 << 10)
     call = object()
     messages = one.messages(call, 0)
     assert (await anext(messages)).HasField("opened")
@@ -65,6 +67,35 @@ async def test_ended_requests_that_are_read_are_not_counted_any_more(monkeypatch
         assert (await anext(messages)).end_of_request.request_id == f"r{number}"
         one.acknowledge(number + 1)
     assert one.failure is None
+
+
+async def test_ended_requests_that_wait_on_disk_weigh_little(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_UNREAD", 1 << 20)
+    spool = Spool(tmp_path, 1 << 28)
+    spillway = Spillway(spool, 1 << 28)
+    one = Subscription(
+        "s", None, (), capture_pb2.OVERLOAD_SPILL, buffer_bytes=1 << 10, heartbeat=9.0,
+        on_failed=lambda _: None, spillway=spillway,
+    )  # fmt: skip
+    for number in range(400):
+        tap = one.tap(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
+        tap.feed(TRACK, rows(0, 2))
+        tap.extend(TRACK, [7])
+        tap.close([types_pb2.FINISH_REASON_LENGTH])
+        await until(lambda: one.reservoir.used <= one.reservoir.limit)
+    assert one.failure is None
+    messages = one.messages(object(), 1 << 40)
+    ends = []
+    async with asyncio.timeout(10):
+        async for message in messages:
+            if message.HasField("end_of_request"):
+                ends.append(message.end_of_request)
+                one.acknowledge(message.sequence)
+            if len(ends) == 400:
+                break
+    assert {(end.rows, end.dropped_rows, end.chunks) for end in ends} == {(2, 0, 1)}
+    one.fail(Defect("by the test"))
+    spool.close()
 
 
 async def test_a_request_that_did_not_begin_does_not_keep_a_subscription_open() -> None:

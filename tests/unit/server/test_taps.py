@@ -13,7 +13,7 @@ from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.selection import EVERYTHING
 from rheostat_server.subscription import Subscription
-from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Tap, Track
+from rheostat_server.taps import Chunk, End, Item, Loss, Losses, Reservoir, Tap, Track
 from rheostat_server.tensors import FloatType
 
 SITE = Site(Point.RESID_POST, 0)
@@ -107,6 +107,24 @@ def test_rows_that_have_left_are_forgotten_while_another_request_stands_still() 
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 2 << 20
+
+
+@pytest.mark.parametrize("policy", [NEWEST, OLDEST])
+def test_lost_rows_are_counted_before_anybody_reads_and_once(policy: int) -> None:
+    losses = Losses()
+    reservoir = Reservoir(3 * ROW, unexpected, losses)
+    tap = tap_of(reservoir, policy, captures=2)
+    tap.feed(TRACK, rows(0, 3))
+    for position in range(3, 9):
+        tap.extend(TRACK, [7])
+        tap.feed(TRACK, rows(position, position + 1))
+    at_once = losses.rows
+    assert at_once > 0
+    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
+    tap.close()
+    told = sum(item.rows for item in everything(reservoir) if isinstance(item, Loss))
+    assert losses.rows == told >= at_once - 2
+    assert sum(lost for _, lost in tap.counts().values()) == told
 
 
 def test_a_row_is_either_handed_over_or_lost() -> None:

@@ -22,8 +22,9 @@ from rheostat._cli._common import (
     may_write,
     points,
 )
+from rheostat._results import DroppedRows
 from rheostat._selectors import PhaseName
-from rheostat._subscribed import CapturedRows, DroppedRows, EndOfRequest, SubscriptionEvent
+from rheostat._subscribed import CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat._subscription import Subscription
 
 _Columns = dict[str, list[npt.NDArray[np.generic]]]

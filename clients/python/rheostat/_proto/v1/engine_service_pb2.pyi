@@ -458,8 +458,8 @@ class GetStatsResponse(_message.Message):
     captured_bytes: _builtins.int
     """Bytes captured, as they are in the stream."""
     dropped_rows: _builtins.int
-    """Rows of which readers were told that they are lost (`Dropped`, a sink's manifest), one for each
-    reader that lost it.
+    """Rows that readers have lost (`Dropped`, a sink's manifest), one for each reader that lost it,
+    whether it has read so already or not.
     """
     prefix_queried_tokens: _builtins.int
     """Prompt tokens looked up in the prefix cache."""
