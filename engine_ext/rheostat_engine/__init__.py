@@ -3,13 +3,13 @@
 Importing this package imports neither torch nor vLLM; the workers load the parts that do.
 """
 
-from rheostat_engine.amend import amend
+from rheostat_engine.amend import amend, recapture
 from rheostat_engine.block_keys import BlockKeys
 from rheostat_engine.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.channel import WorkerChannel
 from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS, compose
 from rheostat_engine.effort import MAX_EFFORT, effort
-from rheostat_engine.events import Dose, Event, Installed, Released, Rows
+from rheostat_engine.events import Attached, Dose, Event, Installed, Released, Rows
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.plan import (
     EXTRA_ARG,
@@ -33,6 +33,7 @@ __all__ = [
     "MAX_TOKEN_SETS",
     "OPEN_END",
     "Act",
+    "Attached",
     "Band",
     "BlockKeys",
     "Capacity",
@@ -58,5 +59,6 @@ __all__ = [
     "compose",
     "effort",
     "engine_kwargs",
+    "recapture",
     "site_count",
 ]

@@ -21,6 +21,7 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
+from rheostat_server.joining import Missed, tell
 from rheostat_server.subscription_messages import Response, Tally, message_of
 from rheostat_server.taps import End, Item, Reservoir, Tap
 from rheostat_server.tensors import FloatType
@@ -98,8 +99,12 @@ class Subscription:
         self._interruption: RheostatError | None = None
         self._credit: int | None = 0
         self._closing = False
-        self.missed: Sequence[str] = ()
-        """Requests that it selects and that began before it."""
+        self.attached: Sequence[Tap] = ()
+        """Those of requests that began before it."""
+        self.missed: Sequence[Missed] = ()
+        """Requests that it selects, that began before it, and that it could not join."""
+        self.on_left: Callable[[], None] = lambda: None
+        """Hears once that it takes nothing more."""
 
     @property
     def connected(self) -> bool:
@@ -225,6 +230,7 @@ class Subscription:
         self._credit = None
         for tap in list(self._taps):
             tap.close()
+        self.on_left()
         self.reservoir.news.set()
 
     def fail(self, error: RheostatError) -> None:
@@ -241,6 +247,7 @@ class Subscription:
             self.reservoir.kept = 0
             self.reservoir.news.set()
             self._on_failed(self)
+            self.on_left()
 
     async def messages(self, call: object, credit: int) -> AsyncGenerator[Response, None]:
         """What a call sends, from what is first unacknowledged on.
@@ -257,7 +264,7 @@ class Subscription:
         self._credit = None if self._closing else credit
         self.reservoir.news.set()
         opened = _pb.SubscribeOpened(subscription=self.name, next_sequence=self._acknowledged + 1)
-        opened.missed_request_ids.extend(self.missed)
+        tell(opened, self.attached, self.missed)
         opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
         at = self._acknowledged
         silent_until = time.monotonic() + self._heartbeat

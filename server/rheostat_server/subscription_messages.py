@@ -6,6 +6,7 @@ import google_crc32c
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.capture_stream import to_captured, wire_runs
+from rheostat_server.joining import to_wire
 from rheostat_server.offload import offload
 from rheostat_server.taps import Chunk, End, Item, Loss
 
@@ -35,6 +36,7 @@ class Tally:
             end.chunks, end.rows, end.dropped_rows = self._chunks, self._rows, self._dropped
             end.crc32c = google_crc32c.value(bytes(self._checksums))
             end.finish_reasons.extend(item.tap.finish_reasons)
+            end.attached.extend(to_wire([item.tap]))
 
 
 async def message_of(item: Item) -> Response:

@@ -10,7 +10,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
@@ -29,7 +28,6 @@ from rheostat_server.errors import (
 from rheostat_server.limits import (
     CAPTURES,
     LABELS,
-    MISSED_REQUESTS,
     SUBSCRIBED_REQUESTS,
     SUBSCRIPTIONS,
 )
@@ -121,14 +119,8 @@ class Subscriptions:
         """How many have no reader now."""
         return len(self._expiries)
 
-    def open(
-        self, wish: capture_service_pb2.SubscribeOpen, running: Mapping[str, Mapping[str, str]]
-    ) -> Subscription:
-        """A new subscription.
-
-        Args:
-            wish: what its reader wants.
-            running: the labels of the requests that run, by id.
+    def open(self, wish: capture_service_pb2.SubscribeOpen) -> Subscription:
+        """A new subscription, which captures from requests that are admitted from now on.
 
         Raises:
             InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
@@ -159,8 +151,6 @@ class Subscriptions:
             heartbeat=self._heartbeat,
             on_failed=self._on_failed,
         )
-        missed = (name for name, labels in running.items() if subscription.selects(name, labels))
-        subscription.missed = tuple(islice(missed, MISSED_REQUESTS))
         self._open[subscription.name] = subscription
         _LOG.info("subscription %s: %d specs", subscription.name, len(subscription.specs))
         return subscription

@@ -8,11 +8,11 @@ reported in their place. A tap's end comes after all of its rows, and exactly on
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
-from rheostat_engine import Released, Rows, Spans
+from rheostat_engine import OPEN_END, Released, Rows, Spans
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.capture_stream import Block, CaptureStream, Meter, Piece
 from rheostat_server.errors import CaptureOverflow
@@ -154,6 +154,10 @@ class _Lane:
     """First position from which rows may be missing that were not reported; None: none is."""
     reported: dict[int, Spans] = field(default_factory=dict)
     """Lost positions of each capture that were reported."""
+    start: int = 0
+    """First position that is wanted; `OPEN_END` while that is not known."""
+    early: list[Rows] = field(default_factory=list)
+    """Rows that came before that was known."""
 
     def lose_from(self, position: int) -> None:
         """Rows from a position on may be missing."""
@@ -192,8 +196,26 @@ class Tap:
         self._held = held
         self._reservoir = reservoir
         self._lanes: dict[Track, _Lane] = {}
+        self.joined: dict[Track, int | None] = {}
+        """Tracks that ran before, and the first position of each that is wanted, once known."""
         self._ended = False
         self._refused: frozenset[int] = frozenset()
+
+    def join(self, track: Track, token_ids: Sequence[int]) -> None:
+        """Takes up a track that has generated some tokens. Its rows wait until `begin`."""
+        lane = self._lane(track)
+        lane.start = OPEN_END
+        lane.tokens += token_ids
+        self.joined[track] = None
+
+    def begin(self, track: Track, first: int) -> None:
+        """Of a track that has joined, positions from `first` on are wanted; `OPEN_END`: none."""
+        lane = self._lane(track)
+        lane.start = first
+        self.joined[track] = None if first == OPEN_END else first
+        early, lane.early = lane.early, []
+        for rows in early:
+            self.feed(track, rows)
 
     def extend(self, track: Track, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated; rows before them may leave."""
@@ -207,6 +229,12 @@ class Tap:
         if self.closed:
             return
         lane = self._lane(track)
+        if lane.start == OPEN_END:
+            lane.early.append(rows)
+            return
+        if rows.positions[0] < lane.start:
+            kept = rows.positions >= lane.start
+            rows = replace(rows, positions=rows.positions[kept], data=rows.data[kept])
         pieces = lane.stream.feed(rows)
         self._reservoir.admit(self, lane, pieces)
         if any(
@@ -237,6 +265,7 @@ class Tap:
             self.finish_reasons = reasons
             for lane in self._lanes.values():
                 lane.closed_at = len(lane.tokens)
+                lane.early.clear()
             self._reservoir.touch(self)
 
     def discard(self) -> None:
@@ -304,6 +333,9 @@ class Tap:
         return selected if number in self._refused else lane.stream.lost(number, selected)
 
     def _selected(self, lane: _Lane, capture: ResolvedCapture, end: int, start: int = 0) -> Spans:
+        start = max(start, lane.start)
+        if start >= end:
+            return ()
         return capture.selection.held(len(self._prompt), lane.tokens, start, end)
 
     def _row_end(self, tokens: int) -> int:

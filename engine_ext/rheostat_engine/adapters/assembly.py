@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from rheostat_engine.adapters.blocks import find_blocks, layer_count
+from rheostat_engine.adapters.names import name_of
 from rheostat_engine.adapters.probing import contextual, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
 from rheostat_engine.capacity import Capacity
@@ -120,6 +121,7 @@ def assemble(
         outlet=outlet,
         rank=rank,
         sites=expected,
+        name_of=name_of,
     )
     refused = _refused(forms)
     _LOG.info(

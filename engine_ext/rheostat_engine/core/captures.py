@@ -67,6 +67,7 @@ class Captures:
     def put(self, number: int, plan: Plan) -> tuple[int, ...]:
         """Puts a plan's captures in force; the classes that they hold."""
         if not plan.captures:
+            self._table.drop(number)
             return ()
         cuts = segment([capture.spans for capture in plan.captures])
         sets = [
@@ -80,6 +81,10 @@ class Captures:
     def drop(self, number: int, classes: Sequence[int]) -> None:
         """Takes a request's captures out of force."""
         self._table.drop(number)
+        self._classes.release(classes)
+
+    def release(self, classes: Sequence[int]) -> None:
+        """Lets go of classes that `put` gave, in whose place another call has put others."""
         self._classes.release(classes)
 
     def begin(self, numbers: Int64, positions: Int64, tallies: Tallies) -> Copying | None:

@@ -26,6 +26,12 @@ from .tables import CPU, VECTORS, WIDTH, capacity, norms, used
 
 TOKENS = 64
 
+
+def name_of(request_id: str) -> str:
+    """The name of a request that brings no plan."""
+    return f"name of {request_id}"
+
+
 Scheduled = tuple[str, int, int]
 """vLLM's id of a request, its first scheduled position, how many are scheduled."""
 
@@ -112,6 +118,7 @@ class Worker:
             outlet=self.outlet,  # type: ignore[arg-type]  # as above
             rank=0,
             sites=sites,
+            name_of=name_of,
         )
         self.steering.load(VECTORS, norms(VECTORS))
         self.streams: dict[tuple[str, int, int], npt.NDArray[np.float32]] = {}

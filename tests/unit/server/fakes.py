@@ -11,8 +11,11 @@ from rheostat._proto.v1 import (
     generation_pb2,
 )
 from rheostat_engine import (
+    OPEN_END,
     Act,
+    Attached,
     Capacity,
+    Capture,
     Dose,
     Event,
     Installed,
@@ -24,6 +27,7 @@ from rheostat_engine import (
     Rows,
     Spans,
     amend,
+    recapture,
 )
 from rheostat_server.errors import EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
@@ -165,6 +169,11 @@ class ScriptedBackend:
     """If set, nothing is scheduled until it is set."""
     update_error: Exception | None = None
     updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
+    recapture_error: str = ""
+    recaptured: list[dict[str, tuple[int, Sequence[Capture]] | None]] = field(default_factory=list)
+    """Every change of what is captured that was asked for."""
+    changes: dict[str, tuple[int, Sequence[Capture]]] = field(default_factory=dict)
+    """Those that wait for a sample's next step."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """Plans of the samples that it runs."""
     positions: dict[str, int] = field(default_factory=dict)
@@ -204,6 +213,7 @@ class ScriptedBackend:
             token = job.prompt[-1]
             for step in range(job.sampling.max_tokens + self.overrun):
                 end = length + step
+                job = self._recaptured(job, computed)
                 self._capture(job, computed, end)
                 computed = self.positions[plan_id] = end
                 token = (token + 1) % VOCABULARY
@@ -218,10 +228,39 @@ class ScriptedBackend:
         finally:
             if not finished:
                 self.aborted.append(plan_id)
+            change = self.changes.pop(plan_id, None)
+            if change is not None:
+                self.deliver(Attached(plan_id, change[0], OPEN_END, ""))
+            held = plan_id in self.plans
             plan = self.plans.pop(plan_id, job.plan)
             self.positions.pop(plan_id, None)
-            if job.has_plan and computed:
+            if held and computed:
                 self._release(replace(job, plan=plan), computed)
+
+    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+        self.recaptured.append(dict(changes))
+        for plan_id, change in changes.items():
+            self.changes.pop(plan_id, None)
+            if change is not None:
+                self.changes[plan_id] = change
+
+    def _recaptured(self, job: Job, computed: int) -> Job:
+        """A sample before a step: what is captured of it may have been changed."""
+        plan_id = job.plan.request_id
+        change = self.changes.pop(plan_id, None)
+        if change is None:
+            return job
+        if plan_id not in self.plans:
+            self.plans[plan_id] = job.plan
+            self.deliver(Installed(plan_id, ""))
+        number, captures = change
+        if self.recapture_error:
+            self.deliver(Attached(plan_id, number, computed, self.recapture_error))
+            return job
+        self.deliver(Attached(plan_id, number, computed, ""))
+        plan = recapture(self.plans[plan_id], tuple(captures), computed)
+        self.plans[plan_id] = plan
+        return replace(job, plan=plan)
 
     async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
         self.updates.append((plan_id, acts, not_before))
