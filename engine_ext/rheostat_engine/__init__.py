@@ -23,7 +23,7 @@ from rheostat_engine.plan import (
     Spans,
     TokenSet,
 )
-from rheostat_engine.points import Point, Site, site_count
+from rheostat_engine.points import ROUTERS, Point, Site, site_count
 from rheostat_engine.settings import EngineSettings, engine_kwargs
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "MAX_STEPS",
     "MAX_TOKEN_SETS",
     "OPEN_END",
+    "ROUTERS",
     "Act",
     "Attached",
     "Band",

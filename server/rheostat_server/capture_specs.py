@@ -53,6 +53,8 @@ class ResolvedCapture:
     """The sink that they go to."""
     overload: capture_pb2.Overload.ValueType = capture_pb2.OVERLOAD_FAIL
     """What happens when they come faster than they are taken; a subscription has its own."""
+    width: int | None = None
+    """Values of a row; None: as many as the stream has."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -62,7 +64,7 @@ class ResolvedCapture:
     def payload_bytes(self, *, row_end: int, width: int) -> int:
         """Bytes of payload if every position below `row_end` that is known is computed."""
         positions = length(clipped(self.selection.known, 0, row_end))
-        return positions * len(self.sites) * self.form.row_bytes(width, self.kind)
+        return positions * len(self.sites) * self.form.row_bytes(self.width or width, self.kind)
 
 
 def resolve_captures(
@@ -153,9 +155,10 @@ def resolve_capture(
     """
     if not spec.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))
-    form = _form(spec, model.width, path)
-    _check_enum_options(spec, path)
     sites = resolve_sites(spec.sites, model, join(path, "sites")).sites
+    width = _width(sites, model, join(path, "sites"))
+    form = _form(spec, width, path)
+    _check_enum_options(spec, path)
     selection = EVERYTHING
     if spec.HasField("where"):
         selection = resolve_selector(spec.where, context, join(path, "where"))
@@ -163,7 +166,21 @@ def resolve_capture(
     if spec.HasField("dtype"):
         kind = float_type(spec.dtype, join(path, "dtype"))
     overload = spec.overload if spec.HasField("overload") else capture_pb2.OVERLOAD_FAIL
-    return ResolvedCapture(sites, selection, kind, form, target, overload=overload)
+    return ResolvedCapture(sites, selection, kind, form, target, overload=overload, width=width)
+
+
+def _width(sites: Sequence[Site], model: ModelSites, path: str) -> int:
+    """How many values every row has."""
+    widths = {model.width_of(site): site for site in sites}
+    if len(widths) > 1:
+        parts = ", ".join(f"{site.point.value} {site.layer} {n}" for n, site in widths.items())
+        raise InvalidValue(
+            f"rows of a capture have one width, these have several ({parts} values): name "
+            "router_logits in a capture of its own",
+            field=path,
+        )
+    (width,) = widths
+    return width
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:

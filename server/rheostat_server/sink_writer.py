@@ -180,7 +180,7 @@ async def open_writer(
                 index,
                 one.sites,
                 one.kind,
-                width,
+                one.width or width,
                 encoding_of(one.form.encoding, ""),
                 one.form.kept or None,
                 one.form.seed,

@@ -17,6 +17,7 @@ from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
+from rheostat_server.trimming import trimming
 from rheostat_server.vectors import Vector
 from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
 
@@ -99,6 +100,7 @@ class VllmBackend:
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         """Delivers events on the running loop and watches over the engine."""
         self._lost = lost
+        deliver = trimming(deliver, self._sites) if self._sites.experts else deliver
         self._channel.start(asyncio.get_running_loop(), deliver)
         self._watch = asyncio.create_task(self._watch_engine())
 

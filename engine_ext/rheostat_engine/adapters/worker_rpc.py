@@ -36,6 +36,8 @@ class SiteRpc:
             "dtype": str(buffers.ring.dtype).removeprefix("torch."),
             "runner": getattr(runner, "runner_name", "V1"),
             "refused": assembled.refused,
+            "experts": assembled.routers.experts,
+            "unrouted": assembled.routers.refused,
             "capacity": asdict(assembled.capacity),
             "reports": assembled.reports,
         }

@@ -14,6 +14,7 @@ import torch
 
 from rheostat_engine.core.classes import CaptureClasses
 from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.ring import Blocks, Region, Ring, cut_blocks, place
 from rheostat_engine.core.segments import Int64, PositionTable
 from rheostat_engine.core.tallies import Tallies
@@ -42,15 +43,21 @@ class Captures:
     """The captures of all requests."""
 
     def __init__(
-        self, ring: torch.Tensor, outlet: Outlet, *, sites: int, present: frozenset[int], rank: int
+        self,
+        ring: torch.Tensor,
+        outlet: Outlet,
+        *,
+        places: Places,
+        present: frozenset[int],
+        rank: int,
     ) -> None:
         """Nothing is in force.
 
         Args:
             ring: [ring rows, W].
             outlet: where rows go.
-            sites: number of the model's sites.
-            present: those that lie in this rank's part of the model.
+            places: where the model's sites are kept.
+            present: the places of those that lie in this rank's part of the model.
             rank: this worker's.
         """
         self.captured_rows = 0
@@ -61,7 +68,8 @@ class Captures:
         self._rank = rank
         self._ring = Ring(ring.shape[0])
         self._table = PositionTable()
-        self._classes = CaptureClasses(sites)
+        self._places = places
+        self._classes = CaptureClasses(places.count)
         self._pending: _Captured | None = None
 
     def put(self, number: int, plan: Plan) -> tuple[int, ...]:
@@ -138,7 +146,7 @@ class Captures:
             dtype=str(self._rows.dtype).removeprefix("torch."),
             width=self._rows.shape[1],
             classes=[
-                np.flatnonzero(self._classes.ranks[number] >= 0).tolist()
+                self._places.numbers[np.flatnonzero(self._classes.ranks[number] >= 0)].tolist()
                 for number in classes.tolist()
             ],
             number=_int64(blocks.request[fits]),

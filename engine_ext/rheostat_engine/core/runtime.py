@@ -21,12 +21,13 @@ from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.doses import Norms, read_doses
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.segments import Int64
 from rheostat_engine.core.steering import Instruction, Placed, Steering
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.core.vectors import BankError
 from rheostat_engine.effort import MAX_EFFORT, effort
-from rheostat_engine.events import AttachedHead, Head, InstalledHead
+from rheostat_engine.events import AttachedHead, Head, InstalledHead, ReleasedHead
 from rheostat_engine.plan import OPEN_END, Plan
 
 _LOG = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class SiteRuntime:
         expander: Expander,
         outlet: Outlet | None,
         rank: int,
+        places: Places,
         sites: frozenset[int],
         name_of: Callable[[str], str],
     ) -> None:
@@ -98,7 +100,8 @@ class SiteRuntime:
             expander: writes the step's instructions.
             outlet: where events go; None on a rank that doesn't report.
             rank: this worker's rank.
-            sites: the sites that lie in this rank's part of the model.
+            places: where the tables keep each site.
+            sites: the places of those that lie in this rank's part of the model.
             name_of: the server's name of a request, from vLLM's id.
         """
         self.buffers = buffers
@@ -110,6 +113,7 @@ class SiteRuntime:
         self._rank = rank
         self._held: dict[str, _Held] = {}
         self._ids: dict[str, str] = {}
+        self._places = places
         self._name_of = name_of
         self._changes: dict[str, Change] = {}
         self._looked: Sequence[str] | None = None
@@ -224,12 +228,7 @@ class SiteRuntime:
             return
         leaving, self._leaving = self._leaving, []
         measured = self.steering.take_out([held.placed for held in leaving])
-        heads = [
-            self._tallies.released(
-                held.number, held.plan, self._rank, measured=held.placed.measured
-            )
-            for held in leaving
-        ]
+        heads = [self._released(held) for held in leaving]
         self._numbers_free += [held.number for held in leaving]
         if self._outlet is None:
             return
@@ -249,6 +248,14 @@ class SiteRuntime:
 
         unmeasured = [msgspec.structs.replace(head, measured=False) for head in heads]
         self._outlet.send_measured(measured, finish, unmeasured)
+
+    def _released(self, held: _Held) -> ReleasedHead:
+        head = self._tallies.released(
+            held.number, held.plan, self._rank, measured=held.placed.measured
+        )
+        numbers = self._places.numbers
+        captured = {int(numbers[place]): rows for place, rows in head.captured.items()}
+        return msgspec.structs.replace(head, captured=captured)
 
     def begin(self, batch: Batch) -> None:
         """Says what the forward pass that comes next does; call `end` after it."""
@@ -328,12 +335,7 @@ class SiteRuntime:
         self._send(AttachedHead(self._rank, held.number, name, change.number, first, problem))
 
     def _checked(self, wire: object) -> Plan:
-        plan = Plan.from_wire(wire)
-        sites = self.buffers.sites
-        named = [site for act in plan.acts for site, _ in act.rows]
-        named += [site for capture in plan.captures for site in capture.sites]
-        if any(not 0 <= site < sites for site in named):
-            raise ValueError(f"the plan names a site that is not one of the model's {sites}")
+        plan = self._places.placed(Plan.from_wire(wire))
         if effort(plan) > MAX_EFFORT:
             raise ValueError(f"the plan is too fragmented: its effort is over {MAX_EFFORT}")
         return plan

@@ -14,6 +14,7 @@ from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Expander
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.ring import Fence
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import Batch, SiteRuntime
@@ -86,11 +87,17 @@ class Worker:
         room: Capacity | None = None,
         *,
         sites: frozenset[int] = frozenset(range(SITES)),
+        routers: bool = False,
     ) -> None:
         room = room or capacity()
-        self.bank = Bank(sites=SITES, capacity=room, width=WIDTH, dtype=torch.float32, device=CPU)
+        places = Places((SITES - 1) // 4, routers=routers)
+        self.sites = places.count
+        sites |= set(range(SITES, places.count))
+        self.bank = Bank(
+            sites=places.count, capacity=room, width=WIDTH, dtype=torch.float32, device=CPU
+        )
         self.rules = TokenRules(room.token_rules, room.ruled_pieces, VOCABULARY, CPU)
-        self.doses = Doses(SITES, CPU)
+        self.doses = Doses(places.count, CPU)
         programs = self.bank.programs
         self.buffers = Buffers(
             tokens=TOKENS,
@@ -105,7 +112,7 @@ class Worker:
         self.captures = Captures(
             self.buffers.ring,
             self.outlet,  # type: ignore[arg-type]  # has what is used
-            sites=SITES,
+            places=places,
             present=sites,
             rank=0,
         )
@@ -117,6 +124,7 @@ class Worker:
             expander=Expander(self.buffers, self.bank.code_of, self.rules, TOKENS),
             outlet=self.outlet,  # type: ignore[arg-type]  # as above
             rank=0,
+            places=places,
             sites=sites,
             name_of=name_of,
         )
@@ -148,7 +156,7 @@ class Worker:
                 input_ids=torch.tensor(ids, dtype=torch.int32),
             )
         )
-        for site in range(SITES):
+        for site in range(self.sites):
             h = torch.full((len(tokens) + padding, WIDTH), 7.0)
             for token, (request_id, position) in enumerate(tokens):
                 h[token] = torch.from_numpy(stream_at(request_id, position, site))

@@ -12,6 +12,7 @@ from rheostat._proto.v1 import (
 )
 from rheostat_engine import (
     OPEN_END,
+    ROUTERS,
     Act,
     Attached,
     Capacity,
@@ -303,7 +304,8 @@ class ScriptedBackend:
                 p for p in positions_of(capture.spans, start, end) if p not in self.lost_positions
             ]
             for site in capture.sites if kept else ():
-                data = np.stack([row(site, p) for p in kept])
+                width = self.sites.experts.get(site - ROUTERS, WIDTH)
+                data = np.stack([row(site, p)[:width] for p in kept])
                 positions = np.array(kept, dtype=np.int32)
                 self.deliver(Rows(job.plan.request_id, site, positions, data))
 
