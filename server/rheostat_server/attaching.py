@@ -160,10 +160,9 @@ class Attaching:
 
     def _changes(self, flight: Flight, lives: Sequence[Life]) -> _Changes:
         """What is captured of some samples from now on."""
-        observed = () if flight.unobserved else flight.admitted.wishes
         beside = [
             capture
-            for wish in (*observed, *flight.joined)
+            for wish in _observing(flight)
             if wish.subscription.taking
             for number, capture in wish.captures.items()
             if number not in wish.own
@@ -179,8 +178,7 @@ class Attaching:
         """Nothing more is copied for a subscription that takes nothing any more."""
         changes: _Changes = {}
         for flight in self._flights.values():
-            wishes = [wish for wish in flight.admitted.wishes if wish.observed]
-            if any(wish.subscription is subscription for wish in (*wishes, *flight.joined)):
+            if any(wish.subscription is subscription for wish in _observing(flight)):
                 changes |= self._changes(flight, _running(flight))
         await self._recapture(changes)
 
@@ -197,6 +195,12 @@ class Attaching:
 
 def _selects(subscription: Subscription, flight: Flight) -> bool:
     return subscription.selects(flight.admitted.request_id, flight.admitted.labels)
+
+
+def _observing(flight: Flight) -> list[Wish]:
+    """What is captured of a flight, or was, for those of which it does not know."""
+    observed = () if flight.unobserved else flight.admitted.wishes
+    return [*(wish for wish in observed if wish.observed), *flight.joined]
 
 
 def _running(flight: Flight) -> list[Life]:

@@ -6,6 +6,8 @@ import pytest
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server import attaching
+from rheostat_server.admission import admit
+from rheostat_server.generation import run
 
 from .conftest import rest
 from .fakes import ScriptedBackend, row, sites_with
@@ -286,6 +288,20 @@ async def test_an_engine_that_dies_meanwhile_ends_the_subscription(starter) -> N
     running.backend.lost("the engine died")
     assert (await failure(one)).reason == "REASON_ENGINE_LOST"
     call.cancel()
+
+
+async def test_a_subscription_that_opens_while_a_request_is_admitted_gets_all_of_it(
+    starter,
+) -> None:
+    running = await starter()
+    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.host.desk)
+    one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
+    assert not one.events[0].opened.attached
+    events = [event async for event in run(admitted, running.host)]
+    assert events[-1].HasField("receipt")
+    await one.until("end_of_request")
+    assert attached(ends_of(one.events)["a"]) == [("a", 0, 0)]
+    assert rows_of(one.events) == expected("a", 0, tokens=5)
 
 
 async def test_rows_are_those_of_their_positions(starter) -> None:
