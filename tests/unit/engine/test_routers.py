@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from rheostat_engine import site_count
 from rheostat_engine.adapters.probing import PROBE_TOKENS
-from rheostat_engine.adapters.routers import OTHERWISE, SEVERAL, WIDE, find_routers
+from rheostat_engine.adapters.routers import OTHERWISE, SEVERAL, WIDE, Routers, find_routers
 from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.sites.forms import Block
 from rheostat_engine.sites.op import bind
@@ -30,7 +30,13 @@ class Mixture(MoERunner):
         self.said = said
         self.got: list[torch.Tensor] = []
 
-    def _apply_quant_method(self, hidden_states, router_logits, *rest, **more):  # type: ignore[no-untyped-def]
+    def _apply_quant_method(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        *rest: Any,  # vLLM's own
+        **more: Any,  # as above
+    ) -> Any:  # as above
         self.got.append(router_logits)
         return hidden_states
 
@@ -47,7 +53,7 @@ def logits(experts: int = EXPERTS, tokens: int = PROBE_TOKENS) -> torch.Tensor:
     return torch.arange(float(tokens * experts)).view(tokens, experts)
 
 
-def found(*layers: tuple[Mixture, ...], runs: int = 1):  # type: ignore[no-untyped-def]
+def found(*layers: tuple[Mixture, ...], runs: int = 1) -> Routers:
     """What is found in blocks that hold these mixtures."""
     blocks, context = [], {}
     for layer, held in enumerate(layers):
