@@ -3,13 +3,13 @@
 Importing this package imports neither torch nor vLLM; the workers load the parts that do.
 """
 
-from rheostat_engine.amend import amend
+from rheostat_engine.amend import amend, recapture
 from rheostat_engine.block_keys import BlockKeys
 from rheostat_engine.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.channel import WorkerChannel
 from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS, compose
 from rheostat_engine.effort import MAX_EFFORT, effort
-from rheostat_engine.events import Dose, Event, Installed, Released, Rows
+from rheostat_engine.events import Attached, Dose, Event, Installed, Released, Rows
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.plan import (
     EXTRA_ARG,
@@ -23,7 +23,7 @@ from rheostat_engine.plan import (
     Spans,
     TokenSet,
 )
-from rheostat_engine.points import Point, Site, site_count
+from rheostat_engine.points import ROUTERS, Point, Site, site_count
 from rheostat_engine.row_forms import Coding, Directions, RowForm
 from rheostat_engine.settings import EngineSettings, engine_kwargs
 
@@ -33,7 +33,9 @@ __all__ = [
     "MAX_STEPS",
     "MAX_TOKEN_SETS",
     "OPEN_END",
+    "ROUTERS",
     "Act",
+    "Attached",
     "Band",
     "BlockKeys",
     "Capacity",
@@ -62,5 +64,6 @@ __all__ = [
     "compose",
     "effort",
     "engine_kwargs",
+    "recapture",
     "site_count",
 ]

@@ -1,12 +1,13 @@
 """Changing what a plan does from a position on, while its request runs.
 
 Invariant: what was computed under a plan is computed the same way again, should the request be
-preempted: the old acts keep the positions before the change, the new ones get those after it.
+preempted: the old acts and captures keep the positions before the change, the new ones get those
+after it.
 """
 
 from dataclasses import replace
 
-from rheostat_engine.plan import OPEN_END, Act, Plan, Spans
+from rheostat_engine.plan import OPEN_END, Act, Capture, Plan, Spans
 
 
 def amend(plan: Plan, acts: tuple[Act, ...], first: int) -> Plan:
@@ -21,6 +22,14 @@ def amend(plan: Plan, acts: tuple[Act, ...], first: int) -> Plan:
             *(_within(act, first, OPEN_END) for act in acts),
         ),
     )
+
+
+def recapture(plan: Plan, captures: tuple[Capture, ...], first: int) -> Plan:
+    """`plan` with `captures` in place of its own from position `first` on."""
+    parts = [(one, 0, first) for one in plan.captures]
+    parts += [(one, first, OPEN_END) for one in captures]
+    kept = [replace(one, spans=_clip(one.spans, start, end)) for one, start, end in parts]
+    return replace(plan, captures=tuple(one for one in kept if one.spans))
 
 
 def _within(act: Act, start: int, end: int) -> Act:

@@ -1,6 +1,6 @@
 """The server's end of the side channel: frames from all workers become events of requests.
 
-Invariant: a request's events are handed over in order, and Installed and Released only once every
+Invariant: a request's events are handed over in order, and all but rows only once every
 reporting worker has said them, so that no row of the request can come before the one nor follow the
 other. A frame that can't be read is logged and skipped. vLLM's step outputs are not involved.
 """
@@ -16,6 +16,8 @@ import msgspec
 import zmq
 
 from rheostat_engine.events import (
+    Attached,
+    AttachedHead,
     Dose,
     Event,
     Installed,
@@ -47,6 +49,7 @@ class EventMerger:
         self._ranks = ranks
         self._names: dict[int, dict[int, str]] = {}
         self._installed: dict[str, list[str]] = {}
+        self._attached: dict[tuple[str, int], list[AttachedHead]] = {}
         self._early: dict[str, list[Rows]] = {}
         self._released: dict[str, list[ReleasedHead]] = {}
         self._lost: dict[tuple[int, int], Counter[int]] = {}
@@ -65,6 +68,8 @@ class EventMerger:
             return self._pass_on(split_rows(decoded, payload, self._names[decoded.rank]))
         if isinstance(decoded, InstalledHead):
             return self._install(decoded)
+        if isinstance(decoded, AttachedHead):
+            return self._attach(decoded)
         return self._release(decoded)
 
     def _pass_on(self, rows: list[Rows]) -> list[Event]:
@@ -90,6 +95,16 @@ class EventMerger:
         del self._installed[head.request_id]
         error = next(filter(None, errors), "")
         return [Installed(head.request_id, error), *self._early.pop(head.request_id, [])]
+
+    def _attach(self, head: AttachedHead) -> list[Event]:
+        key = head.request_id, head.change
+        heads = self._attached.setdefault(key, [])
+        heads.append(head)
+        if len(heads) < self._ranks:
+            return []
+        del self._attached[key]
+        error = next((one.error for one in heads if one.error), "")
+        return [Attached(*key, max(one.first for one in heads), error)]
 
     def _release(self, head: ReleasedHead) -> list[Event]:
         del self._names[head.rank][head.number]

@@ -1,6 +1,7 @@
 """What a worker says of a request, and the bytes in which it says it.
 
-Invariant: per request the order is Installed, Rows..., Released, and nothing follows Released. A
+Invariant: per request the order is Installed, Rows..., Released, and nothing follows Released. An
+Attached comes between the two, after all rows of the steps before the one that it speaks of. A
 frame is a msgpack head and a payload of raw rows; nothing in it is executed or unpickled.
 """
 
@@ -28,6 +29,19 @@ class Installed:
     request_id: str
     error: str
     """Empty if all is well; otherwise the plan is not in force and the request must be failed."""
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What is captured of a request has changed, in the step before which this is said."""
+
+    request_id: str
+    change: int
+    """Which change, as the server numbered it."""
+    first: int
+    """First position that is captured as it says; `OPEN_END`: the request ended before."""
+    error: str
+    """Why it is not in force, and nothing has changed; empty if it is."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,7 @@ class Released:
     """Tokens computed again after a preemption, and cached ones computed for a capture."""
 
 
-Event = Installed | Rows | Released
+Event = Installed | Attached | Rows | Released
 
 
 class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):
@@ -93,6 +107,18 @@ class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):
     number: int
     """What the worker calls the request in the frames of rows that follow, until `Released`."""
     request_id: str
+    error: str
+
+
+class AttachedHead(msgspec.Struct, frozen=True, tag="attached"):
+    """Head of an `Attached` frame."""
+
+    rank: int
+    number: int
+    """As in `InstalledHead`; 0: the worker does not hold the request."""
+    request_id: str
+    change: int
+    first: int
     error: str
 
 
@@ -150,11 +176,11 @@ class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     recomputed: int
 
 
-Head = InstalledHead | RowsHead | ReleasedHead
+Head = InstalledHead | AttachedHead | RowsHead | ReleasedHead
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
-    InstalledHead | RowsHead | ReleasedHead
+    InstalledHead | AttachedHead | RowsHead | ReleasedHead
 )
 
 

@@ -5,11 +5,13 @@ disagree about the model's shape.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from rheostat_engine.capacity import Capacity
 from rheostat_engine.points import Point, Site
+
+NO_MIXTURE = "the layer has no mixture of experts"
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,28 @@ class ModelSites:
     runner: str
     """vLLM's model runner: "V1" or "V2"."""
     refused: Mapping[Point, str]
-    """Points that this model lacks, with the reason."""
+    """Points of the stream that this model lacks, with the reason."""
     capacity: Capacity
     """What the engine can hold at the same time."""
     world_size: int
     """Worker processes that report."""
+    experts: Mapping[int, int] = field(default_factory=dict)
+    """From how many experts a layer's router chooses, by layer; only where that can be read."""
+    unrouted: Mapping[int, str] = field(default_factory=dict)
+    """Why the router of a layer with a mixture of experts can't be read."""
+
+    def width_of(self, site: Site) -> int:
+        """How many values a row of a served site has."""
+        return self.experts[site.layer] if site.point is Point.ROUTER_LOGITS else self.width
 
     def supports(self, site: Site) -> str | None:
         """None where the site is served, otherwise why it isn't."""
         if not 0 <= site.layer < self.num_layers:
             return f"layer {site.layer} is not one of the model's {self.num_layers} layers"
+        if site.point is Point.ROUTER_LOGITS:
+            if site.layer in self.experts:
+                return None
+            return self.unrouted.get(site.layer, NO_MIXTURE)
         return self.refused.get(site.point)
 
     @classmethod
@@ -63,7 +77,17 @@ class ModelSites:
             refused=refused,
             capacity=_least([cast(Mapping[str, int], r["capacity"]) for r in reports]),
             world_size=sum(1 for r in reports if r["reports"]),
+            experts=cast(dict[int, int], _by_layer(reports, "experts")),
+            unrouted=cast(dict[int, str], _by_layer(reports, "unrouted")),
         )
+
+
+def _by_layer(reports: Sequence[Mapping[str, object]], key: str) -> dict[int, object]:
+    found: dict[int, object] = {}
+    for report in reports:
+        values = cast(Mapping[int, object], report[key])
+        found |= {int(layer): value for layer, value in values.items()}
+    return dict(sorted(found.items()))
 
 
 def _least(capacities: Sequence[Mapping[str, int]]) -> Capacity:

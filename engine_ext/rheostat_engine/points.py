@@ -3,7 +3,8 @@
 Invariant: two names of the same tensor have the same index, and indices ascend as a sequential
 block comes to its sites. `resid_post` of layer L and `resid_pre` of layer L+1 are one site,
 4 * (L + 1). 4 * L + 1, 2 and 3 are `attn_out`, `resid_mid` and `mlp_out` of layer L. A model of N
-layers has the sites 0 ... 4N.
+layers has the sites 0 ... 4N. Beside them, `router_logits` of layer L is `ROUTERS` + L: it is no
+part of the stream, can only be captured, and few models have it.
 """
 
 from enum import StrEnum
@@ -28,6 +29,12 @@ class Point(StrEnum):
     MLP_OUT = "mlp_out"
     """What the MLP or mixture adds to the stream, as it is added."""
 
+    ROUTER_LOGITS = "router_logits"
+    """What a mixture's router says of each expert, before any softmax; as many as experts."""
+
+
+ROUTERS = 1 << 20
+"""`router_logits` of layer 0."""
 
 _PER_LAYER = 4
 _OFFSET = {
@@ -49,11 +56,15 @@ class Site(NamedTuple):
     @property
     def index(self) -> int:  # type: ignore[override]  # a site is no sequence to search
         """The site's number, equal for both names of one tensor."""
+        if self.point is Point.ROUTER_LOGITS:
+            return ROUTERS + self.layer
         return _PER_LAYER * self.layer + _OFFSET[self.point]
 
     @staticmethod
     def names(index: int, num_layers: int) -> tuple["Site", ...]:
         """Every name of a site in a model of `num_layers`, `resid_post` first where it has one."""
+        if 0 <= index - ROUTERS < num_layers:
+            return (Site(Point.ROUTER_LOGITS, index - ROUTERS),)
         if not 0 <= index < site_count(num_layers):
             raise ValueError(f"site {index} is not one of the {site_count(num_layers)} sites")
         layer, offset = divmod(index, _PER_LAYER)
@@ -68,5 +79,5 @@ class Site(NamedTuple):
 
 
 def site_count(num_layers: int) -> int:
-    """How many sites a model of `num_layers` decoder blocks has."""
+    """How many sites the stream of `num_layers` decoder blocks has."""
     return _PER_LAYER * num_layers + 1

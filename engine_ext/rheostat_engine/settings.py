@@ -10,7 +10,7 @@ from typing import Literal
 from rheostat_engine.capacity import Capacity
 
 _MIB = 1 << 20
-_SITE_PROGRAM = 4
+_SITE_PROGRAM = 5
 """Rises whenever what we put into the compiled graph changes."""
 
 

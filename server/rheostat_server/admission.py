@@ -6,7 +6,6 @@ and Explain share this path.
 
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from rheostat._proto.v1 import (
@@ -171,54 +170,44 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     size = sum(one.projecting for one in drafted)
     captures = await offload(size, project_all, drafted, directions_of, desk.sites)
     request_id = request_id or uuid.uuid4().hex
-    with _watched(desk, request_id, request.labels):
-        wishes = merged(
-            [*_directed(captures, desk), *await _observers(request, request_id, desk, context)]
-        )
-        server_wide = await resolve_global(desk, context)
-        interventions = (*server_wide, *own)
-        kind = FloatType(desk.sites.dtype)
-        await offload(sums_work(interventions), check_sums, interventions, kind)
-        compiled = await compile_plan(request_id, interventions, captures)
-        wanted = observe(compiled.plan, captures, wishes)
-        vectors = {vector.digest: vector for vector in compiled.vectors}
-        baseline = None
-        if request.with_baseline:
-            without = await compile_plan(request_id, server_wide, captures)
-            compared = compared_logprobs(sampling, desk.info.logprobs)
-            plan = replace(without.plan, captures=wanted)
-            baseline = Baseline(plan, compared, desk.info.model_tokens)
-        return Admitted(
-            request_id=request_id,
-            labels=dict(request.labels),
-            prompt=prompt,
-            context=context,
-            sampling=sampling,
-            interventions=interventions,
-            captures=captures,
-            wishes=wishes,
-            plan=replace(
-                compiled.plan,
-                captures=wanted,
-                private_from=context.prompt_len if changeable else None,
-            ),
-            unobserved=compiled.plan.captures,
-            lora=request.lora,
-            vectors=tuple((vectors | direction_vectors(captures)).values()),
-            server_wide=desk.server_wide,
-            return_prompt_token_ids=request.return_prompt_token_ids,
-            waits=waits,
-            baseline=baseline,
-        )
-
-
-def _watched(
-    desk: Desk, request_id: str, labels: Mapping[str, str]
-) -> AbstractContextManager[None]:
-    """While a request is admitted that subscriptions may want to hear of."""
-    if desk.subscriptions is None:
-        return nullcontext()
-    return desk.subscriptions.admitting(request_id, dict(labels))
+    wishes = merged(
+        [*_directed(captures, desk), *await _observers(request, request_id, desk, context)]
+    )
+    server_wide = await resolve_global(desk, context)
+    interventions = (*server_wide, *own)
+    kind = FloatType(desk.sites.dtype)
+    await offload(sums_work(interventions), check_sums, interventions, kind)
+    compiled = await compile_plan(request_id, interventions, captures)
+    wanted = observe(compiled.plan, captures, wishes)
+    vectors = {vector.digest: vector for vector in compiled.vectors}
+    baseline = None
+    if request.with_baseline:
+        without = await compile_plan(request_id, server_wide, captures)
+        compared = compared_logprobs(sampling, desk.info.logprobs)
+        plan = replace(without.plan, captures=wanted)
+        baseline = Baseline(plan, compared, desk.info.model_tokens)
+    return Admitted(
+        request_id=request_id,
+        labels=dict(request.labels),
+        prompt=prompt,
+        context=context,
+        sampling=sampling,
+        interventions=interventions,
+        captures=captures,
+        wishes=wishes,
+        plan=replace(
+            compiled.plan,
+            captures=wanted,
+            private_from=context.prompt_len if changeable else None,
+        ),
+        unobserved=compiled.plan.captures,
+        lora=request.lora,
+        vectors=tuple((vectors | direction_vectors(captures)).values()),
+        server_wide=desk.server_wide,
+        return_prompt_token_ids=request.return_prompt_token_ids,
+        waits=waits,
+        baseline=baseline,
+    )
 
 
 async def resolve_steering(

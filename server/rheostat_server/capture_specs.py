@@ -74,7 +74,7 @@ class ResolvedCapture:
     row_forms: Mapping[Site, RowForm] = field(default_factory=dict)
     """The form in which rows of a site may leave the device; one that is missing: as they are."""
     width: int = 0
-    """W."""
+    """Numbers of a row in the engine: W, or the experts of a router."""
 
     @property
     def numbers(self) -> int:
@@ -253,12 +253,13 @@ def resolve_capture(
     """
     if not spec.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))
+    sites = resolve_sites(spec.sites, model, join(path, "sites")).sites
+    width = _width(sites, model, join(path, "sites"))
     directions: tuple[VectorDraft, ...] = ()
     if spec.HasField("projection"):
-        directions = draft_directions(spec.projection, model.width, join(path, "projection"))
-    form = _form(spec, len(directions) or model.width, path)
+        directions = draft_directions(spec.projection, width, join(path, "projection"))
+    form = _form(spec, len(directions) or width, path)
     _check_enum_options(spec, path)
-    sites = resolve_sites(spec.sites, model, join(path, "sites")).sites
     selection = EVERYTHING
     if spec.HasField("where"):
         selection = resolve_selector(spec.where, context, join(path, "where"))
@@ -274,9 +275,23 @@ def resolve_capture(
         target,
         overload=overload,
         directions=directions,
-        width=model.width,
+        width=width,
     )
     return found if directions else replace(found, row_forms=_row_forms(found, model))
+
+
+def _width(sites: Sequence[Site], model: ModelSites, path: str) -> int:
+    """How many values every row has."""
+    widths = {model.width_of(site): site for site in sites}
+    if len(widths) > 1:
+        parts = ", ".join(f"{site.point.value} {site.layer} {n}" for n, site in widths.items())
+        raise InvalidValue(
+            f"rows of a capture have one width, these have several ({parts} values): name "
+            "router_logits in a capture of its own",
+            field=path,
+        )
+    (width,) = widths
+    return width
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
@@ -340,6 +355,8 @@ _CODINGS = {
 def _row_forms(capture: ResolvedCapture, model: ModelSites) -> dict[Site, RowForm]:
     """The form in which each site's rows may leave the device, where that makes them smaller."""
     held, projection = FloatType(model.dtype), capture.projection
+    if capture.width != model.width:
+        return {}  # the ring keeps them beside numbers that are none of theirs
     coding, form = _CODINGS[capture.form.encoding], capture.form
     if coding is Coding.CAST and capture.kind is held and projection is None:
         return {}

@@ -20,7 +20,7 @@ from rheostat_server.errors import InvalidValue, MissingField, QueueFull, Rheost
 from rheostat_server.limits import DERIVED_BYTES, DERIVED_PROMPTS
 from rheostat_server.offload import offload
 from rheostat_server.prompt_means import PromptMean, Reading, prompt_selector, read_prompt
-from rheostat_server.sites import resolve_sites, to_wire
+from rheostat_server.sites import refuse_what_is_no_stream, resolve_sites, to_wire
 from rheostat_server.tensors import FloatType
 from rheostat_server.upload import check_label
 from rheostat_server.vectors import Name, Vector, make_vector
@@ -119,6 +119,7 @@ def _check(request: steering_service_pb2.DeriveVectorsRequest, host: EngineHost)
     if not request.HasField("sites"):
         raise MissingField("sites are required", field="sites")
     selection = resolve_sites(request.sites, host.sites, "sites")
+    refuse_what_is_no_stream(selection, "sites")
     reading = Reading(
         request.sites,
         selection.sites,

@@ -8,11 +8,12 @@ ends and none enters.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from rheostat_engine import CapacityLedger, Event, Installed
 from rheostat_server.admission import Admitted, Desk
+from rheostat_server.attaching import Attaching
 from rheostat_server.config import ServerConfig
 from rheostat_server.counts import Counts, Drained
 from rheostat_server.errors import (
@@ -99,6 +100,7 @@ class EngineHost:
         self.config = config
         self._flights: dict[str, Flight] = {}
         self._routes: dict[str, tuple[Flight, Life]] = {}
+        self.attaching = Attaching(self, self._flights, self._routes)
         self._changed = asyncio.Condition()
         self._settling: set[asyncio.Task[None]] = set()
         self._on_lost: Callable[[], None] = lambda: None
@@ -127,11 +129,6 @@ class EngineHost:
         """Requests that hold something."""
         return len(self._flights)
 
-    @property
-    def running(self) -> dict[str, Mapping[str, str]]:
-        """The labels of the requests that hold something, by id."""
-        return {name: flight.admitted.labels for name, flight in self._flights.items()}
-
     def start(self, on_lost: Callable[[], None]) -> None:
         """Takes events from the backend; `on_lost` is told once if the engine dies."""
         self._on_lost = on_lost
@@ -150,6 +147,7 @@ class EngineHost:
         flight = Flight(admitted)
         self._flights[admitted.request_id] = flight
         try:
+            await self.attaching.catch_up(flight)
             await self.hold(flight, admitted.vectors)
             self._check_serving()
             await self._reserve(flight)
@@ -359,6 +357,7 @@ class EngineHost:
 
     def _free(self, flight: Flight) -> None:
         """Gives back what a flight holds of the engine and the store."""
+        self.attaching.forget(flight)
         for life in flight.lives:
             self._routes.pop(life.plan_id, None)
         for digest in flight.pinned:

@@ -16,15 +16,17 @@ from functools import partial
 from typing import NamedTuple
 
 from rheostat._proto.v1 import monitor_pb2, types_pb2
-from rheostat_engine import Event, Installed, Plan, Released
+from rheostat_engine import OPEN_END, Attached, Event, Installed, Plan, Released
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
 from rheostat_server.inline import Inline
+from rheostat_server.joining import Joining
 from rheostat_server.line import Room
 from rheostat_server.outlets import Outlets
 from rheostat_server.steering import Intervention
+from rheostat_server.subscriptions import Wish
 from rheostat_server.taps import Track
 
 _LOG = logging.getLogger(__name__)
@@ -87,6 +89,12 @@ class Life:
         """How it ended, once it has."""
         self.heard = False
         self.installed = False
+        self.tokens: list[int] = []
+        """What it has generated."""
+        self.changes = 0
+        """How often what is captured of it was changed."""
+        self.joining: list[Joining] = []
+        """Subscriptions that wait for its next step."""
         self.known = asyncio.Event()
         """Set once the engine holds it or never will."""
         self.released = asyncio.Event()
@@ -97,6 +105,14 @@ class Life:
     def plan_id(self) -> str:
         """Under which the engine knows it."""
         return self.job.plan.request_id
+
+    def tell(self, attached: Attached) -> None:
+        """The engine has changed what is captured of it, or it ended before."""
+        for one in [one for one in self.joining if one.change <= attached.change]:
+            self.joining.remove(one)
+            one.tell(self.track, attached)
+        if attached.first == OPEN_END and not self.job.has_plan:
+            self.released.set()
 
     @property
     def track(self) -> Track:
@@ -141,6 +157,8 @@ class Flight:
         self._queue: asyncio.Queue[Item | Notice | Sign | RheostatError] = asyncio.Queue()
         self.inline = Inline(partial(self._queue.put_nowait, Sign.ROWS))
         """Those of them that go into the response."""
+        self.joined: list[Wish] = []
+        """What subscriptions want of it that it does not know of, since it began before them."""
         self._number = next(_NUMBERS)
         self.lives = [
             *self._samples(Role.OWN, admitted.plan),
@@ -152,6 +170,11 @@ class Flight:
     def own(self) -> list[Life]:
         """The request's samples."""
         return [life for life in self.lives if life.role is Role.OWN]
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self._closed
 
     @property
     def idle(self) -> bool:
@@ -224,10 +247,15 @@ class Flight:
             if life.role is not Role.SCORE:
                 self.outlets.release(life.track, event)
             self._close_outlets()
+        elif isinstance(event, Attached):
+            life.tell(event)
+            self._close_outlets()
+            return
         else:
             self.outlets.feed(life.track, event)
             return
-        self._put(Item(life, event))
+        if life.job.has_plan:
+            self._put(Item(life, event))
 
     def unobserve(self) -> None:
         """Leaves out what nobody but observers wants to be captured."""
@@ -315,6 +343,7 @@ class Flight:
                     life.ended = delta.ending is not None
                     life.ending = delta.ending
                     if life.role is not Role.SCORE:
+                        life.tokens += delta.token_ids
                         self.outlets.extend(life.track, delta.token_ids)
                     self._put(Item(life, delta))
             if not life.ended:

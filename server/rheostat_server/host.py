@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from rheostat._proto.v1 import generation_pb2
-from rheostat_engine import Act, Event, ModelSites, Plan
+from rheostat_engine import Act, Capture, Event, ModelSites, Plan
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sampling import SamplingSettings
 from rheostat_server.tokenizer import Tokenizer
@@ -134,6 +134,17 @@ class Backend(Protocol):
         Raises:
             EngineLost: the engine is gone.
             Defect: a worker could not take the acts up.
+        """
+
+    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+        """Changes what is captured of samples, each from its next step on; events say from where.
+
+        Args:
+            changes: by the id of the sample's plan, which it need not have brought: the change's
+                number, and what is captured from then on. None: no change waits any more.
+
+        Raises:
+            EngineLost: the engine is gone.
         """
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:

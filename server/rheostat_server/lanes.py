@@ -4,8 +4,9 @@ Invariant: each position that a capture selects leaves once, as a row or as a lo
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from rheostat_engine import Released, Rows, Spans
+from rheostat_engine import OPEN_END, Released, Rows, Spans
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.capture_stream import Block, CaptureStream
 from rheostat_server.pieces import Meter, Piece
@@ -47,9 +48,30 @@ class Lane:
         """First position from which rows may be missing that were not reported; None: none is."""
         self._reported: dict[int, Spans] = {}
         """Lost positions of each capture that were reported."""
+        self._start = 0
+        """First position that is wanted; `OPEN_END` while that is not known."""
+        self._early: list[Rows] = []
+        """Rows that came before that was known."""
+
+    def join(self, token_ids: Sequence[int]) -> None:
+        """Takes up a track that has generated some tokens. Its rows wait until `begin`."""
+        self._start = OPEN_END
+        self.tokens += token_ids
+
+    def begin(self, first: int) -> list[Rows]:
+        """Positions from `first` on are wanted; `OPEN_END`: none. The rows that came before."""
+        self._start = first
+        early, self._early = self._early, []
+        return early
 
     def feed(self, rows: Rows) -> list[Piece]:
         """Takes rows of one site; what of them waits."""
+        if self._start == OPEN_END:
+            self._early.append(rows)
+            return []
+        if rows.positions[0] < self._start:
+            kept = rows.positions >= self._start
+            rows = replace(rows, positions=rows.positions[kept], data=rows.data[kept])
         return self._stream.feed(rows)
 
     def leave_soon(self, pieces: Sequence[Piece]) -> bool:
@@ -71,6 +93,7 @@ class Lane:
         """What comes from now on does not leave."""
         if self._closed_at is None:
             self._closed_at = len(self.tokens)
+            self._early.clear()
 
     def discard(self) -> None:
         """Loses what waits."""
@@ -115,6 +138,9 @@ class Lane:
         return selected if number in self._refused else self._stream.lost(number, selected)
 
     def _selected(self, number: int, end: int, start: int = 0) -> Spans:
+        start = max(start, self._start)
+        if start >= end:
+            return ()
         selection = self._captures[number].selection
         return selection.held(len(self._prompt), self.tokens, start, end)
 

@@ -11,7 +11,7 @@ from rheostat_server import limits
 from rheostat_server.engine import EngineHost
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.ops import NO_REPLACE, SERVED
-from rheostat_server.sites import ENGINE_POINTS
+from rheostat_server.sites import ENGINE_POINTS, NO_STREAM
 from rheostat_server.tensors import FloatType
 
 _pb = engine_service_pb2
@@ -51,6 +51,8 @@ def build_version() -> str:
 def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:
     groups = []
     for wire, point in ENGINE_POINTS.items():
+        if point is Point.ROUTER_LOGITS and not (sites.experts or sites.unrouted):
+            continue
         for refusal, group in _by_refusal(sites, point).items():
             groups.append(_group(wire, group, refusal))
     return groups
@@ -70,7 +72,8 @@ def _group(
     def ability(why_not: str) -> engine_service_pb2.Ability:
         return _pb.Ability(served=not why_not, why_not=why_not)
 
-    ops = {**dict.fromkeys(SERVED.values(), ""), receipt_pb2.OP_REPLACE: NO_REPLACE}
+    no_stream = NO_STREAM if point == types_pb2.POINT_ROUTER_LOGITS else ""
+    ops = {**dict.fromkeys(SERVED.values(), no_stream), receipt_pb2.OP_REPLACE: NO_REPLACE}
     return _pb.SiteGroup(
         point=point,
         layers=layers,

@@ -11,7 +11,13 @@ from rheostat._proto.v1 import types_pb2
 from rheostat_engine import ModelSites, Point, Site
 from rheostat_server import checks
 from rheostat_server.checks import join
-from rheostat_server.errors import InvalidValue, MissingField, SiteNotServed, UnknownLayer
+from rheostat_server.errors import (
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    SiteNotServed,
+    UnknownLayer,
+)
 from rheostat_server.limits import LAYERS
 
 ENGINE_POINTS = {
@@ -20,8 +26,11 @@ ENGINE_POINTS = {
     types_pb2.POINT_RESID_POST: Point.RESID_POST,
     types_pb2.POINT_ATTN_OUT: Point.ATTN_OUT,
     types_pb2.POINT_MLP_OUT: Point.MLP_OUT,
+    types_pb2.POINT_ROUTER_LOGITS: Point.ROUTER_LOGITS,
 }
 """The points that the engine has."""
+
+NO_STREAM = "router_logits is no part of the stream: it can be captured, and nothing else"
 
 _WIRE_POINTS = {point: wire for wire, point in ENGINE_POINTS.items()}
 
@@ -57,6 +66,16 @@ def resolve_sites(sites: types_pb2.SiteSet, model: ModelSites, path: str) -> Sit
     named = tuple(Site(point, layer) for layer in layers for point in points)
     _check_served(named, model, path)
     return SiteSelection(named, layers)
+
+
+def refuse_what_is_no_stream(selection: SiteSelection, path: str) -> None:
+    """Refuses a set that holds what is no part of the stream.
+
+    Raises:
+        NotSupported: it does.
+    """
+    if any(site.point is Point.ROUTER_LOGITS for site in selection.sites):
+        raise NotSupported(NO_STREAM, field=path)
 
 
 def refuse_double_names(selection: SiteSelection, path: str) -> None:
@@ -133,7 +152,8 @@ def _check_served(sites: Sequence[Site], model: ModelSites, path: str) -> None:
             f"{f' and {len(unserved) - 8} more' if len(unserved) > 8 else ''}: {why}"
             for why, unserved in refused.items()
         ]
-        served = [point.value for point in Point if point not in model.refused]
+        lacking = {*model.refused, *(() if model.experts else [Point.ROUTER_LOGITS])}
+        served = [point.value for point in Point if point not in lacking]
         raise SiteNotServed(
             f"{model.architecture} does not serve {'; '.join(parts)}. "
             f"It serves {', '.join(served)}",

@@ -20,7 +20,12 @@ from rheostat_server.errors import MissingField, NonFinite, NotSupported, Vector
 from rheostat_server.limits import INTERVENTIONS
 from rheostat_server.ops import OpDraft, ResolvedOp, VectorDraft, check_served, draft_op
 from rheostat_server.selection import EVERYTHING, Selection, SelectionContext, resolve_selector
-from rheostat_server.sites import SiteSelection, refuse_double_names, resolve_sites
+from rheostat_server.sites import (
+    SiteSelection,
+    refuse_double_names,
+    refuse_what_is_no_stream,
+    resolve_sites,
+)
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
 
@@ -220,6 +225,7 @@ def _draft(
     if not intervention.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))
     sites = resolve_sites(intervention.sites, model, join(path, "sites"))
+    refuse_what_is_no_stream(sites, join(path, "sites"))
     refuse_double_names(sites, join(path, "sites"))
     selection = EVERYTHING
     if intervention.HasField("where"):

@@ -4,7 +4,7 @@ Invariant: the subscription outlives the call unless the client closes its side,
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 from rheostat._proto.v1 import capture_service_pb2
@@ -23,14 +23,14 @@ connection, of which the call hears at once."""
 async def subscribe(
     messages: AsyncIterator[Message],
     subscriptions: Subscriptions,
-    running: Callable[[], Mapping[str, Mapping[str, str]]],
+    attach: Callable[[Subscription], Awaitable[None]],
 ) -> AsyncGenerator[Response, None]:
     """Answers a call of Subscribe.
 
     Args:
         messages: what its client says.
         subscriptions: those that are open.
-        running: the labels of the requests that run, by id.
+        attach: lets one take part in the requests that already run.
 
     Raises:
         RheostatError: it cannot be served, or the subscription has failed.
@@ -42,17 +42,21 @@ async def subscribe(
                 raise InvalidValue("has no place beside resume", field=f"open.{name}")
         subscription = subscriptions.resume(wish.resume)
     else:
-        subscription = subscriptions.open(wish, running())
+        subscription = subscriptions.open(wish)
     call = object()
-    hearing = asyncio.create_task(_hear(messages, subscription, call))
+    hearing: asyncio.Task[None] | None = None
     try:
+        if not wish.HasField("resume"):
+            await attach(subscription)
+        hearing = asyncio.create_task(_hear(messages, subscription, call))
         async with aclosing(subscription.messages(call, wish.credit_bytes)) as responses:
             async for response in responses:
                 yield response
     finally:
         subscriptions.left(subscription, call)
-        hearing.cancel()
-        await asyncio.wait({hearing})
+        if hearing is not None:
+            hearing.cancel()
+            await asyncio.wait({hearing})
 
 
 async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.SubscribeOpen:

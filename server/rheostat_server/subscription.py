@@ -20,6 +20,7 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
+from rheostat_server.joining import Missed, tell
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.replay import Replay, Sent
 from rheostat_server.spillway import Spillway
@@ -97,8 +98,12 @@ class Subscription:
         self.carrier = Carrier()
         """How payloads reach the reader."""
         self._upcoming = Upcoming(self.reservoir, self.carrier)
-        self.missed: Sequence[str] = ()
-        """Requests that it selects and that began before it."""
+        self.attached: Sequence[Tap] = ()
+        """Those of requests that began before it."""
+        self.missed: Sequence[Missed] = ()
+        """Requests that it selects, that began before it, and that it could not join."""
+        self.on_left: Callable[[], None] = lambda: None
+        """Hears once that it takes nothing more."""
         self.directions: Sequence[Sequence[Vector]] = ((),) * len(self.specs)
         """The vectors that rows of each spec are projected on."""
         self.projecting = 0
@@ -230,6 +235,7 @@ class Subscription:
         self._credit = None
         for tap in list(self._taps):
             tap.close()
+        self.on_left()
         self.reservoir.news.set()
 
     def fail(self, error: RheostatError) -> None:
@@ -246,6 +252,7 @@ class Subscription:
             self.reservoir.close()
             self.reservoir.news.set()
             self._on_failed(self)
+            self.on_left()
 
     async def messages(self, call: object, credit: int) -> AsyncGenerator[Response, None]:
         """What a call sends, from what is first unacknowledged on.
@@ -264,7 +271,7 @@ class Subscription:
         opened = _pb.SubscribeOpened(
             subscription=self.name, next_sequence=self._replay.acknowledged + 1
         )
-        opened.missed_request_ids.extend(self.missed)
+        tell(opened, self.attached, self.missed)
         opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
         opened.resume_window.FromNanoseconds(int(self._resume_window * 1e9))
         self.carrier.begin(opened)

@@ -7,6 +7,7 @@ import google_crc32c
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 from rheostat_server.capture_stream import to_captured
+from rheostat_server.joining import to_wire
 from rheostat_server.offload import offload
 from rheostat_server.row_messages import dropped
 from rheostat_server.shared_memory import Arena
@@ -40,6 +41,7 @@ class Tally:
             end.chunks, end.rows, end.dropped_rows = self._chunks, self._rows, self._dropped
             end.crc32c = google_crc32c.value(bytes(self._checksums))
             end.finish_reasons.extend(item.tap.finish_reasons)
+            end.attached.extend(to_wire([item.tap]))
 
 
 class Message(NamedTuple):

@@ -9,10 +9,8 @@ import contextlib
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
@@ -39,7 +37,6 @@ from rheostat_server.errors import (
 from rheostat_server.limits import (
     CAPTURES,
     LABELS,
-    MISSED_REQUESTS,
     SUBSCRIBED_REQUESTS,
     SUBSCRIPTIONS,
 )
@@ -130,8 +127,6 @@ class Subscriptions:
         self._open: dict[str, Subscription] = {}
         self._failed: OrderedDict[str, Subscription] = OrderedDict()
         self._expiries: dict[str, asyncio.TimerHandle] = {}
-        self._admitting: list[tuple[str, Mapping[str, str]]] = []
-        """Requests that were shown to those that are open, and do not run yet."""
 
     def __len__(self) -> int:
         """How many are open or can be resumed."""
@@ -147,14 +142,8 @@ class Subscriptions:
         """How many have no reader now."""
         return len(self._expiries)
 
-    def open(
-        self, wish: capture_service_pb2.SubscribeOpen, running: Mapping[str, Mapping[str, str]]
-    ) -> Subscription:
-        """A new subscription.
-
-        Args:
-            wish: what its reader wants.
-            running: the labels of the requests that run, by id.
+    def open(self, wish: capture_service_pb2.SubscribeOpen) -> Subscription:
+        """A new subscription, which captures from requests that are admitted from now on.
 
         Raises:
             InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
@@ -192,9 +181,6 @@ class Subscriptions:
         self._project(subscription, captures)
         if wish.shared_memory:
             subscription.carrier.share(size, wish.namespace)
-        begun = chain(running.items(), self._admitting)
-        missed = (name for name, labels in begun if subscription.selects(name, labels))
-        subscription.missed = tuple(islice(dict.fromkeys(missed), MISSED_REQUESTS))
         self._open[subscription.name] = subscription
         inline = subscription.carrier.inline_reason
         _LOG.info(
@@ -247,16 +233,6 @@ class Subscriptions:
     def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Subscription]:
         """Those whose filter selects a request."""
         return [one for one in self._open.values() if one.selects(request_id, labels)]
-
-    @contextmanager
-    def admitting(self, request_id: str, labels: Mapping[str, str]) -> Iterator[None]:
-        """From when a request is shown to those that are open until it runs: later ones miss it."""
-        entry = (request_id, labels)
-        self._admitting.append(entry)
-        try:
-            yield
-        finally:
-            self._admitting.remove(entry)
 
     def wishes(
         self, subscriptions: Sequence[Subscription], context: SelectionContext

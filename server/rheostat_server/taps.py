@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
-from rheostat_engine import Released, Rows, Spans
+from rheostat_engine import OPEN_END, Released, Rows, Spans
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.capture_stream import Block
 from rheostat_server.errors import CaptureOverflow
@@ -288,6 +288,8 @@ class Tap:
         self._reservoir = reservoir
         self._on_closed = on_closed
         self._lanes: dict[Track, Lane] = {}
+        self.joined: dict[Track, int | None] = {}
+        """Tracks that ran before, and the first position of each that is wanted, once known."""
         self._ended = False
         self._counts: Mapping[int, tuple[int, int]] | None = None
         """What `counts` says, once nothing changes it any more."""
@@ -300,6 +302,18 @@ class Tap:
             return _ENDED_BYTES
         tokens = sum(len(lane.tokens) for lane in self._lanes.values())
         return _TAP_BYTES + _TOKEN_BYTES * (len(self._prompt) + tokens)
+
+    def join(self, track: Track, token_ids: Sequence[int]) -> None:
+        """Takes up a track that has generated some tokens. Its rows wait until `begin`."""
+        self._lane(track).join(token_ids)
+        self.joined[track] = None
+
+    def begin(self, track: Track, first: int) -> None:
+        """Of a track that has joined, positions from `first` on are wanted; `OPEN_END`: none."""
+        early = self._lane(track).begin(first)
+        self.joined[track] = None if first == OPEN_END else first
+        for rows in early:
+            self.feed(track, rows)
 
     def extend(self, track: Track, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated; rows before them may leave."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import zmq
 
 from rheostat._proto.v1 import generation_pb2
-from rheostat_engine import EXTRA_ARG, Act, Event, ModelSites, Plan, WorkerChannel
+from rheostat_engine import EXTRA_ARG, Act, Capture, Event, ModelSites, Plan, WorkerChannel
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
@@ -17,6 +17,7 @@ from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
+from rheostat_server.trimming import trimming
 from rheostat_server.vectors import Vector
 from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
 
@@ -99,6 +100,7 @@ class VllmBackend:
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         """Delivers events on the running loop and watches over the engine."""
         self._lost = lost
+        deliver = trimming(deliver, self._sites) if self._sites.experts else deliver
         self._channel.start(asyncio.get_running_loop(), deliver)
         self._watch = asyncio.create_task(self._watch_engine())
 
@@ -135,6 +137,14 @@ class VllmBackend:
         if any(other != first for other in others):
             raise Defect("the workers took an update up at different positions")
         return None if first < 0 else first
+
+    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+        """Changes what is captured of samples, each from its next step on."""
+        wires = {
+            name: change and (change[0], Plan(name, (), tuple(change[1])).to_wire())
+            for name, change in changes.items()
+        }
+        await self._call("rheostat_recapture", wires)
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
         """Hands vectors to every worker."""

@@ -84,6 +84,7 @@ from rheostat._sessions import SessionEvent, UpdateApplied, UpdateRefused
 from rheostat._steering import ablate, band, clamp, norm_add, scale
 from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
 from rheostat._subscribed import (
+    Attached,
     CapturedRows,
     Cursor,
     EndOfRequest,
@@ -104,6 +105,7 @@ __all__ = [
     "AppliedRows",
     "AppliedSite",
     "Artifact",
+    "Attached",
     "Band",
     "CacheKey",
     "Cancelled",

@@ -1,6 +1,6 @@
 """Points, layers and sites: where in the model something happens.
 
-A point is one of five words; older names for three of them are understood on the way in and never
+A point is one of six words; older names for three of them are understood on the way in and never
 given back. Layers are kept as the caller wrote them where the wire can say the same.
 """
 
@@ -30,6 +30,8 @@ class Point(StrEnum):
     """What attention adds to the stream, as it is added: normed and scaled."""
     MLP_OUT = "mlp_out"
     """What the MLP or mixture adds to the stream, as it is added."""
+    ROUTER_LOGITS = "router_logits"
+    """What a mixture's router says of each of its experts; captured, never steered."""
 
 
 PointLike: TypeAlias = Point | str
@@ -52,6 +54,7 @@ _TO_WIRE: dict[Point, types_pb2.Point.ValueType] = {
     Point.RESID_POST: types_pb2.POINT_RESID_POST,
     Point.ATTN_OUT: types_pb2.POINT_ATTN_OUT,
     Point.MLP_OUT: types_pb2.POINT_MLP_OUT,
+    Point.ROUTER_LOGITS: types_pb2.POINT_ROUTER_LOGITS,
 }
 _FROM_WIRE = {number: point for point, number in _TO_WIRE.items()}
 

@@ -7,7 +7,7 @@ count and by the checksum over the checksums.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias, cast
@@ -133,6 +133,20 @@ class CapturedRows:
 
 
 @dataclass(frozen=True)
+class Attached:
+    """A sample of a request that began before the subscription did: what of it comes."""
+
+    request_id: str
+    """The request."""
+    sample: int
+    """Sample, from 0."""
+    baseline: bool
+    """Whether it is the sample's baseline."""
+    first_position: int | None
+    """First position whose rows come. None: not known yet, or, at the end, that none came."""
+
+
+@dataclass(frozen=True)
 class EndOfRequest:
     """All of a request has come, and was as the server counted it. Its last event."""
 
@@ -148,6 +162,8 @@ class EndOfRequest:
     """Rows of it that are lost."""
     finish_reasons: tuple[FinishReason, ...]
     """How each sample ended; empty where the subscription ended before the request did."""
+    attached: tuple[Attached, ...] = ()
+    """From where on each sample came; empty where the request began after the subscription did."""
 
 
 SubscriptionEvent: TypeAlias = CapturedRows | DroppedRows | EndOfRequest
@@ -239,10 +255,24 @@ class Ledger:
             message.rows,
             message.dropped_rows,
             tuple(_finish_reason(one) for one in message.finish_reasons),
+            to_attached(message.attached),
         )
 
     def _tally(self, request_id: str) -> _Tally:
         return self._tallies.setdefault(request_id, _Tally())
+
+
+def to_attached(messages: Iterable[capture_service_pb2.Attached]) -> tuple[Attached, ...]:
+    """What the server says of samples that began before."""
+    return tuple(
+        Attached(
+            one.request_id,
+            one.sample,
+            one.baseline,
+            one.first_position if one.HasField("first_position") else None,
+        )
+        for one in messages
+    )
 
 
 def _may_continue(came: _Tally, told: _Tally) -> bool:

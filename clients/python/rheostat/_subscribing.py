@@ -29,7 +29,14 @@ from rheostat._errors import (
 from rheostat._fields import whole_number
 from rheostat._payloads import Payloads
 from rheostat._proto.v1 import capture_service_pb2, tensor_pb2
-from rheostat._subscribed import Cursor, Heartbeat, Ledger, SubscriptionEvent
+from rheostat._subscribed import (
+    Attached,
+    Cursor,
+    Heartbeat,
+    Ledger,
+    SubscriptionEvent,
+    to_attached,
+)
 
 Acknowledgement: TypeAlias = Literal["auto", "manual"]
 """Who says that an event was dealt with: asking for the next one does, or `ack` alone."""
@@ -86,7 +93,8 @@ class Intake:
             raise invalid("ack", f'ack is "auto" or "manual", not {ack!r}')
         self.id = ""
         """Set once it stands."""
-        self.missed: tuple[str, ...] = ()
+        self.missed: dict[str, str] = {}
+        self.attached: tuple[Attached, ...] = ()
         self.last_heartbeat: Heartbeat | None = None
         self.patience = PATIENCE
         """Seconds for which the server waits for its client once a connection has broken."""
@@ -140,7 +148,8 @@ class Intake:
         match message.WhichOneof("event"):
             case "opened":
                 self.id = self._name = message.opened.subscription
-                self.missed = tuple(message.opened.missed_request_ids)
+                self.missed = {one.request_id: one.reason for one in message.opened.missed}
+                self.attached = to_attached(message.opened.attached)
                 if message.opened.HasField("resume_window"):
                     self.patience = message.opened.resume_window.ToTimedelta().total_seconds()
                 self.payloads.begin(message.opened)
@@ -261,12 +270,17 @@ class Standing:
         return self._intake.id
 
     @property
-    def missed(self) -> tuple[str, ...]:
-        """Requests, at most 1024, that it selects and that began before it: nothing of them comes.
+    def attached(self) -> tuple[Attached, ...]:
+        """Samples, at most 1024, that it selects and that began before it: what of them comes.
 
         Of a subscription that is resumed, those that began before it was first opened.
         """
-        return self._intake.missed
+        return self._intake.attached
+
+    @property
+    def missed(self) -> dict[str, str]:
+        """Why nothing comes of requests, at most 1024, that it selects and that began before it."""
+        return dict(self._intake.missed)
 
     @property
     def inline_reason(self) -> str | None:

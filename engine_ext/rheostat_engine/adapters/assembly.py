@@ -15,8 +15,10 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from rheostat_engine.adapters.blocks import find_blocks, layer_count
+from rheostat_engine.adapters.names import name_of
 from rheostat_engine.adapters.probing import contextual, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
+from rheostat_engine.adapters.routers import Routers, find_routers
 from rheostat_engine.capacity import Capacity
 from rheostat_engine.core.bank import Bank
 from rheostat_engine.core.buffers import Buffers
@@ -26,10 +28,11 @@ from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.forms import Forms
 from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import SiteRuntime
 from rheostat_engine.core.steering import Steering
-from rheostat_engine.points import site_count
+from rheostat_engine.points import ROUTERS
 from rheostat_engine.settings import EngineSettings
 from rheostat_engine.sites.forms import BlockForm, SiteError
 from rheostat_engine.sites.install import install
@@ -50,7 +53,9 @@ class Assembled:
     runtime: SiteRuntime
     capacity: Capacity
     refused: dict[str, str]
-    """Reason by point that the model lacks."""
+    """Reason by point of the stream that the model lacks."""
+    routers: Routers
+    """Of this rank's part of the model."""
     num_layers: int
     reports: bool
     """Whether this rank speaks to the server."""
@@ -75,7 +80,6 @@ def assemble(
     settings = EngineSettings.from_config(config.additional_config)
     width = config.model_config.get_hidden_size()
     layers = layer_count(config)
-    sites = site_count(layers)
     dtype = cast(torch.dtype, config.model_config.dtype)
     blocks = find_blocks(model, config)
     with contextual(config):
@@ -85,11 +89,13 @@ def assemble(
             lambda: run_once(model, config, device),
             rank=get_tensor_model_parallel_rank(),
         )
+        routers = find_routers(blocks, config, width, lambda: run_once(model, config, device))
+    places = Places(layers, routers=bool(routers.experts))
     capacity = settings.capacity(width=width, itemsize=dtype.itemsize)
-    bank = Bank(sites=sites, capacity=capacity, width=width, dtype=dtype, device=device)
+    bank = Bank(sites=places.count, capacity=capacity, width=width, dtype=dtype, device=device)
     vocabulary = config.model_config.get_vocab_size()
     rules = TokenRules(capacity.token_rules, capacity.ruled_pieces, vocabulary, device)
-    doses = Doses(sites, device)
+    doses = Doses(places.count, device)
     buffers = Buffers(
         tokens=tokens,
         rows=bank.programs.rows,
@@ -101,13 +107,15 @@ def assemble(
     )
     installed = install(blocks, forms, buffers, width=width, entry=get_pp_group().is_first_rank)
     bind(buffers)
-    expected = frozenset(site.index for site in installed)
+    routed = routers.install(buffers, lambda layer: places.of(ROUTERS + layer))
+    expected = frozenset([*(site.index for site in installed), *routed])
     _verify(buffers, expected, lambda: run_once(model, config, device))
     expander = Expander(buffers, bank.code_of, rules, tokens)
     if device.type == "cuda":
         from rheostat_engine.sites.kernels import warm_up
 
-        warm_up(buffers, expander.instructions(_nothing(), torch.zeros(0)))
+        nothing = expander.instructions(_nothing(), torch.zeros(0))
+        warm_up(buffers, nothing, narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
     steering = Steering(bank, rules, doses)
     outlet, captures = None, None
@@ -128,7 +136,7 @@ def assemble(
                 vectors=steering.vectors,
                 limit=settings.encode_bytes - scratch,
             ),
-            sites=sites,
+            places=places,
             present=expected,
             rank=rank,
         )
@@ -139,13 +147,19 @@ def assemble(
         expander=expander,
         outlet=outlet,
         rank=rank,
+        places=places,
         sites=expected,
+        name_of=name_of,
     )
     refused = _refused(forms)
     _LOG.info(
-        "%d sites in %d blocks; not served: %s", len(installed), len(blocks), refused or "none"
+        "%d sites and %d routers in %d blocks; not served: %s",
+        len(installed),
+        len(routed),
+        len(blocks),
+        refused or "none",
     )
-    return Assembled(runtime, capacity, refused, layers, reports)
+    return Assembled(runtime, capacity, refused, routers, layers, reports)
 
 
 def _verify(buffers: Buffers, expected: frozenset[int], run_model: Callable[[], object]) -> None:

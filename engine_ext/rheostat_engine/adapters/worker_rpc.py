@@ -11,6 +11,7 @@ import numpy as np
 
 from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.core.captures import Captures
+from rheostat_engine.core.runtime import Change
 
 
 class SiteRpc:
@@ -36,6 +37,8 @@ class SiteRpc:
             "dtype": str(buffers.ring.dtype).removeprefix("torch."),
             "runner": getattr(runner, "runner_name", "V1"),
             "refused": assembled.refused,
+            "experts": assembled.routers.experts,
+            "unrouted": assembled.routers.refused,
             "capacity": asdict(assembled.capacity),
             "reports": assembled.reports,
         }
@@ -56,6 +59,12 @@ class SiteRpc:
     def rheostat_update(self, name: str, wire: object, not_before: int) -> dict[str, object]:
         """Changes what a running request does from its next step on; see `SiteRuntime.amend`."""
         return self._assembled.runtime.amend(name, wire, not_before)._asdict()
+
+    def rheostat_recapture(self, changes: Mapping[str, tuple[int, object] | None]) -> None:
+        """Changes what is captured of requests from their next steps on; see `SiteRuntime`."""
+        self._assembled.runtime.recapture(
+            {name: None if change is None else Change(*change) for name, change in changes.items()}
+        )
 
     def rheostat_stats(self) -> dict[str, object]:
         """Counts since the start, and what is in use."""

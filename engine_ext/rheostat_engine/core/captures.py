@@ -15,6 +15,7 @@ import torch
 from rheostat_engine.core.classes import CaptureClasses, Sites
 from rheostat_engine.core.forms import REFUSED, Forms
 from rheostat_engine.core.outlet import Group, Outlet
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.ring import Blocks, Placed, Region, Ring, cut_blocks, place
 from rheostat_engine.core.segments import Int64, PositionTable
 from rheostat_engine.core.tallies import Tallies
@@ -50,7 +51,7 @@ class Captures:
         outlet: Outlet,
         forms: Forms,
         *,
-        sites: int,
+        places: Places,
         present: frozenset[int],
         rank: int,
     ) -> None:
@@ -60,8 +61,8 @@ class Captures:
             ring: [ring rows, W].
             outlet: where rows go.
             forms: those in which they leave.
-            sites: number of the model's sites.
-            present: those that lie in this rank's part of the model.
+            places: where the model's sites are kept.
+            present: the places of those that lie in this rank's part of the model.
             rank: this worker's.
         """
         self.captured_rows = 0
@@ -75,7 +76,8 @@ class Captures:
         self._rank = rank
         self._ring = Ring(ring.shape[0])
         self._table = PositionTable()
-        self._classes = CaptureClasses(sites, forms)
+        self._places = places
+        self._classes = CaptureClasses(places.count, forms)
         self._pending: _Captured | None = None
 
     @property
@@ -86,6 +88,7 @@ class Captures:
     def put(self, number: int, plan: Plan) -> tuple[int, ...]:
         """Puts a plan's captures in force; the classes that they hold."""
         if not plan.captures:
+            self._table.drop(number)
             return ()
         cuts = segment([capture.spans for capture in plan.captures])
         forms = [self.forms.acquire(capture.form) for capture in plan.captures]
@@ -99,6 +102,10 @@ class Captures:
     def drop(self, number: int, classes: Sequence[int]) -> None:
         """Takes a request's captures out of force."""
         self._table.drop(number)
+        self._classes.release(classes)
+
+    def release(self, classes: Sequence[int]) -> None:
+        """Lets go of classes that `put` gave, in whose place another call has put others."""
         self._classes.release(classes)
 
     def begin(self, numbers: Int64, positions: Int64, tallies: Tallies) -> Copying | None:
@@ -174,9 +181,12 @@ class Captures:
             dtype=str(self._rows.dtype).removeprefix("torch."),
             width=self._rows.shape[1],
             classes=[
-                np.flatnonzero(
-                    (table.ranks[kind // count] >= 0) & (table.forms[kind // count] == kind % count)
-                ).tolist()
+                self._places.numbers[
+                    np.flatnonzero(
+                        (table.ranks[kind // count] >= 0)
+                        & (table.forms[kind // count] == kind % count)
+                    )
+                ].tolist()
                 for kind in kinds.tolist()
             ],
             number=_int64(blocks.request[block]),

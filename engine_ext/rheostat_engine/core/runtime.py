@@ -5,7 +5,7 @@ with an `Installed` that says why, and the server fails that request before a to
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,20 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.amend import amend
+from rheostat_engine.amend import amend, recapture
 from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.core.captures import Captures, Copying
 from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.doses import Norms, read_doses
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.segments import Int64
 from rheostat_engine.core.steering import Instruction, Placed, Steering
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.core.vectors import BankError
 from rheostat_engine.effort import MAX_EFFORT, effort
-from rheostat_engine.events import Head, InstalledHead
-from rheostat_engine.plan import Plan
+from rheostat_engine.events import AttachedHead, Head, InstalledHead, ReleasedHead
+from rheostat_engine.plan import OPEN_END, Plan
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,6 +46,15 @@ class Batch(NamedTuple):
     """Tokens that the forward pass runs, padding included."""
     input_ids: torch.Tensor
     """[padded_tokens or more] int32, on the device."""
+
+
+class Change(NamedTuple):
+    """What is to be captured of a request from its next step on."""
+
+    number: int
+    """Which change, as the server numbers them; a later one takes the place of one that waits."""
+    wire: object
+    """`Plan.to_wire` of a plan with the captures."""
 
 
 class Amended(NamedTuple):
@@ -77,7 +87,9 @@ class SiteRuntime:
         expander: Expander,
         outlet: Outlet | None,
         rank: int,
+        places: Places,
         sites: frozenset[int],
+        name_of: Callable[[str], str],
     ) -> None:
         """Joins the parts.
 
@@ -88,7 +100,9 @@ class SiteRuntime:
             expander: writes the step's instructions.
             outlet: where events go; None on a rank that doesn't report.
             rank: this worker's rank.
-            sites: the sites that lie in this rank's part of the model.
+            places: where the tables keep each site.
+            sites: the places of those that lie in this rank's part of the model.
+            name_of: the server's name of a request, from vLLM's id.
         """
         self.buffers = buffers
         self.steering = steering
@@ -99,6 +113,11 @@ class SiteRuntime:
         self._rank = rank
         self._held: dict[str, _Held] = {}
         self._ids: dict[str, str] = {}
+        self._places = places
+        self._name_of = name_of
+        self._changes: dict[str, Change] = {}
+        self._looked: Sequence[str] | None = None
+        """The batch in which those were last looked for that changes wait for; None: in none."""
         self._leaving: list[_Held] = []
         self._numbers_free: list[int] = []
         self._numbers_made = 0
@@ -164,6 +183,22 @@ class SiteRuntime:
         held.norms = norms
         return Amended(first, "")
 
+    def recapture(self, changes: Mapping[str, Change | None]) -> None:
+        """Changes what is captured of requests, each from its next step on.
+
+        `AttachedHead` says from which position. One that has no plan is taken up in that step; for
+        one that vLLM has not scheduled, the change waits.
+
+        Args:
+            changes: by the server's name of the request; None: none waits any more.
+        """
+        for name, change in changes.items():
+            if change is None:
+                self._changes.pop(name, None)
+            else:
+                self._changes[name] = change
+        self._looked = None
+
     def preempt(self, request_id: str) -> None:
         """Notes that a request lost its place and will be computed again."""
         held = self._held.get(request_id)
@@ -172,6 +207,11 @@ class SiteRuntime:
 
     def forget(self, request_id: str) -> None:
         """Frees all that a finished request holds; `settle` says so."""
+        if self._changes:
+            name = self._name(request_id)
+            change = self._changes.pop(name, None)
+            if change is not None:
+                self._send(AttachedHead(self._rank, 0, name, change.number, OPEN_END, ""))
         held = self._held.pop(request_id, None)
         if held is None:
             return
@@ -188,12 +228,7 @@ class SiteRuntime:
             return
         leaving, self._leaving = self._leaving, []
         measured = self.steering.take_out([held.placed for held in leaving])
-        heads = [
-            self._tallies.released(
-                held.number, held.plan, self._rank, measured=held.placed.measured
-            )
-            for held in leaving
-        ]
+        heads = [self._released(held) for held in leaving]
         self._numbers_free += [held.number for held in leaving]
         if self._outlet is None:
             return
@@ -214,8 +249,18 @@ class SiteRuntime:
         unmeasured = [msgspec.structs.replace(head, measured=False) for head in heads]
         self._outlet.send_measured(measured, finish, unmeasured)
 
+    def _released(self, held: _Held) -> ReleasedHead:
+        head = self._tallies.released(
+            held.number, held.plan, self._rank, measured=held.placed.measured
+        )
+        numbers = self._places.numbers
+        captured = {int(numbers[place]): rows for place, rows in head.captured.items()}
+        return msgspec.structs.replace(head, captured=captured)
+
     def begin(self, batch: Batch) -> None:
         """Says what the forward pass that comes next does; call `end` after it."""
+        if self._changes:
+            self._carry_out(batch)
         numbers = self._numbers(batch.request_ids) if self._held else None
         if numbers is None or not numbers.any():
             self.steps["plain"] += 1
@@ -250,13 +295,47 @@ class SiteRuntime:
         if self._outlet is not None:
             self._outlet.close()
 
+    def _carry_out(self, batch: Batch) -> None:
+        """Carries out the changes that wait for requests of a batch."""
+        if batch.request_ids == self._looked:
+            return
+        self._looked = list(batch.request_ids)
+        for request_id, computed in zip(self._looked, batch.computed.tolist(), strict=True):
+            change = self._changes.pop(self._name(request_id), None)
+            if change is not None:
+                self._attach(request_id, change, computed)
+
+    def _name(self, request_id: str) -> str:
+        held = self._held.get(request_id)
+        return self._name_of(request_id) if held is None else held.plan.request_id
+
+    def _attach(self, request_id: str, change: Change, computed: int) -> None:
+        held = self._held.get(request_id)
+        if held is None:
+            name = self._name(request_id)
+            held = self._take_up(Plan(name), forgone=0)
+            self._held[request_id] = held
+            self._ids[name] = request_id
+            self._last_ids = ()
+            self._send(InstalledHead(self._rank, held.number, name, ""))
+        first = max(int(self._tallies.computed_end[held.number]), computed)
+        problem = ""
+        try:
+            plan = recapture(held.plan, self._checked(change.wire).captures, first)
+            if effort(plan) > MAX_EFFORT:
+                raise ValueError("what is captured of the request has been changed too often")
+            if self.captures is not None:
+                classes = self.captures.put(held.number, plan)
+                self.captures.release(held.classes)
+                held.classes = classes
+            held.plan = plan
+        except ValueError as error:
+            problem = str(error)
+        name = held.plan.request_id
+        self._send(AttachedHead(self._rank, held.number, name, change.number, first, problem))
+
     def _checked(self, wire: object) -> Plan:
-        plan = Plan.from_wire(wire)
-        sites = self.buffers.sites
-        named = [site for act in plan.acts for site, _ in act.rows]
-        named += [site for capture in plan.captures for site in capture.sites]
-        if any(not 0 <= site < sites for site in named):
-            raise ValueError(f"the plan names a site that is not one of the model's {sites}")
+        plan = self._places.placed(Plan.from_wire(wire))
         if effort(plan) > MAX_EFFORT:
             raise ValueError(f"the plan is too fragmented: its effort is over {MAX_EFFORT}")
         return plan

@@ -5,6 +5,8 @@ rows are added and copied, up to the order of float32 sums elsewhere; a token wh
 are 0 is neither read nor written.
 """
 
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -92,6 +94,7 @@ def _site_kernel(
     ring_ptr,  # [N, W]
     h_stride,
     rest_stride,
+    ring_stride,
     gain,
     inverse,  # 1 / gain
     WIDTH: tl.constexpr,
@@ -131,7 +134,7 @@ def _site_kernel(
             if CARRIED:
                 stream = stream + rest
             stream = stream.to(ring_ptr.dtype.element_ty)
-            tl.store(ring_ptr + target * WIDTH + column, stream, mask=inside)
+            tl.store(ring_ptr + target * ring_stride + column, stream, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -203,6 +206,7 @@ def launch_site(
         site.ring,
         rows.stride(0),
         rest.stride(0),
+        site.ring.stride(0),
         gain,
         1 / gain,
         WIDTH=width,
@@ -236,17 +240,22 @@ def launch_expand(step: Instructions, buffers: Buffers) -> None:
     )
 
 
-def warm_up(buffers: Buffers, instructions: Instructions) -> None:
+def warm_up(
+    buffers: Buffers, instructions: Instructions, narrow: Collection[tuple[int, torch.dtype]] = ()
+) -> None:
     """Compiles every variant of both kernels, so that no request waits for one.
 
     Args:
         buffers: what the kernels will be given; nothing in them says anything yet.
         instructions: of a step with one token, which does nothing.
+        narrow: widths and types of rows that are no stream's.
     """
     site = buffers.of(0)
     row = torch.zeros_like(buffers.ring[:1])
     for carried in (None, row, row.float()):
         launch_site(row, carried, site)
+    for width, dtype in narrow:
+        launch_site(torch.zeros(1, width, dtype=dtype, device=row.device), None, site)
     ids = torch.zeros(1, dtype=torch.int32, device=row.device)
     base = torch.zeros(1, buffers.sites, dtype=torch.int32, device=row.device)
     for with_ids in (None, ids):

@@ -5,7 +5,8 @@
 What is at the site is s = gain * h + carried: the stream, or a branch that is about to be added to
 it. The op lets the programs of the step's tokens change s, all of the change going into h, and
 copies rows of the result to the capture ring. Acting on h, the branch that the next norm is about
-to add, both the norm and the carried stream see the change.
+to add, both the norm and the carried stream see the change. A router's logits are narrower than the
+stream: no program ever changes them, and they fill the first columns of a ring row.
 
 Invariant: the op is opaque to the compiler and reads only tensors that exist anyway, so that what
 is compiled around it computes the same bits as without it; a site that isn't active launches

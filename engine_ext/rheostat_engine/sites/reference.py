@@ -17,7 +17,7 @@ def run_site(
     """Does what a site's instructions say.
 
     Args:
-        h: [..., W], changed in place.
+        h: [..., W], changed in place; narrower where nothing is ever changed.
         carried: [..., W], the other part of the stream; None: h is all of it.
         site: the instructions and what they refer to.
         gain: what the model multiplies h by.
@@ -32,7 +32,7 @@ def run_site(
     captured = site.cap_row[: h.shape[0]].nonzero().squeeze(1)
     if captured.numel():
         stream = _stream(h, rest, captured, gain)
-        site.ring[site.cap_row[captured].long()] = stream.to(site.ring.dtype)
+        site.ring[site.cap_row[captured].long(), :width] = stream.to(site.ring.dtype)
 
 
 def _stream(

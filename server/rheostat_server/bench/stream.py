@@ -17,7 +17,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 import rheostat
-from rheostat_engine import Act, Capacity, Event, Installed, ModelSites, Released, Rows
+from rheostat_engine import Act, Capacity, Capture, Event, Installed, ModelSites, Released, Rows
 from rheostat_server.bench.summaries import Figures
 from rheostat_server.config import ServerConfig
 from rheostat_server.host import Backend, Delta, Ending, Job, QueueStats, WorkerStats
@@ -146,6 +146,9 @@ class _StandIn:
 
     async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
         return None
+
+    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+        pass
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
         pass

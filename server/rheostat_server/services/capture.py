@@ -29,7 +29,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
     ) -> AsyncGenerator[capture_service_pb2.SubscribeResponse, None]:
         """Rows as they are made."""
         host = self._readiness.host()
-        answers = subscribe(request_iterator, host.subscriptions, lambda: host.running)
+        answers = subscribe(request_iterator, host.subscriptions, host.attaching.attach)
         async with aclosing(answers) as responses:
             async for response in responses:
                 yield response

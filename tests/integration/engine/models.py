@@ -10,6 +10,7 @@ import transformers as hf
 VOCAB = 128
 WIDTH = 64
 LAYERS = 4
+EXPERTS = 4
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -33,11 +34,11 @@ CONFIGS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
     ),
     "mistral": lambda: hf.MistralConfig(**_GROUPED, sliding_window=16),
     "mixtral": lambda: hf.MixtralConfig(
-        **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+        **_GROUPED, num_local_experts=EXPERTS, num_experts_per_tok=2, sliding_window=None
     ),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(
         **_GROUPED,
-        num_experts=4,
+        num_experts=EXPERTS,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         norm_topk_prob=True,
@@ -59,6 +60,9 @@ CONFIGS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
     ),
     "olmo2": lambda: hf.Olmo2Config(**{**_COMMON, "num_key_value_heads": 1}),
 }
+
+MIXTURES = frozenset({"mixtral", "qwen3_moe"})
+"""Architectures with a mixture of experts in every layer."""
 
 NO_MID = frozenset({"cohere", "gpt_neox", "phi"})
 """Architectures without `resid_mid`."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from rheostat_engine import (
     EXTRA_ARG,
+    Attached,
     EngineSettings,
     Event,
     Installed,
@@ -38,6 +39,7 @@ class Outcome:
     """Log-probabilities of every token of the vocabulary, per generated token."""
     cached: int
     installed: Installed | None = None
+    attached: list[Attached] = field(default_factory=list)
     released: Released | None = None
     rows: dict[int, dict[int, npt.NDArray[Any]]] = field(default_factory=dict)
     """Captured rows by site, then position."""
@@ -167,7 +169,7 @@ class OfflineEngine:
         outputs = self.llm.wait_for_completion(use_tqdm=False)
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             self.llm.llm_engine.step()  # nobody else tells the worker what has finished
-        return [self._outcome(o, i) for o, i in zip(outputs, ids, strict=True)]
+        return [self.outcome(o, i) for o, i in zip(outputs, ids, strict=True)]
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
@@ -182,7 +184,8 @@ class OfflineEngine:
         finally:
             core.call_utility("resume_scheduler")
 
-    def _outcome(self, output: Any, request_id: str | None) -> Outcome:
+    def outcome(self, output: Any, request_id: str | None) -> Outcome:
+        """What came of a request that has ended; waits for the last event of one with an id."""
         completion = output.outputs[0]
         outcome = Outcome(
             token_ids=list(completion.token_ids),
@@ -201,6 +204,8 @@ class OfflineEngine:
                 outcome.installed = event
             elif isinstance(event, Released):
                 outcome.released = event
+            elif isinstance(event, Attached):
+                outcome.attached.append(event)
             else:
                 self._add_rows(outcome, event)
         return outcome

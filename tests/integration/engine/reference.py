@@ -13,7 +13,7 @@ from torch import nn
 
 from rheostat_engine import Point, Site
 
-from .models import NO_MID
+from .models import MIXTURES, NO_MID
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 Act = Callable[[int, torch.Tensor], None]
@@ -52,7 +52,7 @@ class Run(NamedTuple):
     """One forward pass."""
 
     streams: dict[int, Float]
-    """[n, W] by site."""
+    """[n, W] by site; a router's [n, experts]."""
     logprobs: Float
     """[n, vocabulary]."""
 
@@ -136,6 +136,12 @@ class HfReference:
             module = getattr(layer, name)
             stack.callback(module.register_forward_hook(at_branch(point)).remove)
         stack.callback(layer.register_forward_hook(at_exit).remove)
+        if self._name in MIXTURES:
+
+            def at_router(_: nn.Module, __: object, out: Output) -> None:
+                act(Site(Point.ROUTER_LOGITS, number).index, _first(out)[None])
+
+            stack.callback(layer.mlp.gate.register_forward_hook(at_router).remove)
 
 
 def _first(out: Output) -> torch.Tensor:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point, Site, site_count
+from rheostat_engine import OPEN_END, ROUTERS, Act, Capture, Kind, Plan, Point, Site, site_count
 
-from .models import CONFIGS, LAYERS, NO_MID, WIDTH, build
+from .models import CONFIGS, EXPERTS, LAYERS, MIXTURES, NO_MID, WIDTH, build
 from .offline import OfflineEngine, Outcome
 from .reference import Add, Float, HfReference, Run
 
@@ -32,13 +32,15 @@ LOGPROBS = 1e-4
 def sites_of(name: str) -> list[int]:
     """The sites that an architecture has."""
     mids = {Site(Point.RESID_MID, layer).index for layer in range(LAYERS)}
-    return [s for s in range(site_count(LAYERS)) if not (s in mids and name in NO_MID)]
+    routers = [ROUTERS + layer for layer in range(LAYERS) if name in MIXTURES]
+    stream = [s for s in range(site_count(LAYERS)) if not (s in mids and name in NO_MID)]
+    return [*stream, *routers]
 
 
 def steered_sites(name: str) -> list[int]:
     """Each point of the first layer, of the last and of one in between."""
     wanted = sorted({Site(point, layer).index for layer in (0, 1, LAYERS - 1) for point in Point})
-    return [s for s in wanted if s in sites_of(name)]
+    return [s for s in wanted if s in sites_of(name) and s < ROUTERS]
 
 
 class Case(NamedTuple):
@@ -52,7 +54,7 @@ class Case(NamedTuple):
 
 BRANCHES = (Point.ATTN_OUT, Point.MLP_OUT)
 
-COMPILED = ["gemma3", "gpt_neox", "granite", "llama", "olmo2"]
+COMPILED = ["gemma3", "gpt_neox", "granite", "llama", "mixtral", "olmo2", "qwen3_moe"]
 """Of each form, and each way to branches, compiled; `test_invariants` compares more of what is."""
 
 
@@ -130,10 +132,16 @@ def run(case: Case, site: int | None) -> Outcome:
     return outcome
 
 
+def rows_at(outcome: Outcome, site: int) -> Float:
+    """Captured rows; a router's fill the first columns."""
+    rows: Float = outcome.stream(site)
+    return rows[:, :EXPERTS] if site >= ROUTERS else rows
+
+
 def worst(outcome: Outcome, reference: Run) -> float:
     """The largest relative error of a captured stream over all sites."""
     return max(
-        float(np.abs(outcome.stream(site) - stream).max() / np.abs(stream).max())
+        float(np.abs(rows_at(outcome, site) - stream).max() / np.abs(stream).max())
         for site, stream in reference.streams.items()
     )
 
@@ -149,7 +157,7 @@ def test_the_stream_grows_by_its_branches_and_by_nothing_else(case: Case) -> Non
     branches = {Site(p, n).index for p in BRANCHES for n in range(LAYERS)}
     for site in (None, *branches.intersection(case.steered)):
         outcome = run(case, site)
-        assert_adds_up(case.name, {s: outcome.stream(s) for s in outcome.rows})
+        assert_adds_up(case.name, {s: outcome.stream(s) for s in outcome.rows if s < ROUTERS})
 
 
 def test_a_vector_added_to_attentions_branch_does_what_it_does_to_the_stream(case: Case) -> None:
@@ -174,3 +182,6 @@ def test_a_point_that_the_architecture_lacks_is_refused_by_name(case: Case) -> N
     if case.name in NO_MID:
         expected[Point.RESID_MID] = "attention and MLP run in parallel on the same stream"
     assert dict(case.engine.sites.refused) == expected
+    routed = LAYERS if case.name in MIXTURES else 0
+    assert case.engine.sites.experts == dict.fromkeys(range(routed), EXPERTS)
+    assert case.engine.sites.unrouted == {}

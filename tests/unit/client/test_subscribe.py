@@ -9,7 +9,7 @@ import pytest
 import rheostat
 from rheostat import Capture, CapturedRows, Cursor, DroppedRows
 
-from ..server.fakes import ScriptedBackend
+from ..server.fakes import ScriptedBackend, sites_with
 from .rows_server import (
     ROW,
     AioSubscriber,
@@ -68,13 +68,32 @@ def test_requests_are_selected_by_id_or_labels(running, subscriber, options, see
         assert set(ends_of(subscription)) == seen
 
 
-def test_requests_that_began_before_are_named(starter, kind):
-    running = starter(ScriptedBackend(hold=asyncio.Event()))
+def test_requests_that_began_before_come_from_where_it_is_said(starter, kind):
+    hold = asyncio.Event()
+    running = starter(ScriptedBackend(hold=hold))
     with running.engine.stream([10], request_id="early", max_tokens=2) as stream:
         while not isinstance(next(stream), rheostat.Tokens):
             pass
         with kind(running.target).subscribe(capture=ONE, every=True) as subscription:
-            assert subscription.missed == ("early",)
+            assert subscription.missed == {}
+            assert subscription.attached == (rheostat.Attached("early", 0, False, None),)
+            running.do(hold.set)
+            stream.result()
+            rows, end = next(subscription), next(subscription)
+            assert rows.positions.tolist() == [1]
+            assert end.attached == (rheostat.Attached("early", 0, False, 1),)
+
+
+def test_requests_that_cannot_be_joined_are_named_with_the_reason(starter, kind):
+    room = sites_with(capture_rows=1)
+    running = starter(ScriptedBackend(sites=room, hold=asyncio.Event()))
+    with running.engine.stream([10, 11], request_id="early", max_tokens=2) as stream:
+        while not isinstance(next(stream), rheostat.Tokens):
+            pass
+        with kind(running.target).subscribe(capture=ONE, every=True) as subscription:
+            assert list(subscription.missed) == ["early"]
+            assert "no room" in subscription.missed["early"]
+            assert subscription.attached == ()
 
 
 def test_nothing_more_is_sent_while_nothing_is_taken(starter, kind):

@@ -80,6 +80,22 @@ def check_chains(
     assert int(site.doses[:, 0].sum()) == 1 + sum(one.last for chain in programs for one in chain)
 
 
+def check_narrow(width: int, dtype: torch.dtype, ring: torch.dtype) -> None:
+    """Rows that are narrower than the ring's fill their first columns."""
+    captured = [0, 3, 1, 0, 7]
+    none = [0] * len(captured)
+    site = buffers(24, dtype=ring, codes=none, captured=captured, programs=[])
+    other = twin(site)
+    h = noise(len(captured), width, dtype, 1)
+    before = h.clone()
+    launch_site(h, None, site)
+    run_site(h, None, other)
+    assert same_bits(h, before)
+    assert same_bits(site.ring, other.ring)
+    assert torch.equal(site.ring[[3, 1, 7], :width], h[[1, 2, 4]].to(ring))
+    assert not site.doses.any()
+
+
 IDLE = [
     [Step(Kind.ADD, 0)],
     [Step(Kind.PULL, 1, strength=0.0)],
@@ -173,6 +189,9 @@ def main() -> None:
         for carried in (None, dtype, torch.float32):
             check_additions(width, dtype, carried)
         check_additions(width, dtype, None, 0.25)
+    for width in (4, 24, 9):
+        check_narrow(width, torch.float32, torch.float32)
+        check_narrow(width, torch.float32, torch.float16)
     for width, dtype in product([300, 64, 5], TOLERANCE):
         for carried in (None, dtype, torch.float32):
             check_chains(width, dtype, carried)

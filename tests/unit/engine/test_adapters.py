@@ -25,6 +25,7 @@ from vllm.config import (
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -37,6 +38,7 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from rheostat_engine import EXTRA_ARG, EngineSettings
 from rheostat_engine.adapters.blocks import find_blocks
+from rheostat_engine.adapters.names import name_of
 from rheostat_engine.adapters.refusals import refuse_unserved
 from rheostat_engine.sites.forms import Block, SiteError
 
@@ -370,3 +372,20 @@ def test_a_model_without_one_list_of_blocks_is_refused(names: tuple[str, ...], f
         setattr(model, name, nn.ModuleList([Layer(Attention())]))
     with pytest.raises(SiteError, match=f"^expected one list of decoder blocks, found: {found}$"):
         find_blocks(model, registered(model))
+
+
+@pytest.mark.parametrize("name", ["request#0@1", "a-b-c#1b@22", "-#0@3"])
+def test_a_requests_name_is_found_in_vllms_id_of_it(name: str) -> None:
+    request: Any = SimpleNamespace(external_req_id=None, request_id=name)
+    InputProcessor.assign_request_id(request)
+    assert request.request_id != name
+    assert name_of(request.request_id) == name
+
+
+def test_a_requests_name_is_vllms_id_where_that_is_not_made_unique(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    request: Any = SimpleNamespace(external_req_id=None, request_id="a-b#0@1")
+    InputProcessor.assign_request_id(request)
+    assert name_of(request.request_id) == "a-b#0@1"

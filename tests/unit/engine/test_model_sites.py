@@ -19,6 +19,8 @@ REPORT: dict[str, object] = {
     "dtype": "bfloat16",
     "runner": "V2",
     "refused": {},
+    "experts": {},
+    "unrouted": {},
     "capacity": CAPACITY,
     "reports": True,
 }
@@ -32,6 +34,8 @@ def test_the_smallest_limits_and_every_refusal_hold() -> None:
             **REPORT,
             "capacity": {**CAPACITY, "capture_rows": 40, "slots": 9},
             "refused": {"resid_mid": "parallel"},
+            "experts": {"2": 8},
+            "unrouted": {3: "several"},
         },
     ]
     assert ModelSites.from_reports(reports) == ModelSites(
@@ -45,6 +49,8 @@ def test_the_smallest_limits_and_every_refusal_hold() -> None:
             bank_rows=90, directions=20, steps=60, slots=9, token_rules=3, capture_rows=40
         ),
         world_size=2,
+        experts={2: 8},
+        unrouted={3: "several"},
     )
 
 
@@ -70,3 +76,17 @@ def test_a_site_is_served_unless_its_layer_or_point_is_missing() -> None:
         "layer 4 is not one of the model's 4 layers",
         "layer -1 is not one of the model's 4 layers",
     ]
+
+
+def test_a_router_is_served_where_it_can_be_read_and_has_a_width_of_its_own() -> None:
+    report = {**REPORT, "experts": {1: 8, 2: 16}, "unrouted": {3: "several"}}
+    sites = ModelSites.from_reports([report])
+    asked = [Site(Point.ROUTER_LOGITS, layer) for layer in range(5)]
+    assert [sites.supports(site) for site in asked] == [
+        "the layer has no mixture of experts",
+        None,
+        None,
+        "several",
+        "layer 4 is not one of the model's 4 layers",
+    ]
+    assert [sites.width_of(site) for site in (asked[2], Site(Point.MLP_OUT, 2))] == [16, 64]

@@ -7,6 +7,7 @@ import numpy as np
 
 from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point
 from rheostat_engine.adapters.assembly import Assembled
+from rheostat_engine.adapters.routers import Routers
 from rheostat_engine.adapters.worker_rpc import SiteRpc
 
 from .strategies import EVERYWHERE, SITES, ablate, add
@@ -32,7 +33,12 @@ class Rpc(SiteRpc, Base):
     def __init__(self, worker: Worker) -> None:
         super().__init__()
         assembled = Assembled(
-            worker.runtime, capacity(), {Point.RESID_MID.value: "parallel"}, (SITES - 1) // 2, True
+            worker.runtime,
+            capacity(),
+            {Point.RESID_MID.value: "parallel"},
+            Routers({}, {}),
+            (SITES - 1) // 2,
+            True,
         )
         model = SimpleNamespace(architecture="Toy")
         self.model_runner = SimpleNamespace(

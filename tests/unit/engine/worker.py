@@ -16,6 +16,7 @@ from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Expander
 from rheostat_engine.core.forms import Forms
 from rheostat_engine.core.outlet import Group, packed
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import Batch, SiteRuntime
 from rheostat_engine.core.steering import Steering
@@ -26,6 +27,12 @@ from .strategies import SITES, VOCABULARY
 from .tables import CPU, VECTORS, WIDTH, capacity, norms, used
 
 TOKENS = 64
+
+
+def name_of(request_id: str) -> str:
+    """The name of a request that brings no plan."""
+    return f"name of {request_id}"
+
 
 Scheduled = tuple[str, int, int]
 """vLLM's id of a request, its first scheduled position, how many are scheduled."""
@@ -85,11 +92,17 @@ class Worker:
         *,
         sites: frozenset[int] = frozenset(range(SITES)),
         encode_bytes: int = 1 << 20,
+        routers: bool = False,
     ) -> None:
         room = room or capacity()
-        self.bank = Bank(sites=SITES, capacity=room, width=WIDTH, dtype=torch.float32, device=CPU)
+        places = Places((SITES - 1) // 4, routers=routers)
+        self.sites = places.count
+        sites |= set(range(SITES, places.count))
+        self.bank = Bank(
+            sites=places.count, capacity=room, width=WIDTH, dtype=torch.float32, device=CPU
+        )
         self.rules = TokenRules(room.token_rules, room.ruled_pieces, VOCABULARY, CPU)
-        self.doses = Doses(SITES, CPU)
+        self.doses = Doses(places.count, CPU)
         programs = self.bank.programs
         self.buffers = Buffers(
             tokens=TOKENS,
@@ -109,7 +122,7 @@ class Worker:
             self.buffers.ring,
             self.outlet,  # type: ignore[arg-type]  # has what is used
             self.forms,
-            sites=SITES,
+            places=places,
             present=sites,
             rank=0,
         )
@@ -120,7 +133,9 @@ class Worker:
             expander=Expander(self.buffers, self.bank.code_of, self.rules, TOKENS),
             outlet=self.outlet,  # type: ignore[arg-type]  # as above
             rank=0,
+            places=places,
             sites=sites,
+            name_of=name_of,
         )
         self.steering.load(VECTORS, norms(VECTORS))
         self.streams: dict[tuple[str, int, int], npt.NDArray[np.float32]] = {}
@@ -150,7 +165,7 @@ class Worker:
                 input_ids=torch.tensor(ids, dtype=torch.int32),
             )
         )
-        for site in range(SITES):
+        for site in range(self.sites):
             h = torch.full((len(tokens) + padding, WIDTH), 7.0)
             for token, (request_id, position) in enumerate(tokens):
                 h[token] = torch.from_numpy(stream_at(request_id, position, site))

@@ -12,8 +12,12 @@ from rheostat._proto.v1 import (
     tensor_pb2,
 )
 from rheostat_engine import (
+    OPEN_END,
+    ROUTERS,
     Act,
+    Attached,
     Capacity,
+    Capture,
     Coding,
     Dose,
     Event,
@@ -27,6 +31,7 @@ from rheostat_engine import (
     Rows,
     Spans,
     amend,
+    recapture,
 )
 from rheostat_engine.row_forms import RAW_KEY
 from rheostat_server.encodings import Form
@@ -182,6 +187,11 @@ class ScriptedBackend:
     """Whether rows leave it as they are, whatever form is asked for."""
     update_error: Exception | None = None
     updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
+    recapture_error: str = ""
+    recaptured: list[dict[str, tuple[int, Sequence[Capture]] | None]] = field(default_factory=list)
+    """Every change of what is captured that was asked for."""
+    changes: dict[str, tuple[int, Sequence[Capture]]] = field(default_factory=dict)
+    """Those that wait for a sample's next step."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """Plans of the samples that it runs."""
     positions: dict[str, int] = field(default_factory=dict)
@@ -221,6 +231,7 @@ class ScriptedBackend:
             token = job.prompt[-1]
             for step in range(job.sampling.max_tokens + self.overrun):
                 end = length + step
+                job = self._recaptured(job, computed)
                 self._capture(job, computed, end)
                 computed = self.positions[plan_id] = end
                 token = (token + 1) % VOCABULARY
@@ -235,10 +246,39 @@ class ScriptedBackend:
         finally:
             if not finished:
                 self.aborted.append(plan_id)
+            change = self.changes.pop(plan_id, None)
+            if change is not None:
+                self.deliver(Attached(plan_id, change[0], OPEN_END, ""))
+            held = plan_id in self.plans
             plan = self.plans.pop(plan_id, job.plan)
             self.positions.pop(plan_id, None)
-            if job.has_plan and computed:
+            if held and computed:
                 self._release(replace(job, plan=plan), computed)
+
+    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+        self.recaptured.append(dict(changes))
+        for plan_id, change in changes.items():
+            self.changes.pop(plan_id, None)
+            if change is not None:
+                self.changes[plan_id] = change
+
+    def _recaptured(self, job: Job, computed: int) -> Job:
+        """A sample before a step: what is captured of it may have been changed."""
+        plan_id = job.plan.request_id
+        change = self.changes.pop(plan_id, None)
+        if change is None:
+            return job
+        if plan_id not in self.plans:
+            self.plans[plan_id] = job.plan
+            self.deliver(Installed(plan_id, ""))
+        number, captures = change
+        if self.recapture_error:
+            self.deliver(Attached(plan_id, number, computed, self.recapture_error))
+            return job
+        self.deliver(Attached(plan_id, number, computed, ""))
+        plan = recapture(self.plans[plan_id], tuple(captures), computed)
+        self.plans[plan_id] = plan
+        return replace(job, plan=plan)
 
     async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
         self.updates.append((plan_id, acts, not_before))
@@ -281,7 +321,8 @@ class ScriptedBackend:
                 p for p in positions_of(capture.spans, start, end) if p not in self.lost_positions
             ]
             for site in capture.sites if kept else ():
-                data = np.stack([row(site, p) for p in kept])
+                width = self.sites.experts.get(site - ROUTERS, WIDTH)
+                data = np.stack([row(site, p)[:width] for p in kept])
                 positions = np.array(kept, dtype=np.int32)
                 form = None if self.whole or not self._knows(capture.form) else capture.form
                 if form is not None:

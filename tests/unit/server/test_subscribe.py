@@ -171,23 +171,6 @@ async def test_closing_ends_requests_that_still_run(starter) -> None:
     assert (await rest(call))[-1].HasField("receipt")
 
 
-async def test_requests_that_began_before_are_named(starter) -> None:
-    running = await starter(ScriptedBackend(hold=asyncio.Event()))
-    calls = [
-        running.client.generation.Generate(request(request_id=name, labels={"team": team}))
-        for name, team in (("a", "red"), ("b", "blue"))
-    ]
-    for call in calls:
-        assert (await call.read()).HasField("started")
-    one = await Subscriber.open(running, opening(by_label(team="red"), [wanted(0)]))
-    assert list(one.events[0].opened.missed_request_ids) == ["a"]
-    running.backend.hold.set()
-    for call in calls:
-        await rest(call)
-    await one.rest()
-    assert not rows_of(one.events)
-
-
 async def test_what_was_not_acknowledged_comes_again_after_a_break(running) -> None:
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     await generate(running, "a")

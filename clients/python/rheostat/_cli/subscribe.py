@@ -85,8 +85,11 @@ def run(args: argparse.Namespace) -> int:
             overload=args.overload,
         ) as subscription,
     ):
-        for missed in subscription.missed:
-            print(f"{missed} began before, and is not shown", file=sys.stderr)
+        for missed, reason in subscription.missed.items():
+            print(f"{missed} began before, and is not shown: {reason}", file=sys.stderr)
+        for one in subscription.attached:
+            first = "its next step" if one.first_position is None else one.first_position
+            print(f"{one.request_id} began before, and is shown from {first} on", file=sys.stderr)
         try:
             _show(subscription, args.limit, columns if args.out else None)
         finally:

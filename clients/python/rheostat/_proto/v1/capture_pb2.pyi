@@ -66,7 +66,7 @@ class _ShardingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sharding.Val
     """Each rank's part in a chunk of its own, labelled with `Shard`."""
 
 class Sharding(_Sharding, metaclass=_ShardingEnumTypeWrapper):
-    """What comes of a tensor that tensor parallelism splits along its width."""
+    """What comes of a tensor that tensor parallelism splits along its width. None that is served is."""
 
 SHARDING_UNSPECIFIED: Sharding.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
@@ -154,7 +154,8 @@ class CaptureSpec(_message.Message):
     """Seed of ENCODING_RP8. Default 0."""
     sharding: Global___Sharding.ValueType
     """Which shards of a tensor that is split over tensor-parallel ranks. Default
-    SHARDING_GATHERED. Without effect where every rank holds the whole row.
+    SHARDING_GATHERED. Without effect where every rank holds the whole row, as it does at every
+    point that is served today: rows come whole, and once.
     """
     overload: Global___Overload.ValueType
     """What to do when the reader or sink is slower than the model. Default OVERLOAD_FAIL. For a

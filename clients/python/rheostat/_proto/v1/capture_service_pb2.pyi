@@ -137,7 +137,8 @@ class SubscribeOpen(_message.Message):
 
     @_builtins.property
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.CaptureSpec]:
-        """What to capture of each request that the filter selects and that begins from now on. Windows
+        """What to capture of each request that the filter selects: whole requests from now on, and those
+        that run already from their next step on (SubscribeOpened.attached). Windows
         that a prompt does not have select nothing; spans of text are refused. At most 16. Empty: only
         what requests send here by CaptureSpec.subscription, numbered after these.
         """
@@ -468,6 +469,8 @@ class SubscribeOpened(_message.Message):
     RESUME_WINDOW_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     INLINE_REASON_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     """Its id."""
     next_sequence: _builtins.int
@@ -480,8 +483,8 @@ class SubscribeOpened(_message.Message):
 
     @_builtins.property
     def missed_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Requests that the filter selects and that began before: nothing of them is captured here. At
-        most 1024 are named.
+        """Requests that the filter selects, that began before, and of which nothing is captured here; see
+        `missed`. At most 1024 are named.
         """
 
     @_builtins.property
@@ -491,6 +494,16 @@ class SubscribeOpened(_message.Message):
     @_builtins.property
     def shared_memory(self) -> Global___SharedMemory:
         """Set where shared memory was asked for and can be had, in every call of the subscription."""
+
+    @_builtins.property
+    def attached(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attached]:
+        """Samples of requests that the filter selects and that began before: what of them is captured. At
+        most 1024 are named; EndOfRequest names all of its request.
+        """
+
+    @_builtins.property
+    def missed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Missed]:
+        """For each of missed_request_ids, in the same order: why."""
 
     def __init__(
         self,
@@ -502,14 +515,82 @@ class SubscribeOpened(_message.Message):
         resume_window: _duration_pb2.Duration | None = ...,
         shared_memory: Global___SharedMemory | None = ...,
         inline_reason: _builtins.str = ...,
+        attached: _abc.Iterable[Global___Attached] | None = ...,
+        missed: _abc.Iterable[Global___Missed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "inline_reason", b"inline_reason", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "resume_window", b"resume_window", "shared_memory", b"shared_memory", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "heartbeat_interval", b"heartbeat_interval", "inline_reason", b"inline_reason", "missed", b"missed", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "resume_window", b"resume_window", "shared_memory", b"shared_memory", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscribeOpened: _TypeAlias = SubscribeOpened  # noqa: Y015
+
+@_typing.final
+class Attached(_message.Message):
+    """A sample of a request that began before the subscription did. What is selected of it is captured
+    from its next step on, each position once, through preemption too.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    sample: _builtins.int
+    """Sample, 0 to n - 1."""
+    baseline: _builtins.bool
+    """Whether it is the sample's baseline (GenerateRequest.with_baseline)."""
+    first_position: _builtins.int
+    """First position that is captured. Absent in SubscribeOpened: it waits for its next step, and
+    EndOfRequest says it. Absent in EndOfRequest: it ended without one.
+    """
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        sample: _builtins.int = ...,
+        baseline: _builtins.bool = ...,
+        first_position: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_position", b"_first_position", "first_position", b"first_position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_position", b"_first_position", "baseline", b"baseline", "first_position", b"first_position", "request_id", b"request_id", "sample", b"sample"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_position: _TypeAlias = _typing.Literal["first_position"]  # noqa: Y015
+    _WhichOneofArgType__first_position: _TypeAlias = _typing.Literal["_first_position", b"_first_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_position) -> _WhichOneofReturnType__first_position | None: ...
+
+Global___Attached: _TypeAlias = Attached  # noqa: Y015
+
+@_typing.final
+class Missed(_message.Message):
+    """A request that could not be attached to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    reason: _builtins.str
+    """Why. For people."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Missed: _TypeAlias = Missed  # noqa: Y015
 
 @_typing.final
 class SharedMemory(_message.Message):
@@ -556,6 +637,7 @@ class EndOfRequest(_message.Message):
     DROPPED_ROWS_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     chunks: _builtins.int
@@ -572,6 +654,12 @@ class EndOfRequest(_message.Message):
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FinishReason.ValueType]:
         """How each sample ended, by sample. Empty: the subscription ended before the request did."""
 
+    @_builtins.property
+    def attached(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attached]:
+        """Where the request began before the subscription did: what of each of its samples that still ran
+        is captured here. Empty: all of it that is selected.
+        """
+
     def __init__(
         self,
         *,
@@ -581,10 +669,11 @@ class EndOfRequest(_message.Message):
         dropped_rows: _builtins.int = ...,
         crc32c: _builtins.int = ...,
         finish_reasons: _abc.Iterable[_types_pb2.FinishReason.ValueType] | None = ...,
+        attached: _abc.Iterable[Global___Attached] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "crc32c", b"crc32c", "dropped_rows", b"dropped_rows", "finish_reasons", b"finish_reasons", "request_id", b"request_id", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "chunks", b"chunks", "crc32c", b"crc32c", "dropped_rows", b"dropped_rows", "finish_reasons", b"finish_reasons", "request_id", b"request_id", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

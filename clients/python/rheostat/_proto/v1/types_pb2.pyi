@@ -51,10 +51,15 @@ class _PointEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Point.ValueType
     """What the MLP or mixture adds, likewise. RESID_POST = RESID_MID + MLP_OUT; in parallel blocks
     RESID_POST = RESID_PRE + ATTN_OUT + MLP_OUT.
     """
+    POINT_ROUTER_LOGITS: _Point.ValueType  # 6
+    """What the router of a mixture of experts says, before any softmax: one value per expert, rounded
+    to the model's element type. It can be captured, in a capture of its own, and not be steered
+    (REASON_NOT_SUPPORTED). Layers without a mixture: REASON_SITE_NOT_SERVED.
+    """
 
 class Point(_Point, metaclass=_PointEnumTypeWrapper):
     """A place in a decoder block. What is there is a row of W values per token: the residual stream, or
-    a branch that is about to be added to it.
+    a branch that is about to be added to it. POINT_ROUTER_LOGITS alone is no part of the stream.
     """
 
 POINT_UNSPECIFIED: Point.ValueType  # 0
@@ -74,6 +79,11 @@ behind it and the model's multiplier. RESID_MID = RESID_PRE + ATTN_OUT.
 POINT_MLP_OUT: Point.ValueType  # 5
 """What the MLP or mixture adds, likewise. RESID_POST = RESID_MID + MLP_OUT; in parallel blocks
 RESID_POST = RESID_PRE + ATTN_OUT + MLP_OUT.
+"""
+POINT_ROUTER_LOGITS: Point.ValueType  # 6
+"""What the router of a mixture of experts says, before any softmax: one value per expert, rounded
+to the model's element type. It can be captured, in a capture of its own, and not be steered
+(REASON_NOT_SUPPORTED). Layers without a mixture: REASON_SITE_NOT_SERVED.
 """
 Global___Point: _TypeAlias = Point  # noqa: Y015
 

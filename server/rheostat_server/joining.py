@@ -1,0 +1,72 @@
+"""A subscription that takes part in a request that already runs: what is told, and to whom.
+
+Invariant: nothing of a sample reaches such a subscription before the engine has said from which
+position on it is captured.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import NamedTuple
+
+from rheostat._proto.v1 import capture_service_pb2
+from rheostat_engine import Attached
+from rheostat_server.limits import MISSED_REQUESTS
+from rheostat_server.taps import Tap, Track
+
+_pb = capture_service_pb2
+
+
+class Missed(NamedTuple):
+    """A request that runs and cannot be joined."""
+
+    request_id: str
+    reason: str
+
+
+class Joining:
+    """A sample that a tap waits for."""
+
+    def __init__(self, change: int, tap: Tap, refuse: Callable[[Tap, str], None]) -> None:
+        """Nothing is known yet.
+
+        Args:
+            change: which change of what is captured of the sample captures for the tap.
+            tap: where its rows go.
+            refuse: hears of a change that cannot be.
+        """
+        self.change = change
+        self.tap = tap
+        self.told = asyncio.Event()
+        self._refuse = refuse
+
+    def tell(self, track: Track, attached: Attached) -> None:
+        """The engine has said what became of it."""
+        self.tap.begin(track, attached.first)
+        if attached.error:
+            self._refuse(self.tap, attached.error)
+        self.told.set()
+
+
+def to_wire(taps: Iterable[Tap]) -> list[capture_service_pb2.Attached]:
+    """What is said of the tracks that taps have joined."""
+    tracks = ((tap, *one) for tap in taps for one in tap.joined.items())
+    return [
+        _pb.Attached(
+            request_id=tap.request_id,
+            sample=track.sample,
+            baseline=track.baseline,
+            first_position=first,
+        )
+        for tap, track, first in islice(tracks, MISSED_REQUESTS)
+    ]
+
+
+def tell(
+    opened: capture_service_pb2.SubscribeOpened, attached: Iterable[Tap], missed: Iterable[Missed]
+) -> None:
+    """Says which requests a subscription has joined, and which it could not."""
+    opened.attached.extend(to_wire(attached))
+    for one in islice(missed, MISSED_REQUESTS):
+        opened.missed_request_ids.append(one.request_id)
+        opened.missed.add(request_id=one.request_id, reason=one.reason)

@@ -1,0 +1,139 @@
+"""A model split over two processes shows what Hugging Face's whole model shows, each row once."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rheostat_engine import ROUTERS, Plan, site_count
+
+from .models import EXPERTS, LAYERS, MIXTURES, build
+from .offline import OfflineEngine, Outcome
+from .plans import EVERYWHERE, add, capture, prompts, vector
+from .reference import HfReference
+from .test_attach import NEW, Stepped, everything, planned
+from .test_positions import VECTORS, assert_as_reference
+
+pytestmark = pytest.mark.integration
+
+Start = Callable[..., OfflineEngine]
+SPLITS = {
+    "llama over tensors": ("llama", {"tensor_parallel_size": 2}),
+    "a mixture over tensors": ("qwen3_moe", {"tensor_parallel_size": 2}),
+    # On a CPU vLLM 0.32 runs a pipeline only if it has warmed the model up, as it does to compile.
+    "llama over layers": ("llama", {"pipeline_parallel_size": 2, "enforce_eager": False}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unbound() -> Iterator[None]:
+    """Two processes of vLLM's share this machine's cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        yield
+
+
+class Split:
+    """An engine of two workers, and the reference."""
+
+    def __init__(self, name: str, engine: OfflineEngine, reference: HfReference) -> None:
+        self.name = name
+        self.engine = engine
+        self.reference = reference
+        stream = range(site_count(LAYERS))
+        routers = range(ROUTERS, ROUTERS + LAYERS if name in MIXTURES else ROUTERS)
+        self.sites = (*stream, *routers)
+
+
+@pytest.fixture(scope="module", params=SPLITS.values(), ids=SPLITS)
+def split(request: pytest.FixtureRequest, start: Start, models_root: Path) -> Split:
+    name, options = request.param
+    reference = HfReference(name, build(name, models_root))
+    engine = start(name, **options)
+    engine.load(dict(vector(seed) for seed in range(VECTORS)))
+    return Split(name, engine, reference)
+
+
+def trimmed(outcome: Outcome) -> Outcome:
+    """With a router's rows as wide as they are."""
+    for site, rows in outcome.rows.items():
+        if site >= ROUTERS:
+            outcome.rows[site] = {position: row[:EXPERTS] for position, row in rows.items()}
+    return outcome
+
+
+def test_steering_and_captures_at_every_site_equal_hugging_faces(split: Split) -> None:
+    sites = split.engine.sites
+    assert sites is not None
+    assert dict(sites.refused) == {}
+    assert sites.experts == dict.fromkeys(range(LAYERS if split.name in MIXTURES else 0), EXPERTS)
+    batch = prompts(4, 20, 30, seed=1)
+    own = capture(*split.sites).captures
+    plans = [
+        Plan("", (), own),
+        Plan("", (add(0, 1, EVERYWHERE, 2.0), add(1, 4 * LAYERS - 2, ((3, 25),))), own),
+        Plan("", (add(2, 3, ((5, 9),), 3.0),), own),
+        None,
+    ]
+    outcomes = split.engine.run(batch, plans, max_tokens=6)
+    for prompt, plan, outcome in zip(batch, plans, outcomes, strict=True):
+        assert_as_reference(split.reference, prompt, plan or Plan(""), trimmed(outcome))
+        if plan is not None:
+            positions = list(range(len(prompt) + 5))
+            found = {site: sorted(rows) for site, rows in outcome.rows.items()}
+            assert found == dict.fromkeys(split.sites, positions)
+            assert outcome.duplicates == 0
+            assert outcome.released is not None
+            assert outcome.released.captured == {site: len(positions) for site in split.sites}
+            steered = {dose.site: dose.rows for dose in outcome.released.doses}
+            assert len(steered) == len(plan.acts)
+
+
+def test_each_row_is_delivered_by_one_worker(split: Split) -> None:
+    before = split.engine.stats_of_all()
+    (prompt,) = prompts(1, 20, 21, seed=2)
+    (outcome,) = split.engine.run([prompt], [capture(*split.sites)], max_tokens=1)
+    delivered = [
+        new["captured_rows"] - old["captured_rows"]
+        for old, new in zip(before, split.engine.stats_of_all(), strict=True)
+    ]
+    assert outcome.duplicates == 0
+    total = 20 * len(split.sites)
+    if split.engine.sites is not None and split.engine.sites.world_size == 1:
+        assert delivered == [total, 0]
+    else:
+        # The stream between the two stages is the first one's.
+        first = site_count(LAYERS // 2) * 20
+        assert delivered == [first, total - first]
+
+
+def test_requests_that_run_are_captured_from_one_position_on_all_workers(split: Split) -> None:
+    stepped = Stepped(split.engine)
+    batch = prompts(4, 30, 40, seed=3)
+    for number, prompt in enumerate(batch):
+        stepped.begin(f"s{number}", prompt, planned(prompt, number), 10)
+    stepped.step(4)
+    stepped.recapture(1, {f"s{n}": everything() for n in range(4)})
+    outcomes = stepped.finish()
+    for number in range(4):
+        name = f"s{number}"
+        assert stepped.check(split.reference, name, outcomes[name], NEW) > len(batch[number])
+    for stats in split.engine.stats_of_all():
+        held = {key: stats[key] for key in stats if key.endswith("_used") or key == "requests"}
+        assert set(held.values()) == {0}
+
+
+def test_mates_of_steered_requests_are_bit_identical_to_stock_split_alike(start: Start) -> None:
+    options = {"tensor_parallel_size": 2}
+    batch = prompts(6, 20, 30, seed=4)
+    plain = start("llama", sited=False, **options).run(batch, max_tokens=6)
+    engine = start("llama", **options)
+    engine.load(dict(vector(seed) for seed in range(VECTORS)))
+    middle = 4 * (LAYERS // 2)
+    steered = Plan("", (add(0, middle, EVERYWHERE, 2.0),), capture(middle).captures)
+    mixed = engine.run(
+        batch, [steered, None, capture(*range(site_count(LAYERS)))] * 2, max_tokens=6
+    )
+    for number, (one, other) in enumerate(zip(plain, mixed, strict=True)):
+        same = one.token_ids == other.token_ids and one.logprobs == other.logprobs
+        assert same == (number % 3 > 0)

@@ -1,0 +1,71 @@
+"""Routers lie behind the stream's sites in a worker's tables, and go by their numbers elsewhere."""
+
+import pytest
+
+from rheostat_engine import ROUTERS, Capture, Plan, Point, Rows, Site, site_count
+from rheostat_engine.core.places import Places
+
+from .strategies import EVERYWHERE, SITES, add
+from .worker import NOTHING, Worker, stream_at
+
+LAYERS = (SITES - 1) // 4
+
+
+def capture(*sites: int) -> Plan:
+    return Plan("r", (), (Capture(sites, EVERYWHERE),))
+
+
+def test_routers_have_places_where_there_are_any() -> None:
+    with_routers, without = Places(3, routers=True), Places(3)
+    assert (with_routers.count, without.count) == (site_count(3) + 3, site_count(3))
+    assert with_routers.numbers.tolist() == [*range(13), ROUTERS, ROUTERS + 1, ROUTERS + 2]
+    assert [with_routers.of(int(one)) for one in with_routers.numbers] == list(range(16))
+
+
+def test_a_plan_is_told_in_places_without_other_workers_routers() -> None:
+    plan = capture(0, 12, ROUTERS, ROUTERS + 2)
+    assert Places(3, routers=True).placed(plan) == capture(0, 12, 13, 15)
+    assert Places(3).placed(plan) == capture(0, 12)
+    assert Places(3).placed(capture(0, 12)) == capture(0, 12)
+
+
+@pytest.mark.parametrize("site", [-1, 13, ROUTERS - 1, ROUTERS + 3, 2**40])
+def test_a_site_that_the_model_cannot_have_is_refused(site: int) -> None:
+    with pytest.raises(ValueError, match="not one of the model's 13"):
+        Places(3, routers=True).placed(capture(site))
+
+
+def test_a_router_is_not_steered() -> None:
+    with pytest.raises(ValueError, match="not one of the model's 13"):
+        Places(3, routers=True).placed(Plan("r", (add(ROUTERS),)))
+
+
+def test_a_routers_number_is_beside_the_stream() -> None:
+    assert Site(Point.ROUTER_LOGITS, 7).index == ROUTERS + 7
+    assert Site.names(ROUTERS + 7, 8) == (Site(Point.ROUTER_LOGITS, 7),)
+    with pytest.raises(ValueError, match="is not one of"):
+        Site.names(ROUTERS + 8, 8)
+
+
+def test_rows_of_a_router_come_under_its_number() -> None:
+    worker = Worker(routers=True)
+    worker.install("v", Plan("r", (add(1),), (Capture((1, ROUTERS), EVERYWHERE),)))
+    worker.step([("v", 0, 3), ("mate", 4, 2)])
+    worker.finish("v")
+    *rows, released = worker.outlet.events[1:]
+    assert [(one.site, one.positions.tolist()) for one in rows if isinstance(one, Rows)] == [
+        (1, [0, 1, 2]),
+        (ROUTERS, [0, 1, 2]),
+    ]
+    for position, row in enumerate(rows[1].data):
+        assert row.tolist() == stream_at("v", position, SITES).tolist()
+    assert released.captured == {1: 3, ROUTERS: 3}
+    assert worker.held() == NOTHING
+
+
+def test_a_worker_without_routers_captures_the_rest() -> None:
+    worker = Worker()
+    worker.install("v", Plan("r", (), (Capture((1, ROUTERS), EVERYWHERE),)))
+    worker.step([("v", 0, 2)])
+    worker.finish("v")
+    assert worker.outlet.events[-1].captured == {1: 2}

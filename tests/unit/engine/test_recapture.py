@@ -1,0 +1,214 @@
+"""What is captured of a running request changes from its next step on, with or without a plan."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rheostat_engine import (
+    OPEN_END,
+    Attached,
+    Capture,
+    Event,
+    Installed,
+    Plan,
+    Released,
+    Rows,
+    recapture,
+)
+from rheostat_engine.channel import EventMerger
+from rheostat_engine.core.runtime import Change
+from rheostat_engine.events import AttachedHead, encode_head
+
+from .strategies import EVERYWHERE, LIMIT, POSITIONS, SITES, add, captured, plans
+from .wires import WIRES
+from .worker import NOTHING, Worker, name_of, stream_at
+
+
+def everything(*sites: int) -> Plan:
+    """A plan that captures at some sites, or at all."""
+    return Plan("new", (), (Capture(sites or tuple(range(SITES)), EVERYWHERE),))
+
+
+def change(worker: Worker, name: str, new: Plan, number: int = 1) -> None:
+    """Asks for captures."""
+    worker.runtime.recapture({name: Change(number, new.to_wire())})
+
+
+def rows_of(events: list[Event]) -> set[tuple[int, int]]:
+    """(site, position) of all rows, each of which came once."""
+    found: set[tuple[int, int]] = set()
+    for event in events:
+        if isinstance(event, Rows):
+            for position in event.positions.tolist():
+                assert (event.site, position) not in found
+                found.add((event.site, position))
+    return found
+
+
+@given(plans(), plans(), st.integers(0, LIMIT + 2))
+def test_the_old_captures_hold_before_the_change_and_the_new_ones_after_it(
+    old: Plan, new: Plan, first: int
+) -> None:
+    changed = recapture(old, new.captures, first)
+    assert Plan.from_wire(changed.to_wire()) == changed
+    assert replace(changed, captures=()) == replace(old, captures=())
+    for position in POSITIONS:
+        assert captured(changed, position) == captured(old if position < first else new, position)
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_rows_come_from_the_position_that_is_named_and_each_once_through_preemption(
+    data: st.DataObject,
+) -> None:
+    planned = data.draw(st.booleans(), "planned")
+    plan = data.draw(plans(), "plan") if planned else Plan(name_of("v"))
+    worker, name = Worker(), plan.request_id
+    if planned:
+        worker.install("v", plan)
+    wanted: set[tuple[int, int]] = set()
+    current, at, furthest, seen, number = plan, 0, 0, planned, 0
+    pending: Plan | None = None
+    expected: list[Event] = [Installed(name, "")] if planned else []
+    while furthest < LIMIT:
+        action = data.draw(st.sampled_from(["step", "step", "change", "preempt"]))
+        if action == "change":
+            number += 1
+            pending = data.draw(plans("new"), "change")
+            change(worker, name, pending, number)
+        elif action == "preempt":
+            worker.runtime.preempt("v")
+            at = data.draw(st.integers(0, furthest), "restart")
+        else:
+            count = data.draw(st.integers(1, 6), "chunk")
+            if pending is not None:
+                first = max(at, furthest if seen else 0)
+                current = recapture(current, pending.captures, first)
+                expected += [] if seen else [Installed(name, "")]
+                furthest = max(furthest, first) if seen else first
+                expected.append(Attached(name, number, first, ""))
+                pending, seen = None, True
+            worker.step([("v", at, count), ("mate", at, 1)])
+            if seen:
+                new = range(max(at, furthest), at + count)
+                wanted |= {(site, p) for p in new for site in captured(current, p)}
+            at += count
+            furthest = max(furthest, at)
+    worker.finish("v")
+    mine = [event for event in worker.outlet.events if event.request_id == name]
+    assert rows_of(mine) == wanted
+    told = [event for event in mine if isinstance(event, Installed | Attached)]
+    assert told == expected
+    if seen:
+        assert isinstance(mine[-1], Released)
+        assert sum(mine[-1].captured.values()) == len(wanted)
+    assert worker.held() == NOTHING
+
+
+def test_rows_are_those_of_the_stream() -> None:
+    worker = Worker()
+    worker.step([("v", 0, 4)])
+    change(worker, name_of("v"), everything(2))
+    worker.step([("mate", 0, 2), ("v", 4, 3)])
+    (rows,) = [event for event in worker.outlet.events if isinstance(event, Rows)]
+    assert rows.positions.tolist() == [4, 5, 6]
+    for position, row in zip([4, 5, 6], rows.data, strict=True):
+        assert row.tolist() == stream_at("v", position, 2).tolist()
+
+
+def test_a_change_waits_for_a_request_that_is_not_scheduled_and_goes_with_it() -> None:
+    worker = Worker()
+    for name in ("r", name_of("v"), name_of("gone"), "never"):
+        change(worker, name, everything(1))
+    worker.step([("mate", 0, 2)])
+    worker.runtime.forget("gone")
+    worker.runtime.recapture({"never": None})
+    worker.install("late", Plan("r", (add(0),)))
+    worker.step([("late", 3, 2), ("mate", 2, 1)])
+    worker.step([("v", 5, 2), ("gone", 0, 1)])
+    worker.install("w", Plan("never"))
+    worker.step([("w", 0, 1)])
+    told = [event for event in worker.outlet.events if isinstance(event, Attached)]
+    assert told == [
+        Attached(name_of("gone"), 1, OPEN_END, ""),
+        Attached("r", 1, 3, ""),
+        Attached(name_of("v"), 1, 5, ""),
+    ]
+
+
+def test_a_later_change_takes_the_place_of_one_that_waits() -> None:
+    worker = Worker()
+    worker.install("v", Plan("r"))
+    change(worker, "r", everything(1))
+    change(worker, "r", everything(3), number=2)
+    worker.step([("v", 0, 2)])
+    assert [e for e in worker.outlet.events if isinstance(e, Attached)] == [Attached("r", 2, 0, "")]
+    assert rows_of(worker.outlet.events) == {(3, 0), (3, 1)}
+
+
+def test_what_nobody_wants_any_more_is_not_copied() -> None:
+    worker = Worker()
+    worker.step([("v", 0, 2)])
+    change(worker, name_of("v"), everything())
+    worker.step([("v", 2, 2)])
+    change(worker, name_of("v"), Plan("new"), number=2)
+    worker.step([("v", 4, 2)])
+    assert {position for _, position in rows_of(worker.outlet.events)} == {2, 3}
+    assert worker.captures.captured_rows == 2 * SITES
+    assert worker.runtime.steps == {"plain": 2, "active": 1}
+
+
+@given(WIRES)
+def test_whatever_comes_in_place_of_a_change_is_answered_and_what_is_wrong_changes_nothing(
+    wire: object,
+) -> None:
+    worker = Worker()
+    worker.install("v", everything(1))
+    worker.runtime.recapture({"new": Change(7, wire)})
+    worker.step([("v", 0, 2)])
+    (told,) = [event for event in worker.outlet.events if isinstance(event, Attached)]
+    if told.error:
+        assert rows_of(worker.outlet.events) == {(1, 0), (1, 1)}
+    worker.finish("v")
+    assert worker.held() == NOTHING
+
+
+@pytest.mark.parametrize(
+    "wire", [None, b"", "text", Plan("new", (), (Capture((99,), EVERYWHERE),))]
+)
+def test_a_change_that_cannot_be_is_refused(wire: object) -> None:
+    worker = Worker()
+    worker.install("v", everything(1))
+    bytes_of = wire.to_wire() if isinstance(wire, Plan) else wire
+    worker.runtime.recapture({"new": Change(7, bytes_of)})
+    worker.step([("v", 0, 2)])
+    (told,) = [event for event in worker.outlet.events if isinstance(event, Attached)]
+    assert told.error
+    assert rows_of(worker.outlet.events) == {(1, 0), (1, 1)}
+
+
+def test_a_change_that_costs_too_much_is_refused_and_the_request_goes_on() -> None:
+    worker = Worker()
+    worker.install("v", everything(1))
+    far = tuple((2 * n, 2 * n + 1) for n in range(30_000))
+    worker.runtime.recapture(
+        {"new": Change(1, Plan("new", (), (Capture((0,), far), Capture((1,), far))).to_wire())}
+    )
+    worker.step([("v", 0, 1)])
+    (told,) = [event for event in worker.outlet.events if isinstance(event, Attached)]
+    assert "effort" in told.error
+    assert rows_of(worker.outlet.events) == {(1, 0)}
+
+
+def test_all_workers_have_to_say_it() -> None:
+    merger = EventMerger(2)
+    one, other = (AttachedHead(rank, 3, "r", 1, 5 + rank, "") for rank in (0, 1))
+    assert merger.feed(encode_head(one), b"") == []
+    assert merger.feed(encode_head(other), b"") == [Attached("r", 1, 6, "")]
+
+
+def test_open_ended_captures_stay_open_ended() -> None:
+    plan = recapture(everything(1), everything(2).captures, 9)
+    assert plan.captures == (Capture((1,), ((0, 9),)), Capture((2,), ((9, OPEN_END),)))
