@@ -23,11 +23,11 @@ from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
 from rheostat_server.inline import Inline
 from rheostat_server.joining import Joining
+from rheostat_server.leaving import Track
 from rheostat_server.line import Room
 from rheostat_server.outlets import Outlets
 from rheostat_server.steering import Intervention
 from rheostat_server.subscriptions import Wish
-from rheostat_server.taps import Track
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ leave.
 import asyncio
 from collections.abc import Callable
 
-from rheostat_server.taps import End, Item, Reservoir, Tap
+from rheostat_server.leaving import End, Item
+from rheostat_server.taps import Reservoir, Tap
 
 ADVICE = (
     "Read faster, capture less, choose another overload policy, or raise the server's "

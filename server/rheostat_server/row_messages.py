@@ -2,8 +2,8 @@
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture_stream import to_captured, wire_runs
+from rheostat_server.leaving import Chunk, Loss, Sealed
 from rheostat_server.offload import offload
-from rheostat_server.taps import Chunk, Loss, Sealed
 
 
 def captured_of(chunk: Chunk) -> capture_pb2.Captured:

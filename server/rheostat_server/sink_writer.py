@@ -17,6 +17,7 @@ from rheostat_server.admission import Admitted
 from rheostat_server.capture_specs import ResolvedCapture
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.inline import ADVICE
+from rheostat_server.leaving import Chunk, End, Item, Loss, Sealed
 from rheostat_server.row_messages import captured_of
 from rheostat_server.sinks import (
     CaptureAbout,
@@ -31,7 +32,7 @@ from rheostat_server.sinks import (
 )
 from rheostat_server.sites import from_wire
 from rheostat_server.spillway import Spillway
-from rheostat_server.taps import Chunk, End, Item, Loss, Losses, Reservoir, Sealed, Tap
+from rheostat_server.taps import Losses, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 
 _LOG = logging.getLogger(__name__)

@@ -16,10 +16,11 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError, RowsLost
+from rheostat_server.leaving import Chunk, End, Item, Loss, Sealed, Track
 from rheostat_server.limits import MIB
 from rheostat_server.row_messages import captured_of, dropped
 from rheostat_server.spool import Records, Spool, SpoolDamaged, SpoolFull
-from rheostat_server.taps import Chunk, End, Item, Loss, Reservoir, Sealed, Tap, Track
+from rheostat_server.taps import Reservoir, Tap
 
 _LOG = logging.getLogger(__name__)
 

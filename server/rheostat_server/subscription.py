@@ -21,11 +21,12 @@ from rheostat_server.errors import (
     Superseded,
 )
 from rheostat_server.joining import Missed, tell
+from rheostat_server.leaving import End, Item
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.replay import Replay, Sent
 from rheostat_server.spillway import Spillway
 from rheostat_server.subscription_messages import Response, Tally
-from rheostat_server.taps import End, Item, Losses, Reservoir, Tap
+from rheostat_server.taps import Losses, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 from rheostat_server.upcoming import Upcoming
 from rheostat_server.vectors import Vector

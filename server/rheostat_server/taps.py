@@ -9,14 +9,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
-from rheostat_engine import OPEN_END, Released, Rows, Spans
+from rheostat_engine import OPEN_END, Released, Rows
 from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import Block
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.lanes import Lane
+from rheostat_server.leaving import Chunk, End, Item, Loss, Track
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.pieces import Meter, Piece
 from rheostat_server.spans import length
@@ -34,55 +34,6 @@ _TOKEN_BYTES = 40
 
 _TIDY = 1024
 """Pieces that are remembered at least before those that have left are forgotten."""
-
-
-class Track(NamedTuple):
-    """One of a request's sequences of tokens."""
-
-    sample: int
-    """Which sample."""
-    baseline: bool
-    """Whether it is the sample's baseline."""
-
-
-class Chunk(NamedTuple):
-    """Rows that leave."""
-
-    tap: "Tap"
-    track: Track
-    block: Block
-    token_ids: Sequence[int]
-    """Input tokens at the block's positions."""
-
-
-class Sealed(NamedTuple):
-    """Rows that leave as the message that they have become."""
-
-    tap: "Tap"
-    track: Track
-    message: capture_pb2.Captured
-
-
-class Loss(NamedTuple):
-    """Rows that are lost."""
-
-    tap: "Tap"
-    track: Track
-    spec: int
-    """Number of the capture."""
-    positions: Spans
-    """Where."""
-    rows: int
-    """How many: positions times sites."""
-
-
-class End(NamedTuple):
-    """Everything of a request has left."""
-
-    tap: "Tap"
-
-
-Item = Chunk | Sealed | Loss | End
 
 
 class Backlog(Protocol):

@@ -9,9 +9,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from rheostat_server.carrier import Carrier
+from rheostat_server.leaving import Chunk, Item
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.subscription_messages import Message
-from rheostat_server.taps import Chunk, Item, Reservoir
+from rheostat_server.taps import Reservoir
 
 
 @dataclass(eq=False)

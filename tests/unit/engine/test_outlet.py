@@ -14,6 +14,7 @@ from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Delivery, Frame
 from rheostat_engine.core.forms import Forms, Made
 from rheostat_engine.core.outlet import Group, Outlet, packed
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.tallies import Tallies
 
 from .formed import check_formed
@@ -44,9 +45,10 @@ class Device:
         self.outlet = Outlet(Delivery(server.address), CPU, limit=1 << 20, scratch=scratch)
         self.forms = Forms(width=WIDTH, itemsize=4, vectors={}, limit=1 << 20)
         self.ring = torch.zeros(ring, WIDTH)
+        places = Places((SITES - 1) // 4)
         present = frozenset(range(SITES))
         self.captures = Captures(
-            self.ring, self.outlet, self.forms, sites=SITES, present=present, rank=0
+            self.ring, self.outlet, self.forms, places=places, present=present, rank=0
         )
         self.tallies = Tallies(present)
         self.tallies.make_room(2)

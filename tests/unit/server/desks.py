@@ -14,7 +14,8 @@ from rheostat_server.prompts import Prompts
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, VectorStore, make_vector
 
-from .fakes import INFO, SITES, VOCABULARY, WIDTH, CharTokenizer
+from .characters import CharTokenizer
+from .fakes import INFO, SITES, VOCABULARY, WIDTH
 
 
 def desk(sites=SITES, tokenizer=True, capacity=1 << 20) -> Desk:

@@ -1,4 +1,4 @@
-"""A scripted engine behind the server's `Backend`, and a tokenizer of one token per character."""
+"""A scripted engine behind the server's `Backend`."""
 
 import asyncio
 import math
@@ -39,13 +39,14 @@ from rheostat_server.errors import EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType, converted
-from rheostat_server.tokenizer import ChatTemplateError, Encoded, Tokenizer
+from rheostat_server.tokenizer import Tokenizer
 from rheostat_server.vectors import Vector
+
+from .characters import CharTokenizer
 
 WIDTH = 4
 LAYERS = 3
 VOCABULARY = 128
-BOS = 1
 
 SITES = ModelSites(
     architecture="ToyForCausalLM",
@@ -91,36 +92,6 @@ _ENCODINGS = {
     Coding.RP8: tensor_pb2.ENCODING_RP8,
     Coding.TOPK8: tensor_pb2.ENCODING_TOPK8,
 }
-
-
-class CharTokenizer:
-    """Each character of 7-bit ASCII is its own token; BOS stands before a text."""
-
-    has_chat_template = True
-
-    def encode(self, text: str, *, special: bool) -> Encoded:
-        ids = [ord(char) for char in text]
-        offsets = [(i, i + 1) for i in range(len(text))]
-        if special:
-            return Encoded((BOS, *ids), ((0, 0), *offsets))
-        return Encoded(tuple(ids), tuple(offsets))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join("" if token == BOS else chr(token) for token in token_ids)
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, object],
-    ) -> str:
-        if any(message["role"] == "nobody" for message in messages):
-            raise ChatTemplateError("nobody speaks")
-        lines = [f"{message['role']}: {message['content']}" for message in messages]
-        lines += [f"{name}={value}" for name, value in variables.items()]
-        return "\n".join(lines) + ("\n>" if add_generation_prompt else "")
 
 
 def row(site: int, position: int) -> np.ndarray:

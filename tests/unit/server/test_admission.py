@@ -15,8 +15,9 @@ from rheostat_server.sampling import SamplingSettings
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import make_vector
 
+from .characters import CharTokenizer
 from .desks import admitted, desk, named, refused, stored
-from .fakes import INFO, LAYERS, PARALLEL, SITES, VOCABULARY, WIDTH, CharTokenizer
+from .fakes import INFO, LAYERS, PARALLEL, SITES, VOCABULARY, WIDTH
 from .messages import (
     GENERATED,
     ONES,

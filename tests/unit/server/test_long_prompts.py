@@ -22,8 +22,9 @@ from rheostat_server.receipts import receipt_work, write_receipt
 from rheostat_server.sample import Sample
 from rheostat_server.tensors import FloatType
 
+from .characters import CharTokenizer
 from .desks import admitted, desk
-from .fakes import INFO, VOCABULARY, CharTokenizer
+from .fakes import INFO, VOCABULARY
 from .messages import add, capture, request, selector, site_set, token_range
 
 TOKENS = 3000

@@ -21,7 +21,7 @@ from rheostat_server.prompts import PromptTokens
 from rheostat_server.selection import Selection, SelectionContext, resolve_selector
 from rheostat_server.spans import clipped, subtracted, united
 
-from .fakes import CharTokenizer
+from .characters import CharTokenizer
 from .messages import GENERATED, PROMPT, generated, selector, span, token_range, window
 
 TEXT = "the cat saw the dog"

@@ -1,0 +1,101 @@
+"""What a subscription sends next: in order, each once, though calls come and go meanwhile."""
+
+import asyncio
+
+import numpy as np
+
+from rheostat._proto.v1 import capture_pb2
+from rheostat_engine import OPEN_END, Point, Rows, Site
+from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.leaving import Chunk, End, Item, Track
+from rheostat_server.selection import Selection
+from rheostat_server.subscription_messages import Message, Response
+from rheostat_server.taps import Reservoir, Tap
+from rheostat_server.tensors import FloatType
+from rheostat_server.upcoming import Upcoming
+
+SITE = Site(Point.RESID_POST, 0)
+WIDTH = 1 << 15
+"""A row of float32 is as long as what a thread takes."""
+
+
+class Carrier:
+    """Encodes when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[Item] = []
+        self.go = asyncio.Event()
+
+    async def message_of(self, item: Item) -> Message:
+        self.begun.append(item)
+        if isinstance(item, Chunk):
+            await self.go.wait()
+            return Message(Response(), item.block.size)
+        return Message(Response())
+
+
+def requests(count: int, reservoir: Reservoir) -> None:
+    """Requests that have ended, each with one row."""
+    capture = ResolvedCapture((SITE,), Selection(((0, OPEN_END),), ()), FloatType.FLOAT32)
+    track = Track(0, False)
+    for number in range(count):
+        tap = Tap(
+            f"r{number}",
+            [5],
+            {0: capture},
+            FloatType.FLOAT32,
+            capture_pb2.OVERLOAD_FAIL,
+            reservoir,
+        )
+        data = np.zeros((1, WIDTH), np.float32)
+        tap.feed(track, Rows("", SITE.index, np.zeros(1, np.int32), data))
+        tap.extend(track, [7])
+        tap.close()
+
+
+def upcoming(count: int) -> tuple[Upcoming, Carrier]:
+    reservoir = Reservoir(1 << 30, lambda tap, error: None)
+    carrier = Carrier()
+    requests(count, reservoir)
+    return Upcoming(reservoir, carrier), carrier
+
+
+async def test_items_come_in_order_and_two_are_begun() -> None:
+    one, carrier = upcoming(3)
+    one.prepare()
+    await asyncio.sleep(0)
+    assert [type(item) for item in carrier.begun] == [Chunk]  # behind it comes an end
+    assert (len(one), one.bytes) == (2, 4 * WIDTH)
+    carrier.go.set()
+    taken = []
+    while await one.message() is not None:
+        taken.append(one.take())
+    assert [type(item) for item in taken] == [Chunk, End] * 3
+    assert [item.tap.request_id for item in taken] == ["r0", "r0", "r1", "r1", "r2", "r2"]
+    assert carrier.begun == taken
+    assert one.bytes == 0
+
+
+async def test_a_call_that_goes_away_takes_nothing_with_it() -> None:
+    one, carrier = upcoming(1)
+    first = asyncio.create_task(one.message())
+    second = asyncio.create_task(one.message())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    carrier.go.set()
+    message = await second
+    assert message is not None
+    assert message is await one.message()
+    assert isinstance(one.take(), Chunk)
+    assert sum(isinstance(item, Chunk) for item in carrier.begun) == 1
+
+
+async def test_what_was_forgotten_while_it_was_encoded_is_not_given() -> None:
+    one, carrier = upcoming(1)
+    waiting = asyncio.create_task(one.message())
+    await asyncio.sleep(0)
+    one.clear()
+    carrier.go.set()
+    assert await waiting is None
+    assert len(one) == 0
