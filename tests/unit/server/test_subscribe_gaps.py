@@ -6,7 +6,6 @@ import grpc
 import pytest
 
 from rheostat._proto.v1 import capture_pb2, generation_service_pb2, types_pb2
-from rheostat_server import admission
 from rheostat_server import subscription as module
 from rheostat_server.errors import CaptureOverflow, Defect
 from rheostat_server.spillway import Spillway
@@ -22,8 +21,6 @@ from .subscribers import (
     EVERY,
     POST,
     Subscriber,
-    by_label,
-    generate,
     opening,
     sampled,
     wanted,
@@ -109,30 +106,6 @@ async def test_a_request_that_did_not_begin_does_not_keep_a_subscription_open() 
     async with asyncio.timeout(5):
         assert [message async for message in messages] == []
     assert one.ended
-
-
-async def test_a_request_that_is_being_admitted_is_named(running, monkeypatch) -> None:
-    gate, reached = asyncio.Event(), asyncio.Event()
-    compile_plan = admission.compile_plan
-
-    async def slow(*args: object):
-        reached.set()
-        await gate.wait()
-        return await compile_plan(*args)
-
-    monkeypatch.setattr(admission, "compile_plan", slow)
-    asking = asyncio.create_task(
-        generate(running, "a", labels={"team": "red"}, captures=[capture()])
-    )
-    await reached.wait()
-    one = await Subscriber.open(running, opening(by_label(team="red"), [wanted(0)]))
-    other = await Subscriber.open(running, opening(by_label(team="blue"), [wanted(0)]))
-    assert list(one.events[0].opened.missed_request_ids) == ["a"]
-    assert list(other.events[0].opened.missed_request_ids) == []
-    gate.set()
-    await asking
-    late = await Subscriber.open(running, opening(by_label(team="red"), [wanted(0)]))
-    assert list(late.events[0].opened.missed_request_ids) == []
 
 
 async def test_a_client_hears_how_long_it_is_waited_for(starter) -> None:
