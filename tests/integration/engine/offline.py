@@ -78,7 +78,8 @@ class OfflineEngine:
         self._count = 0
         settings = EngineSettings(channel=channel, bank_bytes=4 << 20, capture_bytes=capture_bytes)
         extension = engine_kwargs(settings, device=device) if sited else {}
-        self._channel = WorkerChannel(settings, ranks=1) if sited else None
+        stages = int(options.get("pipeline_parallel_size", 1))
+        self._channel = WorkerChannel(settings, ranks=stages) if sited else None
         if self._channel is not None:
             self._channel.start(self._loop, self._deliver)
         defaults: dict[str, Any] = {
@@ -119,8 +120,12 @@ class OfflineEngine:
         self.llm.collective_rpc("rheostat_load_vectors", args=(data,))
 
     def stats(self) -> dict[str, Any]:
-        """The worker's counts."""
-        stats: dict[str, Any] = self.llm.collective_rpc("rheostat_stats")[0]
+        """The first worker's counts."""
+        return self.stats_of_all()[0]
+
+    def stats_of_all(self) -> list[dict[str, Any]]:
+        """Every worker's counts."""
+        stats: list[dict[str, Any]] = self.llm.collective_rpc("rheostat_stats")
         return stats
 
     def run(
@@ -157,10 +162,25 @@ class OfflineEngine:
                     skip_reading_prefix_cache=skip_cache or None,
                 )
             )
-        outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
+        with self._held():
+            self.llm.enqueue(inputs, params, use_tqdm=False, lora_request=loras)
+        outputs = self.llm.wait_for_completion(use_tqdm=False)
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             self.llm.llm_engine.step()  # nobody else tells the worker what has finished
         return [self._outcome(o, i) for o, i in zip(outputs, ids, strict=True)]
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """No step runs in the meantime, so that what arrives is batched alike every time."""
+        core = self.llm.llm_engine.engine_core
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            yield  # nothing runs unless it is told to
+            return
+        core.call_utility("pause_scheduler", "keep", False)
+        try:
+            yield
+        finally:
+            core.call_utility("resume_scheduler")
 
     def _outcome(self, output: Any, request_id: str | None) -> Outcome:
         completion = output.outputs[0]
