@@ -24,6 +24,7 @@ import torch
 from rheostat_engine import Capture, ModelSites, Plan
 from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.outlet import Group, Outlet
+from rheostat_engine.core.ring import Fence
 from rheostat_engine.events import RowsHead
 from rheostat_server.bench.arms import EVERYWHERE, middle, posts
 from rheostat_server.bench.engines import Engines
@@ -87,6 +88,9 @@ class _Sent:
     def send(self, frame: Frame) -> None:
         self.last = frame
 
+    def close(self) -> None:
+        pass
+
 
 def copies(width: int, dtype: torch.dtype) -> Copies:
     """GB/s off the device, by way and size; on a CPU there is no such way."""
@@ -98,9 +102,10 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
         rows = torch.zeros(size // (width * dtype.itemsize), width, device="cuda", dtype=dtype)
         host = torch.empty(rows.shape, dtype=dtype, pin_memory=True)
 
-        def plain(rows: torch.Tensor = rows, host: torch.Tensor = host) -> None:
+        def plain(rows: torch.Tensor = rows, host: torch.Tensor = host) -> Fence | None:
             with torch.cuda.stream(stream):
                 host.copy_(rows, non_blocking=True)
+            return None
 
         sent = _Sent()
         outlet = Outlet(sent, rows.device, limit=1 << 40, scratch=0)  # type: ignore[arg-type]  # all of it that is used
@@ -108,12 +113,12 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
 
         def through(
             outlet: Outlet = outlet, head: RowsHead = head, rows: torch.Tensor = rows
-        ) -> None:
-            outlet.send_rows(head, rows, [Group(None, len(rows))])
+        ) -> Fence | None:
+            return outlet.send_rows(head, rows, [Group(None, len(rows))])
 
-        def beside(through: Callable[[], None] = through) -> None:
+        def beside(through: Callable[[], Fence | None] = through) -> Fence | None:
             torch.matmul(a, a, out=product)
-            through()
+            return through()
 
         for name, one in (
             ("plain copies", plain),
@@ -121,18 +126,22 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
             ("the outlet, busy device", beside),
         ):
             found[name][str(size)] = _rate(one, size)
+        outlet.close()
     return found
 
 
-def _rate(copy: Callable[[], None], size: int) -> float:
+def _rate(copy: Callable[[], Fence | None], size: int) -> float:
     """GB/s of the copies themselves, by the device's clock where it computes besides."""
-    for _ in range(3):
-        copy()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        for _ in range(_COPIES):
-            copy()
+
+    def copies(count: int) -> None:
+        for fence in [copy() for _ in range(count)]:
+            if fence is not None:
+                fence.synchronize()
         torch.cuda.synchronize()
+
+    copies(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        copies(_COPIES)
     took = [e.time_range.elapsed_us() for e in seen.events() if "Memcpy DtoH" in e.name]
     return size / float(statistics.median(took)) / 1e3
 
