@@ -1,6 +1,6 @@
 """A model split over two GPUs, by tensor or pipeline parallelism, against the same on one.
 
-What adds up over ranks is rounded once more on each of them, so rows agree within `SPLIT` and
+What adds up over ranks is rounded once more on each of them, so rows agree within `REORDERED` and
 tokens mostly. Stock vLLM split alike is what mates are bit-identical to.
 """
 
@@ -22,15 +22,11 @@ from cases import (
     whole,
 )
 from offline import OfflineEngine, Outcome
-from verdicts import Lines, Verdict, at_least, at_most, each, equal
+from verdicts import APART, REORDERED, Lines, Verdict, at_least, at_most, each, equal
 
 from rheostat_engine import OPEN_END, Act, Capture, Condition, Kind, Plan, Point, Site, site_count
 
 SPLITS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
-SPLIT = 5e-2
-"""A bfloat16 sum of two bfloat16 parts, relative, after four layers; 2.2e-2 was seen on a CPU."""
-APART = 0.15
-"""How far a row lies at least from the next token's: `SPLIT` tells them apart."""
 
 COUNT = 24
 SAMPLING = {"max_tokens": 24, "logprobs": 3}
@@ -131,7 +127,7 @@ def compared(
                 one, two = (rows_of(run[index], site, end) for run in (alone, split))
                 found.append(difference(two, one))
                 apart.append(difference(one[1:], one[:-1]))
-        yield f"{what} rows, worst relative difference to one GPU", at_most(max(found), SPLIT)
+        yield f"{what} rows, worst relative difference to one GPU", at_most(max(found), REORDERED)
         yield f"{what} rows, least relative distance of two tokens", at_least(min(apart), APART)
     released = [
         (one.released, two.released)
@@ -145,7 +141,7 @@ def compared(
     )
     yield "measured acts", equal(len(doses), 4 * len(batch.steered))
     worst = max(abs(b.relative / a.relative - 1) for a, b in doses)
-    yield "worst relative difference of a dose to one GPU", at_most(worst, SPLIT)
+    yield "worst relative difference of a dose to one GPU", at_most(worst, REORDERED)
     ruled = split[batch.ruled]
     read = [*batch.prompts[batch.ruled], *ruled.token_ids[:-1]]
     held = [] if ruled.released is None else [dose.rows for dose in ruled.released.doses]

@@ -19,6 +19,11 @@ SUMS = 1e-5
 """Float32 sums of some thousand terms in another order, relative to the largest."""
 ROUNDED = 1e-2
 """What is rounded to bfloat16: a unit in the last place is at most 2**-7 = 0.8 % of a value."""
+REORDERED = 5e-2
+"""A small model's bfloat16 stream, relative, where kernels or two GPUs round in another order:
+2.2e-2 was seen."""
+APART = 0.15
+"""How far a row lies at least from the next token's: `REORDERED` tells them apart."""
 SEEN = 1.5e-2
 """The least change of a stream for `ROUNDED` to tell that an op was not done. Ablating two of 4,096
 directions changes 2.2 %."""
