@@ -43,9 +43,7 @@ class Places:
             raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
         captured = {site for capture in plan.captures for site in capture.sites}
         if any(not self._known(site) for site in captured):
-            raise ValueError(
-                f"the plan captures a site that is not one of the model's {self._stream}"
-            )
+            raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
         if all(site < self._stream for site in captured):
             return plan
         return replace(
