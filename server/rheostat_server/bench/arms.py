@@ -20,6 +20,9 @@ from rheostat_server.bench.engines import ROWS, VECTOR
 EVERYWHERE: Spans = ((0, OPEN_END),)
 """All positions."""
 
+PROMPT = 32
+"""Tokens of each prompt."""
+
 Plans = Callable[[ModelSites, int], Sequence[Plan | None] | None]
 """The plans of a batch of so many requests; None: stock vLLM runs it."""
 
@@ -61,6 +64,10 @@ def _alike(acts: Callable[[ModelSites], Sequence[Act]]) -> Plans:
     return lambda sites, batch: [Plan("", tuple(acts(sites)))] * batch
 
 
+def _captured(where: Callable[[ModelSites], list[int]], spans: Spans) -> Plans:
+    return lambda sites, batch: [Plan("", (), (Capture(tuple(where(sites)), spans),))] * batch
+
+
 def _distinct(count: int, where: Callable[[ModelSites], list[int]]) -> Plans:
     """`count` configurations, each with rows of its own at every one of its sites."""
 
@@ -95,12 +102,9 @@ SUITES: dict[str, tuple[Arm, ...]] = {
         _IDLE,
         Arm("steered, one layer", _alike(lambda sites: [act(Kind.ADD, middle(sites))])),
         Arm("steered, all layers", _ADD_ALL),
-        Arm(
-            "captured, one layer",
-            lambda sites, batch: (
-                [Plan("", (), (Capture(tuple(middle(sites)), EVERYWHERE),))] * batch
-            ),
-        ),
+        Arm("captured, one layer", _captured(middle, EVERYWHERE)),
+        Arm("captured, all layers, last prompt token", _captured(posts, ((PROMPT - 1, PROMPT),))),
+        Arm("captured, all layers, generated tokens", _captured(posts, ((PROMPT, OPEN_END),))),
     ),
     "ops": (
         _STOCK,

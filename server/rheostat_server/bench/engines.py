@@ -31,6 +31,9 @@ VECTOR = hashlib.sha256(b"bench").digest()
 ROWS = 256
 """Rows of `VECTOR`."""
 
+CAPTURE_BYTES = 512 << 20
+"""The engine's own default."""
+
 
 Vectors = Mapping[bytes, npt.NDArray[np.float32]]
 """Vectors, [rows, W] each, by digest."""
@@ -51,6 +54,8 @@ class Ran(NamedTuple):
     per_token: list[float]
     """Seconds per token of each request after its first one, by the engine's clock; empty without
     vLLM's statistics, or of one token alone."""
+    lost_rows: int
+    """Captured rows that found no room."""
 
 
 class _Releases:
@@ -59,11 +64,13 @@ class _Releases:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.count = 0
+        self.lost_rows = 0
 
     def __call__(self, event: object) -> None:
         if isinstance(event, Released):
             with self._changed:
                 self.count += 1
+                self.lost_rows += event.lost_rows
                 self._changed.notify_all()
 
     def wait_for(self, count: int) -> None:
@@ -82,6 +89,8 @@ class Engines:
         device: Literal["cpu", "cuda"],
         starts: int,
         options: dict[str, Any],
+        *,
+        capture_bytes: int = CAPTURE_BYTES,
     ) -> None:
         """Starts them all.
 
@@ -91,6 +100,7 @@ class Engines:
             device: where they run.
             starts: how many of each kind.
             options: vLLM's arguments, the same for all.
+            capture_bytes: memory of the ring that captured rows pass through.
         """
         from vllm import LLM
 
@@ -101,7 +111,9 @@ class Engines:
         self.sited: list[LLM] = []
         for start in range(starts):
             self.stock.append(LLM(model=str(model), **options))
-            settings = EngineSettings(channel=f"ipc://{scratch}/channel-{start}")
+            settings = EngineSettings(
+                channel=f"ipc://{scratch}/channel-{start}", capture_bytes=capture_bytes
+            )
             channel = WorkerChannel(settings, ranks=1)
             channel.start(loop, self._releases)
             extension = engine_kwargs(settings, device=device)
@@ -186,6 +198,7 @@ class Engines:
         engine = (self.stock if plans is None else self.sited)[start]
         payloads = [_payload(vectors) for vectors in loads]
         released = self._releases.count
+        lost = self._releases.lost_rows
         begun = time.perf_counter()
         for payload in payloads:
             self._load(start, payload)
@@ -201,6 +214,7 @@ class Engines:
                 for output in outputs
                 if output.metrics and tokens > 1
             ],
+            self._releases.lost_rows - lost,
         )
 
     def _load(self, start: int, payload: _Payload) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rheostat_server.bench import inline
-from rheostat_server.bench.arms import SUITES, Arm
+from rheostat_server.bench.arms import PROMPT, SUITES, Arm
 from rheostat_server.bench.engines import Engines
 from rheostat_server.bench.machine import (
     add_model_arguments,
@@ -29,22 +29,23 @@ from rheostat_server.bench.machine import (
 )
 from rheostat_server.bench.summaries import Table, Times, empty, summary
 
-_PROMPT = 32
 _WARM_UP = 150
 """Tokens of the first batch of each arm, enough for a set of sites to get a graph of its own."""
 
 
 def measure(
     engines: Engines, arms: Sequence[Arm], batches: Sequence[int], *, tokens: int, repeats: int
-) -> Times:
-    """Times every arm; arms take turns."""
+) -> tuple[Times, dict[str, int]]:
+    """Times every arm, and counts the captured rows that it lost; arms take turns."""
     starts = len(engines.stock)
     turns = [(arm, start) for start in range(starts) for arm in arms]
     times = empty([arm.name for arm in arms], batches, starts)
+    lost = {arm.name: 0 for arm in arms}
 
     def milliseconds(arm: Arm, start: int, batch: int, count: int) -> float:
         plans = arm.plans(engines.sites, batch)
-        ran = engines.run(start, engines.prompts(batch, _PROMPT), plans, tokens=count)
+        ran = engines.run(start, engines.prompts(batch, PROMPT), plans, tokens=count)
+        lost[arm.name] += ran.lost_rows
         return statistics.median(ran.per_token) * 1e3
 
     for batch in batches:
@@ -56,7 +57,7 @@ def measure(
             for arm, start in turns[first:] + turns[:first]:
                 taken = milliseconds(arm, start, batch, tokens)
                 times[arm.name][str(batch)][start].append(taken)
-    return times
+    return times, lost
 
 
 def show(table: Table, batches: Sequence[int]) -> None:
@@ -100,7 +101,7 @@ def main() -> None:
             batches = arguments.batches
             if suite == "configurations":
                 batches = [arguments.configuration_batch]
-            times = measure(
+            times, lost = measure(
                 engines,
                 SUITES[suite],
                 batches,
@@ -111,12 +112,13 @@ def main() -> None:
             result = {
                 "benchmark": f"tpot, {suite}",
                 **described(model, engines.sites.runner),
-                "prompt_tokens": _PROMPT,
+                "prompt_tokens": PROMPT,
                 "output_tokens": arguments.tokens,
                 "repeats": arguments.repeats,
                 "starts": arguments.starts,
                 "summary": table,
                 "times_ms": times,
+                "lost_rows": lost,
             }
             (arguments.out / f"tpot-{model.name}-{suite}.json").write_text(
                 json.dumps(result, indent=1)

@@ -1,0 +1,251 @@
+"""What capturing costs, and how near rows come to the speed of the way off the device.
+
+Three things. The way itself: plain copies from the device to pinned memory, the fastest that there
+is. The outlet: the engine's own hand-over of rows, alone and beside a device that computes. The
+engine: the time to the first token of one request that captures one layer of its prompt, and a
+batch of long prompts that captures every layer, with the rows that found no room. What capturing
+costs per generated token is in `tpot`, suite `capture`.
+
+    python -m rheostat_server.bench.capture --shape qwen3-8b --out results
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rheostat_engine import Capture, ModelSites, Plan
+from rheostat_engine.core.delivery import Frame
+from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.events import RowsHead
+from rheostat_server.bench.arms import EVERYWHERE, middle, posts
+from rheostat_server.bench.engines import Engines
+from rheostat_server.bench.machine import (
+    add_model_arguments,
+    chosen,
+    described,
+    device,
+    engine_options,
+    leave,
+)
+from rheostat_server.bench.shapes import SHAPES
+
+_MIB = 1 << 20
+ALONE = 512
+"""Tokens of the prompt of one request alone."""
+LONG = 1024
+"""Tokens of each prompt of the batch."""
+REQUESTS = 8
+"""Prompts of the batch."""
+_COPIES = 20
+_SIZES = (1 * _MIB, 32 * _MIB, 256 * _MIB)
+"""Bytes that are copied at once: about a step of decoding at one layer, at all, and a prefill."""
+
+Copies = dict[str, dict[str, float]]
+"""GB/s by way and bytes of one copy."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What the requests capture of their prompts."""
+
+    name: str
+    """What the table calls it."""
+    where: Callable[[ModelSites], list[int]] | None
+    """Sites; None: nothing, by stock vLLM."""
+    length: int
+    """Tokens of each prompt."""
+    requests: int
+    """How many arrive together."""
+
+
+ARMS = (
+    Arm("stock, 512 tokens alone", None, ALONE, 1),
+    Arm("idle, 512 tokens alone", lambda sites: [], ALONE, 1),
+    Arm("one layer, 512 tokens alone", middle, ALONE, 1),
+    Arm("all layers, 512 tokens alone", posts, ALONE, 1),
+    Arm("stock, 8 of 1,024 tokens", None, LONG, REQUESTS),
+    Arm("idle, 8 of 1,024 tokens", lambda sites: [], LONG, REQUESTS),
+    Arm("one layer, 8 of 1,024 tokens", middle, LONG, REQUESTS),
+    Arm("all layers, 8 of 1,024 tokens", posts, LONG, REQUESTS),
+)
+"""What is measured; the reference of each is the stock arm above it."""
+
+
+class _Sent:
+    """Takes the place of the way to the server: rows end in pinned memory."""
+
+    pending_bytes = 0
+
+    def send(self, frame: Frame) -> None:
+        self.last = frame
+
+
+def copies(width: int, dtype: torch.dtype) -> Copies:
+    """GB/s off the device, by way and size; on a CPU there is no such way."""
+    found: Copies = {"plain copies": {}, "the outlet": {}, "the outlet, busy device": {}}
+    stream = torch.cuda.Stream()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    for size in _SIZES:
+        rows = torch.zeros(size // (width * dtype.itemsize), width, device="cuda", dtype=dtype)
+        host = torch.empty(rows.shape, dtype=dtype, pin_memory=True)
+
+        def plain(rows: torch.Tensor = rows, host: torch.Tensor = host) -> None:
+            with torch.cuda.stream(stream):
+                host.copy_(rows, non_blocking=True)
+
+        sent = _Sent()
+        outlet = Outlet(sent, rows.device, limit=1 << 40)  # type: ignore[arg-type]  # all of it that is used
+        head = RowsHead(0, "", width, [], b"", b"", b"", b"")
+
+        def through(
+            outlet: Outlet = outlet, head: RowsHead = head, rows: torch.Tensor = rows
+        ) -> None:
+            outlet.send_rows(head, rows)
+
+        def beside(through: Callable[[], None] = through) -> None:
+            torch.matmul(a, a, out=product)
+            through()
+
+        for name, one in (
+            ("plain copies", plain),
+            ("the outlet", through),
+            ("the outlet, busy device", beside),
+        ):
+            found[name][str(size)] = _rate(one, size)
+    return found
+
+
+def _rate(copy: Callable[[], None], size: int) -> float:
+    """GB/s of the copies themselves, by the device's clock where it computes besides."""
+    for _ in range(3):
+        copy()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(_COPIES):
+            copy()
+        torch.cuda.synchronize()
+    took = [e.time_range.elapsed_us() for e in seen.events() if "Memcpy DtoH" in e.name]
+    return size / float(statistics.median(took)) / 1e3
+
+
+def measure(engines: Engines, repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Milliseconds to the first token of an arm's median request and of the whole batch, and rows.
+
+    Arms take turns.
+    """
+    found: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in ARMS}
+    row_bytes = engines.sites.width * getattr(torch, engines.sites.dtype).itemsize
+
+    def run(arm: Arm) -> dict[str, float]:
+        prompts = engines.prompts(arm.requests, arm.length)
+        plans: list[Plan | None] | None = None
+        sites: Sequence[int] = ()
+        if arm.where is not None:
+            sites = arm.where(engines.sites)
+            captures = (Capture(tuple(sites), EVERYWHERE),) if sites else ()
+            plans = [Plan("", (), captures) if sites else None] * arm.requests
+        begun = time.perf_counter()
+        ran = engines.run(0, prompts, plans, tokens=1)
+        return {
+            "first_token_ms": statistics.median(ran.first_token) * 1e3,
+            "batch_ms": ran.seconds * 1e3,
+            "until_last_row_ms": (time.perf_counter() - begun) * 1e3,
+            "bytes": arm.requests * arm.length * len(sites) * row_bytes,
+            "lost_rows": ran.lost_rows,
+        }
+
+    for arm in ARMS:
+        run(arm)
+        run(arm)
+    for repeat in range(repeats):
+        first = repeat % len(ARMS)
+        for arm in (*ARMS[first:], *ARMS[:first]):
+            found[arm.name].append(run(arm))
+    return found
+
+
+def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians over the repeats, beside the stock arm of the same prompts."""
+    table: dict[str, dict[str, float]] = {}
+    stock: dict[str, float] = {}
+    for arm in ARMS:
+        row = {name: statistics.median(ran[name] for ran in found[arm.name]) for name in _NAMES}
+        if arm.where is None:
+            stock = row
+        table[arm.name] = row | {
+            "first_token_more_ms": row["first_token_ms"] - stock["first_token_ms"],
+            "batch_to_stock": row["batch_ms"] / stock["batch_ms"],
+            "gb_per_s": row["bytes"] / row["until_last_row_ms"] / 1e6,
+        }
+    return table
+
+
+_NAMES = ("first_token_ms", "batch_ms", "until_last_row_ms", "bytes", "lost_rows")
+
+
+def show(copied: Copies, table: dict[str, dict[str, float]]) -> None:
+    """Prints the figures."""
+    for name, by_size in copied.items():
+        cells = "".join(f"{int(size) // _MIB:>6} MiB {gb:6.1f}" for size, gb in by_size.items())
+        print(f"{name:32} GB/s{cells}")
+    for name, row in table.items():
+        print(
+            f"{name:32} first token {row['first_token_ms']:8.2f} ms "
+            f"({row['first_token_more_ms']:+6.2f}), batch {row['batch_ms']:8.1f} ms "
+            f"({row['batch_to_stock'] * 100 - 100:+6.1f} %), until the last row "
+            f"{row['until_last_row_ms']:8.1f} ms, {row['gb_per_s']:5.2f} GB/s, "
+            f"lost {row['lost_rows']:.0f}"
+        )
+
+
+def main() -> None:
+    """Measures, prints the figures and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_model_arguments(parser, default="qwen3-8b")
+    parser.add_argument("--out", type=Path, required=True, help="a folder, for capture.json")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {}
+    copied: Copies = {}
+    if device() == "cuda" and arguments.model is None:
+        width = int(str(SHAPES[arguments.shape]["hidden_size"]))
+        copied = copies(width, torch.bfloat16)
+        torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = chosen(arguments, Path(scratch))
+        options = engine_options(
+            model,
+            engines=2,
+            requests=REQUESTS,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            max_num_batched_tokens=LONG * REQUESTS,
+        )
+        engines = Engines(model.path, scratch, device(), 1, options, capture_bytes=4 << 30)
+        found = measure(engines, arguments.repeats)
+        table = summary(found)
+        result = {
+            "benchmark": "capture",
+            **described(model, engines.sites.runner),
+            "repeats": arguments.repeats,
+            "copies_gb_per_s": copied,
+            "summary": table,
+            "repeated": found,
+        }
+        (arguments.out / "capture.json").write_text(json.dumps(result, indent=1))
+        show(copied, table)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
