@@ -4,12 +4,12 @@
 
 Starts stock vLLM and ours on a small random model and on a real shape, and checks that steering
 changes what it should, that an idle request in a mixed batch is bit-identical to stock vLLM's, and
-that captured rows equal those of an eager run. Every line has a threshold (`verdicts.py`); prints
+that captured rows equal those of an eager run. With two GPUs a model is split over them (`--only
+tp` does that alone; see `split.py`). Every line has a threshold (`verdicts.py`); prints
 a line per check; exits 1 if one fails.
 """
 
 import argparse
-import hashlib
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,8 +21,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration" / "engine"))
 
+from cases import (
+    EVERYWHERE,
+    PROMPT,
+    VECTOR,
+    acts_at,
+    agreed,
+    difference,
+    prompts,
+    rows_of,
+    same,
+    whole,
+)
 from models import build
-from offline import OfflineEngine, Outcome, bfloat16_to_float32
+from offline import OfflineEngine, bfloat16_to_float32
+from split import check_split
 from verdicts import (
     ROUNDED,
     SUMS,
@@ -41,7 +54,6 @@ from verdicts import (
 from rheostat_engine import (
     OPEN_END,
     Act,
-    Band,
     Capture,
     Condition,
     Kind,
@@ -51,21 +63,6 @@ from rheostat_engine import (
     site_count,
 )
 from rheostat_server.bench.shapes import write_shape
-
-EVERYWHERE = ((0, OPEN_END),)
-PROMPT = ((0, 40),)
-VECTOR = hashlib.sha256(b"check").digest()
-
-
-def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Different prompts of random tokens, always the same ones."""
-    rng = np.random.default_rng(7)
-    return rng.integers(3, vocabulary, (count, length)).tolist()
-
-
-def same(one: Outcome, other: Outcome) -> bool:
-    """Whether tokens and log-probabilities are equal in every bit."""
-    return one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
 def check_kernels() -> Lines:
@@ -116,25 +113,6 @@ def check_kernels() -> Lines:
             for name, one, other in zip(names, *doses, strict=True):
                 results[f"{title} {name}"] = at_most(worst(one, other), 10 * SUMS)
     return results
-
-
-def acts_at(site: int) -> dict[str, Act]:
-    """One act of every kind at a site, on the prompt."""
-    one, both = ((site, (0,)),), ((site, (0, 1)),)
-    return {
-        "add": Act(Kind.ADD, (VECTOR,), one, PROMPT, 0.5),
-        "norm_add": Act(Kind.NORM_ADD, (VECTOR,), one, PROMPT, 0.25),
-        "ablate two": Act(
-            Kind.PULL,
-            (VECTOR, VECTOR),
-            both,
-            PROMPT,
-            bands=(Band(0.0, 0.0, 1.0),) * 2,
-            orthogonal=True,
-        ),
-        "clamp": Act(Kind.PULL, (VECTOR,), one, PROMPT, bands=(Band(0.1, 0.2, 0.5),)),
-        "scale": Act(Kind.PULL, (VECTOR,), one, PROMPT, bands=(Band(0.0, 0.0, -2.0),)),
-    }
 
 
 def expected(act: Act, vector: Any, x: Any) -> Any:
@@ -266,23 +244,14 @@ def check_model(
     eager = OfflineEngine(model, f"ipc://{scratch}/b", **{**options, "enforce_eager": True})
     reference = eager.run(batch, some, **sampling)
     eager.close()
-    differences = []
-    counted = []
-    for one, other in zip(compiled[:2], reference[:2], strict=True):
-        upto = 40 + next(
-            (
-                i
-                for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True))
-                if a != b
-            ),
-            23,
-        )
-        for site in every:
-            counted.append(sorted(one.rows[site]) == list(range(63)) and one.duplicates == 0)
-            mine = np.stack([bfloat16_to_float32(one.rows[site][p]) for p in range(upto)])
-            theirs = np.stack([bfloat16_to_float32(other.rows[site][p]) for p in range(upto)])
-            differences.append(np.linalg.norm(mine - theirs) / np.linalg.norm(theirs))
-    results["sites of which every position was captured once"] = each(counted)
+    results["captured requests of which every position was captured once"] = each(
+        [whole(one, every) for one in compiled[:2]]
+    )
+    differences = [
+        difference(*(rows_of(outcome, site, agreed(one, other)) for outcome in (one, other)))
+        for one, other in zip(compiled[:2], reference[:2], strict=True)
+        for site in every
+    ]
     results["captured rows, worst relative difference to eager"] = at_most(
         np.max(differences), ROUNDED
     )
@@ -293,23 +262,29 @@ def main() -> None:
     """Runs the checks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=["small", "8b"])
+    parser.add_argument("--only", choices=["small", "8b", "tp"])
     arguments = parser.parse_args()
     results: dict[str, Lines] = {"kernels": check_kernels()}
     shared: dict[str, Any] = {"device": "cuda", "enforce_eager": False}
     shared |= {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.5, "max_model_len": 512, "block_size": 32}
     with tempfile.TemporaryDirectory() as scratch:
-        if arguments.only != "8b":
+        if arguments.only in (None, "small"):
             small = build("qwen3", Path(scratch))
             for lines in check_model(small, 128, Path(scratch), shared):
                 results["small"] = lines
                 write(results, arguments.out)
-        if arguments.only != "small":
+        if arguments.only in (None, "8b"):
             shape = write_shape("qwen3-8b", Path(scratch))
             options = {**shared, "load_format": "dummy", "capture_bytes": 512 << 20}
             for lines in check_model(shape, 1000, Path(scratch), options):
                 results["qwen3-8b"] = lines
+                write(results, arguments.out)
+        if arguments.only in (None, "tp") and torch.cuda.device_count() < 2:
+            print("two GPUs are needed to split a model; this is left out")
+        elif arguments.only in (None, "tp"):
+            for lines in check_split(build("qwen3", Path(scratch)), 128, Path(scratch), shared):
+                results["split"] = lines
                 write(results, arguments.out)
     sys.exit(conclude(results, arguments.out))
 

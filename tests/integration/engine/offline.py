@@ -78,7 +78,8 @@ class OfflineEngine:
         self._count = 0
         settings = EngineSettings(channel=channel, bank_bytes=4 << 20, capture_bytes=capture_bytes)
         extension = engine_kwargs(settings, device=device) if sited else {}
-        self._channel = WorkerChannel(settings, ranks=1) if sited else None
+        stages = int(options.get("pipeline_parallel_size", 1))
+        self._channel = WorkerChannel(settings, ranks=stages) if sited else None
         if self._channel is not None:
             self._channel.start(self._loop, self._deliver)
         defaults: dict[str, Any] = {
@@ -119,8 +120,12 @@ class OfflineEngine:
         self.llm.collective_rpc("rheostat_load_vectors", args=(data,))
 
     def stats(self) -> dict[str, Any]:
-        """The worker's counts."""
-        stats: dict[str, Any] = self.llm.collective_rpc("rheostat_stats")[0]
+        """The first worker's counts."""
+        return self.stats_of_all()[0]
+
+    def stats_of_all(self) -> list[dict[str, Any]]:
+        """Every worker's counts."""
+        stats: list[dict[str, Any]] = self.llm.collective_rpc("rheostat_stats")
         return stats
 
     def run(
