@@ -162,10 +162,25 @@ class OfflineEngine:
                     skip_reading_prefix_cache=skip_cache or None,
                 )
             )
-        outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
+        with self._held():
+            self.llm.enqueue(inputs, params, use_tqdm=False, lora_request=loras)
+        outputs = self.llm.wait_for_completion(use_tqdm=False)
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             self.llm.llm_engine.step()  # nobody else tells the worker what has finished
         return [self._outcome(o, i) for o, i in zip(outputs, ids, strict=True)]
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """No step runs in the meantime, so that what arrives is batched alike every time."""
+        core = self.llm.llm_engine.engine_core
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            yield  # nothing runs unless it is told to
+            return
+        core.call_utility("pause_scheduler", "keep", False)
+        try:
+            yield
+        finally:
+            core.call_utility("resume_scheduler")
 
     def _outcome(self, output: Any, request_id: str | None) -> Outcome:
         completion = output.outputs[0]
