@@ -2,7 +2,9 @@
 
 Invariant: a request's events are handed over in order, and Installed and Released only once every
 reporting worker has said them, so that no row of the request can come before the one nor follow the
-other. A frame that can't be read is logged and skipped. vLLM's step outputs are not involved.
+other. A frame that can't be read is logged and skipped; rows that can't be read are lost and
+counted. Rows are copied out of the workers' memory once, and only while the loop has room for them.
+vLLM's step outputs are not involved.
 """
 
 import asyncio
@@ -10,7 +12,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import zmq
@@ -18,6 +20,7 @@ import zmq
 from rheostat_engine.events import (
     Dose,
     Event,
+    Head,
     Installed,
     InstalledHead,
     Released,
@@ -29,6 +32,7 @@ from rheostat_engine.events import (
     split_rows,
 )
 from rheostat_engine.settings import EngineSettings
+from rheostat_engine.staging import StagingError, StagingReader, readers_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,20 +56,23 @@ class EventMerger:
         self._lost: dict[tuple[int, int], Counter[int]] = {}
         """Rows by site that were sent and lost on the way, by worker and its number."""
 
-    def feed(self, head: bytes, payload: bytes) -> list[Event]:
+    def feed(self, head: Head, rows: bytes | memoryview = b"") -> list[Event]:
         """The events that one frame completes.
 
+        Args:
+            head: the frame's head.
+            rows: the rows that it describes, of which nothing is kept.
+
         Raises:
-            msgspec.MsgspecError, LookupError, OverflowError, ValueError: it is malformed.
+            LookupError, OverflowError, ValueError: it is malformed.
         """
-        decoded = decode_head(head)
-        if isinstance(decoded, RowsHead):
-            if decoded.lost:
-                return self._lose(decoded)
-            return self._pass_on(split_rows(decoded, payload, self._names[decoded.rank]))
-        if isinstance(decoded, InstalledHead):
-            return self._install(decoded)
-        return self._release(decoded)
+        if isinstance(head, RowsHead):
+            if head.lost:
+                return self._lose(head)
+            return self._pass_on(split_rows(head, rows, self._names[head.rank]))
+        if isinstance(head, InstalledHead):
+            return self._install(head)
+        return self._release(head)
 
     def _pass_on(self, rows: list[Rows]) -> list[Event]:
         ready: list[Event] = []
@@ -150,6 +157,18 @@ class WorkerChannel:
         self._stop.bind(self._stop_address)
         self._thread: threading.Thread | None = None
         self._room = threading.Semaphore(_FRAMES)
+        self._areas: dict[int, StagingReader] = {}
+
+    def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
+        """Gives the channel the memory that captured rows come in; to be done before any do.
+
+        Args:
+            reports: what each worker said to `rheostat_describe`.
+
+        Raises:
+            StagingError: a worker's memory can't be reached.
+        """
+        self._areas = readers_of(reports)
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
         """Calls `deliver` on `loop` for every event from now on."""
@@ -167,6 +186,7 @@ class WorkerChannel:
         self._socket.close()
         self._stop.close()
         self._context.term()
+        self._areas = {}
         if self._address.startswith("ipc://"):
             path = self._address.removeprefix("ipc://")
             if os.path.exists(path):
@@ -183,11 +203,11 @@ class WorkerChannel:
                 ready = dict(poller.poll())
                 if stop in ready:
                     return
-                events = self._events_of(self._socket.recv_multipart())
+                frame = self._socket.recv_multipart()
                 while not self._room.acquire(timeout=_PATIENCE):
                     if stop.poll(0):
                         return
-                loop.call_soon_threadsafe(self._hand_over, events, deliver)
+                loop.call_soon_threadsafe(self._hand_over, self._events_of(frame), deliver)
         except RuntimeError:
             _LOG.info("the event loop has closed; the side channel stops")
             stop.recv()
@@ -203,8 +223,24 @@ class WorkerChannel:
 
     def _events_of(self, frame: list[bytes]) -> list[Event]:
         try:
-            head, payload = frame
-            return self._merger.feed(head, payload)
+            (data,) = frame
+            head = decode_head(data)
+            if isinstance(head, RowsHead):
+                return self._rows_of(head)
+            return self._merger.feed(head)
         except (msgspec.MsgspecError, LookupError, OverflowError, ValueError):
             _LOG.exception("a frame of the side channel is malformed and was skipped")
             return []
+
+    def _rows_of(self, head: RowsHead) -> list[Event]:
+        """What a frame of rows says; its range is given back, whatever it says."""
+        if head.place is None:
+            return self._merger.feed(head.without_rows)
+        try:
+            if head.rank not in self._areas:
+                raise StagingError(f"the memory of worker {head.rank} was never attached")
+            with self._areas[head.rank].taken(head.place) as rows:
+                return self._merger.feed(head, rows)
+        except StagingError:
+            _LOG.exception("captured rows could not be read and are lost")
+            return self._merger.feed(head.without_rows)

@@ -1,7 +1,8 @@
 """What a worker says of a request, and the bytes in which it says it.
 
 Invariant: per request the order is Installed, Rows..., Released, and nothing follows Released. A
-frame is a msgpack head and a payload of raw rows; nothing in it is executed or unpickled.
+frame is a msgpack head; rows lie beside it, in the staging area. Nothing in either is executed or
+unpickled.
 """
 
 from collections import Counter
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine.row_forms import RAW_KEY
+from rheostat_engine.staging import Place
 
 RowArray = npt.NDArray[np.generic]
 """Rows as they leave the worker: float32, float16, or uint16 that holds bfloat16's bits."""
@@ -99,7 +101,7 @@ class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):
 class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
     """Head of a step's rows.
 
-    The payload holds blocks one after the other, those of one form together; a block is consecutive
+    The rows lie in blocks one after the other, those of one form together; a block is consecutive
     positions of one request, site by site. The arrays have one entry per block and are
     little-endian int64.
     """
@@ -122,7 +124,9 @@ class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
     form_of: list[int] = []
     """The form of each of `classes`."""
     lost: bool = False
-    """Whether the rows could not be brought here; there is no payload then."""
+    """Whether the rows could not be brought here."""
+    place: Place | None = None
+    """Where the rows lie, or would; None: they never had a place."""
 
     @property
     def as_they_are(self) -> "RowsHead":
@@ -203,15 +207,14 @@ def lost_rows(head: RowsHead) -> dict[int, Counter[int]]:
     return lost
 
 
-def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list[Rows]:
-    """The rows of a frame, one event per block and site.
+def split_rows(head: RowsHead, payload: bytes | memoryview, names: Mapping[int, str]) -> list[Rows]:
+    """The rows of a frame, one event per block and site, each with memory of its own.
 
-    Arrays are views of the payload if it holds one request's rows, otherwise copies: a reader that
-    is slow must not keep the rows of others alive.
+    A reader that is slow keeps nothing alive but what it reads.
 
     Args:
         head: the frame's head.
-        payload: the rows.
+        payload: the rows, of which nothing is kept.
         names: request ids by the worker's numbers.
 
     Raises:
@@ -221,7 +224,6 @@ def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list
     labelled = sum(block.positions * len(block.sites) * block.row_bytes for block in blocks)
     if labelled != len(payload) or any(block.row_bytes < 1 for block in blocks):
         raise ValueError(f"a frame of {len(payload)} bytes labels {labelled}")
-    shared = len({block.number for block in blocks}) > 1
     events = []
     at = 0
     for block in blocks:
@@ -233,5 +235,5 @@ def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list
         positions = np.arange(block.start, block.start + block.positions, dtype=np.int32)
         name = names[block.number]
         for site, data in zip(block.sites, rows, strict=True):
-            events.append(Rows(name, site, positions, data.copy() if shared else data, block.key))
+            events.append(Rows(name, site, positions, data.copy(), block.key))
     return events

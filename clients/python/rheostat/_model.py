@@ -278,6 +278,8 @@ class Stats:
     """Device memory of the ring that captured rows pass through."""
     encode_bytes: int
     """Device memory for making captured rows smaller."""
+    staging_bytes: int
+    """Host memory of the workers in which captured rows wait for the server."""
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
@@ -307,4 +309,5 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         plain_rows=message.plain_rows,
         ring_bytes=message.ring_bytes,
         encode_bytes=message.encode_bytes,
+        staging_bytes=message.staging_bytes,
     )

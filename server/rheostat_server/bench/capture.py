@@ -23,8 +23,10 @@ import torch
 
 from rheostat_engine import Capture, ModelSites, Plan
 from rheostat_engine.core.delivery import Frame
-from rheostat_engine.core.outlet import Outlet
+from rheostat_engine.core.outlet import Group, Outlet
+from rheostat_engine.core.staging import StagingArea
 from rheostat_engine.events import RowsHead
+from rheostat_engine.staging import StagingReader
 from rheostat_server.bench.arms import EVERYWHERE, middle, posts
 from rheostat_server.bench.engines import Engines
 from rheostat_server.bench.machine import (
@@ -80,12 +82,19 @@ ARMS = (
 
 
 class _Sent:
-    """Takes the place of the way to the server: rows end in pinned memory."""
+    """Takes the place of the way to the server: rows end in pinned memory, and go from there."""
 
-    pending_bytes = 0
+    def __init__(self, area: StagingArea) -> None:
+        self._reader = StagingReader(area.report(0))
 
     def send(self, frame: Frame) -> None:
-        self.last = frame
+        head = frame.head
+        if isinstance(head, RowsHead) and head.place is not None:
+            with self._reader.taken(head.place):
+                pass
+
+    def close(self) -> None:
+        pass
 
 
 def copies(width: int, dtype: torch.dtype) -> Copies:
@@ -102,14 +111,14 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
             with torch.cuda.stream(stream):
                 host.copy_(rows, non_blocking=True)
 
-        sent = _Sent()
-        outlet = Outlet(sent, rows.device, limit=1 << 40)  # type: ignore[arg-type]  # all of it that is used
+        area = StagingArea(2 * size, rows.device)
+        outlet = Outlet(_Sent(area), rows.device, area, scratch=1)  # type: ignore[arg-type]  # all of it that is used
         head = RowsHead(0, "", width, [], b"", b"", b"", b"")
 
         def through(
             outlet: Outlet = outlet, head: RowsHead = head, rows: torch.Tensor = rows
         ) -> None:
-            outlet.send_rows(head, rows)
+            outlet.send_rows(head, rows, [Group(None, len(rows))]).synchronize()
 
         def beside(through: Callable[[], None] = through) -> None:
             torch.matmul(a, a, out=product)
@@ -121,6 +130,7 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
             ("the outlet, busy device", beside),
         ):
             found[name][str(size)] = _rate(one, size)
+        outlet.close()
     return found
 
 
@@ -133,8 +143,8 @@ def _rate(copy: Callable[[], None], size: int) -> float:
         for _ in range(_COPIES):
             copy()
         torch.cuda.synchronize()
-    took = [e.time_range.elapsed_us() for e in seen.events() if "Memcpy DtoH" in e.name]
-    return size / float(statistics.median(took)) / 1e3
+    took = sum(e.time_range.elapsed_us() for e in seen.events() if "Memcpy DtoH" in e.name)
+    return size * _COPIES / float(took) / 1e3
 
 
 def measure(engines: Engines, repeats: int) -> dict[str, list[dict[str, float]]]:
