@@ -13,8 +13,10 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import zmq
 
 from rheostat_engine.events import (
@@ -25,8 +27,10 @@ from rheostat_engine.events import (
     InstalledHead,
     Released,
     ReleasedHead,
+    RowArray,
     Rows,
     RowsHead,
+    copied,
     decode_head,
     lost_rows,
     split_rows,
@@ -43,12 +47,27 @@ _PATIENCE = 0.2
 """Seconds between two looks at whether to stop, while the loop has no room."""
 
 
+_COPIERS = 4
+"""Threads that copy large rows out of the workers' memory: one is far slower than a device."""
+
+_LARGE = 1 << 20
+"""Bytes of an array from which on it is worth a thread."""
+
+
 class EventMerger:
     """Joins what several workers say of one request."""
 
-    def __init__(self, ranks: int) -> None:
-        """`ranks`: how many workers report."""
+    def __init__(
+        self, ranks: int, copies: Callable[[Sequence[RowArray]], list[RowArray]] = copied
+    ) -> None:
+        """Nobody has said anything.
+
+        Args:
+            ranks: how many workers report.
+            copies: makes copies of arrays.
+        """
         self._ranks = ranks
+        self._copies = copies
         self._names: dict[int, dict[int, str]] = {}
         self._installed: dict[str, list[str]] = {}
         self._early: dict[str, list[Rows]] = {}
@@ -69,7 +88,8 @@ class EventMerger:
         if isinstance(head, RowsHead):
             if head.lost:
                 return self._lose(head)
-            return self._pass_on(split_rows(head, rows, self._names[head.rank]))
+            names = self._names[head.rank]
+            return self._pass_on(split_rows(head, rows, names, self._copies))
         if isinstance(head, InstalledHead):
             return self._install(head)
         return self._release(head)
@@ -145,7 +165,8 @@ class WorkerChannel:
         Raises:
             zmq.ZMQError: the address can't be bound.
         """
-        self._merger = EventMerger(ranks)
+        self._merger = EventMerger(ranks, self._copies)
+        self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="rheostat-copy")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _FRAMES)
@@ -186,6 +207,7 @@ class WorkerChannel:
         self._socket.close()
         self._stop.close()
         self._context.term()
+        self._copiers.shutdown()
         self._areas = {}
         if self._address.startswith("ipc://"):
             path = self._address.removeprefix("ipc://")
@@ -231,6 +253,11 @@ class WorkerChannel:
         except (msgspec.MsgspecError, LookupError, OverflowError, ValueError):
             _LOG.exception("a frame of the side channel is malformed and was skipped")
             return []
+
+    def _copies(self, arrays: Sequence[RowArray]) -> list[RowArray]:
+        if len(arrays) > 1 and arrays[0].nbytes >= _LARGE:
+            return list(self._copiers.map(np.copy, arrays))
+        return copied(arrays)
 
     def _rows_of(self, head: RowsHead) -> list[Event]:
         """What a frame of rows says; its range is given back, whatever it says."""

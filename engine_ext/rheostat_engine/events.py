@@ -6,7 +6,7 @@ unpickled.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -207,7 +207,17 @@ def lost_rows(head: RowsHead) -> dict[int, Counter[int]]:
     return lost
 
 
-def split_rows(head: RowsHead, payload: bytes | memoryview, names: Mapping[int, str]) -> list[Rows]:
+def copied(arrays: Sequence[RowArray]) -> list[RowArray]:
+    """Copies, one after the other."""
+    return [array.copy() for array in arrays]
+
+
+def split_rows(
+    head: RowsHead,
+    payload: bytes | memoryview,
+    names: Mapping[int, str],
+    copies: Callable[[Sequence[RowArray]], list[RowArray]] = copied,
+) -> list[Rows]:
     """The rows of a frame, one event per block and site, each with memory of its own.
 
     A reader that is slow keeps nothing alive but what it reads.
@@ -216,6 +226,7 @@ def split_rows(head: RowsHead, payload: bytes | memoryview, names: Mapping[int, 
         head: the frame's head.
         payload: the rows, of which nothing is kept.
         names: request ids by the worker's numbers.
+        copies: makes copies of arrays.
 
     Raises:
         LookupError, OverflowError, ValueError: head and payload don't fit.
@@ -224,7 +235,8 @@ def split_rows(head: RowsHead, payload: bytes | memoryview, names: Mapping[int, 
     labelled = sum(block.positions * len(block.sites) * block.row_bytes for block in blocks)
     if labelled != len(payload) or any(block.row_bytes < 1 for block in blocks):
         raise ValueError(f"a frame of {len(payload)} bytes labels {labelled}")
-    events = []
+    labels: list[tuple[str, int, npt.NDArray[np.int32], bytes]] = []
+    views: list[RowArray] = []
     at = 0
     for block in blocks:
         kind = np.dtype(np.uint8 if block.key else _WIRE_DTYPES[head.dtype])
@@ -234,6 +246,9 @@ def split_rows(head: RowsHead, payload: bytes | memoryview, names: Mapping[int, 
         at += rows.nbytes
         positions = np.arange(block.start, block.start + block.positions, dtype=np.int32)
         name = names[block.number]
-        for site, data in zip(block.sites, rows, strict=True):
-            events.append(Rows(name, site, positions, data.copy(), block.key))
-    return events
+        labels += [(name, site, positions, block.key) for site in block.sites]
+        views += [*rows]
+    return [
+        Rows(name, site, positions, data, key)
+        for (name, site, positions, key), data in zip(labels, copies(views), strict=True)
+    ]

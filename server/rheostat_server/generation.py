@@ -127,8 +127,8 @@ class _Stream:
             yield response
         if lost:
             raise RowsLost(
-                f"{lost} captured rows are lost: the ring was full. Capture fewer sites or "
-                "tokens, or raise the server's --capture-mib",
+                f"{lost} captured rows are lost: they found no room. Capture fewer sites or "
+                "tokens, or raise the server's --staging-mib and --capture-mib",
                 metadata={"rows": str(lost)},
             )
 

@@ -118,7 +118,7 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
         def through(
             outlet: Outlet = outlet, head: RowsHead = head, rows: torch.Tensor = rows
         ) -> None:
-            outlet.send_rows(head, rows, [Group(None, len(rows))]).synchronize()
+            outlet.send_rows(head, rows, [Group(None, len(rows))])
 
         def beside(through: Callable[[], None] = through) -> None:
             torch.matmul(a, a, out=product)

@@ -489,7 +489,7 @@ class GetStatsResponse(_message.Message):
     the work takes at most. Of the fullest worker.
     """
     staging_bytes: _builtins.int
-    """Host memory in which captured rows wait for the server, of all workers."""
+    """Host memory through which captured rows reach the server, of all workers."""
     @_builtins.property
     def requests(self) -> Global___RequestCounts:
         """Requests by how they ended."""
