@@ -26,6 +26,7 @@ from rheostat_engine.plan import (
 from rheostat_engine.points import ROUTERS, Point, Site, site_count
 from rheostat_engine.row_forms import Coding, Directions, RowForm
 from rheostat_engine.settings import EngineSettings, engine_kwargs
+from rheostat_engine.staging import StagingError
 
 __all__ = [
     "EXTRA_ARG",
@@ -58,6 +59,7 @@ __all__ = [
     "Shortage",
     "Site",
     "Spans",
+    "StagingError",
     "TokenSet",
     "WorkerChannel",
     "amend",

@@ -2,7 +2,9 @@
 
 Invariant: a request's events are handed over in order, and all but rows only once every
 reporting worker has said them, so that no row of the request can come before the one nor follow the
-other. A frame that can't be read is logged and skipped. vLLM's step outputs are not involved.
+other. A frame that can't be read is logged and skipped; rows that can't be read are lost and
+counted. Rows are copied out of the workers' memory once, and only while the loop has room for them.
+vLLM's step outputs are not involved.
 """
 
 import asyncio
@@ -10,9 +12,11 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import zmq
 
 from rheostat_engine.events import (
@@ -20,17 +24,21 @@ from rheostat_engine.events import (
     AttachedHead,
     Dose,
     Event,
+    Head,
     Installed,
     InstalledHead,
     Released,
     ReleasedHead,
+    RowArray,
     Rows,
     RowsHead,
+    copied,
     decode_head,
     lost_rows,
     split_rows,
 )
 from rheostat_engine.settings import EngineSettings
+from rheostat_engine.staging import StagingError, StagingReader, readers_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,12 +49,27 @@ _PATIENCE = 0.2
 """Seconds between two looks at whether to stop, while the loop has no room."""
 
 
+_COPIERS = 4
+"""Threads that copy large rows out of the workers' memory: one is far slower than a device."""
+
+_LARGE = 1 << 20
+"""Bytes of an array from which on it is worth a thread."""
+
+
 class EventMerger:
     """Joins what several workers say of one request."""
 
-    def __init__(self, ranks: int) -> None:
-        """`ranks`: how many workers report."""
+    def __init__(
+        self, ranks: int, copies: Callable[[Sequence[RowArray]], list[RowArray]] = copied
+    ) -> None:
+        """Nobody has said anything.
+
+        Args:
+            ranks: how many workers report.
+            copies: makes copies of arrays.
+        """
         self._ranks = ranks
+        self._copies = copies
         self._names: dict[int, dict[int, str]] = {}
         self._installed: dict[str, list[str]] = {}
         self._attached: dict[tuple[str, int], list[AttachedHead]] = {}
@@ -55,22 +78,26 @@ class EventMerger:
         self._lost: dict[tuple[int, int], Counter[int]] = {}
         """Rows by site that were sent and lost on the way, by worker and its number."""
 
-    def feed(self, head: bytes, payload: bytes) -> list[Event]:
+    def feed(self, head: Head, rows: bytes | memoryview = b"") -> list[Event]:
         """The events that one frame completes.
 
+        Args:
+            head: the frame's head.
+            rows: the rows that it describes, of which nothing is kept.
+
         Raises:
-            msgspec.MsgspecError, LookupError, OverflowError, ValueError: it is malformed.
+            LookupError, OverflowError, ValueError: it is malformed.
         """
-        decoded = decode_head(head)
-        if isinstance(decoded, RowsHead):
-            if decoded.lost:
-                return self._lose(decoded)
-            return self._pass_on(split_rows(decoded, payload, self._names[decoded.rank]))
-        if isinstance(decoded, InstalledHead):
-            return self._install(decoded)
-        if isinstance(decoded, AttachedHead):
-            return self._attach(decoded)
-        return self._release(decoded)
+        if isinstance(head, RowsHead):
+            if head.lost:
+                return self._lose(head)
+            names = self._names[head.rank]
+            return self._pass_on(split_rows(head, rows, names, self._copies))
+        if isinstance(head, InstalledHead):
+            return self._install(head)
+        if isinstance(head, AttachedHead):
+            return self._attach(head)
+        return self._release(head)
 
     def _pass_on(self, rows: list[Rows]) -> list[Event]:
         ready: list[Event] = []
@@ -153,7 +180,8 @@ class WorkerChannel:
         Raises:
             zmq.ZMQError: the address can't be bound.
         """
-        self._merger = EventMerger(ranks)
+        self._merger = EventMerger(ranks, self._copies)
+        self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="rheostat-copy")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _FRAMES)
@@ -165,6 +193,18 @@ class WorkerChannel:
         self._stop.bind(self._stop_address)
         self._thread: threading.Thread | None = None
         self._room = threading.Semaphore(_FRAMES)
+        self._areas: dict[int, StagingReader] = {}
+
+    def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
+        """Gives the channel the memory that captured rows come in; to be done before any do.
+
+        Args:
+            reports: what each worker said to `rheostat_describe`.
+
+        Raises:
+            StagingError: a worker's memory can't be reached.
+        """
+        self._areas = readers_of(reports)
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
         """Calls `deliver` on `loop` for every event from now on."""
@@ -182,6 +222,8 @@ class WorkerChannel:
         self._socket.close()
         self._stop.close()
         self._context.term()
+        self._copiers.shutdown()
+        self._areas = {}
         if self._address.startswith("ipc://"):
             path = self._address.removeprefix("ipc://")
             if os.path.exists(path):
@@ -198,11 +240,11 @@ class WorkerChannel:
                 ready = dict(poller.poll())
                 if stop in ready:
                     return
-                events = self._events_of(self._socket.recv_multipart())
+                frame = self._socket.recv_multipart()
                 while not self._room.acquire(timeout=_PATIENCE):
                     if stop.poll(0):
                         return
-                loop.call_soon_threadsafe(self._hand_over, events, deliver)
+                loop.call_soon_threadsafe(self._hand_over, self._events_of(frame), deliver)
         except RuntimeError:
             _LOG.info("the event loop has closed; the side channel stops")
             stop.recv()
@@ -218,8 +260,29 @@ class WorkerChannel:
 
     def _events_of(self, frame: list[bytes]) -> list[Event]:
         try:
-            head, payload = frame
-            return self._merger.feed(head, payload)
+            (data,) = frame
+            head = decode_head(data)
+            if isinstance(head, RowsHead):
+                return self._rows_of(head)
+            return self._merger.feed(head)
         except (msgspec.MsgspecError, LookupError, OverflowError, ValueError):
             _LOG.exception("a frame of the side channel is malformed and was skipped")
             return []
+
+    def _copies(self, arrays: Sequence[RowArray]) -> list[RowArray]:
+        if len(arrays) > 1 and arrays[0].nbytes >= _LARGE:
+            return list(self._copiers.map(np.copy, arrays))
+        return copied(arrays)
+
+    def _rows_of(self, head: RowsHead) -> list[Event]:
+        """What a frame of rows says; its range is given back, whatever it says."""
+        if head.place is None:
+            return self._merger.feed(head.without_rows)
+        try:
+            if head.rank not in self._areas:
+                raise StagingError(f"the memory of worker {head.rank} was never attached")
+            with self._areas[head.rank].taken(head.place) as rows:
+                return self._merger.feed(head, rows)
+        except StagingError:
+            _LOG.exception("captured rows could not be read and are lost")
+            return self._merger.feed(head.without_rows)

@@ -2,11 +2,12 @@
 
 Invariant: per request the order is Installed, Rows..., Released, and nothing follows Released. An
 Attached comes between the two, after all rows of the steps before the one that it speaks of. A
-frame is a msgpack head and a payload of raw rows; nothing in it is executed or unpickled.
+frame is a msgpack head; rows lie beside it, in the staging area. Nothing in either is executed or
+unpickled.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine.row_forms import RAW_KEY
+from rheostat_engine.staging import Place
 
 RowArray = npt.NDArray[np.generic]
 """Rows as they leave the worker: float32, float16, or uint16 that holds bfloat16's bits."""
@@ -125,7 +127,7 @@ class AttachedHead(msgspec.Struct, frozen=True, tag="attached"):
 class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
     """Head of a step's rows.
 
-    The payload holds blocks one after the other, those of one form together; a block is consecutive
+    The rows lie in blocks one after the other, those of one form together; a block is consecutive
     positions of one request, site by site. The arrays have one entry per block and are
     little-endian int64.
     """
@@ -148,7 +150,9 @@ class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
     form_of: list[int] = []
     """The form of each of `classes`."""
     lost: bool = False
-    """Whether the rows could not be brought here; there is no payload then."""
+    """Whether the rows could not be brought here."""
+    place: Place | None = None
+    """Where the rows lie, or would; None: they never had a place."""
 
     @property
     def as_they_are(self) -> "RowsHead":
@@ -229,16 +233,26 @@ def lost_rows(head: RowsHead) -> dict[int, Counter[int]]:
     return lost
 
 
-def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list[Rows]:
-    """The rows of a frame, one event per block and site.
+def copied(arrays: Sequence[RowArray]) -> list[RowArray]:
+    """Copies, one after the other."""
+    return [array.copy() for array in arrays]
 
-    Arrays are views of the payload if it holds one request's rows, otherwise copies: a reader that
-    is slow must not keep the rows of others alive.
+
+def split_rows(
+    head: RowsHead,
+    payload: bytes | memoryview,
+    names: Mapping[int, str],
+    copies: Callable[[Sequence[RowArray]], list[RowArray]] = copied,
+) -> list[Rows]:
+    """The rows of a frame, one event per block and site, each with memory of its own.
+
+    A reader that is slow keeps nothing alive but what it reads.
 
     Args:
         head: the frame's head.
-        payload: the rows.
+        payload: the rows, of which nothing is kept.
         names: request ids by the worker's numbers.
+        copies: makes copies of arrays.
 
     Raises:
         LookupError, OverflowError, ValueError: head and payload don't fit.
@@ -247,8 +261,8 @@ def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list
     labelled = sum(block.positions * len(block.sites) * block.row_bytes for block in blocks)
     if labelled != len(payload) or any(block.row_bytes < 1 for block in blocks):
         raise ValueError(f"a frame of {len(payload)} bytes labels {labelled}")
-    shared = len({block.number for block in blocks}) > 1
-    events = []
+    labels: list[tuple[str, int, npt.NDArray[np.int32], bytes]] = []
+    views: list[RowArray] = []
     at = 0
     for block in blocks:
         kind = np.dtype(np.uint8 if block.key else _WIRE_DTYPES[head.dtype])
@@ -258,6 +272,9 @@ def split_rows(head: RowsHead, payload: bytes, names: Mapping[int, str]) -> list
         at += rows.nbytes
         positions = np.arange(block.start, block.start + block.positions, dtype=np.int32)
         name = names[block.number]
-        for site, data in zip(block.sites, rows, strict=True):
-            events.append(Rows(name, site, positions, data.copy() if shared else data, block.key))
-    return events
+        labels += [(name, site, positions, block.key) for site in block.sites]
+        views += [*rows]
+    return [
+        Rows(name, site, positions, data, key)
+        for (name, site, positions, key), data in zip(labels, copies(views), strict=True)
+    ]

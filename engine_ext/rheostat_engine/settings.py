@@ -27,6 +27,9 @@ class EngineSettings:
     encode_bytes: int = 128 * _MIB
     """Device memory for the forms in which captured rows leave: three quarters at most hold what
     rows are multiplied with, a quarter the work on them. Taken as it is needed."""
+    staging_bytes: int = 1024 * _MIB
+    """Host memory, pinned on CUDA, in which the captured rows of each worker that reports wait for
+    the server; never less than the ring's."""
     slots: int = 4096
     """How many distinct configurations may be in use at once."""
     steps: int = 65536

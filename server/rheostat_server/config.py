@@ -66,6 +66,10 @@ class ServerConfig:
     """Device memory for making captured rows smaller before they leave it: up to three quarters are
     for what rows are projected on, a quarter for the work. Without room, rows leave whole."""
 
+    staging_bytes: int = 1024 * _MIB
+    """Host memory of each worker, pinned on CUDA, in which captured rows wait for the server; never
+    less than `capture_bytes`. What finds no room is lost and counted."""
+
     loras: tuple[tuple[str, str], ...] = ()
     """(name, folder) of each LoRA adapter that requests may name."""
 

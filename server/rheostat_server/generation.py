@@ -126,8 +126,8 @@ class _Stream:
             yield remaining
         if self._lost:
             raise RowsLost(
-                f"{self._lost} captured rows are lost: the ring was full. Capture fewer sites or "
-                "tokens, or raise the server's --capture-mib",
+                f"{self._lost} captured rows are lost: they found no room. Capture fewer sites or "
+                "tokens, or raise the server's --staging-mib and --capture-mib",
                 metadata={"rows": str(self._lost)},
             )
 

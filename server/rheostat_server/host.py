@@ -83,6 +83,8 @@ class WorkerStats:
     """Device memory of the ring."""
     encode_bytes: int = 0
     """Device memory of what rows are projected on, and of the work on them."""
+    staging_bytes: int = 0
+    """Host memory of all workers in which captured rows wait for the server."""
     steps: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import zmq
 
 from rheostat._proto.v1 import generation_pb2
-from rheostat_engine import EXTRA_ARG, Act, Capture, Event, ModelSites, Plan, WorkerChannel
+from rheostat_engine import (
+    EXTRA_ARG,
+    Act,
+    Capture,
+    Event,
+    ModelSites,
+    Plan,
+    StagingError,
+    WorkerChannel,
+)
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
@@ -51,10 +60,13 @@ async def start_backend(config: ServerConfig) -> "VllmBackend":
     try:
         for lora in loaded.loras.values():
             await load_lora(loaded.llm, lora)
-        reports = await ask_workers(loaded.llm, "rheostat_describe")
-        sites = ModelSites.from_reports(cast(list[Mapping[str, object]], reports))
-        return VllmBackend(config, loaded, sites)
-    except (EngineFailed, EngineLost, ValueError, zmq.ZMQError) as error:
+        reports = cast(
+            list[Mapping[str, object]], await ask_workers(loaded.llm, "rheostat_describe")
+        )
+        backend = VllmBackend(config, loaded, ModelSites.from_reports(reports))
+        backend.attach(reports)
+        return backend
+    except (EngineFailed, EngineLost, StagingError, ValueError, zmq.ZMQError) as error:
         await asyncio.to_thread(loaded.llm.shutdown)
         remove_channel(loaded.settings)
         raise EngineFailed(str(error)) from error
@@ -77,6 +89,18 @@ class VllmBackend:
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
         self._watch: asyncio.Task[None] | None = None
         self._lost: Callable[[str], None] = lambda reason: None
+
+    def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
+        """Takes over the memory in which the workers leave captured rows.
+
+        Raises:
+            StagingError: it can't be reached. The side channel is closed then.
+        """
+        try:
+            self._channel.attach(reports)
+        except StagingError:
+            self._channel.close()
+            raise
 
     @property
     def info(self) -> ModelInfo:
@@ -179,6 +203,7 @@ class VllmBackend:
             plain_rows=sum(of_all("plain_rows")),
             ring_bytes=most("ring_bytes"),
             encode_bytes=most("encode_bytes"),
+            staging_bytes=sum(of_all("staging_bytes")),
             steps=cast(Mapping[str, int], first["steps"]),
         )
 

@@ -135,6 +135,7 @@ def _load(config: ServerConfig, path: str, loras: tuple[Lora, ...]) -> LoadedEng
         bank_bytes=config.bank_bytes,
         capture_bytes=config.capture_bytes,
         encode_bytes=config.encode_bytes,
+        staging_bytes=config.staging_bytes,
     )
     try:
         return _start(config, path, settings, device, loras)

@@ -282,6 +282,8 @@ class Stats:
     """Captured rows that wait on the server's disk now."""
     overrun_rows: int
     """Rows for which the ring of captured rows had no room."""
+    staging_bytes: int
+    """Host memory of the workers in which captured rows wait for the server."""
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
@@ -313,4 +315,5 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         encode_bytes=message.encode_bytes,
         spooled_rows=message.spooled_rows,
         overrun_rows=message.overrun_rows,
+        staging_bytes=message.staging_bytes,
     )

@@ -31,6 +31,7 @@ from rheostat_engine.core.outlet import Outlet
 from rheostat_engine.core.places import Places
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import SiteRuntime
+from rheostat_engine.core.staging import StagingArea
 from rheostat_engine.core.steering import Steering
 from rheostat_engine.points import ROUTERS
 from rheostat_engine.settings import EngineSettings
@@ -40,10 +41,6 @@ from rheostat_engine.sites.op import bind
 from rheostat_engine.sites.probe import probe
 
 _LOG = logging.getLogger(__name__)
-
-
-_WAITING = 4
-"""How many times the ring's bytes may wait on the host for the server."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def assemble(
         outlet = Outlet(
             Delivery(settings.channel),
             device,
-            limit=_WAITING * settings.capture_bytes,
+            StagingArea(max(settings.staging_bytes, buffers.ring.nbytes), device),
             scratch=scratch,
         )
         captures = Captures(

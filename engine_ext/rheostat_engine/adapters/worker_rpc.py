@@ -28,6 +28,7 @@ class SiteRpc:
         """What `ModelSites.from_reports` reads."""
         assembled = self._assembled
         buffers = assembled.runtime.buffers
+        captures = assembled.runtime.captures
         runner = self.model_runner
         config = runner.vllm_config
         return {
@@ -41,6 +42,7 @@ class SiteRpc:
             "unrouted": assembled.routers.refused,
             "capacity": asdict(assembled.capacity),
             "reports": assembled.reports,
+            "staging": None if captures is None else captures.outlet.area.report(captures.rank),
         }
 
     def rheostat_load_vectors(self, vectors: Mapping[str, tuple[Sequence[float], bytes]]) -> None:
@@ -103,4 +105,7 @@ def _capturing(captures: Captures | None) -> dict[str, object]:
         "forms_used": len(forms),
         "ring_bytes": captures.ring_bytes,
         "encode_bytes": forms.bytes + outlet.scratch,
+        "staging_bytes": outlet.area.size,
+        "staging_skipped_bytes": outlet.area.ranges.skipped_bytes,
+        "pinned": outlet.area.pinned,
     }

@@ -72,8 +72,8 @@ class Captures:
         self.forms = forms
         self._rows = ring
         self.outlet = outlet
+        self.rank = rank
         self._present = present
-        self._rank = rank
         self._ring = Ring(ring.shape[0])
         self._table = PositionTable()
         self._places = places
@@ -177,7 +177,7 @@ class Captures:
         row_bytes = self._rows.shape[1] * self._rows.dtype.itemsize
         self.plain_rows += int(placed.part_rows[form == REFUSED].sum())
         head = RowsHead(
-            rank=self._rank,
+            rank=self.rank,
             dtype=str(self._rows.dtype).removeprefix("torch."),
             width=self._rows.shape[1],
             classes=[

@@ -3,7 +3,7 @@
 Invariant: everything leaves in the order in which it was handed over; handing over never waits for
 the device nor for the server. A frame that can't be made or sent is logged, what it has to say
 otherwise is said, and it takes no other with it. A server that falls behind stops the thread, not
-the step; whoever hands over rows asks `pending_bytes` first, so that what waits stays bounded.
+the step. Rows themselves lie in the staging area, which bounds how many can wait.
 """
 
 import logging
@@ -12,11 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 import zmq
 
 from rheostat_engine.core.ring import Fence
-from rheostat_engine.events import Head, encode_head
+from rheostat_engine.events import Head, RowsHead, encode_head
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,10 +33,8 @@ class Frame(NamedTuple):
 
     head: Head | Callable[[], Sequence[Head]]
     """The head, or what makes the heads of several frames once `ready` has happened."""
-    rows: torch.Tensor | None = None
-    """What the head describes, on the host."""
     ready: Fence | None = None
-    """When `rows`, or what the head is made of, holds what it should."""
+    """When the rows that it describes, or what it is made of, are what they should be."""
     otherwise: Sequence[Head] = ()
     """What is sent where the heads can't be made, or the rows can't be read."""
 
@@ -53,24 +50,12 @@ class Delivery:
         self._socket.setsockopt(zmq.SNDHWM, _FRAMES)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
-        self._lock = threading.Lock()
-        self._pending = 0
         self._thread = threading.Thread(target=self._run, name="rheostat-delivery", daemon=True)
         self._thread.start()
 
     def send(self, frame: Frame) -> None:
         """Hands a frame over."""
-        self._count(_bytes(frame))
         self._queue.put(frame)
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of rows that were handed over and have not left."""
-        return self._pending
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._pending += change
 
     def close(self) -> None:
         """Sends what has been handed over, then stops; a server that is behind may miss some."""
@@ -83,20 +68,17 @@ class Delivery:
                 self._say(frame)
             except Exception:  # whatever it is, other requests wait for what comes after
                 _LOG.exception("a frame of the side channel could not be sent and is lost")
-            finally:
-                self._count(-_bytes(frame))
         self._socket.close()
         self._context.term()
 
     def _say(self, frame: Frame) -> None:
-        rows = frame.rows
         try:
             heads = _heads(frame)
         except Exception:  # whatever it is, the requests wait for what is said of them
-            _LOG.exception(_UNREADABLE if rows is None else _LOST)
-            heads, rows = frame.otherwise, None
+            _LOG.exception(_LOST if isinstance(frame.head, RowsHead) else _UNREADABLE)
+            heads = frame.otherwise
         for head in heads:
-            self._socket.send_multipart([encode_head(head), _raw(rows)], copy=False)
+            self._socket.send(encode_head(head))
 
 
 def _heads(frame: Frame) -> Sequence[Head]:
@@ -104,13 +86,3 @@ def _heads(frame: Frame) -> Sequence[Head]:
     if frame.ready is not None:
         frame.ready.synchronize()
     return frame.head() if callable(frame.head) else (frame.head,)
-
-
-def _bytes(frame: Frame) -> int:
-    return 0 if frame.rows is None else frame.rows.nbytes
-
-
-def _raw(rows: torch.Tensor | None) -> memoryview:
-    if rows is None:
-        return memoryview(b"")
-    return rows.view(torch.uint8).numpy().data.cast("B")

@@ -1,9 +1,10 @@
-"""How rows leave the device: encoded and copied aside while the next step already runs.
+"""How rows leave the device: encoded and copied into the staging area while the next step runs.
 
 Invariant: handing rows over costs the step thread no wait and no work that grows with them; their
 region of the ring may be written again once the returned fence has happened. Rows that can't be
 brought into their form leave as they are; those that can't leave at all are said to be lost.
-Encoding takes no more memory of the device at once than it was given.
+Encoding takes no more memory of the device at once than it was given. Ranges of the staging area
+are reserved in the order in which their frames are sent.
 """
 
 import logging
@@ -14,17 +15,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from rheostat_engine.core.delivery import Delivery, Frame
 from rheostat_engine.core.forms import Made
 from rheostat_engine.core.ring import Fence
+from rheostat_engine.core.staging import StagingArea
 from rheostat_engine.events import Head, RowsHead
+from rheostat_engine.staging import Place, aligned
 
 _LOG = logging.getLogger(__name__)
 
+_PIECE = 16 << 20
+"""Bytes that are copied off the device at once: what vLLM copies meanwhile gets in between, such as
+a step's sampled tokens."""
+
 _QUIET = 60.0
 """Seconds between two words in the log about rows that do not leave as they should."""
+
+
+class _NoRoom(Exception):
+    """The staging area is full."""
 
 
 class Group(NamedTuple):
@@ -53,6 +65,11 @@ class _Leaving:
     left: Fence | None = None
     """Known once it is handled."""
 
+    @property
+    def bytes(self) -> int:
+        """The most that they take in the staging area."""
+        return aligned(max(self.rows.nbytes, packed_bytes(self.rows, self.groups)))
+
     def synchronize(self) -> None:
         """Waits until nothing reads the rows any more; never for the server."""
         self.handled.wait()
@@ -64,16 +81,17 @@ class Outlet:
     """Rows and events of one worker, on their way to the server."""
 
     def __init__(
-        self, delivery: Delivery, device: torch.device, *, limit: int, scratch: int
+        self, delivery: Delivery, device: torch.device, area: StagingArea, *, scratch: int
     ) -> None:
         """Rows are encoded and copied on a thread, and where there are streams on one of their own.
 
         Args:
             delivery: the way out.
             device: where the rows come from.
-            limit: bytes of rows that may wait for the server.
+            area: where rows wait for the server.
             scratch: bytes of the device's memory that encoding may take at once.
         """
+        self.area = area
         self.scratch = scratch
         self.left_bytes = 0
         """Bytes of rows that have been brought off the device."""
@@ -82,7 +100,6 @@ class Outlet:
         self.lost_rows = 0
         """Rows that could not leave."""
         self._delivery = delivery
-        self._limit = limit
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: queue.SimpleQueue[Frame | _Leaving | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -94,7 +111,8 @@ class Outlet:
     @property
     def free_bytes(self) -> int:
         """Bytes of rows that may still be handed over now."""
-        return max(0, self._limit - self._held - self._delivery.pending_bytes)
+        with self._lock:
+            return max(0, self.area.free_bytes - self._held)
 
     def send(self, frame: Frame) -> None:
         """Hands over a frame without rows."""
@@ -116,7 +134,7 @@ class Outlet:
             written = torch.cuda.Event()
             written.record()
         leaving = _Leaving(head, rows, groups, written)
-        self._count(rows.nbytes)
+        self._count(leaving.bytes)
         self._queue.put(leaving)
         return leaving
 
@@ -141,6 +159,7 @@ class Outlet:
         self._queue.put(None)
         self._thread.join(timeout=5)
         self._delivery.close()
+        self.area.close()
 
     def _copy(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         if self._stream is None:
@@ -159,42 +178,38 @@ class Outlet:
             while (item := self._queue.get()) is not None:
                 if isinstance(item, Frame):
                     self._delivery.send(item)
-                else:
-                    self._handle(item)
-
-    def _handle(self, leaving: _Leaving) -> None:
-        frame = Frame(leaving.head.without_rows)
-        try:
-            frame = self._depart(leaving)
-        except Exception:  # whatever it is, the requests hear of it and the engine lives
-            self._complain("captured rows could not leave the device and are lost")
-            self.lost_rows += len(leaving.rows)
-        finally:
-            leaving.handled.set()
-        self._delivery.send(frame)
-        self._count(-leaving.rows.nbytes)
+                    continue
+                frame = self._depart(item)
+                self._count(-item.bytes)
+                self._delivery.send(frame)
 
     def _depart(self, leaving: _Leaving) -> Frame:
         """The frame of rows whose copies have been launched."""
         head = leaving.head
-        if self._stream is not None and leaving.written is not None:
-            self._stream.wait_event(leaving.written)
         try:
-            host = self._pack(leaving.rows, leaving.groups)
-        except Exception:  # the device has no room, most likely; rows as they are need none
-            plain = sum(group.rows for group in leaving.groups if group.form is not None)
-            if not plain:
-                raise
-            self._complain("captured rows could not be encoded and leave as they are")
-            self.plain_rows += plain
-            head = head.as_they_are
-            host = self._pack(leaving.rows, [Group(None, len(leaving.rows))])
-        if self._stream is not None:
-            left = torch.cuda.Event()
-            left.record(self._stream)
-            leaving.left = left
-        self.left_bytes += host.nbytes
-        return Frame(head, host, leaving.left, otherwise=(leaving.head.without_rows,))
+            if self._stream is not None and leaving.written is not None:
+                self._stream.wait_event(leaving.written)
+            try:
+                place = self._pack(leaving.rows, leaving.groups)
+            except Exception:  # the device has no room, most likely; rows as they are need none
+                if all(group.form is None for group in leaving.groups):
+                    raise
+                self._complain("captured rows could not be encoded and leave as they are")
+                self.plain_rows += sum(group.rows for group in leaving.groups if group.form)
+                head = head.as_they_are
+                place = self._pack(leaving.rows, [Group(None, len(leaving.rows))])
+        except Exception:  # whatever it is, their requests hear of it and the engine lives
+            self._complain("captured rows could not leave the device and are lost")
+            self.lost_rows += len(leaving.rows)
+            return Frame(head.without_rows)
+        finally:
+            if self._stream is not None:
+                leaving.left = torch.cuda.Event()
+                leaving.left.record(self._stream)
+            leaving.handled.set()
+        self.left_bytes += place.size
+        head = msgspec.structs.replace(head, place=place)
+        return Frame(head, leaving.left, otherwise=(head.without_rows,))
 
     def _complain(self, what: str) -> None:
         """Logs the exception at hand; a device that stays full would fill the log."""
@@ -202,35 +217,56 @@ class Outlet:
             self._quiet_until[what] = time.monotonic() + _QUIET
             _LOG.exception("%s; so may be others within %.0f s", what, _QUIET)
 
-    def _pack(self, rows: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-        return packed(rows, groups, scratch=self.scratch, pinned=self._stream is not None)
+    def _pack(self, rows: torch.Tensor, groups: Sequence[Group]) -> Place:
+        size = packed_bytes(rows, groups)
+        with self._lock:
+            place = self.area.reserve(size)
+        if place is None:
+            raise _NoRoom(f"{size} bytes of rows find no room beside those that wait")
+        try:
+            pack(rows, groups, self.area[place], scratch=self.scratch)
+        except BaseException:
+            with self._lock:
+                self.area.ranges.give_back(place)
+            raise
+        return place
 
     def _count(self, change: int) -> None:
         with self._lock:
             self._held += change
 
 
-def packed(
-    rows: torch.Tensor, groups: Sequence[Group], *, scratch: int, pinned: bool
-) -> torch.Tensor:
-    """The bytes of rows in their forms, that will be on the host: uint8.
+def packed_bytes(rows: torch.Tensor, groups: Sequence[Group]) -> int:
+    """Bytes of rows, [n, W], in their forms."""
+    raw = rows.shape[1] * rows.element_size()
+    return sum(group.bytes(raw) for group in groups)
+
+
+def pack(
+    rows: torch.Tensor, groups: Sequence[Group], target: torch.Tensor, *, scratch: int
+) -> None:
+    """Launches what brings rows into their forms and to the host.
 
     Args:
         rows: [n, W] on the device.
         groups: their forms, as they lie.
+        target: on the host, uint8, of `packed_bytes`.
         scratch: bytes of the device's memory that encoding may take at once.
-        pinned: whether to copy, and encode, without waiting for it.
     """
     raw = rows.shape[1] * rows.element_size()
-    sizes = [group.bytes(raw) for group in groups]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
     parts = rows.split([group.rows for group in groups])
-    for group, part, target in zip(groups, parts, host.split(sizes), strict=True):
+    targets = target.split([group.bytes(raw) for group in groups])
+    for group, part, wanted in zip(groups, parts, targets, strict=True):
         if group.form is None:
-            target.copy_(part.view(torch.uint8).flatten(), non_blocking=pinned)
+            _copy(wanted, part)
             continue
         at_once = max(1, scratch // group.form.scratch)
-        slabs = target.view(group.rows, -1).split(at_once)
-        for slab, wanted in zip(part.split(at_once), slabs, strict=True):
-            wanted.copy_(group.form.encode(slab), non_blocking=pinned)
-    return host
+        slabs = wanted.split(at_once * group.form.row_bytes)
+        for slab, made in zip(part.split(at_once), slabs, strict=True):
+            _copy(made, group.form.encode(slab))
+
+
+def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
+    pieces = values.view(torch.uint8).flatten().split(_PIECE)
+    for piece, wanted in zip(pieces, target.split(_PIECE), strict=True):
+        wanted.copy_(piece, non_blocking=True)

@@ -118,7 +118,8 @@ class Engines:
             channel.start(loop, self._releases)
             extension = engine_kwargs(settings, device=device)
             self.sited.append(LLM(model=str(model), **options, **extension))  # type: ignore[arg-type]  # vLLM's own types
-        reports = self.sited[0].collective_rpc("rheostat_describe")
+            reports = self.sited[start].collective_rpc("rheostat_describe")
+            channel.attach(reports)
         self.sites = ModelSites.from_reports(reports)
         rng = np.random.default_rng(0)
         vector = rng.normal(0, 0.01, (ROWS, self.sites.width)).astype("<f4")

@@ -91,7 +91,9 @@ def captured(model: Model, scratch: str, dtype: str) -> Captured:
     )
     options |= {"dtype": dtype, **engine_kwargs(settings, device=device())}
     engine = LLM(model=str(model.path), **options)
-    sites = ModelSites.from_reports(engine.collective_rpc("rheostat_describe"))
+    reports = engine.collective_rpc("rheostat_describe")
+    channel.attach(reports)
+    sites = ModelSites.from_reports(reports)
     at = posts(sites)
     params = [
         SamplingParams(

@@ -70,6 +70,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             plain_rows=workers.plain_rows,
             ring_bytes=workers.ring_bytes,
             encode_bytes=workers.encode_bytes,
+            staging_bytes=workers.staging_bytes,
         )
         response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))
         return response

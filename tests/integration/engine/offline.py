@@ -99,9 +99,11 @@ class OfflineEngine:
         if device == "cpu":
             defaults["kv_cache_memory_bytes"] = 1 << 30
         self.llm = LLM(model=str(model), **{**defaults, **options}, **extension)
-        self.sites = (
-            ModelSites.from_reports(self.llm.collective_rpc("rheostat_describe")) if sited else None
-        )
+        self.sites: ModelSites | None = None
+        if self._channel is not None:
+            reports = self.llm.collective_rpc("rheostat_describe")
+            self._channel.attach(reports)
+            self.sites = ModelSites.from_reports(reports)
 
     def close(self) -> None:
         """Stops the engine."""

@@ -283,7 +283,8 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     line = "serve some/model --host 0.0.0.0 --port 0 --dtype float32 --max-model-len 512"
     line += " --max-num-seqs 8 --max-num-batched-tokens 64 --enforce-eager --seed 3"
     line += " --gpu-memory-utilization 0.5 --tensor-parallel-size 2 --load-format dummy"
-    line += " --bank-mib 4 --capture-mib 8 --vector-store-mib 16 --vector-dir vectors"
+    line += " --bank-mib 4 --capture-mib 8 --staging-mib 9 --vector-store-mib 16"
+    line += " --vector-dir vectors"
     assert main(line.split()) == 3
     assert seen == [
         {"model": "demo"},
@@ -302,6 +303,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
             "load_format": "dummy",
             "bank_bytes": 4 * 2**20,
             "capture_bytes": 8 * 2**20,
+            "staging_bytes": 9 * 2**20,
             "vector_store_bytes": 16 * 2**20,
             "vector_dir": "vectors",
         },

@@ -138,7 +138,7 @@ def test_the_counters(client, server):
                captured_rows: 11 captured_bytes: 12 dropped_rows: 13 prefix_queried_tokens: 14
                prefix_hit_tokens: 15 vectors: 16 uptime { seconds: 17 nanos: 500000000 }
                leaked: 18 global_version: 19 left_bytes: 20 plain_rows: 21 ring_bytes: 22
-               encode_bytes: 23 spooled_rows: 24 overrun_rows: 25""",
+               encode_bytes: 23 spooled_rows: 24 overrun_rows: 25 staging_bytes: 26""",
             engine_service_pb2.GetStatsResponse(),
         ),
     )
@@ -168,6 +168,7 @@ def test_the_counters(client, server):
         encode_bytes=23,
         spooled_rows=24,
         overrun_rows=25,
+        staging_bytes=26,
     )
 
 

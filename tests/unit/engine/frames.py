@@ -4,7 +4,9 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
+import torch
 
 from rheostat_engine import (
     Dose,
@@ -14,11 +16,13 @@ from rheostat_engine import (
     WorkerChannel,
 )
 from rheostat_engine.channel import EventMerger
+from rheostat_engine.core.staging import StagingArea
 from rheostat_engine.events import (
     Head,
     InstalledHead,
     ReleasedHead,
     RowsHead,
+    decode_head,
     encode_head,
 )
 
@@ -61,7 +65,7 @@ def int64(*values: int) -> bytes:
 
 def rows(
     site: int = 2, count: int = 2, *, rank: int = 0, number: int = 1, dtype: str = "float32"
-) -> Head:
+) -> RowsHead:
     """One block of two columns from position 5 on."""
     return RowsHead(rank, dtype, 2, [[site]], int64(number), int64(0), int64(5), int64(count))
 
@@ -82,7 +86,7 @@ def feed(merger: EventMerger, *heads: Head) -> list[Plain]:
     events = []
     for head in heads:
         body = payload() if isinstance(head, RowsHead) else b""
-        events += merger.feed(encode_head(head), body)
+        events += merger.feed(decode_head(encode_head(head)), body)
     return [plain(event) for event in events]
 
 
@@ -91,17 +95,29 @@ ROWS_OF_7 = ("r", 7, [5, 6], [[0.0, 1.0], [2.0, 3.0]])
 
 
 class Server:
-    """A channel whose events go into a list, and a worker's end of it."""
+    """A channel whose events go into a list, and the memory of a worker."""
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.area = StagingArea(1 << 20, torch.device("cpu"))
         self.loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self.loop.run_forever)
         self._loop_thread.start()
         self.channel = WorkerChannel(EngineSettings(channel=address), ranks=1)
+        self.channel.attach([{"staging": self.area.report(0)}])
         self.events: list[Event] = []
         self._news = threading.Condition()
         self.channel.start(self.loop, self._deliver)
+
+    def stage(self, head: RowsHead, values: torch.Tensor | bytes) -> tuple[RowsHead, torch.Tensor]:
+        """A head whose rows lie in the area, and the bytes there."""
+        data = values if isinstance(values, bytes) else values.view(torch.uint8).numpy().tobytes()
+        place = self.area.reserve(len(data))
+        assert place is not None
+        staged = self.area[place]
+        if data:
+            staged.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return msgspec.structs.replace(head, place=place), staged
 
     def _deliver(self, event: Event) -> None:
         with self._news:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -22,6 +23,7 @@ from rheostat_engine.events import (
     RowsHead,
     encode_head,
 )
+from rheostat_engine.staging import Place
 
 from .frames import DOSE, ROWS_OF_2, ROWS_OF_7, Server, installed, int64, payload, released, rows
 
@@ -55,9 +57,9 @@ def test_everything_arrives_in_the_order_in_which_it_was_handed_over(server: Ser
     delivery = Delivery(server.address)
     delivery.send(Frame(installed()))
     for _ in range(50):
-        late = torch.zeros(2, 2)
-        delivery.send(Frame(rows(), late, Fence(late)))
-        delivery.send(Frame(rows(7), torch.arange(4.0).view(2, 2)))
+        late, staged = server.stage(rows(), torch.zeros(2, 2))
+        delivery.send(Frame(late, Fence(staged.view(torch.float32).view(2, 2))))
+        delivery.send(Frame(server.stage(rows(7), payload())[0]))
     delivery.send(Frame(released()))
     assert server.wait_for(102) == [
         (Installed("r", ""),),
@@ -85,7 +87,6 @@ def test_frames_that_are_made_of_something_late_keep_their_place(server: Server)
         (Released("next", (DOSE,), True, {}, 0, 0, (2, 9)),),
         (Installed("last", ""),),
     ]
-    assert delivery.pending_bytes == 0
     delivery.close()
 
 
@@ -94,9 +95,9 @@ def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
 ) -> None:
     delivery = Delivery(server.address)
     delivery.send(Frame(installed()))
-    values = torch.arange(4.0).view(2, 2)
-    delivery.send(Frame(rows(), values, Broken()))
-    delivery.send(Frame(rows(7), values))
+    torn = server.stage(rows(), payload())[0]
+    delivery.send(Frame(torn, Broken(), otherwise=[torn.without_rows]))
+    delivery.send(Frame(server.stage(rows(7), payload())[0]))
     unread = [released(doses=[], measured=False)]
     delivery.send(Frame(lambda: [released(doses=[(1 / 0,) * 6])], otherwise=unread))
     delivery.send(Frame(installed("late")))
@@ -105,7 +106,7 @@ def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
     assert server.wait_for(6) == [
         (Installed("r", ""),),
         ROWS_OF_7,
-        (Released("r", (), False, {}, 0, 0, (2, 9)),),
+        (Released("r", (), False, {}, 2, 0, (2, 9)),),
         (Installed("late", ""),),
         (Released("late", (DOSE,), True, {}, 0, 0, (2, 9)),),
         (Installed("next", ""),),
@@ -117,12 +118,12 @@ def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
         (unmeasured, True),
         (unmeasured, True),
     ]
-    assert delivery.pending_bytes == 0
+    assert server.area.free_bytes == server.area.size
     delivery.close()
 
 
 def test_the_outlet_hands_over_what_was_measured_as_it_was_then(server: Server) -> None:
-    outlet = Outlet(Delivery(server.address), torch.device("cpu"), limit=64, scratch=64)
+    outlet = Outlet(Delivery(server.address), torch.device("cpu"), server.area, scratch=64)
     outlet.send(Frame(installed()))
     measured = torch.tensor([[4.0]])
     held = threading.Event()
@@ -140,25 +141,27 @@ def test_the_outlet_hands_over_what_was_measured_as_it_was_then(server: Server) 
     outlet.send(Frame(installed("next")))
     outlet.send_measured(measured, lambda _: [released(lost=1 // 0)], [released("next")])
     assert server.wait_for(4)[3] == (Released("next", (DOSE,), True, {}, 0, 0, (2, 9)),)
-    assert outlet.free_bytes == 64
+    assert outlet.free_bytes == server.area.size
     outlet.close()
 
 
-def test_what_waits_for_a_slow_loop_stays_bounded_and_none_of_it_is_lost(server: Server) -> None:
+def test_what_waits_for_a_slow_loop_stays_in_the_area_and_none_of_it_is_lost(
+    server: Server,
+) -> None:
     held = threading.Event()
     server.loop.call_soon_threadsafe(held.wait)
     delivery = Delivery(server.address)
     delivery.send(Frame(installed()))
-    values = torch.zeros(20_000, 2)
     for _ in range(200):
-        delivery.send(Frame(rows(7, count=20_000), values))
+        delivery.send(Frame(server.stage(rows(7, count=500), bytes(4000))[0]))
     settled = -1
-    while settled != delivery.pending_bytes:
-        settled = delivery.pending_bytes
+    while settled != server.area.free_bytes:
+        settled = server.area.free_bytes
         held.wait(0.5)
     held.set()
     assert len(server.wait_for(201)) == 201
-    assert 0 < settled < 200 * values.nbytes
+    assert settled < server.area.size - 150 * 4000
+    assert server.area.free_bytes == server.area.size
     delivery.close()
 
 
@@ -169,7 +172,8 @@ def test_rows_keep_their_bits(server: Server, dtype: torch.dtype) -> None:
     values = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
     delivery = Delivery(server.address)
     delivery.send(Frame(installed()))
-    delivery.send(Frame(rows(count=3, dtype=str(dtype).removeprefix("torch.")), values))
+    head = rows(count=3, dtype=str(dtype).removeprefix("torch."))
+    delivery.send(Frame(server.stage(head, values)[0]))
     delivery.close()
     server.wait_for(2)
     event = server.events[1]
@@ -188,50 +192,101 @@ def test_a_worker_may_connect_before_the_server_has_bound(tmp_path: Path) -> Non
     server.close_loop()
 
 
-BAD_FRAMES = {
-    "no message": [b"", b""],
-    "one part": [encode_head(installed("lost"))],
-    "three parts": [encode_head(installed("lost")), b"", b""],
-    "not msgpack": [b"\xc1 what", b""],
-    "other fields": [b"\x81\xa4type\xa9installed", b""],
-    "torn rows": [encode_head(rows()), b"abc"],
-    "rows of nobody": [encode_head(rows(number=99)), payload()],
-    "rows of no worker": [encode_head(rows(rank=5)), payload()],
-    "rows of no type": [encode_head(rows(dtype="complex")), payload()],
-    "too few rows": [encode_head(rows(count=3)), payload()],
-    "torn labels": [
-        encode_head(RowsHead(0, "float32", 2, [[2]], b"123", b"", b"", b"")),
+BAD_FRAMES: dict[str, list[bytes]] = {
+    "no message": [b""],
+    "two parts": [encode_head(installed("lost")), b""],
+    "not msgpack": [b"\xc1 what"],
+    "other fields": [b"\x81\xa4type\xa9installed"],
+    "released by nobody": [encode_head(released(rank=9))],
+}
+
+BAD_ROWS = {
+    "torn rows": (rows(), b"abc"),
+    "rows of nobody": (rows(number=99), payload()),
+    "rows of no type": (rows(dtype="complex"), payload()),
+    "too few rows": (rows(count=3), payload()),
+    "torn labels": (RowsHead(0, "float32", 2, [[2]], b"123", b"", b"", b""), payload()),
+    "rows of no class": (
+        RowsHead(0, "float32", 2, [], int64(1), int64(0), int64(5), int64(2)),
         payload(),
-    ],
-    "rows of no class": [
-        encode_head(RowsHead(0, "float32", 2, [], int64(1), int64(0), int64(5), int64(2))),
+    ),
+    "positions beyond reason": (
+        RowsHead(0, "float32", 2, [[2]], int64(1), int64(0), int64(2**62), int64(2)),
         payload(),
-    ],
-    "positions beyond reason": [
-        encode_head(RowsHead(0, "float32", 2, [[2]], int64(1), int64(0), int64(2**62), int64(2))),
-        payload(),
-    ],
-    "rows without columns": [
-        encode_head(RowsHead(0, "float32", 0, [[2]], int64(1), int64(0), int64(5), int64(2))),
+    ),
+    "rows without columns": (
+        RowsHead(0, "float32", 0, [[2]], int64(1), int64(0), int64(5), int64(2)),
         b"",
-    ],
-    "released by nobody": [encode_head(released(rank=9)), b""],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", BAD_FRAMES)
-def test_a_bad_frame_is_logged_and_skipped(
+@pytest.mark.parametrize("name", [*BAD_FRAMES, *BAD_ROWS])
+def test_a_bad_frame_is_logged_and_skipped_and_holds_no_room(
     server: Server, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.connect(server.address)
-        socket.send_multipart([encode_head(installed()), b""])
-        socket.send_multipart(BAD_FRAMES[name])
-        socket.send_multipart([encode_head(rows()), payload()])
+        socket.send(encode_head(installed()))
+        if name in BAD_ROWS:
+            socket.send(encode_head(server.stage(*BAD_ROWS[name])[0]))
+        else:
+            socket.send_multipart(BAD_FRAMES[name])
+        good, _ = server.stage(rows(), payload())
+        socket.send(encode_head(good))
         assert server.wait_for(2) == [(Installed("r", ""),), ROWS_OF_2]
     assert [record.message for record in caplog.records] == [
         "a frame of the side channel is malformed and was skipped"
     ]
+    assert server.area.free_bytes == server.area.size
+
+
+MISPLACED = {
+    "before the area": Place(-64, 16),
+    "beyond its end": Place(0, 2**20 + 1),
+    "over its end": Place(2**20 - 64, 65),
+    "of no size": Place(0, -1),
+    "far ahead": Place(2**62, 16),
+    "in the next but one round": Place(2**22, 16),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_rows_that_would_lie_elsewhere_are_lost_and_counted(
+    server: Server, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, _ = server.stage(rows(7), payload())
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(server.address)
+        wrong = msgspec.structs.replace(rows(), place=MISPLACED[name])
+        for head in (installed(), wrong, good, released(captured={2: 2, 7: 2})):
+            socket.send(encode_head(head))
+        assert server.wait_for(3)[1:] == [
+            ROWS_OF_7,
+            (Released("r", (DOSE,), True, {7: 2}, 2, 0, (2, 9)),),
+        ]
+    assert [one.message for one in caplog.records] == [
+        "captured rows could not be read and are lost"
+    ]
+
+
+@pytest.mark.parametrize("place", [None, Place(0, 16)])
+def test_rows_of_a_worker_that_shares_no_memory_are_lost_and_counted(
+    tmp_path: Path, place: Place | None
+) -> None:
+    server = Server(f"ipc://{tmp_path}/channel")
+    server.channel.attach([{"staging": None}])
+    delivery = Delivery(server.address)
+    for head in (
+        installed(),
+        msgspec.structs.replace(rows(), place=place),
+        released(captured={2: 2}),
+    ):
+        delivery.send(Frame(head))
+    assert server.wait_for(2)[1] == (Released("r", (DOSE,), True, {}, 2, 0, (2, 9)),)
+    delivery.close()
+    server.channel.close()
+    server.close_loop()
 
 
 def test_closing_frees_the_address(server: Server) -> None:

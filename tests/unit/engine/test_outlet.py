@@ -13,7 +13,7 @@ from rheostat_engine import Capture, Coding, Event, Installed, Plan, Released, R
 from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Delivery, Frame
 from rheostat_engine.core.forms import Forms, Made
-from rheostat_engine.core.outlet import Group, Outlet, packed
+from rheostat_engine.core.outlet import Group, Outlet, pack, packed_bytes
 from rheostat_engine.core.places import Places
 from rheostat_engine.core.tallies import Tallies
 
@@ -42,7 +42,7 @@ class Device:
     """A worker's captures and their way out; a forward pass writes what `row` says."""
 
     def __init__(self, server: Server, *, ring: int = 40, scratch: int = 1 << 20) -> None:
-        self.outlet = Outlet(Delivery(server.address), CPU, limit=1 << 20, scratch=scratch)
+        self.outlet = Outlet(Delivery(server.address), CPU, server.area, scratch=scratch)
         self.forms = Forms(width=WIDTH, itemsize=4, vectors={}, limit=1 << 20)
         self.ring = torch.zeros(ring, WIDTH)
         places = Places((SITES - 1) // 4)
@@ -166,7 +166,7 @@ def test_rows_that_cannot_be_encoded_leave_as_they_are(
 def test_rows_that_cannot_leave_are_lost_are_counted_and_nothing_else_is(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rheostat_engine.core.outlet.packed", failing(2, packed))
+    monkeypatch.setattr("rheostat_engine.core.outlet.pack", failing(2, pack))
     device = Device(server)
     device.install(Capture((0, 2), EVERYWHERE, EIGHT), Capture((1,), EVERYWHERE))
     device.step(0, 4)
@@ -194,7 +194,7 @@ def test_rows_whose_copy_fails_later_are_counted_as_lost(
     monkeypatch.setattr(
         Delivery,
         "send",
-        lambda self, f: send(self, f if f.rows is None else f._replace(ready=Broken())),
+        lambda self, f: send(self, f._replace(ready=Broken()) if f.otherwise else f),
     )
     device = Device(server)
     device.install(Capture((3,), EVERYWHERE, HALF))
@@ -229,6 +229,9 @@ def test_slabs_make_the_same_bytes() -> None:
     rows = torch.randn(33, WIDTH, generator=torch.Generator().manual_seed(0))
     forms = Forms(width=WIDTH, itemsize=4, vectors={}, limit=1 << 20)
     groups = [Group(forms[forms.acquire(form)], 11) for form in (EIGHT, TOP, None)]
-    whole = packed(rows, groups, scratch=1 << 30, pinned=False)
+    whole = torch.zeros(packed_bytes(rows, groups), dtype=torch.uint8)
+    pack(rows, groups, whole, scratch=1 << 30)
     for scratch in (0, 500, 3000):
-        assert torch.equal(packed(rows, groups, scratch=scratch, pinned=False), whole)
+        slabs = torch.zeros_like(whole)
+        pack(rows, groups, slabs, scratch=scratch)
+        assert torch.equal(slabs, whole)

@@ -19,7 +19,7 @@ from rheostat_engine import (
     Rows,
 )
 from rheostat_engine.channel import EventMerger
-from rheostat_engine.events import InstalledHead, encode_head
+from rheostat_engine.events import InstalledHead
 
 from .schedules import Schedule, check_events, check_stream, drawn_plans
 from .strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, ablate, add
@@ -185,10 +185,8 @@ def test_requests_whose_doses_cannot_be_read_are_released_as_unmeasured() -> Non
     assert all(one.measured and one.doses for one in done)
     unmeasured = EventMerger(1)
     for number, name in ((1, "one"), (2, "two")):
-        unmeasured.feed(encode_head(InstalledHead(0, number, name, "")), b"")
-    events = [
-        e for head in worker.outlet.otherwise for e in unmeasured.feed(encode_head(head), b"")
-    ]
+        unmeasured.feed(InstalledHead(0, number, name, ""))
+    events = [e for head in worker.outlet.otherwise for e in unmeasured.feed(head)]
     assert events == [replace(one, measured=False, doses=()) for one in done]
 
 

@@ -111,6 +111,9 @@ def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
         "forms_used": 0,
         "ring_bytes": 1001 * 4 * WIDTH,
         "encode_bytes": worker.outlet.scratch,
+        "staging_bytes": 1 << 20,
+        "staging_skipped_bytes": 0,
+        "pinned": False,
         "steps": {"plain": 1, "active": 1},
         "own_graphs": 0,
     }

@@ -15,12 +15,13 @@ from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Expander
 from rheostat_engine.core.forms import Forms
-from rheostat_engine.core.outlet import Group, packed
+from rheostat_engine.core.outlet import Group, pack, packed_bytes
 from rheostat_engine.core.places import Places
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import Batch, SiteRuntime
+from rheostat_engine.core.staging import StagingArea
 from rheostat_engine.core.steering import Steering
-from rheostat_engine.events import Head, RowsHead, encode_head
+from rheostat_engine.events import Head, RowsHead, decode_head, encode_head
 from rheostat_engine.sites.reference import run_site
 
 from .strategies import SITES, VOCABULARY
@@ -48,18 +49,20 @@ class Outlet:
         self.otherwise: Sequence[Head] = ()
         self.scratch = 2000
         self.lost_rows = self.plain_rows = self.left_bytes = 0
+        self.area = StagingArea(1 << 20, CPU)
         self._merger = EventMerger(1)
 
     def send(self, frame: Frame) -> None:
         assert not callable(frame.head)
         assert not isinstance(frame.head, RowsHead)
         self.numbers.add(frame.head.number)
-        self.events += self._merger.feed(encode_head(frame.head), b"")
+        self.events += self._merger.feed(decode_head(encode_head(frame.head)))
 
     def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> None:
-        payload = packed(rows, groups, scratch=self.scratch, pinned=False)
+        payload = torch.empty(packed_bytes(rows, groups), dtype=torch.uint8)
+        pack(rows, groups, payload, scratch=self.scratch)
         self.left_bytes += payload.nbytes
-        self.events += self._merger.feed(encode_head(head), payload.numpy().tobytes())
+        self.events += self._merger.feed(decode_head(encode_head(head)), payload.numpy().data)
 
     def send_measured(
         self,

@@ -52,6 +52,12 @@ def add(commands: Subparsers) -> None:
         help="on the device, to encode and project captured rows there",
     )
     memory.add_argument(
+        "--staging-mib",
+        type=int,
+        metavar="MIB",
+        help="on the host, of each worker, where captured rows wait for the server",
+    )
+    memory.add_argument(
         "--inline-capture-mib",
         type=int,
         metavar="MIB",

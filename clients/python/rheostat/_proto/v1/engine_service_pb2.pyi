@@ -445,6 +445,7 @@ class GetStatsResponse(_message.Message):
     ENCODE_BYTES_FIELD_NUMBER: _builtins.int
     SPOOLED_ROWS_FIELD_NUMBER: _builtins.int
     OVERRUN_ROWS_FIELD_NUMBER: _builtins.int
+    STAGING_BYTES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests that run now."""
     waiting: _builtins.int
@@ -495,6 +496,8 @@ class GetStatsResponse(_message.Message):
     """Captured rows that wait on disk now, for readers that are too slow (OVERLOAD_SPILL)."""
     overrun_rows: _builtins.int
     """Rows for which the ring of captured rows had no room."""
+    staging_bytes: _builtins.int
+    """Host memory through which captured rows reach the server, of all workers."""
     @_builtins.property
     def requests(self) -> Global___RequestCounts:
         """Requests by how they ended."""
@@ -534,10 +537,11 @@ class GetStatsResponse(_message.Message):
         encode_bytes: _builtins.int = ...,
         spooled_rows: _builtins.int = ...,
         overrun_rows: _builtins.int = ...,
+        staging_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "bank_rows_used", b"bank_rows_used", "captured_bytes", b"captured_bytes", "captured_rows", b"captured_rows", "dropped_rows", b"dropped_rows", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked", b"leaked", "left_bytes", b"left_bytes", "overrun_rows", b"overrun_rows", "plain_rows", b"plain_rows", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_queried_tokens", b"prefix_queried_tokens", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "running", b"running", "runs", b"runs", "spooled_rows", b"spooled_rows", "steps", b"steps", "subscriptions", b"subscriptions", "uptime", b"uptime", "vectors", b"vectors", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "bank_rows_used", b"bank_rows_used", "captured_bytes", b"captured_bytes", "captured_rows", b"captured_rows", "dropped_rows", b"dropped_rows", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked", b"leaked", "left_bytes", b"left_bytes", "overrun_rows", b"overrun_rows", "plain_rows", b"plain_rows", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_queried_tokens", b"prefix_queried_tokens", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "running", b"running", "runs", b"runs", "spooled_rows", b"spooled_rows", "staging_bytes", b"staging_bytes", "steps", b"steps", "subscriptions", b"subscriptions", "uptime", b"uptime", "vectors", b"vectors", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
