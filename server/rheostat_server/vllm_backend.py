@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import zmq
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import (
     EXTRA_ARG,
     Act,
@@ -21,7 +20,7 @@ from rheostat_engine import (
 )
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
-from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
+from rheostat_server.host import Delta, Job, QueueStats, WorkerStats
 from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType
@@ -29,12 +28,11 @@ from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.trimming import trimming
 from rheostat_server.vectors import Vector
 from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
+from rheostat_server.vllm_outputs import delta_of
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.logprobs import Logprob
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _LOG = logging.getLogger(__name__)
@@ -42,9 +40,6 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HEARTBEAT = 1.0
-
-_LOGPROB_ENTRIES = 2000
-"""Log-probabilities of a prompt beyond which their messages are made on a thread."""
 
 _LOST = "the engine or one of its workers has died; restart the server"
 
@@ -142,7 +137,7 @@ class VllmBackend:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    yield await _delta_of(job, output)
+                    yield await delta_of(job, output)
         except EngineDeadError as error:
             self._lost(_LOST)
             raise EngineLost(_LOST) from error
@@ -345,68 +340,4 @@ def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
         pipeline_parallel=settings.parallel_config.pipeline_parallel_size,
         vllm_version=vllm.__version__,
         torch_version=torch.__version__,
-    )
-
-
-async def _delta_of(job: Job, output: "RequestOutput") -> Delta:
-    entries = len(output.prompt_logprobs or ()) * ((job.sampling.prompt_logprobs or 0) + 1)
-    if entries > _LOGPROB_ENTRIES:
-        return await asyncio.to_thread(_delta, job, output)
-    return _delta(job, output)
-
-
-def _delta(job: Job, output: "RequestOutput") -> Delta:
-    completion = output.outputs[0]
-    token_ids = tuple(completion.token_ids)
-    readings: Sequence[generation_pb2.TokenLogprobs] = ()
-    if completion.logprobs and job.sampling.logprobs is not None:
-        readings = [
-            _reading(token, cast("Mapping[int, Logprob]", position), job.sampling.logprobs)
-            for token, position in zip(token_ids, completion.logprobs, strict=True)
-        ]
-    ending = None
-    if completion.finish_reason is not None:
-        try:
-            ending = Ending(completion.finish_reason)
-        except ValueError as error:
-            raise Defect("the engine gave the request up") from error
-    return Delta(
-        token_ids=token_ids,
-        text=completion.text,
-        logprobs=readings,
-        prompt_logprobs=_prompt_readings(job, output),
-        cached_tokens=output.num_cached_tokens or 0,
-        ending=ending,
-        stop=completion.stop_reason,
-    )
-
-
-def _prompt_readings(
-    job: Job, output: "RequestOutput"
-) -> list[generation_pb2.TokenLogprobs] | None:
-    wanted = job.sampling.prompt_logprobs
-    if wanted is None or not output.prompt_logprobs:
-        return None
-    return [
-        _reading(token, cast("Mapping[int, Logprob]", position), wanted)
-        for token, position in zip(job.prompt, output.prompt_logprobs, strict=True)
-        if position is not None
-    ]
-
-
-def _reading(
-    token: int, position: "Mapping[int, Logprob]", alternatives: int
-) -> generation_pb2.TokenLogprobs:
-    def entry(token_id: int, logprob: "Logprob") -> generation_pb2.TokenLogprob:
-        return generation_pb2.TokenLogprob(
-            token_id=token_id,
-            logprob=logprob.logprob,
-            rank=logprob.rank or 0,
-            text=logprob.decoded_token or "",
-        )
-
-    best = sorted(position.items(), key=lambda item: item[1].rank or 0)
-    return generation_pb2.TokenLogprobs(
-        token=entry(token, position[token]),
-        alternatives=[entry(*item) for item in best if (item[1].rank or 0) <= alternatives],
     )

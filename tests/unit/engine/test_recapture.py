@@ -19,7 +19,7 @@ from rheostat_engine import (
 )
 from rheostat_engine.channel import EventMerger
 from rheostat_engine.core.runtime import Change
-from rheostat_engine.events import AttachedHead, encode_head
+from rheostat_engine.events import AttachedHead
 
 from .strategies import EVERYWHERE, LIMIT, POSITIONS, SITES, add, captured, plans
 from .wires import WIRES
@@ -205,8 +205,8 @@ def test_a_change_that_costs_too_much_is_refused_and_the_request_goes_on() -> No
 def test_all_workers_have_to_say_it() -> None:
     merger = EventMerger(2)
     one, other = (AttachedHead(rank, 3, "r", 1, 5 + rank, "") for rank in (0, 1))
-    assert merger.feed(encode_head(one), b"") == []
-    assert merger.feed(encode_head(other), b"") == [Attached("r", 1, 6, "")]
+    assert merger.feed(one) == []
+    assert merger.feed(other) == [Attached("r", 1, 6, "")]
 
 
 def test_open_ended_captures_stay_open_ended() -> None:
