@@ -169,7 +169,7 @@ def other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Start]:
     """Starts a function of this module in a process of its own, with a pipe to it."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])  # type: ignore[no-untyped-call]
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])  # type: ignore[no-untyped-call]  # pytest has no type for it
     started: list[BaseProcess] = []
 
     def start(work: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
