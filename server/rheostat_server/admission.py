@@ -17,7 +17,7 @@ from rheostat._proto.v1 import (
 from rheostat_engine import Capture, ModelSites, Plan
 from rheostat_server import checks, directions
 from rheostat_server.baseline import Baseline, compared_logprobs
-from rheostat_server.capture_specs import (
+from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
     direction_vectors,
@@ -44,7 +44,7 @@ from rheostat_server.steering import (
     look_up,
     sums_work,
 )
-from rheostat_server.subscriptions import Subscriptions, Wish, merged
+from rheostat_server.subscriptions.registry import Subscriptions, Wish, merged
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
 

@@ -13,9 +13,12 @@ from contextlib import asynccontextmanager
 
 from rheostat_engine import CapacityLedger, Event, Installed
 from rheostat_server.admission import Admitted, Desk
-from rheostat_server.attaching import Attaching
+from rheostat_server.capture.counts import Counts, Drained
+from rheostat_server.capture.opening import open_outlets
+from rheostat_server.capture.spillway import Spillway
+from rheostat_server.capture.spool import Spool
+from rheostat_server.capture.taps import Losses
 from rheostat_server.config import ServerConfig
-from rheostat_server.counts import Counts, Drained
 from rheostat_server.errors import (
     CacheSuspect,
     Draining,
@@ -31,13 +34,10 @@ from rheostat_server.keeper import VectorKeeper
 from rheostat_server.limits import WAITING_REQUESTS
 from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
-from rheostat_server.opening import open_outlets
 from rheostat_server.prompts import Prompts
 from rheostat_server.sinks import Sinks
-from rheostat_server.spillway import Spillway
-from rheostat_server.spool import Spool
-from rheostat_server.subscriptions import Subscriptions
-from rheostat_server.taps import Losses
+from rheostat_server.subscriptions.attaching import Attaching
+from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rheostat._proto.v1 import generation_service_pb2, types_pb2
 from rheostat_engine import OPEN_END, BlockKeys, Plan, compose
 from rheostat_server.admission import Admitted
-from rheostat_server.capture_stream import add_runs
+from rheostat_server.capture.stream import add_runs
 from rheostat_server.engine import EngineHost
 from rheostat_server.offload import offload
 from rheostat_server.planning import plan_work, selection_work

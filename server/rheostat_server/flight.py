@@ -19,15 +19,15 @@ from rheostat._proto.v1 import monitor_pb2, types_pb2
 from rheostat_engine import OPEN_END, Attached, Event, Installed, Plan, Released
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
+from rheostat_server.capture.inline import Inline
+from rheostat_server.capture.leaving import Track
+from rheostat_server.capture.outlets import Outlets
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
-from rheostat_server.inline import Inline
-from rheostat_server.joining import Joining
-from rheostat_server.leaving import Track
 from rheostat_server.line import Room
-from rheostat_server.outlets import Outlets
 from rheostat_server.steering import Intervention
-from rheostat_server.subscriptions import Wish
+from rheostat_server.subscriptions.joining import Joining
+from rheostat_server.subscriptions.registry import Wish
 
 _LOG = logging.getLogger(__name__)
 

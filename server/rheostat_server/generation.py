@@ -11,15 +11,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from rheostat._proto.v1 import capture_pb2, generation_pb2, types_pb2
 from rheostat_engine import Installed, Plan, Released
 from rheostat_server.admission import Admitted
+from rheostat_server.capture.leaving import Chunk, Loss, Sealed
+from rheostat_server.capture.leaving import Item as RowItem
+from rheostat_server.capture.row_messages import captured, dropped
 from rheostat_server.engine import RELEASE_GRACE, UNSCHEDULED_GRACE, EngineHost
 from rheostat_server.errors import Defect, RowsLost
 from rheostat_server.flight import Flight, Item, Life, Notice, Role, Sign
 from rheostat_server.host import Delta
-from rheostat_server.leaving import Chunk, Loss, Sealed
-from rheostat_server.leaving import Item as RowItem
 from rheostat_server.offload import offload
 from rheostat_server.receipts import receipt_work, write_receipt
-from rheostat_server.row_messages import captured, dropped
 from rheostat_server.sample import Response, Sample
 from rheostat_server.scoring import Score, scoring_life
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from rheostat._proto.v1 import capture_pb2, receipt_pb2, steering_pb2
 from rheostat_engine import MAX_EFFORT, Act, Capture, Condition, Plan, Spans, compose, effort
 from rheostat_server import checks
-from rheostat_server.capture_specs import ResolvedCapture, engine_captures
+from rheostat_server.capture.specs import ResolvedCapture, engine_captures
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import REQUEST_RANGES
 from rheostat_server.offload import offload
 from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
-from rheostat_server.subscriptions import Wish
+from rheostat_server.subscriptions.registry import Wish
 from rheostat_server.vectors import Vector
 
 _SPAN_BYTES = 1024

@@ -9,7 +9,7 @@ import logging
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from rheostat_server.counts import Drained
+from rheostat_server.capture.counts import Drained
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import EngineLost, WarmingUp
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rheostat._proto.v1 import receipt_pb2
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission import Admitted
-from rheostat_server.capture_stream import add_runs
+from rheostat_server.capture.stream import add_runs
 from rheostat_server.planning import selection_work
 from rheostat_server.sample import Sample
 from rheostat_server.sites import to_wire

@@ -32,6 +32,7 @@ from rheostat._proto.v1 import (
     steering_service_pb2,
     steering_service_pb2_grpc,
 )
+from rheostat_server.capture.spool import Spool
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import PortInUse, SinksFailed, StartupError
@@ -44,9 +45,8 @@ from rheostat_server.services.capture import CaptureService
 from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
 from rheostat_server.services.steering import SteeringService
-from rheostat_server.shared_memory import sweep
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
-from rheostat_server.spool import Spool
+from rheostat_server.subscriptions.shared_memory import sweep
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vllm_backend import start_backend
 from rheostat_server.vllm_engine import model_path

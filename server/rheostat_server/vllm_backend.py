@@ -18,6 +18,7 @@ from rheostat_engine import (
     StagingError,
     WorkerChannel,
 )
+from rheostat_server.capture.trimming import trimming
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta, Job, QueueStats, WorkerStats
@@ -25,7 +26,6 @@ from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
-from rheostat_server.trimming import trimming
 from rheostat_server.vectors import Vector
 from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
 from rheostat_server.vllm_outputs import delta_of

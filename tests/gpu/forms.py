@@ -39,7 +39,7 @@ def wanted(form: RowForm, rows: Any, found: Any, vector: Any) -> Any:
     if form.directions is not None:
         return rows @ vector.T.astype(np.float64)
     if form.coding is Coding.RP8:
-        from rheostat_server.encodings import projection_matrix
+        from rheostat_server.capture.encodings import projection_matrix
 
         return rows @ projection_matrix(form.kept, rows.shape[1], SEED).T.astype(np.float64)
     if form.coding is Coding.TOPK8:

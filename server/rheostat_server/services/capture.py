@@ -10,7 +10,7 @@ from rheostat_server.errors import MissingField
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
 from rheostat_server.sinks import to_artifact, to_wire_layout
-from rheostat_server.subscribing import subscribe
+from rheostat_server.subscriptions.call import subscribe
 
 _pb = capture_service_pb2
 

@@ -13,7 +13,7 @@ from rheostat import captures
 from rheostat._encodings import Decoded, read_tensor
 from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Point, Site
-from rheostat_server.encodings import row_encoder
+from rheostat_server.capture.encodings import row_encoder
 from rheostat_server.tensors import FloatType, converted, widened
 
 from ..engine.reference import HfReference

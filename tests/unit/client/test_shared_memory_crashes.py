@@ -15,7 +15,7 @@ import pytest
 import rheostat
 from rheostat import _subscribing
 from rheostat_server.bench import stream
-from rheostat_server.shared_memory import FOLDER
+from rheostat_server.subscriptions.shared_memory import FOLDER
 
 SITES = 4
 PROMPT = 512

@@ -11,7 +11,7 @@ from rheostat._encodings import read_tensor
 from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Coding, RowForm
 from rheostat_engine.core import encoders
-from rheostat_server import encodings
+from rheostat_server.capture import encodings
 from rheostat_server.tensors import FloatType, converted
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -34,7 +34,7 @@ from rheostat_engine import (
     recapture,
 )
 from rheostat_engine.row_forms import RAW_KEY
-from rheostat_server.encodings import Form
+from rheostat_server.capture.encodings import Form
 from rheostat_server.errors import EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
 from rheostat_server.model_info import ModelInfo

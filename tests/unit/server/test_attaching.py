@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
-from rheostat_server import attaching
 from rheostat_server.admission import admit
 from rheostat_server.generation import run
+from rheostat_server.subscriptions import attaching
 
 from .conftest import rest
 from .fakes import ScriptedBackend, row, sites_with

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from rheostat._proto.v1 import tensor_pb2, types_pb2
 from rheostat_engine import OPEN_END, Condition, Point, Rows, Site
-from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import Block, CaptureStream, to_captured
-from rheostat_server.encodings import Form
+from rheostat_server.capture.encodings import Form
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.capture.stream import Block, CaptureStream, to_captured
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.selection import Selection
 from rheostat_server.spans import runs

@@ -10,13 +10,14 @@ import pytest
 
 from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Released
-from rheostat_server import admission, capture_specs, explain, planning
+from rheostat_server import admission, explain, planning
 from rheostat_server.admission import Admitted, Desk
+from rheostat_server.capture import specs as capture_specs
+from rheostat_server.capture.lanes import Lane
+from rheostat_server.capture.pieces import Meter
 from rheostat_server.flight import Life, Role
 from rheostat_server.host import Job
-from rheostat_server.lanes import Lane
 from rheostat_server.limits import OFFLOAD_BYTES
-from rheostat_server.pieces import Meter
 from rheostat_server.prompts import Prompts
 from rheostat_server.receipts import receipt_work, write_receipt
 from rheostat_server.sample import Sample

@@ -17,7 +17,7 @@ from rheostat_server.sinks import (
     Target,
     registry,
 )
-from rheostat_server.subscribing import subscribe
+from rheostat_server.subscriptions.call import subscribe
 
 from .conftest import rest
 from .fakes import ScriptedBackend, sites_with

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_server.regions import Regions
+from rheostat_server.subscriptions.regions import Regions
 
 PAGE = 4096
 PAGES = 12

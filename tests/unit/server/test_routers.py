@@ -16,7 +16,7 @@ from rheostat._proto.v1 import (
     types_pb2,
 )
 from rheostat_engine import ROUTERS, Event, Rows
-from rheostat_server.trimming import trimming
+from rheostat_server.capture.trimming import trimming
 
 from .conftest import Refusal
 from .fakes import LAYERS, SITES, WIDTH, ScriptedBackend, row

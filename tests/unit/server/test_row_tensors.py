@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rheostat._encodings import read_tensor
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat_engine import OPEN_END, Point, Rows, Site
-from rheostat_server.capture_specs import (
+from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
     engine_captures,
@@ -18,7 +18,7 @@ from rheostat_server.capture_specs import (
     project_all,
     resolve_capture,
 )
-from rheostat_server.capture_stream import CaptureStream, to_captured
+from rheostat_server.capture.stream import CaptureStream, to_captured
 from rheostat_server.selection import Selection, typical_context
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore

@@ -12,7 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat_server.shared_memory import FOLDER, Arena, NoSharedMemoryError, namespace, sweep
+from rheostat_server.subscriptions.shared_memory import (
+    FOLDER,
+    Arena,
+    NoSharedMemoryError,
+    namespace,
+    sweep,
+)
 
 MIB = 1 << 20
 

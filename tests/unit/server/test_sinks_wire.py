@@ -8,7 +8,7 @@ import pytest
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Point, Site
 from rheostat_server import errors
-from rheostat_server.encodings import row_encoder
+from rheostat_server.capture.encodings import row_encoder
 from rheostat_server.sinks import (
     CaptureAbout,
     Encoding,

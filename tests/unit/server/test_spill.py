@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
-from rheostat_server import spillway
-from rheostat_server import spool as disk
+from rheostat_server.capture import spillway
+from rheostat_server.capture import spool as disk
+from rheostat_server.capture.leaving import Chunk
 from rheostat_server.errors import SpoolFailed
-from rheostat_server.leaving import Chunk
 
 from .conftest import rest
 from .fakes import ScriptedBackend

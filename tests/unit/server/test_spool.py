@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rheostat_server import spool as module
+from rheostat_server.capture import spool as module
+from rheostat_server.capture.spool import Records, Spool, SpoolDamaged, SpoolFull
 from rheostat_server.errors import SpoolFailed
-from rheostat_server.spool import Records, Spool, SpoolDamaged, SpoolFull
 
 HEAD = 8
 """Bytes before a record."""

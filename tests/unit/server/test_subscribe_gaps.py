@@ -6,11 +6,11 @@ import grpc
 import pytest
 
 from rheostat._proto.v1 import capture_pb2, generation_service_pb2, types_pb2
-from rheostat_server import subscription as module
+from rheostat_server.capture.spillway import Spillway
+from rheostat_server.capture.spool import Spool
 from rheostat_server.errors import CaptureOverflow, Defect
-from rheostat_server.spillway import Spillway
-from rheostat_server.spool import Spool
-from rheostat_server.subscription import Subscription
+from rheostat_server.subscriptions import subscription as module
+from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 
 from .conftest import rest

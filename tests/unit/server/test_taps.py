@@ -9,12 +9,12 @@ import pytest
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import Point, Released, Rows, Site
-from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.capture.taps import Losses, Reservoir, Tap
 from rheostat_server.errors import CaptureOverflow
-from rheostat_server.leaving import Chunk, End, Item, Loss, Track
 from rheostat_server.selection import EVERYTHING
-from rheostat_server.subscription import Subscription
-from rheostat_server.taps import Losses, Reservoir, Tap
+from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 
 SITE = Site(Point.RESID_POST, 0)

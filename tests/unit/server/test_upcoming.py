@@ -6,13 +6,13 @@ import numpy as np
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import OPEN_END, Point, Rows, Site
-from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.leaving import Chunk, End, Item, Track
+from rheostat_server.capture.leaving import Chunk, End, Item, Track
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.capture.taps import Reservoir, Tap
 from rheostat_server.selection import Selection
-from rheostat_server.subscription_messages import Message, Response
-from rheostat_server.taps import Reservoir, Tap
+from rheostat_server.subscriptions.messages import Message, Response
+from rheostat_server.subscriptions.upcoming import Upcoming
 from rheostat_server.tensors import FloatType
-from rheostat_server.upcoming import Upcoming
 
 SITE = Site(Point.RESID_POST, 0)
 WIDTH = 1 << 15

@@ -14,11 +14,13 @@ from typing import ParamSpec, TypeVar
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.admission import Admitted
-from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.capture.inline import ADVICE
+from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed
+from rheostat_server.capture.row_messages import captured_of
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.capture.spillway import Spillway
+from rheostat_server.capture.taps import Losses, Reservoir, Tap
 from rheostat_server.errors import Defect, RheostatError
-from rheostat_server.inline import ADVICE
-from rheostat_server.leaving import Chunk, End, Item, Loss, Sealed
-from rheostat_server.row_messages import captured_of
 from rheostat_server.sinks import (
     CaptureAbout,
     Ending,
@@ -31,8 +33,6 @@ from rheostat_server.sinks import (
     encoding_of,
 )
 from rheostat_server.sites import from_wire
-from rheostat_server.spillway import Spillway
-from rheostat_server.taps import Losses, Reservoir, Tap
 from rheostat_server.tensors import FloatType
 
 _LOG = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ that they would not be lost to without it.
 """
 
 from rheostat._proto.v1 import capture_service_pb2
+from rheostat_server.capture.leaving import Item
 from rheostat_server.errors import InvalidValue
-from rheostat_server.leaving import Item
 from rheostat_server.limits import CHUNK_BYTES, SHARED_CHUNK_BYTES
-from rheostat_server.shared_memory import Arena, NoSharedMemoryError, namespace
-from rheostat_server.subscription_messages import Message, Response, message_of
+from rheostat_server.subscriptions.messages import Message, Response, message_of
+from rheostat_server.subscriptions.shared_memory import Arena, NoSharedMemoryError, namespace
 
 
 class Carrier:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Site
-from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.tensors import (
     FloatArray,
     FloatType,

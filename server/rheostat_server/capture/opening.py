@@ -4,17 +4,17 @@ from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import ModelSites
-from rheostat_server.capture_specs import sink_groups
+from rheostat_server.capture.inline import ADVICE
+from rheostat_server.capture.sink_writer import open_writer
+from rheostat_server.capture.specs import sink_groups
+from rheostat_server.capture.spillway import Spillway
+from rheostat_server.capture.taps import Losses, Reservoir, Tap
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.flight import Flight
-from rheostat_server.inline import ADVICE
 from rheostat_server.model_info import ModelInfo
-from rheostat_server.sink_writer import open_writer
 from rheostat_server.sinks import Sinks
-from rheostat_server.spillway import Spillway
-from rheostat_server.subscriptions import Subscriptions
-from rheostat_server.taps import Losses, Reservoir, Tap
+from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tensors import FloatType
 
 

@@ -9,9 +9,9 @@ from contextlib import aclosing
 
 from rheostat._proto.v1 import capture_service_pb2
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError
-from rheostat_server.subscription import Subscription
-from rheostat_server.subscription_messages import Response
-from rheostat_server.subscriptions import Subscriptions
+from rheostat_server.subscriptions.messages import Response
+from rheostat_server.subscriptions.registry import Subscriptions
+from rheostat_server.subscriptions.subscription import Subscription
 
 Message = capture_service_pb2.SubscribeRequest
 

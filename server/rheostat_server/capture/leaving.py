@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import Spans
-from rheostat_server.capture_stream import Block
+from rheostat_server.capture.stream import Block
 
 if TYPE_CHECKING:
-    from rheostat_server.taps import Tap
+    from rheostat_server.capture.taps import Tap
 
 
 class Track(NamedTuple):

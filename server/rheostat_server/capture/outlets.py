@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Released, Rows
+from rheostat_server.capture.leaving import Track
+from rheostat_server.capture.sink_writer import SinkWriter
+from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import RheostatError
-from rheostat_server.leaving import Track
-from rheostat_server.sink_writer import SinkWriter
-from rheostat_server.taps import Tap
 
 
 class Outlets:

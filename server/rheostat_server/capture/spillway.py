@@ -15,12 +15,12 @@ from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from rheostat._proto.v1 import capture_pb2
+from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track
+from rheostat_server.capture.row_messages import captured_of, dropped
+from rheostat_server.capture.spool import Records, Spool, SpoolDamaged, SpoolFull
+from rheostat_server.capture.taps import Reservoir, Tap
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError, RowsLost
-from rheostat_server.leaving import Chunk, End, Item, Loss, Sealed, Track
 from rheostat_server.limits import MIB
-from rheostat_server.row_messages import captured_of, dropped
-from rheostat_server.spool import Records, Spool, SpoolDamaged, SpoolFull
-from rheostat_server.taps import Reservoir, Tap
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from rheostat._proto.v1 import capture_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Rows, Site, Spans
-from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.capture.pieces import Meter, Piece, Positions, common
+from rheostat_server.capture.row_tensors import SiteRows, encoding_work, tensor_of
+from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.limits import CHUNK_BYTES
-from rheostat_server.pieces import Meter, Piece, Positions, common
-from rheostat_server.row_tensors import SiteRows, encoding_work, tensor_of
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, edges, runs, subtracted, united
 from rheostat_server.tensors import FloatType, RawArray

@@ -11,8 +11,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
-from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.carrier import Carrier
+from rheostat_server.capture.leaving import End, Item
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.capture.spillway import Spillway
+from rheostat_server.capture.taps import Losses, Reservoir, Tap
 from rheostat_server.errors import (
     CaptureOverflow,
     CursorExpired,
@@ -20,15 +22,13 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
-from rheostat_server.joining import Missed, tell
-from rheostat_server.leaving import End, Item
 from rheostat_server.limits import CHUNK_BYTES
-from rheostat_server.replay import Replay, Sent
-from rheostat_server.spillway import Spillway
-from rheostat_server.subscription_messages import Response, Tally
-from rheostat_server.taps import Losses, Reservoir, Tap
+from rheostat_server.subscriptions.carrier import Carrier
+from rheostat_server.subscriptions.joining import Missed, tell
+from rheostat_server.subscriptions.messages import Response, Tally
+from rheostat_server.subscriptions.replay import Replay, Sent
+from rheostat_server.subscriptions.upcoming import Upcoming
 from rheostat_server.tensors import FloatType
-from rheostat_server.upcoming import Upcoming
 from rheostat_server.vectors import Vector
 
 _pb = capture_service_pb2

@@ -7,8 +7,8 @@ leave.
 import asyncio
 from collections.abc import Callable
 
-from rheostat_server.leaving import End, Item
-from rheostat_server.taps import Reservoir, Tap
+from rheostat_server.capture.leaving import End, Item
+from rheostat_server.capture.taps import Reservoir, Tap
 
 ADVICE = (
     "Read faster, capture less, choose another overload policy, or raise the server's "

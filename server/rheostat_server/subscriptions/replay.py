@@ -8,7 +8,7 @@ from collections import deque
 from typing import NamedTuple
 
 from rheostat_server.errors import InvalidValue
-from rheostat_server.subscription_messages import Response
+from rheostat_server.subscriptions.messages import Response
 
 _MESSAGE_BYTES = 512
 """What a message weighs beside its payload."""

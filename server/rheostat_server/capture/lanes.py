@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rheostat_engine import OPEN_END, Released, Rows, Spans
-from rheostat_server.capture_specs import ResolvedCapture
-from rheostat_server.capture_stream import Block, CaptureStream
-from rheostat_server.pieces import Meter, Piece
+from rheostat_server.capture.pieces import Meter, Piece
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.capture.stream import Block, CaptureStream
 from rheostat_server.spans import length, subtracted, united
 from rheostat_server.tensors import FloatType
 

@@ -8,11 +8,11 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from rheostat_server.carrier import Carrier
-from rheostat_server.leaving import Chunk, Item
+from rheostat_server.capture.leaving import Chunk, Item
+from rheostat_server.capture.taps import Reservoir
 from rheostat_server.limits import OFFLOAD_BYTES
-from rheostat_server.subscription_messages import Message
-from rheostat_server.taps import Reservoir
+from rheostat_server.subscriptions.carrier import Carrier
+from rheostat_server.subscriptions.messages import Message
 
 
 @dataclass(eq=False)

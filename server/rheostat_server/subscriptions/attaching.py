@@ -11,17 +11,17 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
 from rheostat_engine import Capture, ModelSites, Plan
-from rheostat_server.capture_specs import engine_captures
+from rheostat_server.capture.specs import engine_captures
+from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
 from rheostat_server.flight import Flight, Life, Role
 from rheostat_server.host import Backend
-from rheostat_server.joining import Joining, Missed
 from rheostat_server.line import Line, Room
 from rheostat_server.offload import offload
 from rheostat_server.selection import selector_work
-from rheostat_server.subscription import Subscription
-from rheostat_server.subscriptions import Subscriptions, Wish
-from rheostat_server.taps import Tap
+from rheostat_server.subscriptions.joining import Joining, Missed
+from rheostat_server.subscriptions.registry import Subscriptions, Wish
+from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 
 PATIENCE = 1.0

@@ -13,18 +13,18 @@ from itertools import chain
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat_engine import Capture, Coding, Directions, ModelSites, RowForm, Site, Spans
 from rheostat_server import checks
-from rheostat_server.checks import join
-from rheostat_server.encodings import AS_THEY_ARE, Form
-from rheostat_server.errors import InvalidValue, MissingField, NotSupported
-from rheostat_server.limits import CAPTURES
-from rheostat_server.ops import VectorDraft
-from rheostat_server.projections import (
+from rheostat_server.capture.encodings import AS_THEY_ARE, Form
+from rheostat_server.capture.projections import (
     Projection,
     draft_directions,
     find_directions,
     project_on,
     projection_work,
 )
+from rheostat_server.checks import join
+from rheostat_server.errors import InvalidValue, MissingField, NotSupported
+from rheostat_server.limits import CAPTURES
+from rheostat_server.ops import VectorDraft
 from rheostat_server.selection import (
     EVERYTHING,
     Selection,

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import OPEN_END, Released, Rows
-from rheostat_server.capture_specs import ResolvedCapture
+from rheostat_server.capture.lanes import Lane
+from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
+from rheostat_server.capture.pieces import Meter, Piece
+from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import CaptureOverflow
-from rheostat_server.lanes import Lane
-from rheostat_server.leaving import Chunk, End, Item, Loss, Track
 from rheostat_server.limits import CHUNK_BYTES
-from rheostat_server.pieces import Meter, Piece
 from rheostat_server.spans import length
 from rheostat_server.tensors import FloatType
 

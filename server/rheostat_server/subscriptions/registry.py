@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
 from rheostat_server import checks
-from rheostat_server.capture_specs import (
+from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
     check_spill,
@@ -24,6 +24,8 @@ from rheostat_server.capture_specs import (
     project_all,
     resolve_capture,
 )
+from rheostat_server.capture.spillway import Spillway
+from rheostat_server.capture.taps import Losses
 from rheostat_server.checks import join
 from rheostat_server.errors import (
     EngineLost,
@@ -44,9 +46,7 @@ from rheostat_server.line import RETRY
 from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.selection import SelectionContext, typical_context
-from rheostat_server.spillway import Spillway
-from rheostat_server.subscription import Subscription
-from rheostat_server.taps import Losses
+from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
