@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._proto.v1 import tensor_pb2
-from rheostat_server.capture import planes
+from rheostat_server import planes
 from rheostat_server.checks import join, known_enum
 from rheostat_server.errors import (
     InvalidValue,

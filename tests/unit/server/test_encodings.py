@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 import rheostat
 from rheostat._encodings import Decoded, read_tensor
 from rheostat._proto.v1 import tensor_pb2
-from rheostat_server.capture import planes
+from rheostat_server import planes
 from rheostat_server.capture.encodings import largest, projection_matrix, row_encoder
 from rheostat_server.tensors import FloatType, encode_rows
 

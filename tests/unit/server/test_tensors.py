@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rheostat._proto.v1 import tensor_pb2
-from rheostat_server.capture import planes
+from rheostat_server import planes
 from rheostat_server.errors import (
     InvalidValue,
     MessageTooLarge,
