@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import zmq
 
 from rheostat._proto.v1 import generation_pb2
-from rheostat_engine import (
-    EXTRA_ARG,
-    Act,
-    Event,
-    ModelSites,
-    Plan,
-    StagingError,
-    WorkerChannel,
-)
+from rheostat_engine import EXTRA_ARG, Act, Event, ModelSites, Plan, StagingError, WorkerChannel
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats

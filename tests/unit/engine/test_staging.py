@@ -156,8 +156,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 
 
 def _named() -> set[str]:
-    """Everything that has a name where shared memory usually has one."""
-    return set(os.listdir("/dev/shm"))
+    """What of ours has a name where shared memory usually has one."""
+    return {name for name in os.listdir("/dev/shm") if "staging" in name}
 
 
 def _mappings() -> int:
@@ -169,7 +169,7 @@ def other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Start]:
     """Starts a function of this module in a process of its own, with a pipe to it."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])  # type: ignore[no-untyped-call]
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])  # type: ignore[no-untyped-call]  # pytest's
     started: list[BaseProcess] = []
 
     def start(work: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
