@@ -1,8 +1,8 @@
 """How fast captured rows come from a worker to the server's event loop, in two processes.
 
-"staging" is the engine's own way: the outlet writes rows into memory that both share, and a message
-says where. "messages" is what it is measured against: the same rows inside ZeroMQ's messages. No
-model and no device; both ends share this machine's cores with whatever else runs there.
+The engine's own way: the outlet writes rows into memory that both share, a message says where, and
+the server copies them out. No model and no device; both ends share this machine's cores with
+whatever else runs there.
 
     python -m rheostat_server.bench.channel --out results
 """
@@ -17,28 +17,26 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import zmq
 
 from rheostat_engine import EngineSettings, Event, Rows, WorkerChannel
-from rheostat_engine.channel import EventMerger
 from rheostat_engine.core.delivery import Delivery, Frame
 from rheostat_engine.core.outlet import Group, Outlet
 from rheostat_engine.core.staging import StagingArea
-from rheostat_engine.events import InstalledHead, RowsHead, decode_head, encode_head
+from rheostat_engine.events import InstalledHead, RowsHead
+from rheostat_server.bench.summaries import Figures
 
 _SPAWNED = multiprocessing.get_context("spawn")
 _WIDTH = 4096
 _ROW = 2 * _WIDTH
 _GB = 1e9
 _WAITING = 1 << 30
-"""Bytes that may wait for the server: the area's, and about as many in messages."""
+"""Bytes of the area."""
 _MOST = 128
 """Requests of one frame."""
 
@@ -108,19 +106,6 @@ def _stage(address: str, told: Connection) -> None:
     outlet.close()
 
 
-def _message(address: str, told: Connection) -> None:
-    """A worker that puts rows into messages."""
-    rows = _rows()
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        socket.connect(address)
-        told.send(None)
-        while (load := told.recv()) is not None:
-            socket.setsockopt(zmq.SNDHWM, max(1, _WAITING // (load.rows * _ROW) // 2))
-            for _ in range(load.frames):
-                copy = rows[: load.rows].clone().view(torch.uint8).numpy().data.cast("B")
-                socket.send_multipart([encode_head(load.head()), copy], copy=False)
-
-
 class _Received:
     """Counts on the event loop what has come."""
 
@@ -142,31 +127,6 @@ class _Received:
             self._nbytes -= nbytes
 
 
-class _Messages:
-    """The server's end of rows in messages."""
-
-    def __init__(self, address: str, received: _Received) -> None:
-        self._received = received
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 16)
-        self._socket.bind(address)
-        self._merger = EventMerger(1)
-        for head in _installed():
-            self._merger.feed(head)
-        threading.Thread(target=self._receive, daemon=True).start()
-
-    def _receive(self) -> None:
-        while True:
-            head, payload = self._socket.recv_multipart()
-            events = self._merger.feed(decode_head(head), payload)
-            self._received.loop.call_soon_threadsafe(self._deliver, events)
-
-    def _deliver(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._received.deliver(event)
-
-
 class Took(NamedTuple):
     """What one turn of an arm took."""
 
@@ -175,23 +135,17 @@ class Took(NamedTuple):
     """Of the server's process."""
 
 
-def measure(way: str, repeats: int) -> dict[str, list[Took]]:
+def measure(repeats: int) -> dict[str, list[Took]]:
     """The turns of every arm, after one that doesn't count."""
     received = _Received()
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/channel"
         ours, theirs = _SPAWNED.Pipe()
-        worker = _SPAWNED.Process(
-            target=_stage if way == "staging" else _message, args=(address, theirs), daemon=True
-        )
+        worker = _SPAWNED.Process(target=_stage, args=(address, theirs), daemon=True)
         worker.start()
-        if way == "staging":
-            channel = WorkerChannel(EngineSettings(channel=address), ranks=1)
-            channel.attach([{"staging": ours.recv()}])
-            channel.start(received.loop, received.deliver)
-        else:
-            _Messages(address, received)
-            ours.recv()
+        channel = WorkerChannel(EngineSettings(channel=address), ranks=1)
+        channel.attach([{"staging": ours.recv()}])
+        channel.start(received.loop, received.deliver)
         found: dict[str, list[Took]] = {load.name: [] for load in ARMS}
         for _ in range(repeats + 1):
             for load in ARMS:
@@ -202,8 +156,7 @@ def measure(way: str, repeats: int) -> dict[str, list[Took]]:
                 found[load.name].append(took)
         ours.send(None)
         worker.join()
-        if way == "staging":
-            channel.close()
+        channel.close()
     return {name: turns[1:] for name, turns in found.items()}
 
 
@@ -214,15 +167,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    found = {way: measure(way, arguments.repeats) for way in ("messages", "staging")}
-    table = {
+    found = measure(arguments.repeats)
+    table: Figures = {
         load.name: {
-            way: {
-                "gb_per_s": statistics.median(load.nbytes / t.seconds / _GB for t in turns),
-                "best_gb_per_s": max(load.nbytes / t.seconds / _GB for t in turns),
-                "cpu_s_per_gb": statistics.median(t.cpu_seconds / load.nbytes * _GB for t in turns),
-            }
-            for way, turns in ((way, by_arm[load.name]) for way, by_arm in found.items())
+            "gb_per_s": statistics.median(load.nbytes / t.seconds / _GB for t in found[load.name]),
+            "best_gb_per_s": max(load.nbytes / t.seconds / _GB for t in found[load.name]),
+            "server_cpu_s_per_gb": statistics.median(
+                t.cpu_seconds / load.nbytes * _GB for t in found[load.name]
+            ),
         }
         for load in ARMS
     }
@@ -234,19 +186,15 @@ def main() -> None:
         "repeats": arguments.repeats,
         "arms": {load.name: load._asdict() for load in ARMS},
         "summary": table,
-        "seconds": {
-            way: {name: [t.seconds for t in turns] for name, turns in by_arm.items()}
-            for way, by_arm in found.items()
-        },
+        "seconds": {name: [t.seconds for t in turns] for name, turns in found.items()},
     }
     (arguments.out / "channel.json").write_text(json.dumps(result, indent=1))
-    print(f"{'GB/s, median (best); CPU s/GB':32}{'messages':>22}{'staging':>22}")
+    print(f"{'':20}{'GB/s':>9}{'best':>9}{'CPU s/GB':>11}")
     for name, row in table.items():
-        cells = (
-            f"{one['gb_per_s']:8.2f} ({one['best_gb_per_s']:4.2f}){one['cpu_s_per_gb']:6.2f}"
-            for one in row.values()
+        print(
+            f"{name:20}{row['gb_per_s']:9.2f}{row['best_gb_per_s']:9.2f}"
+            f"{row['server_cpu_s_per_gb']:11.2f}"
         )
-        print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells))
 
 
 if __name__ == "__main__":
