@@ -186,7 +186,11 @@ class WorkerChannel:
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _FRAMES)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(settings.channel)
+        try:
+            self._socket.bind(settings.channel)
+        except zmq.ZMQError:
+            self._context.destroy()  # left to the garbage collector, it would wait for its socket
+            raise
         self._address = settings.channel
         self._stop_address = f"inproc://stop-{id(self):x}"
         self._stop = self._context.socket(zmq.PAIR)

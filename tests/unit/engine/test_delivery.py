@@ -298,9 +298,14 @@ def test_closing_frees_the_address(server: Server) -> None:
     assert not path.exists()
 
 
-def test_an_address_that_is_taken_is_refused(server: Server, tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_bound_is_refused_and_nothing_is_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    monkeypatch.setattr(zmq, "Context", lambda: context)
     with pytest.raises(zmq.ZMQError):
         WorkerChannel(EngineSettings(channel=f"ipc://{tmp_path}/no/such/folder"), ranks=1)
+    assert context.closed
 
 
 def test_a_channel_whose_loop_has_closed_can_still_be_closed(
