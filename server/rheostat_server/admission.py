@@ -32,6 +32,8 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
 from rheostat_server.planning import check_ranges, compile_plan, observe
 from rheostat_server.prompts import Prompts, PromptTokens
+from rheostat_server.runs.checks import check_runs
+from rheostat_server.runs.store import Runs
 from rheostat_server.sampling import SamplingSettings, resolve_sampling
 from rheostat_server.selection import SelectionContext, needs_text, selector_work
 from rheostat_server.sinks import Sinks
@@ -71,6 +73,8 @@ class Desk:
     """Where rows can be kept. None: nowhere."""
     spools: bool = False
     """Whether rows can wait on disk."""
+    runs: Runs | None = None
+    """Where runs are stored. None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,7 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
         desk.sinks,
         spools=desk.spools,
     )
+    check_runs(drafted, desk.runs, samples=sampling.samples, prompt_len=context.prompt_len)
     directions_of = find_all_directions(drafted, desk.store, desk.sites)
     size = sum(one.projecting for one in drafted)
     captures = await offload(size, project_all, drafted, directions_of, desk.sites)

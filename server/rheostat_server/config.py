@@ -80,6 +80,9 @@ class ServerConfig:
     """Folder that keeps stored vectors and their names over restarts, of this server alone. None:
     they go with the server."""
 
+    runs_bytes: int = 1024 * _MIB
+    """Memory of the server for stored runs, those being made included."""
+
     inline_capture_bytes: int = 512 * _MIB
     """Captured bytes of one request that may wait for a slow reader; beyond, it fails."""
 

@@ -35,6 +35,7 @@ from rheostat_server.limits import WAITING_REQUESTS
 from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
 from rheostat_server.prompts import Prompts
+from rheostat_server.runs.store import Runs
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.attaching import Attaching
 from rheostat_server.subscriptions.registry import Subscriptions
@@ -64,6 +65,7 @@ class EngineHost:
     ) -> None:
         """A host that serves nothing yet; see `start`."""
         self.sinks = sinks or Sinks([])
+        self.runs = Runs(config.runs_bytes)
         self.losses = Losses()
         self.spillway = Spillway(spool, config.capture_bytes) if spool is not None else None
         self.backend = backend
@@ -117,6 +119,7 @@ class EngineHost:
             self.subscriptions,
             self.sinks,
             self.spillway is not None,
+            self.runs,
         )
 
     @property
@@ -178,8 +181,7 @@ class EngineHost:
         """
         flight = Flight(admitted)
         flight.unobserve()
-        rooms = flight.rooms
-        self.line.refuse_what_never_fits(rooms, admitted.prompt_len)
+        self.line.refuse_what_never_fits(flight.rooms, admitted.prompt_len)
         return self.ledger.lacks(admitted.plan)["bank_rows"]
 
     async def hold(self, flight: Flight, vectors: Sequence[Vector]) -> None:

@@ -300,6 +300,7 @@ class Flight:
         """Stops the samples and takes nothing more."""
         self._closed = True
         self.inline.close()
+        self.outlets.drop_runs()
         for life in self.lives:
             life.known.set()
             if life.task is not None:

@@ -61,7 +61,8 @@ async def run(
         await flight.outlets.written()
         work = receipt_work(admitted, stream.own)
         handed_over = flight.outlets.handed_over()
-        receipt = await offload(work, write_receipt, admitted, stream.own, handed_over)
+        runs = flight.outlets.keep_runs()
+        receipt = await offload(work, write_receipt, admitted, stream.own, handed_over, runs)
         yield Response(receipt=receipt)
         flight.completed = True
     _LOG.info(

@@ -119,5 +119,6 @@ def _limits(host: EngineHost) -> engine_service_pb2.Limits:
         logprobs=info.logprobs,
         subscription_buffer_bytes=host.subscriptions.buffer_bytes,
         resume_window=window,
+        run_bytes=host.runs.capacity,
         capacity_wait=wait,
     )

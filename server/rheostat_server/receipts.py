@@ -31,7 +31,10 @@ def receipt_work(admitted: Admitted, samples: Sequence[Sample]) -> int:
 
 
 def write_receipt(
-    admitted: Admitted, samples: Sequence[Sample], handed_over: Mapping[int, tuple[int, int]]
+    admitted: Admitted,
+    samples: Sequence[Sample],
+    handed_over: Mapping[int, tuple[int, int]],
+    runs: Mapping[int, str],
 ) -> receipt_pb2.Receipt:
     """The receipt of a request whose samples are done.
 
@@ -40,13 +43,14 @@ def write_receipt(
         samples: its own.
         handed_over: positions that were handed over, and those that were lost on the way, by
             capture.
+        runs: ids of the runs that were kept, by capture.
     """
     ended = [sample.released for sample in samples if sample.released is not None]
     receipt = receipt_pb2.Receipt(
         request_id=admitted.request_id,
         prompt_tokens=admitted.prompt_len,
         generated_tokens=sum(len(sample.tokens) for sample in samples),
-        captures=_captures(admitted, handed_over),
+        captures=_captures(admitted, handed_over, runs),
         cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
         recomputed_tokens=sum(released.recomputed for released in ended),
         preemptions=sum(released.preemptions for released in ended),
@@ -189,7 +193,7 @@ def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) 
 
 
 def _captures(
-    admitted: Admitted, handed_over: Mapping[int, tuple[int, int]]
+    admitted: Admitted, handed_over: Mapping[int, tuple[int, int]], runs: Mapping[int, str]
 ) -> list[receipt_pb2.CaptureReceipt]:
     receipts = []
     for spec, capture in enumerate(admitted.captures):
@@ -198,5 +202,6 @@ def _captures(
             receipt_pb2.CapturedSite(site=to_wire(site), rows=rows, dropped_rows=lost)
             for site in capture.sites
         ]
-        receipts.append(receipt_pb2.CaptureReceipt(spec=spec, sites=sites))
+        run = runs.get(spec, "")
+        receipts.append(receipt_pb2.CaptureReceipt(spec=spec, sites=sites, run=run))
     return receipts

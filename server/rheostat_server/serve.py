@@ -44,6 +44,7 @@ from rheostat_server.rpc import Calls, ErrorInterceptor
 from rheostat_server.services.capture import CaptureService
 from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
+from rheostat_server.services.patch import PatchService
 from rheostat_server.services.steering import SteeringService
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
@@ -136,7 +137,7 @@ class RunningServer:
             CaptureService(self.readiness), server
         )
         patch_service_pb2_grpc.add_PatchServiceServicer_to_server(
-            patch_service_pb2_grpc.PatchServiceServicer(), server
+            PatchService(self.readiness), server
         )
         monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server(
             monitor_service_pb2_grpc.MonitorServiceServicer(), server

@@ -1,18 +1,25 @@
 """Opens what a request's rows go to, before it starts."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import ModelSites
 from rheostat_server.capture.inline import ADVICE
-from rheostat_server.capture.sink_writer import open_writer
-from rheostat_server.capture.specs import sink_groups
+from rheostat_server.capture.sink_writer import (
+    Recording,
+    about_capture,
+    open_recording,
+    start_writer,
+)
+from rheostat_server.capture.specs import ResolvedCapture, sink_groups
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.taps import Losses, Reservoir, Tap
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.flight import Flight
 from rheostat_server.model_info import ModelInfo
+from rheostat_server.runs.store import Runs
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tensors import FloatType
@@ -25,17 +32,20 @@ class Openers(Protocol):
     info: ModelInfo
     sites: ModelSites
     sinks: Sinks
+    runs: Runs
     subscriptions: Subscriptions
     losses: Losses
     spillway: Spillway | None
 
 
 async def open_outlets(flight: Flight, host: Openers) -> None:
-    """Lets the rows of a flight go to the subscriptions and sinks that are to have them.
+    """Lets the rows of a flight go to the subscriptions, sinks and runs that are to have them.
 
     Raises:
         SubscriptionNotFound: the request sends rows to one that has ended meanwhile.
         SinkFailed: a sink does not take the request.
+        RunExists: a run has been made meanwhile whose id the request gives to one.
+        StoreFull: there is no room for another run.
     """
     try:
         await _open(flight, host)
@@ -62,19 +72,21 @@ async def _open(flight: Flight, host: Openers) -> None:
         flight.inline.add(tap, reservoir)
         flight.outlets.add(tap, {index: index for index in inline})
     for target, captures in sink_groups(admitted.captures):
-        writer = await open_writer(
-            host.sinks,
-            admitted,
-            target,
-            captures,
-            model=host.info.name,
-            held=held,
-            limit=host.config.inline_capture_bytes,
-            losses=host.losses,
-            spillway=host.spillway,
-            fail=flight.fail,
+        recording = await open_recording(
+            host.sinks, admitted, target, captures, model=host.info.name
         )
-        flight.outlets.add_writer(writer)
+        _write(recording, captures, flight, host)
+    for index, capture in enumerate(admitted.captures):
+        if capture.run is not None:
+            draft = host.runs.begin(
+                capture.run,
+                about_capture(index, capture),
+                admitted.prompt.token_ids,
+                admitted.labels,
+                f"captures[{index}].run.run",
+            )
+            flight.outlets.add_run(index, draft)
+            _write(draft, {index: capture}, flight, host)
     for wish in admitted.wishes:
         subscription = wish.subscription
         if wish.own:
@@ -92,3 +104,20 @@ async def _open(flight: Flight, host: Openers) -> None:
         flight.outlets.add(tap, {number: number - after for number in wish.own})
         if flight.unobserved and wish.observed:
             subscription.refuse(tap, frozenset(wish.captures) - wish.own)
+
+
+def _write(
+    recording: Recording, captures: Mapping[int, ResolvedCapture], flight: Flight, host: Openers
+) -> None:
+    """Lets the rows of some captures go to a recording."""
+    writer = start_writer(
+        recording,
+        flight.admitted,
+        captures,
+        held=FloatType(host.sites.dtype),
+        limit=host.config.inline_capture_bytes,
+        losses=host.losses,
+        spillway=host.spillway,
+        fail=flight.fail,
+    )
+    flight.outlets.add_writer(writer)

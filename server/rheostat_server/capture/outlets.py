@@ -1,6 +1,7 @@
-"""Where a request's rows go: its response, subscriptions and sinks.
+"""Where a request's rows go: its response, subscriptions, sinks and runs.
 
-Invariant: everything that is opened for a request is closed once, with how its samples ended.
+Invariants: everything that is opened for a request is closed once, with how its samples ended; a
+run is kept once all else has succeeded, or given up.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from rheostat_server.capture.leaving import Track
 from rheostat_server.capture.sink_writer import SinkWriter
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import RheostatError
+from rheostat_server.runs.store import RunDraft
 
 
 class Outlets:
@@ -21,6 +23,7 @@ class Outlets:
         """There are none."""
         self._taps: list[tuple[Tap, Mapping[int, int]]] = []
         self._writers: list[SinkWriter] = []
+        self._runs: dict[int, RunDraft] = {}
 
     def add(self, tap: Tap, own: Mapping[int, int]) -> None:
         """Adds a tap.
@@ -32,9 +35,13 @@ class Outlets:
         self._taps.append((tap, own))
 
     def add_writer(self, writer: SinkWriter) -> None:
-        """Adds a writer to a sink."""
+        """Adds a writer to a sink or a run."""
         self.add(writer.tap, {index: index for index in writer.tap.captures})
         self._writers.append(writer)
+
+    def add_run(self, index: int, draft: RunDraft) -> None:
+        """Adds the run that a capture makes, by its index; its writer is added by itself."""
+        self._runs[index] = draft
 
     @property
     def writing(self) -> bool:
@@ -79,10 +86,20 @@ class Outlets:
 
     def abandon(self, error: RheostatError) -> None:
         """The request does not begin: no sink keeps anything of it."""
+        self.drop_runs()
         for writer in self._writers:
             writer.overflow(error)
         for tap in self._each():
             tap.discard()
+
+    def keep_runs(self) -> dict[int, str]:
+        """Lets the runs be found that were made to their end; their ids, by capture."""
+        return {index: draft.id for index, draft in self._runs.items() if draft.keep()}
+
+    def drop_runs(self) -> None:
+        """Gives up the runs that are not kept."""
+        for draft in self._runs.values():
+            draft.drop()
 
     def handed_over(self) -> dict[int, tuple[int, int]]:
         """Positions of the request's own samples that were handed over, and lost, by capture."""

@@ -1,4 +1,4 @@
-"""One request's rows on their way into a sink, written on a thread as they come.
+"""One request's rows on their way into a sink or a run, written on a thread as they come.
 
 Invariants: the model never waits for the sink; what waits for it is bounded. A sink that fails ends
 the request; nothing of it is half published. The writer ends exactly once, published or failed.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.admission import Admitted
@@ -27,6 +27,7 @@ from rheostat_server.sinks import (
     GuardedRecording,
     Outcome,
     RequestAbout,
+    RowBlock,
     Sinks,
     Target,
     block_of,
@@ -53,20 +54,39 @@ _POOL = ThreadPoolExecutor(32, "rheostat-sink")
 _WHOLE = {"stop", "length", "rule"}
 
 
+class Recording(Protocol):
+    """Where rows are written. Every method may block, and raises a RheostatError if anything."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that it has taken: positions times sites."""
+
+    def write(self, block: RowBlock) -> None:
+        """Takes rows."""
+
+    def finish(self, outcome: Outcome) -> object:
+        """No more rows come."""
+
+    def abandon(self, error: BaseException) -> None:
+        """Gives them up; does nothing where it is over."""
+
+
 class SinkWriter:
-    """Writes the rows of some captures of a request to one sink."""
+    """Writes the rows of some captures of a request to one sink, or to a run."""
 
     def __init__(
         self,
-        recording: GuardedRecording,
+        recording: Recording,
+        abouts: Mapping[int, CaptureAbout],
         tap: Tap,
         reservoir: Reservoir,
         fail: Callable[[RheostatError], None],
     ) -> None:
-        """A writer that works from now on; see `open_writer`.
+        """A writer that works from now on; see `start_writer`.
 
         Args:
             recording: where rows go.
+            abouts: its captures, by index in the request.
             tap: through which they come.
             reservoir: where they wait.
             fail: hears of a failure.
@@ -75,7 +95,7 @@ class SinkWriter:
         self._recording = recording
         self._reservoir = reservoir
         self._fail = fail
-        self._abouts = {about.spec: about for about in recording.about.captures}
+        self._abouts = abouts
         self._dropped = 0
         self.failure: RheostatError | None = None
         self.task = asyncio.create_task(self._run())
@@ -148,7 +168,8 @@ async def _on_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
     return await asyncio.get_running_loop().run_in_executor(_POOL, call)
 
 
-def _about(index: int, capture: ResolvedCapture) -> CaptureAbout:
+def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
+    """What whoever keeps the rows of a capture is told of it."""
     projection = capture.projection
     return CaptureAbout(
         index,
@@ -163,20 +184,15 @@ def _about(index: int, capture: ResolvedCapture) -> CaptureAbout:
     )
 
 
-async def open_writer(
+async def open_recording(
     sinks: Sinks,
     admitted: Admitted,
     target: Target,
     captures: Mapping[int, ResolvedCapture],
     *,
     model: str,
-    held: FloatType,
-    limit: int,
-    losses: Losses,
-    spillway: Spillway | None,
-    fail: Callable[[RheostatError], None],
-) -> SinkWriter:
-    """Begins to write some captures of a request, all with the same policy, to one sink.
+) -> GuardedRecording:
+    """Lets a sink take some captures of a request.
 
     Args:
         sinks: the server's.
@@ -184,11 +200,6 @@ async def open_writer(
         target: where the rows go.
         captures: by index in the request.
         model: the model's name.
-        held: element type in which rows come.
-        limit: bytes that may wait in memory.
-        losses: counts what is lost on the way.
-        spillway: where more may wait.
-        fail: ends the request.
 
     Raises:
         SinkFailed: the sink does not take it.
@@ -196,7 +207,7 @@ async def open_writer(
     about = RequestAbout(
         request_id=admitted.request_id,
         target=target,
-        captures=tuple(_about(index, one) for index, one in captures.items()),
+        captures=tuple(about_capture(index, one) for index, one in captures.items()),
         model=model,
         prompt_token_ids=admitted.prompt.token_ids,
         labels=admitted.labels,
@@ -204,14 +215,40 @@ async def open_writer(
     )
     opening = asyncio.ensure_future(_on_thread(sinks.open, about))
     try:
-        recording = await asyncio.shield(opening)
+        return await asyncio.shield(opening)
     except asyncio.CancelledError:
         opening.add_done_callback(_abandon)
         raise
+
+
+def start_writer(
+    recording: Recording,
+    admitted: Admitted,
+    captures: Mapping[int, ResolvedCapture],
+    *,
+    held: FloatType,
+    limit: int,
+    losses: Losses,
+    spillway: Spillway | None,
+    fail: Callable[[RheostatError], None],
+) -> SinkWriter:
+    """Begins to write some captures of a request, all with the same policy, to one recording.
+
+    Args:
+        recording: where the rows go.
+        admitted: the request.
+        captures: by index in the request.
+        held: element type in which rows come.
+        limit: bytes that may wait in memory.
+        losses: counts what is lost on the way.
+        spillway: where more may wait.
+        fail: ends the request.
+    """
     reservoir = Reservoir(limit, lambda _, error: writer.overflow(error), losses, advice=ADVICE)
     policy = next(iter(captures.values())).overload
     if spillway is not None and policy == capture_pb2.OVERLOAD_SPILL:
         spillway.open(reservoir, lambda error: writer.overflow(error))
     tap = Tap(admitted.request_id, admitted.prompt.token_ids, captures, held, policy, reservoir)
-    writer = SinkWriter(recording, tap, reservoir, fail)
+    abouts = {index: about_capture(index, one) for index, one in captures.items()}
+    writer = SinkWriter(recording, abouts, tap, reservoir, fail)
     return writer

@@ -25,6 +25,7 @@ from rheostat_server.checks import join
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
 from rheostat_server.ops import VectorDraft
+from rheostat_server.runs.targets import RunTarget, run_target
 from rheostat_server.selection import (
     EVERYTHING,
     Selection,
@@ -45,6 +46,7 @@ class Target(Enum):
     INLINE = "inline"
     SUBSCRIPTION = "subscription"
     SINK = "sink"
+    RUN = "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class ResolvedCapture:
     """The subscription that they go to."""
     sink: SinkTarget | None = None
     """The sink that they go to."""
+    run: RunTarget | None = None
+    """The run that they make."""
     overload: capture_pb2.Overload.ValueType = capture_pb2.OVERLOAD_FAIL
     """What happens when they come faster than they are taken; a subscription has its own."""
     directions: tuple[VectorDraft, ...] = ()
@@ -296,12 +300,6 @@ def _width(sites: Sequence[Site], model: ModelSites, path: str) -> int:
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
     target = checks.required(spec.WhichOneof("to"), path, "inline, subscription, sink and run")
-    if target not in {one.value for one in Target}:
-        raise NotSupported(
-            f"captures into a {target} are not served yet; inline ones and those into a "
-            "subscription or a sink are",
-            field=join(path, target),
-        )
     if target == "subscription" and spec.HasField("overload"):
         raise InvalidValue("the subscription's own policy holds", field=join(path, "overload"))
     return Target(target)
@@ -315,6 +313,8 @@ def _aimed(
         return replace(capture, subscription=spec.subscription)
     if capture.target is Target.INLINE:
         return capture
+    if capture.target is Target.RUN:
+        return replace(capture, run=run_target(spec, path))
     if sinks is None:
         raise NotSupported("sinks are not served here", field=join(path, "sink"))
     encoding_of(capture.form.encoding, join(path, "encoding"))

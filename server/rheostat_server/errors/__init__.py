@@ -6,13 +6,13 @@
     │   ├── EmptySelector · InvalidPosition · SpanNotFound · SpanAmbiguous
     │   ├── UnknownLayer · UnknownToken · PromptTooLong
     │   └── TensorPayload · VectorShape · ZeroVector · DigestMismatch · TruncatedUpload
-    ├── AlreadyExists ── DuplicateRequest
+    ├── AlreadyExists ── DuplicateRequest · RunExists
     ├── NotFound
-    │   ├── VectorNotFound · NameNotFound · RequestNotFound · LoraNotFound
+    │   ├── VectorNotFound · NameNotFound · RunNotFound · RequestNotFound · LoraNotFound
     │   └── SubscriptionNotFound · SinkNotFound · ArtifactNotFound
     ├── FailedPrecondition
     │   ├── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
-    │   └── VersionConflict
+    │   └── VersionConflict · RunInUse
     ├── ResourceExhausted ── BankFull · QueueFull · StoreFull · MessageTooLarge · CaptureOverflow
     ├── DataLoss ── RowsLost
     ├── OutOfRange ── CursorExpired
@@ -72,6 +72,9 @@ from rheostat_server.errors.leaves import (
     QueueFull,
     RequestNotFound,
     RowsLost,
+    RunExists,
+    RunInUse,
+    RunNotFound,
     SinkNotFound,
     SiteNotServed,
     SpanAmbiguous,
@@ -145,6 +148,9 @@ __all__ = [
     "ResourceExhausted",
     "RheostatError",
     "RowsLost",
+    "RunExists",
+    "RunInUse",
+    "RunNotFound",
     "SinkNotFound",
     "SinksFailed",
     "SiteNotServed",

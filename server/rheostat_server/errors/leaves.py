@@ -118,6 +118,12 @@ class DuplicateRequest(AlreadyExists):
     reason = "REASON_DUPLICATE_REQUEST"
 
 
+class RunExists(AlreadyExists):
+    """A run has this id."""
+
+    reason = "REASON_RUN_EXISTS"
+
+
 class VectorNotFound(NotFound):
     """No vector with this digest is stored."""
 
@@ -128,6 +134,12 @@ class NameNotFound(NotFound):
     """No vector has this name."""
 
     reason = "REASON_NAME_NOT_FOUND"
+
+
+class RunNotFound(NotFound):
+    """No run has this id; it may have been evicted."""
+
+    reason = "REASON_RUN_NOT_FOUND"
 
 
 class RequestNotFound(NotFound):
@@ -196,6 +208,12 @@ class VersionConflict(FailedPrecondition):
     reason = "REASON_VERSION_CONFLICT"
 
 
+class RunInUse(FailedPrecondition):
+    """A request uses the run, or makes it."""
+
+    reason = "REASON_RUN_IN_USE"
+
+
 class BankFull(ResourceExhausted):
     """The request needs more bank rows or slots than there are, or than come free in time."""
 
@@ -209,7 +227,7 @@ class QueueFull(ResourceExhausted):
 
 
 class StoreFull(ResourceExhausted):
-    """Held vectors fill the store."""
+    """Held vectors or leased runs fill their store."""
 
     reason = "REASON_STORE_FULL"
 

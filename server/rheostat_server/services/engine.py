@@ -64,6 +64,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             prefix_hit_tokens=queue.prefix_hit_tokens,
             subscriptions=len(host.subscriptions),
             vectors=len(host.store),
+            runs=len(host.runs),
+            run_bytes=host.runs.used_bytes,
             global_version=host.server_wide.current.version,
             leaked=_leaked(host, workers),
             left_bytes=workers.left_bytes,
@@ -98,4 +100,5 @@ def _leaked(host: EngineHost, workers: WorkerStats) -> int:
     """What is still held although no request is there to hold it."""
     if host.open_requests:
         return 0
-    return host.ledger.requests + host.store.pins + workers.slots_used + workers.requests
+    held = host.ledger.requests + host.store.pins + host.runs.making
+    return held + workers.slots_used + workers.requests

@@ -47,6 +47,7 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
         "vectors",
     ),
     "CaptureService/ListSinks": ({}, ""),
+    "PatchService/ListRuns": ({}, "capacityBytes"),
     "SteeringService/SetGlobal": ({"steering": {}}, "version"),
     "SteeringService/GetGlobal": ({}, "steering"),
 }
@@ -56,11 +57,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "SteeringService/GetVectors": ({"name": "nobody"}, "not_found"),
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
     "CaptureService/GetArtifacts": ({"requestId": "nobody"}, "not_found"),
-    "PatchService/CaptureRun": ({}, "unimplemented"),
-    "PatchService/ListRuns": ({}, "unimplemented"),
-    "PatchService/DeleteRun": ({}, "unimplemented"),
-    "PatchService/RenewLease": ({}, "unimplemented"),
-    "PatchService/Sweep": ({}, "unimplemented"),
+    "PatchService/CaptureRun": ({}, "failed_precondition"),
+    "PatchService/DeleteRun": ({"run": "nobody"}, "not_found"),
+    "PatchService/RenewLease": ({"run": "nobody"}, "not_found"),
+    "PatchService/Sweep": ({}, "failed_precondition"),
 }
 """What is called, with what, and the status it ends with."""
 

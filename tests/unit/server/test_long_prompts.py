@@ -137,7 +137,7 @@ def test_a_receipt_of_many_spans_is_written_off_the_event_loop() -> None:
     got = admitted(asked(steer=[add(where=FREQUENT)]), roomy())
     sample = done(got)
     assert receipt_work(got, [sample]) > OFFLOAD_BYTES
-    (told,) = write_receipt(got, [sample], {}).interventions
+    (told,) = write_receipt(got, [sample], {}, {}).interventions
     positions = [(run.start, run.start + run.count) for run in told.rows[0].positions]
     cached = [(run.start, run.start + run.count) for run in told.rows[0].cached_positions]
     generated = [(TOKENS, TOKENS + 1)]
@@ -151,7 +151,7 @@ def test_a_receipt_finds_the_positions_of_a_sample_once_for_all_sites(monkeypatc
     looks: list[int] = []
     held = sample.held
     monkeypatch.setattr(sample, "held", lambda *args: (looks.append(1), held(*args))[1])
-    write_receipt(got, [sample], {})
+    write_receipt(got, [sample], {}, {})
     assert len(looks) == 2
 
 

@@ -188,7 +188,7 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
         preemptions=0,
         computed=(1, 6),
     )
-    got = write_receipt(before, [sample], {})
+    got = write_receipt(before, [sample], {}, {})
     ref = receipt_pb2.InterventionRef
     assert [one.intervention for one in got.interventions] == [
         ref(origin=receipt_pb2.ORIGIN_REQUEST, index=0, op=receipt_pb2.OP_ADD),

@@ -8,7 +8,6 @@ from rheostat._proto.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
-    patch_service_pb2,
     receipt_pb2,
     steering_pb2,
     steering_service_pb2,
@@ -201,15 +200,7 @@ async def test_control_messages_have_a_smaller_limit(running) -> None:
 
 
 def unserved(client) -> list[object]:
-    patch_pb = patch_service_pb2
-    return [
-        client.patch.CaptureRun(patch_pb.CaptureRunRequest()),
-        client.patch.ListRuns(patch_pb.ListRunsRequest()),
-        client.patch.DeleteRun(patch_pb.DeleteRunRequest()),
-        client.patch.RenewLease(patch_pb.RenewLeaseRequest()),
-        client.patch.Sweep(patch_pb.SweepRequest()).read(),
-        client.monitor.Watch(iter(())).read(),
-    ]
+    return [client.monitor.Watch(iter(())).read()]
 
 
 async def test_rpcs_that_are_not_served_yet_say_so(running) -> None:

@@ -1,0 +1,67 @@
+"""Runs as requests name them: ids and leases.
+
+Invariant: what is wrong with a target is found at admission, before anything runs.
+"""
+
+import re
+import uuid
+from typing import NamedTuple
+
+from google.protobuf import duration_pb2
+
+from rheostat._proto.v1 import capture_pb2, tensor_pb2
+from rheostat_server import checks
+from rheostat_server.checks import join
+from rheostat_server.errors import InvalidValue
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Ids of runs."""
+
+_LEASE = 300.0
+_SHORTEST, _LONGEST = 1.0, 24 * 3600.0
+
+
+class RunTarget(NamedTuple):
+    """A run to make."""
+
+    id: str
+    """Given or made."""
+    lease: float
+    """Seconds from its completion on in which it is not evicted."""
+
+
+def run_target(spec: capture_pb2.CaptureSpec, path: str) -> RunTarget:
+    """The run that a capture goes into, `path` being that of the capture.
+
+    Raises:
+        InvalidValue: there can be no such run, or the capture's rows are not rows of the stream.
+    """
+    target = spec.run
+    if target.run:
+        checks.matches(target.run, RUN_ID, join(path, "run.run"))
+    if spec.HasField("encoding") and spec.encoding != tensor_pb2.ENCODING_RAW:
+        raise InvalidValue(
+            "a run keeps rows as they are: use ENCODING_RAW, or a sink for other encodings",
+            field=join(path, "encoding"),
+        )
+    if spec.HasField("projection"):
+        raise InvalidValue(
+            "a run keeps whole rows: leave the projection out, or send it to a sink",
+            field=join(path, "projection"),
+        )
+    lease = target.lease if target.HasField("lease") else None
+    return RunTarget(target.run or uuid.uuid4().hex, lease_seconds(lease, join(path, "run.lease")))
+
+
+def lease_seconds(duration: duration_pb2.Duration | None, path: str) -> float:
+    """How long a lease lasts; None: 5 minutes.
+
+    Raises:
+        InvalidValue: it is too short or too long.
+    """
+    if duration is None:
+        return _LEASE
+    seconds = duration.seconds + duration.nanos / 1e9
+    if not _SHORTEST <= seconds <= _LONGEST:
+        raise InvalidValue("a lease lasts 1 s to 24 h", field=path)
+    return seconds

@@ -1,0 +1,140 @@
+"""PatchService: the stored runs. Requests make them, by a capture into a run."""
+
+from collections.abc import AsyncGenerator, Sequence
+
+from google.protobuf import timestamp_pb2
+
+from rheostat._proto.v1 import patch_pb2, patch_service_pb2, patch_service_pb2_grpc
+from rheostat_server import checks
+from rheostat_server.capture.stream import add_runs
+from rheostat_server.errors import InvalidValue, NotSupported
+from rheostat_server.offload import offload
+from rheostat_server.readiness import Readiness
+from rheostat_server.rpc import Context
+from rheostat_server.runs.run import Run
+from rheostat_server.runs.targets import RUN_ID, lease_seconds
+from rheostat_server.sites import to_wire
+from rheostat_server.spans import runs as runs_of
+
+_pb = patch_service_pb2
+
+_DEFAULT_PAGE = 100
+_LARGEST_PAGE = 1000
+
+_PAGE_BYTES = 1 << 20
+"""Size of a page, about, at which it ends early."""
+
+_SITE_BYTES = 16
+_TOKEN_BYTES = 4
+"""What a site and a token of a run count for, about."""
+
+
+class PatchService(patch_service_pb2_grpc.PatchServiceServicer):
+    """Lists, leases and deletes runs."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+
+    async def CaptureRun(
+        self, request: patch_service_pb2.CaptureRunRequest, context: Context
+    ) -> patch_service_pb2.CaptureRunResponse:
+        """Not served yet."""
+        raise NotSupported(
+            "CaptureRun is not served yet: call Generate with max_tokens 1 and a capture into a "
+            "run (CaptureSpec.run)"
+        )
+
+    async def ListRuns(
+        self, request: patch_service_pb2.ListRunsRequest, context: Context
+    ) -> patch_service_pb2.ListRunsResponse:
+        """What is stored."""
+        runs = self._readiness.host().runs
+        size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
+        if not 1 <= size <= _LARGEST_PAGE:
+            raise InvalidValue(f"must be 1 to {_LARGEST_PAGE}", field="page_size")
+        found, more = runs.page(_parse_token(request.page_token), size)
+        page = _cut(found)
+        answer = await offload(sum(map(_weight, page)), _listed, page)
+        if more or len(page) < len(found):
+            answer.next_page_token = str(page[-1].number)
+        answer.used_bytes = runs.used_bytes
+        answer.capacity_bytes = runs.capacity
+        return answer
+
+    async def DeleteRun(
+        self, request: patch_service_pb2.DeleteRunRequest, context: Context
+    ) -> patch_service_pb2.DeleteRunResponse:
+        """Deletes a run."""
+        runs = self._readiness.host().runs
+        checks.matches(request.run, RUN_ID, "run")
+        return _pb.DeleteRunResponse(freed_bytes=runs.delete(request.run, "run"))
+
+    async def RenewLease(
+        self, request: patch_service_pb2.RenewLeaseRequest, context: Context
+    ) -> patch_service_pb2.RenewLeaseResponse:
+        """Extends a run's lease."""
+        runs = self._readiness.host().runs
+        checks.matches(request.run, RUN_ID, "run")
+        given = request.lease.duration if request.lease.HasField("duration") else None
+        run = runs.renew(request.run, lease_seconds(given, "lease.duration"), "run")
+        return _pb.RenewLeaseResponse(run=await offload(_weight(run), _to_wire, run))
+
+    async def Sweep(
+        self, request: patch_service_pb2.SweepRequest, context: Context
+    ) -> AsyncGenerator[patch_service_pb2.SweepResponse, None]:
+        """Not served yet."""
+        raise NotSupported(
+            "sweeps are not served yet: to see what a site does, steer it in a Generate call for "
+            "each cell and compare with with_baseline"
+        )
+        yield
+
+
+def _cut(runs: Sequence[Run]) -> list[Run]:
+    """As many of the runs as make a page of about the usual size; one at least."""
+    page: list[Run] = []
+    left = _PAGE_BYTES
+    for run in runs:
+        if left <= 0:
+            break
+        page.append(run)
+        left -= _weight(run)
+    return page
+
+
+def _weight(run: Run) -> int:
+    """Bytes of its message, about."""
+    tokens = len(run.prompt_token_ids) + len(run.positions)
+    return _SITE_BYTES * len(run.sites) + _TOKEN_BYTES * tokens + 512
+
+
+def _listed(runs: Sequence[Run]) -> patch_service_pb2.ListRunsResponse:
+    return _pb.ListRunsResponse(runs=map(_to_wire, runs))
+
+
+def _to_wire(run: Run) -> patch_pb2.Run:
+    message = patch_pb2.Run(
+        run=run.id,
+        sites=map(to_wire, run.sites),
+        bytes=run.size,
+        created_at=_timestamp(run.created_at),
+        lease_until=_timestamp(run.lease_until),
+        labels=run.labels,
+    )
+    message.prompt_token_ids.ids.extend(run.prompt_token_ids.tolist())
+    add_runs(message.positions.add, runs_of(run.positions))
+    return message
+
+
+def _timestamp(moment: float) -> timestamp_pb2.Timestamp:
+    return timestamp_pb2.Timestamp(seconds=int(moment), nanos=int(moment % 1 * 1e9))
+
+
+def _parse_token(token: str) -> int:
+    """The number of the last run of the page before."""
+    if not token:
+        return 0
+    if not (token.isascii() and token.isdecimal()) or len(token) > 18:
+        raise InvalidValue("is not a token of this server", field="page_token")
+    return int(token)
