@@ -287,6 +287,6 @@ class WorkerChannel:
                 raise StagingError(f"the memory of worker {head.rank} was never attached")
             with self._areas[head.rank].taken(head.place) as rows:
                 return self._merger.feed(head, rows)
-        except StagingError:
+        except (StagingError, MemoryError):
             _LOG.exception("captured rows could not be read and are lost")
             return self._merger.feed(head.without_rows)

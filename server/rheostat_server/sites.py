@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rheostat._proto.v1 import types_pb2
-from rheostat_engine import ModelSites, Point, Site
+from rheostat_engine import ROUTERS, ModelSites, Point, Site
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import (
@@ -163,3 +163,26 @@ def _check_served(sites: Sequence[Site], model: ModelSites, path: str) -> None:
 
 def _label(site: Site) -> str:
     return f"{site.point.value} {site.layer}"
+
+
+def of_routers(sites: Sequence[Site]) -> bool:
+    """Whether some of them are no part of the stream."""
+    return any(site.index >= ROUTERS for site in sites)
+
+
+def width_of(sites: Sequence[Site], model: ModelSites, path: str) -> int:
+    """How many values every row of a capture has.
+
+    Raises:
+        InvalidValue: they have different numbers of them.
+    """
+    widths = {model.width_of(site): site for site in sites}
+    if len(widths) > 1:
+        parts = ", ".join(f"{site.point.value} {site.layer} {n}" for n, site in widths.items())
+        raise InvalidValue(
+            f"rows of a capture have one width, these have several ({parts} values): name "
+            "router_logits in a capture of its own",
+            field=path,
+        )
+    (width,) = widths
+    return width

@@ -178,7 +178,7 @@ class VllmBackend:
         _LOG.info("dropped %d vectors", len(digests))
 
     async def worker_stats(self) -> WorkerStats:
-        """What the fullest worker holds."""
+        """What the fullest worker holds, and what all of them have captured."""
         reports = cast(list[dict[str, object]], await self._call("rheostat_stats"))
         first = reports[0]
 
@@ -192,8 +192,8 @@ class VllmBackend:
             bank_rows_used=most("bank_rows_used"),
             slots_used=most("slots_used"),
             requests=most("requests"),
-            captured_rows=most("captured_rows"),
-            lost_rows=most("lost_rows"),
+            captured_rows=sum(of_all("captured_rows")),
+            lost_rows=sum(of_all("lost_rows")),
             left_bytes=sum(of_all("left_bytes")),
             plain_rows=sum(of_all("plain_rows")),
             ring_bytes=most("ring_bytes"),

@@ -281,7 +281,7 @@ class Stats:
     spooled_rows: int
     """Captured rows that wait on the server's disk now."""
     overrun_rows: int
-    """Rows for which the ring of captured rows had no room."""
+    """Captured rows for which a worker had no room, on the device or on their way to the server."""
     staging_bytes: int
     """Host memory of the workers in which captured rows wait for the server."""
 

@@ -34,7 +34,7 @@ from rheostat_server.selection import (
 )
 from rheostat_server.sinks import Sinks, encoding_of, group_targets
 from rheostat_server.sinks import Target as SinkTarget
-from rheostat_server.sites import resolve_sites
+from rheostat_server.sites import of_routers, resolve_sites, width_of
 from rheostat_server.spans import clipped, length, united
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vectors import Vector, VectorStore
@@ -258,9 +258,14 @@ def resolve_capture(
     if not spec.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))
     sites = resolve_sites(spec.sites, model, join(path, "sites")).sites
-    width = _width(sites, model, join(path, "sites"))
+    width = width_of(sites, model, join(path, "sites"))
     directions: tuple[VectorDraft, ...] = ()
     if spec.HasField("projection"):
+        if of_routers(sites):
+            raise NotSupported(
+                "router_logits are not projected; capture them whole, they are few",
+                field=join(path, "projection"),
+            )
         directions = draft_directions(spec.projection, width, join(path, "projection"))
     form = _form(spec, len(directions) or width, path)
     _check_enum_options(spec, path)
@@ -282,20 +287,6 @@ def resolve_capture(
         width=width,
     )
     return found if directions else replace(found, row_forms=_row_forms(found, model))
-
-
-def _width(sites: Sequence[Site], model: ModelSites, path: str) -> int:
-    """How many values every row has."""
-    widths = {model.width_of(site): site for site in sites}
-    if len(widths) > 1:
-        parts = ", ".join(f"{site.point.value} {site.layer} {n}" for n, site in widths.items())
-        raise InvalidValue(
-            f"rows of a capture have one width, these have several ({parts} values): name "
-            "router_logits in a capture of its own",
-            field=path,
-        )
-    (width,) = widths
-    return width
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
@@ -355,7 +346,7 @@ _CODINGS = {
 def _row_forms(capture: ResolvedCapture, model: ModelSites) -> dict[Site, RowForm]:
     """The form in which each site's rows may leave the device, where that makes them smaller."""
     held, projection = FloatType(model.dtype), capture.projection
-    if capture.width != model.width:
+    if of_routers(capture.sites):
         return {}  # the ring keeps them beside numbers that are none of theirs
     coding, form = _CODINGS[capture.form.encoding], capture.form
     if coding is Coding.CAST and capture.kind is held and projection is None:

@@ -162,6 +162,8 @@ class Reservoir:
 
     def admit(self, tap: "Tap", lane: Lane, pieces: Sequence[Piece]) -> None:
         """Lets rows wait, which count already, or loses them or older ones."""
+        if not pieces:
+            return
         if tap.policy == capture_pb2.OVERLOAD_DROP_OLDEST:
             self._pieces.extend((piece, tap, lane) for piece in pieces)
             if len(self._pieces) > self._tidy_at:

@@ -86,7 +86,7 @@ async def _put(size: int, write: Callable[[Payload], T], arena: Arena) -> _Put[T
         return None
     try:
         result = await offload(size, write, arena.room(offset, size))
-    except BaseException:
+    except Exception:  # not where it is cancelled: the thread may still write
         arena.free(offset)
         raise
     return _Put(arena.ref(offset, size), result)

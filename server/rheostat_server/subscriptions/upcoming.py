@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from rheostat_server.capture.leaving import Chunk, Item
+from rheostat_server.capture.leaving import Chunk, Item, Sealed
 from rheostat_server.capture.taps import Reservoir
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.subscriptions.carrier import Carrier
@@ -20,8 +20,10 @@ class _Pulled:
     """An item on its way."""
 
     item: Item
-    encoding: asyncio.Task[Message] | None
-    """Set where encoding it takes long."""
+    long: bool
+    """Whether encoding it takes long."""
+    encoding: asyncio.Task[Message] | None = None
+    """Runs to its end, whoever waits for it: it may write into memory that others would get."""
     message: Message | None = None
     """Set once it is encoded."""
 
@@ -56,13 +58,13 @@ class Upcoming:
 
         Of what takes long a second one too, so that the threads find work when they come back.
         """
-        while not self._pulled or (len(self._pulled) == 1 and self._pulled[0].encoding is not None):
+        while not self._pulled or (len(self._pulled) == 1 and self._pulled[0].long):
             item = self._reservoir.take()
             if item is None:
                 return
-            long = isinstance(item, Chunk) and item.block.work >= OFFLOAD_BYTES
-            encoding = asyncio.create_task(self._carrier.message_of(item)) if long else None
-            self._pulled.append(_Pulled(item, encoding))
+            self._pulled.append(_Pulled(item, _work(item) >= OFFLOAD_BYTES))
+            if self._pulled[-1].long:
+                self._begin(self._pulled[-1])
 
     async def message(self) -> Message | None:
         """That of the first; None: there is none, or it went to somebody else meanwhile."""
@@ -71,10 +73,7 @@ class Upcoming:
             return None
         first = self._pulled[0]
         if first.message is None:
-            if first.encoding is None:
-                first.message = await self._carrier.message_of(first.item)
-            else:
-                first.message = await asyncio.shield(first.encoding)
+            first.message = await asyncio.shield(first.encoding or self._begin(first))
         return first.message if self._pulled and self._pulled[0] is first else None
 
     def take(self) -> Item:
@@ -84,3 +83,14 @@ class Upcoming:
     def clear(self) -> None:
         """Forgets what was pulled."""
         self._pulled.clear()
+
+    def _begin(self, pulled: _Pulled) -> asyncio.Task[Message]:
+        pulled.encoding = asyncio.create_task(self._carrier.message_of(pulled.item))
+        return pulled.encoding
+
+
+def _work(item: Item) -> int:
+    """Bytes that encoding an item goes over."""
+    if isinstance(item, Chunk):
+        return item.block.work
+    return len(item.message.tensor.inline) if isinstance(item, Sealed) else 0

@@ -11,6 +11,7 @@ from rheostat._proto.v1 import (
     capture_pb2,
     engine_service_pb2,
     generation_service_pb2,
+    steering_pb2,
     steering_service_pb2,
     tensor_pb2,
     types_pb2,
@@ -91,6 +92,27 @@ async def test_no_more_numbers_are_kept_than_there_are_experts(mixture) -> None:
         request(captures=[router(1, encoding=tensor_pb2.ENCODING_TOPK8, kept=2)])
     )
     assert any(event.HasField("captured") for event in events)
+
+
+async def test_a_router_is_not_projected(mixture) -> None:
+    along = capture_pb2.Projection(directions=[steering_pb2.VectorRef(name="joy")])
+    refusal = await refused(mixture, captures=[router(1, projection=along)])
+    assert refusal.brief == (
+        Code.FAILED_PRECONDITION,
+        "REASON_NOT_SUPPORTED",
+        "captures[0].projection",
+    )
+
+
+async def test_rows_of_as_many_experts_as_the_stream_has_dimensions_come_whole(starter) -> None:
+    running = await starter(ScriptedBackend(sites=replace(SITES, experts={1: WIDTH})))
+    spec = router(1, encoding=tensor_pb2.ENCODING_FULL8)
+    events = await running.client.generate(request(captures=[spec]))
+    parts = [event.captured.tensor for event in events if event.HasField("captured")]
+    assert {tuple(part.shape)[2] for part in parts} == {WIDTH}
+    assert all(
+        not one.form for capture in running.backend.jobs[0].plan.captures for one in [capture]
+    )
 
 
 async def test_a_layer_without_a_router_is_refused_with_the_reason(mixture, running) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import OPEN_END, Point, Rows, Site
-from rheostat_server.capture.leaving import Chunk, End, Item, Track
+from rheostat_server.capture.leaving import Chunk, End, Item, Sealed, Track
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.taps import Reservoir, Tap
 from rheostat_server.selection import Selection
@@ -28,9 +28,9 @@ class Carrier:
 
     async def message_of(self, item: Item) -> Message:
         self.begun.append(item)
-        if isinstance(item, Chunk):
+        if isinstance(item, Chunk | Sealed):
             await self.go.wait()
-            return Message(Response(), item.block.size)
+            return Message(Response(), item.block.size if isinstance(item, Chunk) else 0)
         return Message(Response())
 
 
@@ -89,6 +89,22 @@ async def test_a_call_that_goes_away_takes_nothing_with_it() -> None:
     assert message is await one.message()
     assert isinstance(one.take(), Chunk)
     assert sum(isinstance(item, Chunk) for item in carrier.begun) == 1
+
+
+async def test_what_comes_back_from_disk_is_written_once_though_its_call_goes_away() -> None:
+    one, carrier = upcoming(1)
+    (chunk, end) = (one._reservoir.take(), one._reservoir.take())
+    assert isinstance(chunk, Chunk)
+    back = [Sealed(chunk.tap, chunk.track, capture_pb2.Captured()), end]
+    one._reservoir.take = lambda: back.pop(0) if back else None  # type: ignore[method-assign]  # a disk
+    first = asyncio.create_task(one.message())
+    second = asyncio.create_task(one.message())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    carrier.go.set()
+    assert await second is not None
+    assert [type(item) for item in carrier.begun] == [Sealed]
 
 
 async def test_what_was_forgotten_while_it_was_encoded_is_not_given() -> None:

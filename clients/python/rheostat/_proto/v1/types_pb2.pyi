@@ -53,8 +53,8 @@ class _PointEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Point.ValueType
     """
     POINT_ROUTER_LOGITS: _Point.ValueType  # 6
     """What the router of a mixture of experts says, before any softmax: one value per expert, rounded
-    to the model's element type. It can be captured, in a capture of its own, and not be steered
-    (REASON_NOT_SUPPORTED). Layers without a mixture: REASON_SITE_NOT_SERVED.
+    to the model's element type. It can be captured, in a capture of its own, and be neither
+    steered nor projected (REASON_NOT_SUPPORTED). Layers without a mixture: REASON_SITE_NOT_SERVED.
     """
 
 class Point(_Point, metaclass=_PointEnumTypeWrapper):
@@ -82,8 +82,8 @@ RESID_POST = RESID_PRE + ATTN_OUT + MLP_OUT.
 """
 POINT_ROUTER_LOGITS: Point.ValueType  # 6
 """What the router of a mixture of experts says, before any softmax: one value per expert, rounded
-to the model's element type. It can be captured, in a capture of its own, and not be steered
-(REASON_NOT_SUPPORTED). Layers without a mixture: REASON_SITE_NOT_SERVED.
+to the model's element type. It can be captured, in a capture of its own, and be neither
+steered nor projected (REASON_NOT_SUPPORTED). Layers without a mixture: REASON_SITE_NOT_SERVED.
 """
 Global___Point: _TypeAlias = Point  # noqa: Y015
 
