@@ -1,6 +1,7 @@
 """Captures into runs, from the request to the store and its rpcs."""
 
 import asyncio
+import threading
 
 import grpc
 import numpy as np
@@ -18,6 +19,9 @@ from rheostat._proto.v1 import (
     types_pb2,
 )
 from rheostat_engine import Point, Site
+from rheostat_server.runs import RunDraft
+from rheostat_server.sinks import Outcome
+from rheostat_server.sinks.memory import MemoryRecording
 
 from .fakes import WIDTH, ScriptedBackend
 from .messages import (
@@ -177,13 +181,28 @@ async def test_a_session_that_is_stopped_leaves_no_run_and_its_receipt_names_non
     assert (await settled(running)).runs == 0
 
 
-async def test_a_request_that_fails_once_its_run_is_complete_leaves_none(starter, tmp_path) -> None:
-    running = await starter(sinks=(f"disk=filesystem:root={tmp_path}",))
-    disk = capture(sink=capture_pb2.SinkTarget(sink="disk"))
-    disk.ClearField("inline")
-    disk.sink.sink = "disk"
-    await generate(running, disk, request_id="a")
-    refusal = await running.client.refusal(request(request_id="a", captures=[into("r"), disk]))
+async def test_a_request_that_fails_once_its_run_is_complete_leaves_none(
+    starter, monkeypatch
+) -> None:
+    running = await starter(sinks=("mem=memory",))
+    complete = threading.Event()
+    finish = RunDraft.finish
+
+    def finish_run(draft: RunDraft, outcome: Outcome) -> None:
+        finish(draft, outcome)
+        assert draft.complete
+        complete.set()
+
+    def fail(recording: MemoryRecording, outcome: Outcome) -> None:
+        assert complete.wait(10)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(RunDraft, "finish", finish_run)
+    monkeypatch.setattr(MemoryRecording, "finish", fail)
+    mem = capture_pb2.CaptureSpec(
+        sites=site_set(POST, layers=[1]), sink=capture_pb2.SinkTarget(sink="mem")
+    )
+    refusal = await running.client.refusal(request(captures=[into("r"), mem]))
     assert refusal.reason == "REASON_ROWS_LOST"
     stats = await settled(running)
     assert (stats.runs, stats.run_bytes, stats.leaked) == (0, 0, 0)
