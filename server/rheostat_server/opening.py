@@ -9,7 +9,7 @@ from rheostat_server.capture_specs import ResolvedCapture, sink_groups
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.flight import Flight
-from rheostat_server.inline import ADVICE
+from rheostat_server.inline import ADVICE, LOSSLESS
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.runs import Runs
 from rheostat_server.sink_writer import (
@@ -84,6 +84,7 @@ async def _open(flight: Flight, host: Openers) -> None:
                 admitted.prompt.token_ids,
                 admitted.labels,
                 f"captures[{index}].run.run",
+                lossless=capture.overload in LOSSLESS,
             )
             flight.outlets.add_run(index, draft)
             _write(draft, {index: capture}, flight, host)

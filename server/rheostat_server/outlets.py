@@ -11,7 +11,7 @@ from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Released, Rows
 from rheostat_server.errors import RheostatError
 from rheostat_server.leaving import Track
-from rheostat_server.runs import RunDraft
+from rheostat_server.run_draft import RunDraft
 from rheostat_server.sink_writer import SinkWriter
 from rheostat_server.taps import Tap
 

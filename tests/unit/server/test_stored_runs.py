@@ -19,7 +19,7 @@ from rheostat._proto.v1 import (
     types_pb2,
 )
 from rheostat_engine import Point, Site
-from rheostat_server.runs import RunDraft
+from rheostat_server.run_draft import RunDraft
 from rheostat_server.sinks import Outcome
 from rheostat_server.sinks.memory import MemoryRecording
 
@@ -220,6 +220,19 @@ async def test_a_run_that_lost_rows_under_a_policy_has_the_others(starter) -> No
     refusal = await running.client.refusal(request(sampling=sampled(8), captures=[into("b")]))
     assert refusal.reason == "REASON_CAPTURE_OVERFLOW"
     assert await names(running) == ["a"]
+
+
+async def test_a_run_whose_rows_the_engine_had_no_room_for_is_none(starter) -> None:
+    running = await starter(ScriptedBackend(lost_positions=frozenset({1})))
+    refusal = await running.client.refusal(request(captures=[into("a")]))
+    assert (refusal.code, refusal.reason) == (Code.DATA_LOSS, "REASON_ROWS_LOST")
+    assert refusal.metadata == (("rows", "1"),)
+    assert (await settled(running)).run_bytes == 0
+    lossy = into("a", overload=capture_pb2.OVERLOAD_DROP_OLDEST)
+    events = await generate(running, lossy)
+    (run,) = (await listed(running)).runs
+    assert [(one.start, one.count) for one in run.positions] == [(0, 1), (2, 3)]
+    assert events[-1].receipt.captures[0].sites[0].dropped_rows == 1
 
 
 async def test_a_run_that_finds_no_room_fails_its_request(starter) -> None:
