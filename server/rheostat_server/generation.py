@@ -8,14 +8,15 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 
-from rheostat._proto.v1 import capture_pb2, generation_pb2, types_pb2
+from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Installed, Plan, Released
 from rheostat_server.admission import Admitted
+from rheostat_server.capture.inline import LOSSLESS, rows_lost
 from rheostat_server.capture.leaving import Chunk, Loss, Sealed
 from rheostat_server.capture.leaving import Item as RowItem
 from rheostat_server.capture.row_messages import captured, dropped
 from rheostat_server.engine import RELEASE_GRACE, UNSCHEDULED_GRACE, EngineHost
-from rheostat_server.errors import Defect, RowsLost
+from rheostat_server.errors import Defect
 from rheostat_server.flight import Flight, Item, Life, Notice, Role, Sign
 from rheostat_server.host import Delta
 from rheostat_server.offload import offload
@@ -24,9 +25,6 @@ from rheostat_server.sample import Response, Sample
 from rheostat_server.scoring import Score, scoring_life
 
 _LOG = logging.getLogger(__name__)
-
-_LOSSLESS = (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL)
-"""Policies under which no row may be lost."""
 
 Companion = Callable[[Flight], Coroutine[None, None, None]]
 """Runs beside a stream until the stream ends."""
@@ -126,11 +124,7 @@ class _Stream:
         async for remaining in self._rest():
             yield remaining
         if self._lost:
-            raise RowsLost(
-                f"{self._lost} captured rows are lost: they found no room. Capture fewer sites or "
-                "tokens, or raise the server's --staging-mib and --capture-mib",
-                metadata={"rows": str(self._lost)},
-            )
+            raise rows_lost(self._lost)
 
     async def _rest(self) -> AsyncIterator[Response | Notice]:
         """The rows that are left once all samples are done."""
@@ -221,7 +215,7 @@ class _Stream:
         if isinstance(item, Chunk | Sealed):
             return Response(captured=await captured(item))
         assert isinstance(item, Loss)
-        if item.tap.policy in _LOSSLESS:
+        if item.tap.policy in LOSSLESS:
             self._lost += item.rows
         return Response(dropped=dropped(item))
 

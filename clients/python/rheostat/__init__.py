@@ -79,6 +79,7 @@ from rheostat._results import (
     TokenLogprobs,
     Tokens,
 )
+from rheostat._runs import Run, RunInfo
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
 from rheostat._sessions import SessionEvent, UpdateApplied, UpdateRefused
 from rheostat._steering import ablate, band, clamp, norm_add, scale
@@ -153,6 +154,8 @@ __all__ = [
     "ResumeOptions",
     "RheostatError",
     "Rows",
+    "Run",
+    "RunInfo",
     "Sample",
     "Samples",
     "Scale",

@@ -16,6 +16,7 @@ from rheostat._fields import UINT64, utf8_text, whole_number
 from rheostat._interventions import row_ref
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
+from rheostat._runs import Run
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._vectors import Vector, inline
@@ -96,9 +97,9 @@ class Capture:
     """Layers."""
     where: Selector
     """Tokens whose rows are wanted."""
-    to: Sink | str | None
-    """The sink that keeps them, or the id of the subscription that gets them; None: they come back
-    with the answer."""
+    to: Sink | Run | str | None
+    """The sink that keeps them, the run that they become, or the id of the subscription that gets
+    them; None: they come back with the answer."""
     encoding: EncodingName
     """How they travel and are kept; see `Encoding`."""
     kept: int | None
@@ -118,7 +119,7 @@ class Capture:
         points: PointsLike,
         layers: LayersLike = "all",
         where: SelectorLike = None,
-        to: Receiver | Sink | str | None = None,
+        to: Receiver | Sink | Run | str | None = None,
         *,
         encoding: EncodingName = "raw",
         kept: int | None = None,
@@ -129,8 +130,9 @@ class Capture:
     ) -> None:
         """Every combination of points and layers, on the tokens that ``where`` selects.
 
-        The rows come back with the answer, or go to ``to``: a sink, or a subscription, given itself
-        or by id. ``kept`` belongs to "rp8" and "topk8", which need it; ``seed`` to "rp8".
+        The rows come back with the answer, or go to ``to``: a sink, a run, or a subscription, given
+        itself or by id. A run takes one sample, raw and whole rows. ``kept`` belongs to "rp8" and
+        "topk8", which need it; ``seed`` to "rp8".
 
         ``projection`` takes up to 4096 directions d: instead of rows x come the numbers x.d, in
         their order, [rows, directions]. They are used as they are, not made unit vectors. A vector
@@ -140,7 +142,7 @@ class Capture:
         object.__setattr__(self, "points", points_of(points))
         object.__setattr__(self, "layers", layers_of(layers))
         object.__setattr__(self, "where", selector_of(where))
-        given = to is None or isinstance(to, str | Sink)
+        given = to is None or isinstance(to, str | Sink | Run)
         object.__setattr__(self, "to", to if given else to.id)  # type: ignore[union-attr]  # a receiver
         object.__setattr__(self, "encoding", encoding)
         object.__setattr__(self, "kept", kept)
@@ -156,6 +158,8 @@ class Capture:
             spec.inline.SetInParent()
         elif isinstance(self.to, Sink):
             spec.sink.CopyFrom(self.to.to_wire())
+        elif isinstance(self.to, Run):
+            spec.run.CopyFrom(self.to.to_wire())
         else:
             spec.subscription = utf8_text(self.to, "captures", "a subscription's id")
         return spec

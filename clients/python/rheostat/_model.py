@@ -87,6 +87,8 @@ class Limits:
     """Largest ``logprobs`` and ``prompt_logprobs``."""
     capacity_wait: float
     """Seconds that a request waits for bank rows at most, see ``when_full``."""
+    run_bytes: int
+    """Bytes that all runs together may take."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,7 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
             samples=limits.samples,
             logprobs=limits.logprobs,
             capacity_wait=limits.capacity_wait.ToTimedelta().total_seconds(),
+            run_bytes=limits.run_bytes,
         ),
         build_version=message.build_version,
         api_version=message.api_version,
@@ -284,6 +287,10 @@ class Stats:
     """Captured rows for which a worker had no room, on the device or on their way to the server."""
     staging_bytes: int
     """Host memory of the workers in which captured rows wait for the server."""
+    runs: int
+    """Stored runs."""
+    run_bytes: int
+    """Bytes that they take, and those that are being made."""
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
@@ -316,4 +323,6 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         spooled_rows=message.spooled_rows,
         overrun_rows=message.overrun_rows,
         staging_bytes=message.staging_bytes,
+        runs=message.runs,
+        run_bytes=message.run_bytes,
     )

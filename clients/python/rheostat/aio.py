@@ -13,7 +13,7 @@ from typing import Self, Unpack
 import grpc
 import numpy.typing as npt
 
-from rheostat import _calls, _errors, _readiness, _subscribe_requests
+from rheostat import _calls, _errors, _readiness, _run_calls, _subscribe_requests
 from rheostat._aio_connection import Connection, Reader, until_none
 from rheostat._aio_subscription import Subscription
 from rheostat._arrays import ArrayLike, Element
@@ -29,6 +29,7 @@ from rheostat._points import LayersLike, PointsLike
 from rheostat._proto.v1 import generation_service_pb2
 from rheostat._requests import GenerateOptions, Prompt, check_options
 from rheostat._results import Event, Generation
+from rheostat._runs import RunInfo
 from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, Updates
 from rheostat._steering import SteeringLike
@@ -284,6 +285,18 @@ class Engine:
     async def artifacts(self, request_id: str, *, sink: str = "") -> list[Artifact]:
         """What sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
         return await self._connection.unary(_calls.artifacts(request_id, sink))
+
+    async def runs(self) -> list[RunInfo]:
+        """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""
+        return await self._connection.script(_run_calls.list_runs())
+
+    async def delete_run(self, run: str) -> int:
+        """Delete a run, leased or not, and give its bytes. Raises Refused where it is in use."""
+        return await self._connection.unary(_run_calls.delete_run(run))
+
+    async def renew_lease(self, run: str, seconds: float) -> RunInfo:
+        """Keep a run for so many seconds from now (1 to 86400), if that is longer than so far."""
+        return await self._connection.unary(_run_calls.renew_lease(run, seconds))
 
     async def stats(self) -> Stats:
         """The server's counters."""

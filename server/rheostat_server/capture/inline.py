@@ -7,14 +7,28 @@ leave.
 import asyncio
 from collections.abc import Callable
 
+from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture.leaving import End, Item
 from rheostat_server.capture.taps import Reservoir, Tap
+from rheostat_server.errors import RowsLost
 
 ADVICE = (
     "Read faster, capture less, choose another overload policy, or raise the server's "
     "--inline-capture-mib"
 )
 """What helps against rows that wait in memory for a response or a sink."""
+
+LOSSLESS = (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL)
+"""Policies under which no row may be lost."""
+
+
+def rows_lost(rows: int) -> RowsLost:
+    """The error of so many rows that the engine had no room for, though none may be lost."""
+    return RowsLost(
+        f"{rows} captured rows are lost: they found no room. Capture fewer sites or tokens, or "
+        "raise the server's --staging-mib and --capture-mib",
+        metadata={"rows": str(rows)},
+    )
 
 
 class Bell(asyncio.Event):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import ModelSites
-from rheostat_server.capture.inline import ADVICE
+from rheostat_server.capture.inline import ADVICE, LOSSLESS
 from rheostat_server.capture.sink_writer import (
     Recording,
     about_capture,
@@ -84,6 +84,7 @@ async def _open(flight: Flight, host: Openers) -> None:
                 admitted.prompt.token_ids,
                 admitted.labels,
                 f"captures[{index}].run.run",
+                lossless=capture.overload in LOSSLESS,
             )
             flight.outlets.add_run(index, draft)
             _write(draft, {index: capture}, flight, host)

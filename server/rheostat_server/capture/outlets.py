@@ -13,7 +13,7 @@ from rheostat_server.capture.leaving import Track
 from rheostat_server.capture.sink_writer import SinkWriter
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import RheostatError
-from rheostat_server.runs.store import RunDraft
+from rheostat_server.runs.draft import RunDraft
 
 
 class Outlets:

@@ -13,32 +13,21 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from rheostat_server.errors import (
-    Resource,
-    RunExists,
-    RunInUse,
-    RunNotFound,
-    StoreFull,
-)
+from rheostat_server.errors import Resource, RunExists, RunInUse, RunNotFound, StoreFull
+from rheostat_server.runs.draft import RunDraft
 from rheostat_server.runs.run import Run
 from rheostat_server.runs.targets import RunTarget
-from rheostat_server.sinks import CaptureAbout, Ending, Labels, Outcome, RowBlock
-from rheostat_server.tensors import RawArray
+from rheostat_server.sinks import CaptureAbout
 
 _LOG = logging.getLogger(__name__)
 
 _OVERHEAD = 4096
 """Bytes that a run counts for besides what it holds, so that their number is bounded too."""
-
-_PIECE = 1 << 20
-"""Rows that come a few at a time are joined once they have so many bytes."""
 
 
 class Page(NamedTuple):
@@ -102,8 +91,10 @@ class Runs:
         prompt_token_ids: Sequence[int],
         labels: Mapping[str, str],
         path: str,
-    ) -> "RunDraft":
-        """Begins a run, `path` being that of its id.
+        *,
+        lossless: bool,
+    ) -> RunDraft:
+        """Begins a run of which no row may be lost, or some; `path` is that of its id.
 
         Raises:
             RunExists: there is one with this id.
@@ -116,7 +107,7 @@ class Runs:
             self._check_free(target.id, path)
             self._make_room(size, target.id)
             self._used += size
-            draft = RunDraft(self, target, about, prompt, labels, size)
+            draft = RunDraft(self, target, about, prompt, labels, size, lossless)
             self._making[target.id] = draft
         return draft
 
@@ -171,28 +162,26 @@ class Runs:
             found = self._by_age[start : start + most]
             return Page(found, start + most < len(self._by_age))
 
-    def take(self, draft: "RunDraft", size: int) -> bool:
-        """Makes room for more rows of a run; whether there is one, since it may be over.
+    def take(self, draft: RunDraft, size: int) -> None:
+        """Makes room for more rows of a run; does nothing where it is over.
 
         Raises:
             StoreFull: there is no room; nothing has been evicted.
         """
         with self._lock:
-            if self._making.get(draft.id) is not draft:
-                return False
-            self._make_room(size, draft.id)
-            self._used += size
-            draft.size += size
-            return True
+            if self._making.get(draft.id) is draft:
+                self._make_room(size, draft.id)
+                self._used += size
+                draft.size += size
 
-    def drop(self, draft: "RunDraft") -> None:
+    def drop(self, draft: RunDraft) -> None:
         """Gives up a run that is being made; does nothing where it is over."""
         with self._lock:
             if self._making.get(draft.id) is draft:
                 del self._making[draft.id]
                 self._used -= draft.size
 
-    def keep(self, draft: "RunDraft") -> bool:
+    def keep(self, draft: RunDraft) -> bool:
         """Lets a run be found; whether it can, since it may be over."""
         with self._lock:
             if self._making.get(draft.id) is not draft:
@@ -250,95 +239,6 @@ class Runs:
         self._used -= run.size
         del self._made[run.id]
         del self._by_age[bisect_left(self._by_age, run.number, key=_number)]
-
-
-@dataclass(eq=False)
-class RunDraft:
-    """A run that is being made: a recording of one capture of a request with one sample."""
-
-    store: Runs
-    target: RunTarget
-    about: CaptureAbout
-    prompt_token_ids: npt.NDArray[np.int32]
-    labels: Mapping[str, str]
-    size: int
-    """Bytes that it takes so far."""
-    rows: int = 0
-    """Rows that it has taken: positions times sites."""
-    complete: bool = False
-    """Whether its last row has come."""
-    _positions: list[Labels] = field(default_factory=list)
-    _pieces: list[RawArray] = field(default_factory=list)
-    _small: list[RawArray] = field(default_factory=list)
-    _small_bytes: int = 0
-
-    @property
-    def id(self) -> str:
-        """The id."""
-        return self.target.id
-
-    def write(self, block: RowBlock) -> None:
-        """Takes rows; those of the baseline are none of the run's.
-
-        Raises:
-            StoreFull: there is no room for them.
-        """
-        if block.baseline:
-            return
-        rows = block.parts["rows"]
-        if not self.store.take(self, rows.nbytes + block.positions.nbytes):
-            return
-        self.rows += block.rows
-        self._positions.append(block.positions)
-        self._small.append(rows)
-        self._small_bytes += rows.nbytes
-        if self._small_bytes >= _PIECE:
-            self._join()
-
-    def finish(self, outcome: Outcome) -> None:
-        """No more rows come. The run can be found once it is kept; an aborted one never."""
-        if outcome.ending is Ending.ABORTED:
-            self.drop()
-            return
-        self._join()
-        self.complete = True
-
-    def abandon(self, error: BaseException) -> None:
-        """Gives it up."""
-        self.drop()
-
-    def drop(self) -> None:
-        """Gives it up, unless it is kept."""
-        self.store.drop(self)
-
-    def keep(self) -> bool:
-        """Lets it be found, if it is complete and not given up; whether it can be."""
-        return self.complete and self.store.keep(self)
-
-    def made(self, number: int, now: float) -> Run:
-        """The run."""
-        none = np.empty(0, np.int32)
-        return Run(
-            id=self.id,
-            sites=self.about.sites,
-            dtype=self.about.dtype,
-            width=self.about.width,
-            positions=np.concatenate([none, *self._positions]),
-            pieces=tuple(self._pieces),
-            prompt_token_ids=self.prompt_token_ids,
-            labels=self.labels,
-            size=self.size,
-            number=number,
-            created_at=now,
-            lease_until=now + self.target.lease,
-        )
-
-    def _join(self) -> None:
-        if self._small:
-            one = len(self._small) == 1
-            self._pieces.append(self._small[0] if one else np.concatenate(self._small, axis=1))
-            self._small.clear()
-            self._small_bytes = 0
 
 
 def _in_use(run_id: str, why: str, path: str) -> RunInUse:

@@ -17,6 +17,7 @@ from rheostat._proto.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
+    patch_service_pb2,
     steering_service_pb2,
 )
 
@@ -62,6 +63,7 @@ class FakeServer:
             capture_service_pb2,
             engine_service_pb2,
             generation_service_pb2,
+            patch_service_pb2,
             steering_service_pb2,
             health_pb2,
         )

@@ -283,7 +283,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     line = "serve some/model --host 0.0.0.0 --port 0 --dtype float32 --max-model-len 512"
     line += " --max-num-seqs 8 --max-num-batched-tokens 64 --enforce-eager --seed 3"
     line += " --gpu-memory-utilization 0.5 --tensor-parallel-size 2 --load-format dummy"
-    line += " --bank-mib 4 --capture-mib 8 --staging-mib 9 --vector-store-mib 16"
+    line += " --bank-mib 4 --capture-mib 8 --staging-mib 9 --vector-store-mib 16 --runs-mib 5"
     line += " --vector-dir vectors"
     assert main(line.split()) == 3
     assert seen == [
@@ -305,6 +305,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
             "capture_bytes": 8 * 2**20,
             "staging_bytes": 9 * 2**20,
             "vector_store_bytes": 16 * 2**20,
+            "runs_bytes": 5 * 2**20,
             "vector_dir": "vectors",
         },
     ]

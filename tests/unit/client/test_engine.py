@@ -29,7 +29,7 @@ MODEL = text_format.Parse(
          model_tokens: 2048 running_requests: 64 waiting_requests: 256 bank_rows: 512
          capture_rows_per_step: 1024 tensor_message_bytes: 16777216 vector_bytes: 67108864
          inline_vector_bytes: 8388608 samples: 64 logprobs: 20
-         capacity_wait { seconds: 30 }
+         capacity_wait { seconds: 30 } run_bytes: 31
        }
        build_version: "0.1.0" api_version: "rheostat.v1" """,
     engine_service_pb2.GetModelResponse(),
@@ -83,6 +83,7 @@ EXPECTED_MODEL = rheostat.ModelInfo(
         samples=64,
         logprobs=20,
         capacity_wait=30.0,
+        run_bytes=31,
     ),
     build_version="0.1.0",
     api_version="rheostat.v1",
@@ -138,7 +139,8 @@ def test_the_counters(client, server):
                captured_rows: 11 captured_bytes: 12 dropped_rows: 13 prefix_queried_tokens: 14
                prefix_hit_tokens: 15 vectors: 16 uptime { seconds: 17 nanos: 500000000 }
                leaked: 18 global_version: 19 left_bytes: 20 plain_rows: 21 ring_bytes: 22
-               encode_bytes: 23 spooled_rows: 24 overrun_rows: 25 staging_bytes: 26""",
+               encode_bytes: 23 spooled_rows: 24 overrun_rows: 25 staging_bytes: 26
+               runs: 27 run_bytes: 28""",
             engine_service_pb2.GetStatsResponse(),
         ),
     )
@@ -169,6 +171,8 @@ def test_the_counters(client, server):
         spooled_rows=24,
         overrun_rows=25,
         staging_bytes=26,
+        runs=27,
+        run_bytes=28,
     )
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rheostat_engine import Point, Site
-from rheostat_server.errors import RunExists, RunInUse, RunNotFound, StoreFull
+from rheostat_server.errors import RowsLost, RunExists, RunInUse, RunNotFound, StoreFull
+from rheostat_server.runs.draft import RunDraft
 from rheostat_server.runs.run import Run
-from rheostat_server.runs.store import RunDraft, Runs
+from rheostat_server.runs.store import Runs
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Outcome, RowBlock
 from rheostat_server.tensors import FloatType
@@ -41,9 +42,9 @@ def block(first: int, count: int, *, baseline: bool = False) -> RowBlock:
     return RowBlock(0, 0, SITES, positions, positions, {"rows": rows.reshape(shape)}, baseline)
 
 
-def begin(store: Runs, run_id: str, lease: float = 1.0) -> RunDraft:
+def begin(store: Runs, run_id: str, lease: float = 1.0, *, lossless: bool = False) -> RunDraft:
     about = CaptureAbout(0, SITES, FloatType.FLOAT32, WIDTH)
-    return store.begin(RunTarget(run_id, lease), about, (5, 6, 7), {}, "run")
+    return store.begin(RunTarget(run_id, lease), about, (5, 6, 7), {}, "run", lossless=lossless)
 
 
 def make(store: Runs, run_id: str, positions: int = 1, lease: float = 1.0) -> None:
@@ -211,6 +212,16 @@ def test_a_run_that_lost_rows_has_the_others() -> None:
     draft.finish(Outcome(Ending.PARTIAL, 3, ("length",)))
     assert draft.keep()
     assert found(store, "a").positions.tolist() == [4]
+
+
+def test_a_run_of_which_no_row_may_be_lost_is_none_where_one_is() -> None:
+    store = Runs(1 << 20)
+    draft = begin(store, "a", lossless=True)
+    draft.write(block(4, 1))
+    with pytest.raises(RowsLost) as caught:
+        draft.finish(Outcome(Ending.PARTIAL, 3, ("length",)))
+    draft.abandon(caught.value)
+    assert (caught.value.metadata, draft.keep(), store.used_bytes) == ({"rows": "3"}, False, 0)
 
 
 class Store(RuleBasedStateMachine):

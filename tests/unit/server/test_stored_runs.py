@@ -1,6 +1,7 @@
 """Captures into runs, from the request to the store and its rpcs."""
 
 import asyncio
+import threading
 
 import grpc
 import numpy as np
@@ -18,6 +19,9 @@ from rheostat._proto.v1 import (
     types_pb2,
 )
 from rheostat_engine import Point, Site
+from rheostat_server.runs.draft import RunDraft
+from rheostat_server.sinks import Outcome
+from rheostat_server.sinks.memory import MemoryRecording
 
 from .fakes import WIDTH, ScriptedBackend
 from .messages import (
@@ -177,13 +181,28 @@ async def test_a_session_that_is_stopped_leaves_no_run_and_its_receipt_names_non
     assert (await settled(running)).runs == 0
 
 
-async def test_a_request_that_fails_once_its_run_is_complete_leaves_none(starter, tmp_path) -> None:
-    running = await starter(sinks=(f"disk=filesystem:root={tmp_path}",))
-    disk = capture(sink=capture_pb2.SinkTarget(sink="disk"))
-    disk.ClearField("inline")
-    disk.sink.sink = "disk"
-    await generate(running, disk, request_id="a")
-    refusal = await running.client.refusal(request(request_id="a", captures=[into("r"), disk]))
+async def test_a_request_that_fails_once_its_run_is_complete_leaves_none(
+    starter, monkeypatch
+) -> None:
+    running = await starter(sinks=("mem=memory",))
+    complete = threading.Event()
+    finish = RunDraft.finish
+
+    def finish_run(draft: RunDraft, outcome: Outcome) -> None:
+        finish(draft, outcome)
+        assert draft.complete
+        complete.set()
+
+    def fail(recording: MemoryRecording, outcome: Outcome) -> None:
+        assert complete.wait(10)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(RunDraft, "finish", finish_run)
+    monkeypatch.setattr(MemoryRecording, "finish", fail)
+    mem = capture_pb2.CaptureSpec(
+        sites=site_set(POST, layers=[1]), sink=capture_pb2.SinkTarget(sink="mem")
+    )
+    refusal = await running.client.refusal(request(captures=[into("r"), mem]))
     assert refusal.reason == "REASON_ROWS_LOST"
     stats = await settled(running)
     assert (stats.runs, stats.run_bytes, stats.leaked) == (0, 0, 0)
@@ -201,6 +220,19 @@ async def test_a_run_that_lost_rows_under_a_policy_has_the_others(starter) -> No
     refusal = await running.client.refusal(request(sampling=sampled(8), captures=[into("b")]))
     assert refusal.reason == "REASON_CAPTURE_OVERFLOW"
     assert await names(running) == ["a"]
+
+
+async def test_a_run_whose_rows_the_engine_had_no_room_for_is_none(starter) -> None:
+    running = await starter(ScriptedBackend(lost_positions=frozenset({1})))
+    refusal = await running.client.refusal(request(captures=[into("a")]))
+    assert (refusal.code, refusal.reason) == (Code.DATA_LOSS, "REASON_ROWS_LOST")
+    assert refusal.metadata == (("rows", "1"),)
+    assert (await settled(running)).run_bytes == 0
+    lossy = into("a", overload=capture_pb2.OVERLOAD_DROP_OLDEST)
+    events = await generate(running, lossy)
+    (run,) = (await listed(running)).runs
+    assert [(one.start, one.count) for one in run.positions] == [(0, 1), (2, 3)]
+    assert events[-1].receipt.captures[0].sites[0].dropped_rows == 1
 
 
 async def test_a_run_that_finds_no_room_fails_its_request(starter) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Act, EngineSettings, Kind, Plan
-from rheostat_server import vllm_backend, vllm_engine
+from rheostat_server import vllm_backend, vllm_engine, vllm_outputs
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.host import Delta
@@ -188,10 +188,10 @@ async def test_many_prompt_logprobs_are_written_off_the_loop(
         threads.append(threading.get_ident())
         return Delta(text="x")
 
-    monkeypatch.setattr(vllm_backend, "_delta", delta)
+    monkeypatch.setattr(vllm_outputs, "_delta", delta)
     job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
     output = SimpleNamespace(prompt_logprobs=[None] * entries)
-    assert await vllm_backend._delta_of(job, output) == Delta(text="x")
+    assert await vllm_outputs.delta_of(job, output) == Delta(text="x")
     assert (threads != [threading.get_ident()]) == off_the_loop
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from rheostat._cli import demo, generate, info, serve, steering, subscribe, vectors
+from rheostat._cli import demo, generate, info, runs, serve, steering, subscribe, vectors
 from rheostat._cli._common import CommandError, Parser
 from rheostat._cli._words import told
 from rheostat._errors import InvalidRequest, RheostatError
@@ -44,7 +44,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"rheostat {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (serve, generate, vectors, steering, subscribe, info, demo):
+    for module in (serve, generate, vectors, runs, steering, subscribe, info, demo):
         module.add(commands)
     return parser
 

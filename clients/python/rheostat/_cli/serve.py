@@ -70,6 +70,7 @@ def add(commands: Subparsers) -> None:
         help="captured rows that subscribers have not read and acknowledged, all together",
     )
     memory.add_argument("--vector-store-mib", type=int, metavar="MIB", help="stored vectors")
+    memory.add_argument("--runs-mib", type=int, metavar="MIB", help="stored runs")
     sinks = parser.add_argument_group("where captured rows can be kept")
     sinks.add_argument(
         "--sink",

@@ -322,7 +322,12 @@ Global___SinkTarget: _TypeAlias = SinkTarget  # noqa: Y015
 
 @_typing.final
 class RunTarget(_message.Message):
-    """Rows are stored on the server under a run id."""
+    """Rows are stored on the server under a run id: those of one sample, whole, without a baseline's.
+    With Sampling.n above 1 or a Projection, or where two captures of a request name one run:
+    REASON_INVALID_VALUE. The run can be found once its request has succeeded; one that fails or is
+    aborted leaves none. Under a policy that may lose rows it holds the others. Where leased runs and
+    those in use leave no room for it: REASON_STORE_FULL.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -473,7 +473,7 @@ class GetStatsResponse(_message.Message):
     runs: _builtins.int
     """Stored runs."""
     run_bytes: _builtins.int
-    """Bytes of stored runs."""
+    """Bytes of stored runs and of those being made."""
     global_version: _builtins.int
     """Version of the server-wide steering."""
     leaked: _builtins.int

@@ -103,7 +103,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_VERSION_CONFLICT: _Reason.ValueType  # 65
     """FAILED_PRECONDITION. The server-wide steering has another version. Metadata "version"."""
     REASON_RUN_IN_USE: _Reason.ValueType  # 66
-    """FAILED_PRECONDITION. A request or sweep uses the run."""
+    """FAILED_PRECONDITION. A request or sweep uses the run, or makes it."""
     REASON_RUN_INCOMPLETE: _Reason.ValueType  # 67
     """FAILED_PRECONDITION. The run lacks a site or position that the patch needs."""
     REASON_NO_CONTRAST: _Reason.ValueType  # 68
@@ -235,7 +235,7 @@ REASON_NO_CHAT_TEMPLATE: Reason.ValueType  # 64
 REASON_VERSION_CONFLICT: Reason.ValueType  # 65
 """FAILED_PRECONDITION. The server-wide steering has another version. Metadata "version"."""
 REASON_RUN_IN_USE: Reason.ValueType  # 66
-"""FAILED_PRECONDITION. A request or sweep uses the run."""
+"""FAILED_PRECONDITION. A request or sweep uses the run, or makes it."""
 REASON_RUN_INCOMPLETE: Reason.ValueType  # 67
 """FAILED_PRECONDITION. The run lacks a site or position that the patch needs."""
 REASON_NO_CONTRAST: Reason.ValueType  # 68

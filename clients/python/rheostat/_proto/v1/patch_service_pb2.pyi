@@ -200,7 +200,7 @@ class ListRunsResponse(_message.Message):
     next_page_token: _builtins.str
     """For the next page. Empty: that was all."""
     used_bytes: _builtins.int
-    """Bytes that all runs of the server take."""
+    """Bytes that all runs of the server take, those being made included."""
     capacity_bytes: _builtins.int
     """Bytes from which on runs without a lease are evicted, oldest use first."""
     @_builtins.property

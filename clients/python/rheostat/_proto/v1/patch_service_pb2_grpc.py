@@ -81,7 +81,7 @@ class PatchServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """Deletes a run. In use: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND.
+        """Deletes a run, leased or not. In use or being made: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class PatchServiceStub:
     ListRuns: _grpc.UnaryUnaryMultiCallable[_patch_service_pb2.ListRunsRequest, _patch_service_pb2.ListRunsResponse]
     """The caller's runs, oldest first."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_patch_service_pb2.DeleteRunRequest, _patch_service_pb2.DeleteRunResponse]
-    """Deletes a run. In use: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND."""
+    """Deletes a run, leased or not. In use or being made: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND."""
     RenewLease: _grpc.UnaryUnaryMultiCallable[_patch_service_pb2.RenewLeaseRequest, _patch_service_pb2.RenewLeaseResponse]
     """Extends a run's lease. Unknown: REASON_RUN_NOT_FOUND."""
     Sweep: _grpc.UnaryStreamMultiCallable[_patch_service_pb2.SweepRequest, _patch_service_pb2.SweepResponse]
@@ -56,7 +56,7 @@ class PatchServiceAsyncStub(PatchServiceStub):
     ListRuns: _aio.UnaryUnaryMultiCallable[_patch_service_pb2.ListRunsRequest, _patch_service_pb2.ListRunsResponse]  # type: ignore[assignment]
     """The caller's runs, oldest first."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_patch_service_pb2.DeleteRunRequest, _patch_service_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """Deletes a run. In use: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND."""
+    """Deletes a run, leased or not. In use or being made: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND."""
     RenewLease: _aio.UnaryUnaryMultiCallable[_patch_service_pb2.RenewLeaseRequest, _patch_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a run's lease. Unknown: REASON_RUN_NOT_FOUND."""
     Sweep: _aio.UnaryStreamMultiCallable[_patch_service_pb2.SweepRequest, _patch_service_pb2.SweepResponse]  # type: ignore[assignment]
@@ -86,7 +86,7 @@ class PatchServiceServicer:
         request: _patch_service_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_patch_service_pb2.DeleteRunResponse, _abc.Awaitable[_patch_service_pb2.DeleteRunResponse]]:
-        """Deletes a run. In use: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND."""
+        """Deletes a run, leased or not. In use or being made: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND."""
 
     def RenewLease(
         self,

@@ -369,7 +369,7 @@ class CaptureReceipt(_message.Message):
     spec: _builtins.int
     """Index in the request's captures."""
     run: _builtins.str
-    """Run that the rows were stored in; empty for other targets."""
+    """Run that the rows were stored in; empty for other targets, and if the request was aborted."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[Global___CapturedSite]:
         """Rows by site, by layer, then point."""
