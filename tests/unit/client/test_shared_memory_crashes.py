@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat import _subscribing
 from rheostat_server.bench import stream
 from rheostat_server.subscriptions.shared_memory import FOLDER
 
@@ -140,14 +139,12 @@ def test_another_process_takes_up_what_a_killed_subscriber_had(server) -> None:
     assert not memory.exists()
 
 
-def test_a_killed_server_is_an_error_and_the_next_one_removes_its_memory(
-    server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_subscribing, "PATIENCE", 0.5)
+def test_a_killed_server_is_an_error_and_the_next_one_removes_its_memory(server) -> None:
     capture = rheostat.Capture("resid_post", layers=range(SITES))
     options = {"shared_memory": True, "views": True, "ack": "manual"}
     with rheostat.connect(server.target) as engine:
         subscription = engine.subscribe(every=True, capture=capture, **options)
+        subscription._intake.patience = 0.5
         memory = FOLDER / subscription._intake.payloads._mapping.name
         generate(server, 3)
         events = [next(subscription) for _ in range(2)]
