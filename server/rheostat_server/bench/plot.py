@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rheostat_server.bench.bars import Bars, Panel, read_bars
 from rheostat_server.bench.prefix_cache import STATES
 from rheostat_server.bench.results import Cell, Comparison, PrefixCache, configurations, read
 
@@ -24,7 +25,7 @@ _WIDE = 95
 """Letters of the arms' names beyond which a legend takes two lines."""
 
 
-def draw(found: Comparison | PrefixCache) -> "Figure":
+def draw(found: Comparison | PrefixCache | Bars) -> "Figure":
     """The picture of one file.
 
     Raises:
@@ -32,6 +33,11 @@ def draw(found: Comparison | PrefixCache) -> "Figure":
     """
     from matplotlib.figure import Figure
 
+    if isinstance(found, Bars):
+        rows = max(len(panel.bars) * len(_series(panel)) for panel in found.panels)
+        figure = Figure(figsize=(9.6, 2.2 + 0.2 * rows), layout="constrained")
+        _panels(figure, found)
+        return figure
     figure = Figure(figsize=(9.6, 4.8), layout="constrained")
     if isinstance(found, PrefixCache):
         _prefix_cache(figure, found)
@@ -149,6 +155,49 @@ def _prefix_cache(figure: "Figure", found: PrefixCache) -> None:
     _legend(figure, wide=False)
 
 
+def _series(panel: Panel) -> list[str]:
+    return list(dict.fromkeys(name for row in panel.bars.values() for name in row))
+
+
+def _panels(figure: "Figure", found: Bars) -> None:
+    for axes, panel in zip(
+        figure.subplots(1, len(found.panels), squeeze=False)[0], found.panels, strict=True
+    ):
+        series = _series(panel)
+        height = 0.84 / len(series)
+        for number, name in enumerate(series):
+            bars = {y: row[name] for y, row in enumerate(panel.bars.values()) if name in row}
+            places = [y + (number - (len(series) - 1) / 2) * height for y in bars]
+            axes.barh(
+                places,
+                [bar.value for bar in bars.values()],
+                height * 0.88,
+                color=_COLOURS[number % len(_COLOURS)],
+                label=name,
+            )
+            for y, bar in zip(places, bars.values(), strict=True):
+                axes.hlines(y, bar.low, bar.high, color=_INK, linewidth=1.1)
+                axes.annotate(
+                    _short(bar.value),
+                    (bar.high, y),
+                    (3, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=7,
+                    color=_INK,
+                )
+        axes.set_yticks(range(len(panel.bars)), panel.bars)
+        axes.invert_yaxis()
+        axes.set_xlabel(panel.label)
+        axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
+        if len(series) > 1:
+            axes.legend(
+                frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 0.99)
+            )
+        _plain(axes)
+    figure.suptitle(found.title, fontsize=10)
+
+
 def _legend(figure: "Figure", wide: bool) -> None:
     columns = 3 if wide else 6
     figure.legend(frameon=False, fontsize=8.5, loc="outside lower center", ncols=columns)
@@ -157,6 +206,10 @@ def _legend(figure: "Figure", wide: bool) -> None:
 def _plain(axes: "Axes") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(length=0, labelsize=8.5)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _milliseconds(value: float) -> str:
@@ -169,7 +222,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     for path in sorted(folder.glob("*.json")):
-        found = read(path)
+        found = read(path) or read_bars(path)
         if found is None:
             print(f"{path.name}: nothing to draw")
             continue

@@ -12,6 +12,7 @@ import pytest
 from rheostat_engine import OPEN_END, Band, Kind, ModelSites, Plan, Point, Site
 from rheostat_server.bench import inline, plot, prefix_cache
 from rheostat_server.bench.arms import SUITES
+from rheostat_server.bench.bars import read_bars
 from rheostat_server.bench.results import (
     Cell,
     Comparison,
@@ -322,6 +323,35 @@ def test_every_result_can_be_drawn_and_has_its_picture(path: Path) -> None:
     assert labels
     assert all(labels)
     assert path.with_suffix(".png").is_file()
+
+
+def barred() -> list[Path]:
+    return [path for path in sorted(DOCS.glob("*/*.json")) if read_bars(path) is not None]
+
+
+@pytest.mark.parametrize("path", barred(), ids=lambda path: path.stem)
+def test_every_file_of_single_numbers_has_its_picture_on_the_page(path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = read_bars(path)
+    assert found is not None
+    for panel, axes in zip(found.panels, plot.draw(found).axes, strict=True):
+        bars = [bar for row in panel.bars.values() for bar in row.values()]
+        drawn = sorted(patch.get_width() for patch in axes.patches)
+        assert drawn == sorted(bar.value for bar in bars)
+        assert all(0 < bar.low <= bar.value <= bar.high for bar in bars)
+    assert path.with_suffix(".png").is_file()
+    assert f"]({path.parent.name}/{path.stem}.png)" in (DOCS / "README.md").read_text()
+
+
+def test_there_are_pictures_of_single_numbers() -> None:
+    assert {path.stem for path in barred()} == {
+        "capture",
+        "channel",
+        "encodings",
+        "sinks",
+        "stalled",
+        "stream",
+    }
 
 
 def test_the_page_on_the_engine_gives_the_figures_of_the_serving_suite() -> None:

@@ -1,0 +1,137 @@
+"""Benchmarks whose results are a number or two per arm: what their pictures show of each file."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Bar(NamedTuple):
+    """One number, and how far single measurements lay from it."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Panel(NamedTuple):
+    """Bars beside each other."""
+
+    label: str
+    """What they measure, with the unit."""
+    bars: Mapping[str, Mapping[str, Bar]]
+    """By arm, then series; an arm may lack some."""
+
+
+class Bars(NamedTuple):
+    """A picture."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+_Rows = Mapping[str, Mapping[str, float]]
+
+
+def read_bars(path: Path) -> Bars | None:
+    """What the picture of a file shows; None: it is none of these.
+
+    Raises:
+        ValueError: it is no JSON.
+        KeyError: it is one of these, and something of it is missing.
+    """
+    content = json.loads(path.read_text())
+    about = content.get("benchmark") if isinstance(content, dict) else None
+    panels = _PANELS.get(about) if isinstance(about, str) else None
+    if panels is None:
+        return None
+    return Bars(f"{about} ({content['device']})", panels(content))
+
+
+def _series(label: str, rows: _Rows, names: Mapping[str, str]) -> Panel:
+    """A panel of the numbers with these keys, without spread."""
+    return Panel(
+        label,
+        {
+            arm: {name: _exact(row[key]) for key, name in names.items() if row.get(key)}
+            for arm, row in rows.items()
+        },
+    )
+
+
+def _exact(value: float) -> Bar:
+    return Bar(value, value, value)
+
+
+def _stream(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    rows = content["summary"]
+    cpu = {"client_cpu_us_per_row": "client", "server_cpu_us_per_row": "server"}
+    return (
+        _series("GiB/s", rows, {"gib_per_s": "median"}),
+        _series("CPU time per row, µs", rows, cpu),
+    )
+
+
+def _stalled(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    bars = {
+        arm: {"median": Bar(row["tokens_per_s"], row["lowest"], row["highest"])}
+        for arm, row in content["summary"].items()
+    }
+    return (Panel("tokens/s of all clients; whiskers: least and most", bars),)
+
+
+def _sinks(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    names = {"write_gib_s": "write", "read_gib_s": "read", "verify_gib_s": "read and verify"}
+    bars = {
+        arm: {
+            name: Bar(row[key], row[key], row[key.replace("_gib", "_fastest_gib")])
+            for key, name in names.items()
+            if key in row
+        }
+        for arm, row in content["summary"].items()
+        if arm != "memory"  # ten times as fast as all others
+    }
+    return (Panel("GiB/s; whiskers: fastest", bars),)
+
+
+def _channel(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    bars = {
+        arm: {"median": Bar(row["gb_per_s"], row["gb_per_s"], row["best_gb_per_s"])}
+        for arm, row in content["summary"].items()
+    }
+    return (Panel("GB/s; whiskers: best", bars),)
+
+
+def _encodings(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    rows = {
+        f"{name}, {kind}": row
+        for kind, by_encoding in content["encodings"].items()
+        for name, row in by_encoding.items()
+    }
+    speeds = {"encode_mb_s": "encode", "decode_mb_s": "decode"}
+    return (
+        _series("times fewer bytes", rows, {"ratio": "fewer"}),
+        _series("MB/s of rows, one thread", rows, speeds),
+    )
+
+
+def _capture(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    ways = {
+        way: {f"{int(size) >> 20} MiB": _exact(gb) for size, gb in by_size.items()}
+        for way, by_size in content["copies_gb_per_s"].items()
+    }
+    waits = {"first_token_ms": "first token", "until_last_row_ms": "last row"}
+    return (
+        Panel("off the device, GB/s", ways),
+        _series("ms, medians", content["summary"], waits),
+    )
+
+
+_PANELS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Panel, ...]]] = {
+    "stream": _stream,
+    "stalled": _stalled,
+    "sinks": _sinks,
+    "channel": _channel,
+    "encodings": _encodings,
+    "capture": _capture,
+}
