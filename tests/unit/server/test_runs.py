@@ -205,6 +205,13 @@ def test_an_aborted_run_is_none() -> None:
     assert (draft.keep(), ids(store), store.used_bytes) == (False, [], 0)
 
 
+def test_a_run_is_not_kept_before_its_last_row_has_come() -> None:
+    store = Runs(1 << 20)
+    draft = begin(store, "a")
+    draft.write(block(0, 1))
+    assert (draft.keep(), ids(store), store.making) == (False, [], 1)
+
+
 def test_a_run_that_lost_rows_has_the_others() -> None:
     store = Runs(1 << 20)
     draft = begin(store, "a")

@@ -20,10 +20,12 @@ from rheostat._proto.v1 import (
 )
 from rheostat_engine import Point, Site
 from rheostat_server.runs.draft import RunDraft
-from rheostat_server.sinks import Outcome
+from rheostat_server.runs.targets import RunTarget
+from rheostat_server.sinks import CaptureAbout, Outcome
 from rheostat_server.sinks.memory import MemoryRecording
+from rheostat_server.tensors import FloatType
 
-from .fakes import WIDTH, ScriptedBackend
+from .fakes import WIDTH, ScriptedBackend, row
 from .messages import (
     FIRST,
     add,
@@ -220,6 +222,22 @@ async def test_a_run_that_lost_rows_under_a_policy_has_the_others(starter) -> No
     refusal = await running.client.refusal(request(sampling=sampled(8), captures=[into("b")]))
     assert refusal.reason == "REASON_CAPTURE_OVERFLOW"
     assert await names(running) == ["a"]
+
+
+async def test_rows_of_a_run_may_wait_on_disk(starter, tmp_path) -> None:
+    running = await starter(inline_capture_bytes=2 * ROW, spool=str(tmp_path))
+    spec = into("a", overload=capture_pb2.OVERLOAD_SPILL)
+    await generate(running, spec, sampling=sampled(8))
+    wanted = [row(Site(Point.RESID_POST, 1).index, position) for position in range(10)]
+    assert np.array_equal(rows(running, "a", 1), wanted)
+
+
+async def test_a_run_that_is_made_for_no_request_is_a_leak(running) -> None:
+    about = CaptureAbout(0, (Site(Point.RESID_POST, 1),), FloatType.FLOAT32, WIDTH)
+    draft = running.host.runs.begin(RunTarget("a", 1.0), about, (), {}, "", lossless=True)
+    assert (await settled(running)).leaked == 1
+    draft.drop()
+    assert (await settled(running)).leaked == 0
 
 
 async def test_a_run_whose_rows_the_engine_had_no_room_for_is_none(starter) -> None:
