@@ -281,7 +281,7 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
         raise InvalidValue(f"has more than {SPAN_BYTES} bytes", field=join(path, "text"))
     if context.lenient:
         raise InvalidValue(
-            "server-wide steering has no prompt to find a text in; select token ids or positions",
+            "there is no prompt to find a text in, as in a request; select token ids or positions",
             field=path,
         )
     index = context.index

@@ -278,8 +278,9 @@ class Engine:
     def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
         """Get rows of requests that others, or other calls, run.
 
-        ``options`` are those of `SubscribeOptions`. Requests that begin once this has returned are
-        selected.
+        ``options`` are those of `SubscribeOptions`. Requests that begin from now on
+        are selected, and those that run already from their next step on; one that has ended is not,
+        and one that never comes is waited for.
         """
         check_options("subscribe", options, SubscribeOptions)
         return Subscription(self._connection, _subscribe_requests.opening(**options))

@@ -41,8 +41,8 @@ class SubscribeOptions(ResumeOptions, total=False):
     """
 
     capture: CaptureLike
-    """Rows to get of every request that is selected and begins from now on. Default: none but what
-    requests send here, by ``rheostat.Capture(..., to=subscription)``."""
+    """Rows to get of every request that is selected, of those that run already from their next step
+    on. Default: none but what requests send here, by ``rheostat.Capture(..., to=subscription)``."""
     requests: str | Iterable[str] | None
     """Ids of requests, up to 4096. Default: none."""
     labels: Mapping[str, str] | None

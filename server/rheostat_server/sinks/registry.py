@@ -201,7 +201,11 @@ class Sinks:
 
     def _get(self, name: str, field: str) -> _Made:
         if name not in self._made:
-            there = f"there are {', '.join(sorted(self._made))}" if self._made else "there are none"
+            there = (
+                f"there are {', '.join(sorted(self._made))}"
+                if self._made
+                else "the server was started without --sink"
+            )
             raise SinkNotFound(
                 f'there is no sink "{name}"; {there}', field=field, resource=Resource("sink", name)
             )

@@ -162,7 +162,8 @@ class Subscriptions:
             raise QueueFull(
                 f"{len(self._open)} subscriptions are open; {max(0, free)} of "
                 f"{self.buffer_bytes} bytes are left for another. Ask for fewer buffer_bytes, or "
-                "wait until one ends",
+                "wait until one ends (without a reader, after --resume-window), or raise the "
+                "server's --subscriptions-mib",
                 field="open.buffer_bytes",
                 retry_after=RETRY,
             )
@@ -366,7 +367,8 @@ def _check_filter(wanted: capture_service_pb2.RequestFilter) -> None:
 
 def _not_found(name: str, field: str) -> SubscriptionNotFound:
     return SubscriptionNotFound(
-        "there is no such subscription; it has ended, or nobody took it up in time",
+        "there is no such subscription: it has ended, nobody took it up in time, or this is the "
+        "name of something else, such as a sink",
         field=field,
         resource=Resource("subscription", name[:128]),
     )

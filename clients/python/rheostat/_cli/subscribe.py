@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         for one in subscription.attached:
             first = "its next step" if one.first_position is None else one.first_position
             print(f"{one.request_id} began before, and is shown from {first} on", file=sys.stderr)
+        print(f"{subscription.id} stands, and waits for requests", file=sys.stderr)
         try:
             _show(subscription, args.limit, columns if args.out else None)
         finally:

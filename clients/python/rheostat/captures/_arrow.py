@@ -72,5 +72,5 @@ def _record_batch(batch: RowBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatc
 def _missing(error: ModuleNotFoundError) -> Refused:
     return Refused(
         f"this needs {error.name}: pip install {error.name}, or, in a checkout, "
-        "pip install '.[datasets]'"
+        "pip install -e '.[datasets]'"
     )
