@@ -43,9 +43,9 @@ class Joining:
 
     def tell(self, track: Track, attached: Attached) -> None:
         """The engine has said what became of it."""
-        self.tap.begin(track, attached.first)
         if attached.error:
             self._refuse(self.tap, attached.error)
+        self.tap.begin(track, attached.first)
         self.told.set()
 
 
