@@ -55,6 +55,8 @@ class Change(NamedTuple):
     """Which change, as the server numbers them; a later one takes the place of one that waits."""
     wire: object
     """`Plan.to_wire` of a plan with the captures."""
+    not_before: int = 0
+    """Position before which nothing changes."""
 
 
 class Amended(NamedTuple):
@@ -318,7 +320,7 @@ class SiteRuntime:
             self._ids[name] = request_id
             self._last_ids = ()
             self._send(InstalledHead(self._rank, held.number, name, ""))
-        first = max(int(self._tallies.computed_end[held.number]), computed)
+        first = max(int(self._tallies.computed_end[held.number]), computed, change.not_before)
         problem = ""
         try:
             plan = recapture(held.plan, self._checked(change.wire).captures, first)
