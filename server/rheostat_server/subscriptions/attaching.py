@@ -268,7 +268,7 @@ class Attaching:
         for name, change in changes.items():
             route = self._routes.get(name)
             if route is not None and change is not None:
-                route[1].answer(Attached(name, change.number, OPEN_END, "it was not told"))
+                route[1].answer(Attached(name, change.number, OPEN_END, "it could not be told"))
 
     def _soon(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -333,4 +333,5 @@ def _looked_through(
 def _refuse(subscription: Subscription, tap: Tap, reason: str) -> None:
     """What a subscription does where the engine cannot capture for it."""
     if subscription.taking:
-        subscription.refuse(tap, frozenset(tap.captures), reason)
+        what = f"the engine cannot capture from a request that runs: {reason}. Capture less"
+        subscription.refuse(tap, frozenset(tap.captures), what)
