@@ -142,8 +142,10 @@ class Attaching:
         lives = _running(flight)
         held = flight.plan_id(f"joined{next(self._numbers)}")
         reason = reason or self._reserve(flight, wish, lives, Plan(held, (), captures))
-        if reason:
+        if reason and named:
             _miss(subscription, flight, reason)
+            return []
+        if not subscription.taking or flight.closed:
             return []
         tap = subscription.tap(
             flight.admitted.request_id,
@@ -152,8 +154,11 @@ class Attaching:
             FloatType(self._host.sites.dtype),
             fail=None,
         )
-        subscription.attached = (*subscription.attached, tap)
         flight.outlets.add(tap, {})
+        if reason:
+            _refuse(subscription, tap, reason)
+            return []
+        subscription.attached = (*subscription.attached, tap)
         flight.joined.append(Joined(wish, tap, held, named))
         self._change(flight, lives)
         joined: list[Joining] = []

@@ -1,13 +1,16 @@
 """What subscriptions hold of requests that run comes back, and no request waits for them."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 
 import pytest
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import Event
+from rheostat_server import offload
 from rheostat_server.admission import admit
+from rheostat_server.capture.specs import engine_captures
 from rheostat_server.errors import RheostatError
 from rheostat_server.generation import run
 from rheostat_server.host import Recapture
@@ -15,10 +18,11 @@ from rheostat_server.subscriptions import attaching
 
 from .conftest import rest
 from .fakes import ScriptedBackend, sites_with
-from .messages import request
+from .messages import capture, request, site_set
 from .streams import settled, until
 from .subscribers import (
     EVERY,
+    POST,
     PROMPT,
     Message,
     Subscriber,
@@ -32,6 +36,7 @@ from .subscribers import (
     wanted,
 )
 from .test_attaching import (
+    INLINE,
     OWN,
     Steps,
     attached,
@@ -306,3 +311,63 @@ async def test_what_was_computed_is_not_looked_at_again(starter) -> None:
     assert [one.spans[0][0] for one in change.captures] == [PROMPT]
     one.call.cancel()
     call.cancel()
+
+
+async def test_what_there_is_no_room_for_is_lost_where_nobody_was_told_of_the_request(
+    starter,
+) -> None:
+    running = await starter(ScriptedBackend(sites=sites_with(capture_rows=6)))
+    own = capture(site_set(POST, layers=[0, 1]), inline=INLINE)
+    admitted = await admit(
+        request(request_id="a", sampling=sampled(5), captures=[own]), running.host.desk
+    )
+    policy = capture_pb2.OVERLOAD_DROP_NEWEST
+    one = await Subscriber.open(running, opening(EVERY, [wanted(2)], overload=policy))
+    events = [event async for event in run(admitted, running.host)]
+    assert events[-1].HasField("receipt")
+    await one.until("end_of_request")
+    end = ends_of(one.events)["a"]
+    assert (end.rows, end.dropped_rows) == (0, PROMPT + 4)
+    await settled(running)
+
+
+async def test_that_a_subscription_has_left_is_heard_once(starter) -> None:
+    running = await starter(ScriptedBackend(hold=Steps()))
+    one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
+    call = await begun(running, "a")
+    (life,) = running.host._flights["a"].lives
+    subscription = running.host.subscriptions.named(one.name, "")
+    subscription.close()
+    subscription.fail(RheostatError("failed"))
+    assert life.changes == 1
+    call.cancel()
+    one.call.cancel()
+
+
+async def test_captures_are_made_beside_the_event_loop(
+    starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def recording(captures):
+        if captures:
+            threads.append(threading.current_thread())
+        return engine_captures(captures)
+
+    monkeypatch.setattr(attaching, "engine_captures", recording)
+    running = await starter(ScriptedBackend(hold=Steps()))
+    calls = [await begun(running, name) for name in "ab"]
+    monkeypatch.setattr(offload, "OFFLOAD_BYTES", 1)
+    one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
+    assert len(attached(one.events[0].opened)) == 2
+    subscription = running.host.subscriptions.named(one.name, "")
+    await one.rest()
+    await until(lambda: len(running.backend.recaptured) > 1)
+    assert threads
+    assert threading.main_thread() not in threads
+    registry, context = running.host.subscriptions, running.host._flights["a"].admitted.context
+    before = registry.work([subscription], context)
+    subscription.projecting += 5
+    assert registry.work([subscription], context) == before + 5
+    for call in calls:
+        call.cancel()
