@@ -274,9 +274,7 @@ async def _observers(
     if desk.subscriptions is None or not len(desk.subscriptions):
         return []
     specs = desk.subscriptions.selecting(request_id, request.labels)
-    size = sum(spec.ByteSize() for one in specs for spec in one.specs)
-    size += sum(one.projecting for one in specs)
-    size += selector_work([spec.where for one in specs for spec in one.specs], context)
+    size = desk.subscriptions.work(specs, context)
     return await offload(size, desk.subscriptions.wishes, specs, context)
 
 

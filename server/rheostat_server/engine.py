@@ -150,10 +150,10 @@ class EngineHost:
         flight = Flight(admitted)
         self._flights[admitted.request_id] = flight
         try:
-            await self.attaching.catch_up(flight)
             await self.hold(flight, admitted.vectors)
             self._check_serving()
             await self._reserve(flight)
+            await self.attaching.catch_up(flight)
             self._check_serving()
             await open_outlets(flight, self)
             self._check_serving()

@@ -26,8 +26,8 @@ from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
 from rheostat_server.line import Room
 from rheostat_server.steering import Intervention
-from rheostat_server.subscriptions.joining import Joining
-from rheostat_server.subscriptions.registry import Wish
+from rheostat_server.subscriptions.joined import Joined
+from rheostat_server.subscriptions.joining import Awaited
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,8 +93,10 @@ class Life:
         """What it has generated."""
         self.changes = 0
         """How often what is captured of it was changed."""
-        self.joining: list[Joining] = []
-        """Subscriptions that wait for its next step."""
+        self.told = 0
+        """The last of these changes of which the engine has said what became of it."""
+        self.joining: list[Awaited] = []
+        """Those that somebody waits for."""
         self.known = asyncio.Event()
         """Set once the engine holds it or never will."""
         self.released = asyncio.Event()
@@ -108,11 +110,20 @@ class Life:
 
     def tell(self, attached: Attached) -> None:
         """The engine has changed what is captured of it, or it ended before."""
+        self.told = max(self.told, attached.change)
+        self.answer(attached)
+        if attached.first == OPEN_END and not self.job.has_plan:
+            self.released.set()
+
+    def answer(self, attached: Attached) -> None:
+        """Whoever waits for a change, or an earlier one, hears what became of it."""
         for one in [one for one in self.joining if one.change <= attached.change]:
             self.joining.remove(one)
             one.tell(self.track, attached)
-        if attached.first == OPEN_END and not self.job.has_plan:
-            self.released.set()
+
+    def let_go(self) -> None:
+        """The engine holds it no more: nothing becomes of changes that wait."""
+        self.answer(Attached(self.plan_id, self.changes, OPEN_END, ""))
 
     @property
     def track(self) -> Track:
@@ -157,8 +168,10 @@ class Flight:
         self._queue: asyncio.Queue[Item | Notice | Sign | RheostatError] = asyncio.Queue()
         self.inline = Inline(partial(self._queue.put_nowait, Sign.ROWS))
         """Those of them that go into the response."""
-        self.joined: list[Wish] = []
-        """What subscriptions want of it that it does not know of, since it began before them."""
+        self.joined: list[Joined] = []
+        """Subscriptions that take part in it though it began before them."""
+        self.asked: set[str] = set()
+        """Ids of subscriptions that have tried to."""
         self._number = next(_NUMBERS)
         self.lives = [
             *self._samples(Role.OWN, admitted.plan),
@@ -244,6 +257,7 @@ class Flight:
                 self.fail(Defect("the engine could not take up the request's plan"))
         elif isinstance(event, Released):
             life.released.set()
+            life.let_go()
             if life.role is not Role.SCORE:
                 self.outlets.release(life.track, event)
             self._close_outlets()
@@ -264,9 +278,20 @@ class Flight:
             plan = replace(life.job.plan, captures=self.admitted.unobserved)
             life.job = replace(life.job, plan=plan)
 
+    def finish(self) -> None:
+        """All that the response needs has come. Rows may still come for those who joined."""
+        if all(life.released.is_set() for life in self.lives):
+            self.close_outlets()
+        else:
+            self.outlets.close(self._reasons(), but={one.tap for one in self.joined})
+
     def close_outlets(self) -> None:
         """Nothing more comes; every outlet hears how the samples ended."""
-        self.outlets.close([_reason(life, failed=self.failed) for life in self.own])
+        if all(life.task is None for life in self.lives):  # it has never run
+            for one in self.joined:
+                if not one.named:
+                    one.tap.discard()
+        self.outlets.close(self._reasons())
 
     def answer(self, notice: Notice) -> None:
         """Says what became of an update."""
@@ -311,6 +336,9 @@ class Flight:
         lives = [life for life in self.lives if life.role is not Role.SCORE]
         if all(life.ended and life.released.is_set() for life in lives):
             self.close_outlets()
+
+    def _reasons(self) -> list[types_pb2.FinishReason.ValueType]:
+        return [_reason(life, failed=self.failed) for life in self.own]
 
     def _samples(self, role: Role, plan: Plan) -> list[Life]:
         admitted = self.admitted

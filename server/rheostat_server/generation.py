@@ -54,7 +54,7 @@ async def run(
             if beside is not None:
                 beside.cancel()
                 await asyncio.wait({beside})
-        flight.close_outlets()
+        flight.finish()
         host.leave_engine(flight)
         await flight.outlets.written()
         work = receipt_work(admitted, stream.own)
@@ -128,7 +128,7 @@ class _Stream:
 
     async def _rest(self) -> AsyncIterator[Response | Notice]:
         """The rows that are left once all samples are done."""
-        self._flight.close_outlets()
+        self._flight.finish()
         while True:
             while (rows := self._flight.inline.take()) is not None:
                 yield await self._rows(rows)

@@ -6,7 +6,7 @@
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import Act, Capture, Event, ModelSites, Plan
@@ -98,6 +98,17 @@ class QueueStats:
     prefix_hit_tokens: int = 0
 
 
+class Recapture(NamedTuple):
+    """What is to be captured of a sample from its next step on."""
+
+    number: int
+    """Which change of the sample it is."""
+    captures: Sequence[Capture]
+    """What is captured from then on."""
+    not_before: int = 0
+    """Position before which nothing changes."""
+
+
 class Backend(Protocol):
     """An engine with a model in it, ready to generate."""
 
@@ -138,12 +149,12 @@ class Backend(Protocol):
             Defect: a worker could not take the acts up.
         """
 
-    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
         """Changes what is captured of samples, each from its next step on; events say from where.
 
         Args:
-            changes: by the id of the sample's plan, which it need not have brought: the change's
-                number, and what is captured from then on. None: no change waits any more.
+            changes: by the id of the sample's plan, which it need not have brought. None: no change
+                waits any more.
 
         Raises:
             EngineLost: the engine is gone.

@@ -55,10 +55,7 @@ async def compile_plan(
     work = sum(
         _SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in interventions
     )
-    work += sum(
-        _SITE_BYTES * len(one.sites) + selection_work(one.selection) + one.projecting
-        for one in captures
-    )
+    work += captures_work(captures)
     return await offload(work, _compile, request_id, interventions, captures)
 
 
@@ -76,6 +73,14 @@ def observe(
         return plan.captures
     together = engine_captures([*captures, *beside])
     return plan.captures if effort(replace(plan, captures=together)) > MAX_EFFORT else together
+
+
+def captures_work(captures: Sequence[ResolvedCapture]) -> int:
+    """Bytes that making the engine's captures of some counts for; see `offload`."""
+    return sum(
+        _SITE_BYTES * len(one.sites) + selection_work(one.selection) + one.projecting
+        for one in captures
+    )
 
 
 def selection_work(selection: Selection) -> int:

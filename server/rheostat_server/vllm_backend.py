@@ -11,7 +11,6 @@ import zmq
 from rheostat_engine import (
     EXTRA_ARG,
     Act,
-    Capture,
     Event,
     ModelSites,
     Plan,
@@ -21,9 +20,10 @@ from rheostat_engine import (
 from rheostat_server.capture.trimming import trimming
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
-from rheostat_server.host import Delta, Job, QueueStats, WorkerStats
+from rheostat_server.host import Delta, Job, QueueStats, Recapture, WorkerStats
 from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
+from rheostat_server.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.vectors import Vector
@@ -42,6 +42,10 @@ T = TypeVar("T")
 _HEARTBEAT = 1.0
 
 _LOST = "the engine or one of its workers has died; restart the server"
+
+
+_SPAN_BYTES = 256
+"""What `offload` counts for a span that is written for the wire."""
 
 
 async def start_backend(config: ServerConfig) -> "VllmBackend":
@@ -157,12 +161,11 @@ class VllmBackend:
             raise Defect("the workers took an update up at different positions")
         return None if first < 0 else first
 
-    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
         """Changes what is captured of samples, each from its next step on."""
-        wires = {
-            name: change and (change[0], Plan(name, (), tuple(change[1])).to_wire())
-            for name, change in changes.items()
-        }
+        changed = [change for change in changes.values() if change is not None]
+        spans = sum(len(one.spans) for change in changed for one in change.captures)
+        wires = await offload(spans * _SPAN_BYTES, _recaptures, changes)
         await self._call("rheostat_recapture", wires)
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
@@ -341,3 +344,14 @@ def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
         vllm_version=vllm.__version__,
         torch_version=torch.__version__,
     )
+
+
+def _recaptures(
+    changes: Mapping[str, Recapture | None],
+) -> dict[str, tuple[int, bytes, int] | None]:
+    """Changes as the workers get them."""
+    return {
+        name: change
+        and (change.number, Plan(name, (), tuple(change.captures)).to_wire(), change.not_before)
+        for name, change in changes.items()
+    }

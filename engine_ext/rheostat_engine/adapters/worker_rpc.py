@@ -62,7 +62,7 @@ class SiteRpc:
         """Changes what a running request does from its next step on; see `SiteRuntime.amend`."""
         return self._assembled.runtime.amend(name, wire, not_before)._asdict()
 
-    def rheostat_recapture(self, changes: Mapping[str, tuple[int, object] | None]) -> None:
+    def rheostat_recapture(self, changes: Mapping[str, tuple[int, object, int] | None]) -> None:
         """Changes what is captured of requests from their next steps on; see `SiteRuntime`."""
         self._assembled.runtime.recapture(
             {name: None if change is None else Change(*change) for name, change in changes.items()}

@@ -55,6 +55,8 @@ class Change(NamedTuple):
     """Which change, as the server numbers them; a later one takes the place of one that waits."""
     wire: object
     """`Plan.to_wire` of a plan with the captures."""
+    not_before: int = 0
+    """Position before which nothing changes."""
 
 
 class Amended(NamedTuple):
@@ -296,20 +298,26 @@ class SiteRuntime:
             self._outlet.close()
 
     def _carry_out(self, batch: Batch) -> None:
-        """Carries out the changes that wait for requests of a batch."""
+        """Carries out the changes that wait for requests of a batch, as many as a step may cost."""
         if batch.request_ids == self._looked:
             return
         self._looked = list(batch.request_ids)
+        spent = 0
         for request_id, computed in zip(self._looked, batch.computed.tolist(), strict=True):
-            change = self._changes.pop(self._name(request_id), None)
-            if change is not None:
-                self._attach(request_id, change, computed)
+            name = self._name(request_id)
+            if name not in self._changes:
+                continue
+            if spent > MAX_EFFORT // 2:  # the others wait for the next step
+                self._looked = None
+                return
+            spent += self._attach(request_id, self._changes.pop(name), computed)
 
     def _name(self, request_id: str) -> str:
         held = self._held.get(request_id)
         return self._name_of(request_id) if held is None else held.plan.request_id
 
-    def _attach(self, request_id: str, change: Change, computed: int) -> None:
+    def _attach(self, request_id: str, change: Change, computed: int) -> int:
+        """Carries out a change; its effort, about."""
         held = self._held.get(request_id)
         if held is None:
             name = self._name(request_id)
@@ -318,12 +326,14 @@ class SiteRuntime:
             self._ids[name] = request_id
             self._last_ids = ()
             self._send(InstalledHead(self._rank, held.number, name, ""))
-        first = max(int(self._tallies.computed_end[held.number]), computed)
-        problem = ""
+        first = max(int(self._tallies.computed_end[held.number]), computed, change.not_before)
+        problem, cost = "", MAX_EFFORT
         try:
-            plan = recapture(held.plan, self._checked(change.wire).captures, first)
-            if effort(plan) > MAX_EFFORT:
-                raise ValueError("what is captured of the request has been changed too often")
+            new = self._places.placed(Plan.from_wire(change.wire))
+            plan = recapture(held.plan, new.captures, first)
+            cost = effort(plan)
+            if cost > MAX_EFFORT:
+                raise ValueError(f"captures are too fragmented: their effort is over {MAX_EFFORT}")
             if self.captures is not None:
                 classes = self.captures.put(held.number, plan)
                 self.captures.release(held.classes)
@@ -333,6 +343,7 @@ class SiteRuntime:
             problem = str(error)
         name = held.plan.request_id
         self._send(AttachedHead(self._rank, held.number, name, change.number, first, problem))
+        return cost
 
     def _checked(self, wire: object) -> Plan:
         plan = self._places.placed(Plan.from_wire(wire))

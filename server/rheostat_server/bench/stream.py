@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 import rheostat
-from rheostat_engine import Act, Capacity, Capture, Event, Installed, ModelSites, Released, Rows
+from rheostat_engine import Act, Capacity, Event, Installed, ModelSites, Released, Rows
 from rheostat_server.bench.summaries import Figures
 from rheostat_server.config import ServerConfig
-from rheostat_server.host import Backend, Delta, Ending, Job, QueueStats, WorkerStats
+from rheostat_server.host import Backend, Delta, Ending, Job, QueueStats, Recapture, WorkerStats
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.serve import start
 from rheostat_server.tokenizer import Tokenizer
@@ -147,7 +147,7 @@ class _StandIn:
     async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
         return None
 
-    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
         pass
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:

@@ -64,6 +64,12 @@ class Lane:
         early, self._early = self._early, []
         return early
 
+    def refuse(self, numbers: Collection[int]) -> None:
+        """Nothing of these captures comes: all of it is lost."""
+        self._refused = numbers
+        self._lossy = 0
+        self._stream.drop(numbers)
+
     def feed(self, rows: Rows) -> list[Piece]:
         """Takes rows of one site; what of them waits."""
         if self._start == OPEN_END:

@@ -5,7 +5,7 @@ run is kept once all else has succeeded, or given up.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Released, Rows
@@ -33,6 +33,10 @@ class Outlets:
             own: index in the request's captures, by the number of those that are its own.
         """
         self._taps.append((tap, own))
+
+    def remove(self, tap: Tap) -> None:
+        """A tap takes nothing more."""
+        self._taps = [one for one in self._taps if one[0] is not tap]
 
     def add_writer(self, writer: SinkWriter) -> None:
         """Adds a writer to a sink or a run."""
@@ -63,10 +67,16 @@ class Outlets:
         for tap in self._each():
             tap.release(track, released)
 
-    def close(self, reasons: Sequence[types_pb2.FinishReason.ValueType]) -> None:
-        """Nothing more comes; every tap says so once its rows have left."""
+    def close(
+        self,
+        reasons: Sequence[types_pb2.FinishReason.ValueType],
+        *,
+        but: Collection[Tap] = frozenset(),
+    ) -> None:
+        """Nothing more comes, `but` for some taps; each says so once its rows have left."""
         for tap in self._each():
-            tap.close(reasons)
+            if tap not in but:
+                tap.close(reasons)
 
     async def written(self) -> None:
         """Returns once every sink has published.

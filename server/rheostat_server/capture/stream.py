@@ -8,7 +8,7 @@ Rows of a site come as they are or in the capture's form, and a block holds one 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,6 +92,13 @@ class CaptureStream:
         """Takes rows of one site; what of them waits."""
         pieces = (spec.feed(rows) for spec in self._specs.values())
         return [piece for piece in pieces if piece is not None]
+
+    def drop(self, numbers: Collection[int]) -> None:
+        """Takes no rows of these captures any more, and loses what waits of them."""
+        for number in numbers:
+            spec = self._specs.pop(number, None)
+            if spec is not None:
+                spec.discard()
 
     def discard(self) -> None:
         """Loses what waits."""

@@ -270,14 +270,14 @@ class Tap:
 
     def extend(self, track: Track, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated; rows before them may leave."""
-        if token_ids:
+        if token_ids and self._takes(track):
             self._lane(track).tokens += token_ids
             if not self.closed:
                 self._reservoir.touch(self)
 
     def feed(self, track: Track, rows: Rows) -> None:
         """Takes rows of one site, or loses them."""
-        if self.closed:
+        if self.closed or not self._takes(track):
             return
         lane = self._lane(track)
         pieces = lane.feed(rows)
@@ -287,6 +287,8 @@ class Tap:
 
     def release(self, track: Track, released: Released) -> None:
         """Takes what the engine says of a track that has ended."""
+        if not self._takes(track):
+            return
         self._lane(track).release(released)
         if not self.closed:
             self._reservoir.touch(self)
@@ -297,6 +299,8 @@ class Tap:
         To be said before anything comes.
         """
         self._refused = frozenset(numbers)
+        for lane in self._lanes.values():
+            lane.refuse(self._refused)
 
     def close(self, reasons: Sequence[types_pb2.FinishReason.ValueType] = ()) -> None:
         """Nothing more enters; what waits leaves, then the end."""
@@ -351,6 +355,10 @@ class Tap:
         self._counts = self.counts()
         self._lanes.clear()
         self._prompt = ()
+
+    def _takes(self, track: Track) -> bool:
+        """Whether a track is wanted: of a request that ran before, only those that were joined."""
+        return not self.joined or track in self.joined
 
     def _lane(self, track: Track) -> Lane:
         lane = self._lanes.get(track)

@@ -1,33 +1,42 @@
 """Subscriptions take part in requests that already run, and leave those that still do.
 
-Invariant: a request neither waits for an observer nor is refused for one. What an observer wants
+Invariants: a request neither waits for an observer nor is refused for one. What an observer wants
 beside it needs room in the engine as everything that is captured; without, nothing of it is
-captured, and the observer is told why.
+captured, and the observer is told why. Changes reach the engine in the order of their numbers.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import itertools
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
-from rheostat_engine import Capture, ModelSites, Plan
-from rheostat_server.capture.specs import engine_captures
+from rheostat_engine import MAX_EFFORT, OPEN_END, Attached, Capture, ModelSites, Plan, effort
+from rheostat_engine import recapture as recaptured
+from rheostat_server.capture.specs import ResolvedCapture, engine_captures
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
 from rheostat_server.flight import Flight, Life, Role
-from rheostat_server.host import Backend
+from rheostat_server.host import Backend, Recapture
 from rheostat_server.line import Line, Room
 from rheostat_server.offload import offload
-from rheostat_server.selection import selector_work
-from rheostat_server.subscriptions.joining import Joining, Missed
+from rheostat_server.planning import captures_work, plan_work
+from rheostat_server.subscriptions.joined import Joined
+from rheostat_server.subscriptions.joining import Awaited, Joining, Missed
 from rheostat_server.subscriptions.registry import Subscriptions, Wish
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 
-PATIENCE = 1.0
-"""Seconds that a subscription's opening waits for the next steps of the requests that it joins."""
+_LOG = logging.getLogger(__name__)
 
-_Changes = dict[str, tuple[int, Sequence[Capture]] | None]
+PATIENCE = 1.0
+"""Seconds that a subscription's opening takes at most, about, for the requests that it joins."""
+
+_ENDING = "it is about to end"
+_LATE = "the server could not look at it in time: too much runs, or the captures are too fragmented"
+_FRAGMENTED = "what is captured of it together would be too fragmented: use fewer, longer spans"
 
 
 class Engine(Protocol):
@@ -58,96 +67,117 @@ class Attaching:
         self._host = host
         self._flights = flights
         self._routes = routes
+        self._numbers = itertools.count()
+        self._changed: dict[Flight, None] = {}
+        """Of which something else is to be captured, and the engine does not know."""
+        self._gone: set[str] = set()
+        """Plans of samples that have ended; changes wait for them in vain."""
+        self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def attach(self, subscription: Subscription) -> None:
         """Lets a new subscription take part in the requests that it selects and that run.
 
         Returns once each of them has come to its next step, or after `PATIENCE`.
-
-        Raises:
-            EngineLost: the engine is gone.
         """
-        subscription.on_left = lambda: self._soon(self._leave(subscription))
+        subscription.on_left = partial(self._left, subscription)
         running = [flight for flight in self._flights.values() if _selects(subscription, flight)]
-        joined = await self._join(subscription, running)
-        if joined:
-            waiting = [asyncio.ensure_future(one.told.wait()) for one in joined]
-            _, late = await asyncio.wait(waiting, timeout=PATIENCE)
-            for one in late:
-                one.cancel()
+        for flight in running:
+            flight.asked.add(subscription.name)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE
+        joined: list[Joining] = []
+        for flight in running:
+            if loop.time() > deadline:
+                _miss(subscription, flight, _LATE)
+                continue
+            joined += await self._join(subscription, flight, named=True)
+            await asyncio.sleep(0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                for one in joined:
+                    await one.told.wait()
 
     async def catch_up(self, flight: Flight) -> None:
         """Lets those subscriptions take part that were opened while the request was admitted.
 
-        Raises:
-            EngineLost: the engine is gone.
+        To be called once the request has the room that it needs.
         """
         admitted = flight.admitted
-        known = {wish.subscription for wish in admitted.wishes}
-        selecting = self._host.subscriptions.selecting(admitted.request_id, admitted.labels)
-        for subscription in selecting:
-            if subscription not in known:
-                await self._join(subscription, [flight])
+        known = {wish.subscription.name for wish in admitted.wishes} | flight.asked
+        for subscription in self._host.subscriptions.selecting(
+            admitted.request_id, admitted.labels
+        ):
+            if subscription.name not in known:
+                await self._join(subscription, flight, named=False)
+        if flight.unobserved and any(life.changes for life in flight.lives):
+            self._change(flight, _running(flight))
 
     def forget(self, flight: Flight) -> None:
         """A flight has ended; changes that it did not live to see wait no more."""
-        waiting = [life.plan_id for life in flight.lives if life.joining]
-        if waiting:
-            self._soon(self._recapture(dict.fromkeys(waiting)))
+        for life in flight.lives:
+            life.let_go()
+            if life.changes > life.told:
+                life.told = life.changes
+                self._gone.add(life.plan_id)
+        if self._gone:
+            self._send()
 
-    async def _join(self, subscription: Subscription, flights: Sequence[Flight]) -> list[Joining]:
-        """Lets a subscription take part in requests."""
-        wishes = [(flight, await self._wish(subscription, flight)) for flight in flights]
-        taps: list[Tap] = []
-        missed: list[Missed] = []
+    async def _join(
+        self, subscription: Subscription, flight: Flight, *, named: bool
+    ) -> list[Joining]:
+        """Lets a subscription take part in a request; what it waits for then."""
+        wish = await self._wish(subscription, flight)
+        before = self._captured(flight)
+        wanted = list(wish.captures.values())
+        plan = flight.lives[0].job.plan
+        captures, reason = await offload(
+            captures_work([*before, *wanted]) + plan_work(plan),
+            _looked_through,
+            plan,
+            before,
+            wanted,
+            _computed(flight),
+        )
+        lives = _running(flight)
+        held = flight.plan_id(f"joined{next(self._numbers)}")
+        reason = reason or self._reserve(flight, wish, lives, Plan(held, (), captures))
+        if reason and named:
+            _miss(subscription, flight, reason)
+            return []
+        if not subscription.taking or flight.closed:
+            return []
+        tap = subscription.tap(
+            flight.admitted.request_id,
+            flight.admitted.prompt.token_ids,
+            wish.captures,
+            FloatType(self._host.sites.dtype),
+            fail=None,
+        )
+        flight.outlets.add(tap, {})
+        if reason:
+            _refuse(subscription, tap, reason)
+            return []
+        subscription.attached = (*subscription.attached, tap)
+        flight.joined.append(Joined(wish, tap, held, named))
+        self._change(flight, lives)
         joined: list[Joining] = []
-        changes: _Changes = {}
-        for flight, wish in wishes:
-            lives = _running(flight)
-            reason = self._reserve(flight, wish, lives)
-            if reason:
-                missed.append(Missed(flight.admitted.request_id, reason))
-                continue
-            tap = subscription.tap(
-                flight.admitted.request_id,
-                flight.admitted.prompt.token_ids,
-                wish.captures,
-                FloatType(self._host.sites.dtype),
-                fail=None,
-            )
-            taps.append(tap)
-            flight.outlets.add(tap, {})
-            flight.joined.append(wish)
-            changes |= self._changes(flight, lives)
-            for life in lives:
-                tap.join(life.track, life.tokens)
-                life.joining.append(Joining(life.changes, tap, _refusing(subscription)))
-                joined.append(life.joining[-1])
-                self._routes[life.plan_id] = (flight, life)
-                if not life.job.has_plan:
-                    life.released.clear()
-        subscription.attached = (*subscription.attached, *taps)
-        subscription.missed = (*subscription.missed, *missed)
-        if changes:
-            await self._host.backend.recapture(changes)
+        for life in lives:
+            tap.join(life.track, life.tokens)
+            joined.append(Joining(life.changes, tap, partial(_refuse, subscription)))
+            life.joining.append(joined[-1])
         return joined
 
     async def _wish(self, subscription: Subscription, flight: Flight) -> Wish:
-        context = flight.admitted.context
-        specs = subscription.specs
-        size = sum(spec.ByteSize() for spec in specs)
-        size += selector_work([spec.where for spec in specs], context)
-        wishes = self._host.subscriptions.wishes
-        (wish,) = await offload(size, wishes, [subscription], context)
+        registry, context = self._host.subscriptions, flight.admitted.context
+        size = registry.work([subscription], context)
+        (wish,) = await offload(size, registry.wishes, [subscription], context)
         return wish
 
-    def _reserve(self, flight: Flight, wish: Wish, lives: Sequence[Life]) -> str:
+    def _reserve(self, flight: Flight, wish: Wish, lives: Sequence[Life], plan: Plan) -> str:
         """Reserves what a wish needs of the engine; why that cannot be, or nothing."""
         if not lives or not wish.subscription.taking:
-            return "it is about to end"
-        name = flight.plan_id(f"joined{len(flight.joined)}")
-        plan = Plan(name, (), engine_captures(list(wish.captures.values())))
+            return _ENDING
         try:
             self._host.line.enter_now(
                 Room(plan, len(lives)),
@@ -158,49 +188,113 @@ class Attaching:
             return f"the engine has no room for its rows: {error.message}"
         return ""
 
-    def _changes(self, flight: Flight, lives: Sequence[Life]) -> _Changes:
-        """What is captured of some samples from now on."""
-        beside = [
+    def _captured(self, flight: Flight) -> list[ResolvedCapture]:
+        """What is to be captured of a flight now."""
+        beside = (
             capture
             for wish in _observing(flight)
             if wish.subscription.taking
             for number, capture in wish.captures.items()
             if number not in wish.own
-        ]
-        captures = engine_captures([*flight.admitted.captures, *beside])
-        changes: _Changes = {}
+        )
+        return [*flight.admitted.captures, *beside]
+
+    def _left(self, subscription: Subscription) -> None:
+        """Nothing more is copied for a subscription that takes nothing any more."""
+        subscription.on_left = lambda: None
+        for flight in self._flights.values():
+            if all(one.subscription is not subscription for one in _observing(flight)):
+                continue
+            joined = [one for one in flight.joined if one.wish.subscription is subscription]
+            for one in joined:
+                flight.outlets.remove(one.tap)
+            flight.joined = [
+                one for one in flight.joined if one.wish.subscription is not subscription
+            ]
+            self._change(flight, _running(flight))
+            if joined:
+                held = [one.held for one in joined]
+                self._soon(self._give_back(flight, held, _awaiting(flight)))
+
+    async def _give_back(
+        self, flight: Flight, held: Sequence[str], changes: Sequence[Awaited]
+    ) -> None:
+        """Gives room back once the engine copies nothing more for it."""
+        for one in changes:
+            await one.told.wait()
+        left = [name for name in held if name in flight.reserved]
+        for name in left:
+            flight.reserved.remove(name)
+        self._host.line.leave(left)
+
+    def _change(self, flight: Flight, lives: Sequence[Life]) -> None:
+        """Something else is to be captured of some samples of a flight from now on."""
         for life in lives:
             life.changes += 1
-            changes[life.plan_id] = (life.changes, captures)
-        return changes
+            self._routes[life.plan_id] = (flight, life)
+            if not life.job.has_plan:
+                life.released.clear()
+        if lives:
+            self._changed[flight] = None
+            self._send()
 
-    async def _leave(self, subscription: Subscription) -> None:
-        """Nothing more is copied for a subscription that takes nothing any more."""
-        changes: _Changes = {}
-        for flight in self._flights.values():
-            if any(wish.subscription is subscription for wish in _observing(flight)):
-                changes |= self._changes(flight, _running(flight))
-        await self._recapture(changes)
+    def _send(self) -> None:
+        """Lets the engine know of all changes."""
+        if self._sending is None or self._sending.done():
+            self._sending = self._soon(self._send_all())
 
-    async def _recapture(self, changes: _Changes) -> None:
-        if changes:
-            with contextlib.suppress(EngineLost):
+    async def _send_all(self) -> None:
+        while self._changed or self._gone:
+            changes: dict[str, Recapture | None] = {}
+            while self._changed:
+                if changes:
+                    await asyncio.sleep(0)
+                flight = next(iter(self._changed))
+                del self._changed[flight]
+                changes |= await self._changes(flight)
+            changes |= dict.fromkeys(self._gone)
+            self._gone.clear()
+            try:
                 await self._host.backend.recapture(changes)
+            except EngineLost:
+                return  # all who wait hear of that
+            except Exception as error:  # a task's end: whatever it is, who waits must hear of it
+                _LOG.error("the engine was not told what to capture", exc_info=error)
+                self._fail(changes)
 
-    def _soon(self, work: Coroutine[None, None, None]) -> None:
+    async def _changes(self, flight: Flight) -> dict[str, Recapture]:
+        lives = _running(flight)
+        numbers = {life.plan_id: life.changes for life in lives}
+        captures, first = self._captured(flight), _computed(flight)
+        made = await offload(captures_work(captures), _captures_from, captures, first)
+        return {name: Recapture(number, made, first) for name, number in numbers.items()}
+
+    def _fail(self, changes: Mapping[str, Recapture | None]) -> None:
+        for name, change in changes.items():
+            route = self._routes.get(name)
+            if route is not None and change is not None:
+                route[1].answer(Attached(name, change.number, OPEN_END, "it could not be told"))
+
+    def _soon(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _selects(subscription: Subscription, flight: Flight) -> bool:
     return subscription.selects(flight.admitted.request_id, flight.admitted.labels)
 
 
+def _miss(subscription: Subscription, flight: Flight, reason: str) -> None:
+    missed = Missed(flight.admitted.request_id, reason)
+    subscription.missed = (*subscription.missed, missed)
+
+
 def _observing(flight: Flight) -> list[Wish]:
     """What is captured of a flight, or was, for those of which it does not know."""
     observed = () if flight.unobserved else flight.admitted.wishes
-    return [*(wish for wish in observed if wish.observed), *flight.joined]
+    return [*(wish for wish in observed if wish.observed), *(one.wish for one in flight.joined)]
 
 
 def _running(flight: Flight) -> list[Life]:
@@ -210,6 +304,39 @@ def _running(flight: Flight) -> list[Life]:
     return [life for life in flight.lives if life.role is not Role.SCORE and not life.ended]
 
 
-def _refusing(subscription: Subscription) -> Callable[[Tap, str], None]:
+def _awaiting(flight: Flight) -> list[Awaited]:
+    """The last changes of those samples that the engine holds."""
+    found: list[Awaited] = []
+    for life in flight.lives:
+        if life.role is not Role.SCORE and not (life.ended and life.released.is_set()):
+            found.append(Awaited(life.changes))
+            life.joining.append(found[-1])
+    return found
+
+
+def _computed(flight: Flight) -> int:
+    """A position before which every sample that runs has computed everything."""
+    tokens = min((len(life.tokens) for life in _running(flight)), default=0)
+    return flight.admitted.prompt_len + tokens - 1 if tokens else 0
+
+
+def _captures_from(captures: Sequence[ResolvedCapture], first: int) -> tuple[Capture, ...]:
+    """What the engine has to copy from a position on."""
+    return recaptured(Plan(""), engine_captures(captures), first).captures
+
+
+def _looked_through(
+    plan: Plan, before: Sequence[ResolvedCapture], wanted: Sequence[ResolvedCapture], first: int
+) -> tuple[tuple[Capture, ...], str]:
+    """What captures beside those of a plan add to it, and why no engine could do it, or nothing."""
+    together = recaptured(plan, _captures_from([*before, *wanted], first), first)
+    if effort(together) > MAX_EFFORT:
+        return (), _FRAGMENTED
+    return _captures_from(wanted, first), ""
+
+
+def _refuse(subscription: Subscription, tap: Tap, reason: str) -> None:
     """What a subscription does where the engine cannot capture for it."""
-    return lambda tap, _: subscription.refuse(tap, frozenset(tap.captures))
+    if subscription.taking:
+        what = f"the engine cannot capture from a request that runs: {reason}. Capture less"
+        subscription.refuse(tap, frozenset(tap.captures), what)

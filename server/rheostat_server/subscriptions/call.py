@@ -45,15 +45,20 @@ async def subscribe(
         subscription = subscriptions.open(wish)
     call = object()
     hearing: asyncio.Task[None] | None = None
+    known = wish.HasField("resume")
     try:
         if not wish.HasField("resume"):
             await attach(subscription)
         hearing = asyncio.create_task(_hear(messages, subscription, call))
         async with aclosing(subscription.messages(call, wish.credit_bytes)) as responses:
             async for response in responses:
+                known = True
                 yield response
     finally:
-        subscriptions.left(subscription, call)
+        if known:
+            subscriptions.left(subscription, call)
+        else:
+            subscriptions.forsake(subscription)
         if hearing is not None:
             hearing.cancel()
             await asyncio.wait({hearing})

@@ -25,28 +25,44 @@ class Missed(NamedTuple):
     reason: str
 
 
-class Joining:
-    """A sample that a tap waits for."""
+class Awaited:
+    """A change of what is captured of a sample, for which somebody waits."""
+
+    def __init__(self, change: int) -> None:
+        """Nothing is known yet.
+
+        Args:
+            change: its number.
+        """
+        self.change = change
+        self.told = asyncio.Event()
+
+    def tell(self, track: Track, attached: Attached) -> None:
+        """The engine has said what became of it."""
+        self.told.set()
+
+
+class Joining(Awaited):
+    """One that captures for a tap."""
 
     def __init__(self, change: int, tap: Tap, refuse: Callable[[Tap, str], None]) -> None:
         """Nothing is known yet.
 
         Args:
-            change: which change of what is captured of the sample captures for the tap.
+            change: its number.
             tap: where its rows go.
             refuse: hears of a change that cannot be.
         """
-        self.change = change
+        super().__init__(change)
         self.tap = tap
-        self.told = asyncio.Event()
         self._refuse = refuse
 
     def tell(self, track: Track, attached: Attached) -> None:
         """The engine has said what became of it."""
-        self.tap.begin(track, attached.first)
         if attached.error:
             self._refuse(self.tap, attached.error)
-        self.told.set()
+        self.tap.begin(track, attached.first)
+        super().tell(track, attached)
 
 
 def to_wire(taps: Iterable[Tap]) -> list[capture_service_pb2.Attached]:

@@ -45,7 +45,7 @@ from rheostat_server.limits import (
 from rheostat_server.line import RETRY
 from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
-from rheostat_server.selection import SelectionContext, typical_context
+from rheostat_server.selection import SelectionContext, selector_work, typical_context
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors import Vector
 
@@ -220,6 +220,12 @@ class Subscriptions:
                 self.resume_window, self._expire, subscription
             )
 
+    def forsake(self, subscription: Subscription) -> None:
+        """One whose reader will not come back, or has never heard of it, is gone."""
+        self._remove(subscription)
+        subscription.fail(_not_found(subscription.name, "open.resume.subscription"))
+        self._failed.pop(subscription.name, None)
+
     def named(self, name: str, path: str) -> Subscription:
         """One that takes rows.
 
@@ -234,6 +240,12 @@ class Subscriptions:
     def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Subscription]:
         """Those whose filter selects a request."""
         return [one for one in self._open.values() if one.selects(request_id, labels)]
+
+    def work(self, subscriptions: Sequence[Subscription], context: SelectionContext) -> int:
+        """Bytes that `wishes` goes over; see `offload`."""
+        specs = [spec for one in subscriptions for spec in one.specs]
+        size = sum(spec.ByteSize() for spec in specs) + sum(one.projecting for one in subscriptions)
+        return size + selector_work([spec.where for spec in specs], context)
 
     def wishes(
         self, subscriptions: Sequence[Subscription], context: SelectionContext
@@ -331,9 +343,7 @@ class Subscriptions:
 
     def _expire(self, subscription: Subscription) -> None:
         _LOG.info("subscription %s: its reader did not come back", subscription.name)
-        self._remove(subscription)
-        subscription.fail(_not_found(subscription.name, "open.resume.subscription"))
-        self._failed.pop(subscription.name, None)
+        self.forsake(subscription)
 
     def _remove(self, subscription: Subscription) -> None:
         self._stay(subscription.name)

@@ -37,6 +37,11 @@ _UNACKNOWLEDGED = 256 << 10
 """Bytes beyond the buffer at which nothing more is sent before something is acknowledged."""
 
 
+_NO_ROOM = (
+    "the engine has no room for what is captured of a request. Capture fewer sites or tokens, "
+    "raise the server's --capture-mib"
+)
+
 _UNREAD = 16 << 20
 """Bytes beside the buffer that requests may take that have ended and were not read to their end; or
 as many as the buffer, if that is larger."""
@@ -130,15 +135,13 @@ class Subscription:
         """Whether rows may still be sent here."""
         return not self._closing and not self.ended and self.failure is None
 
-    def refuse(self, tap: Tap, numbers: Collection[int]) -> None:
-        """The engine has no room for some captures of a tap; where no row may be lost, it fails."""
+    def refuse(self, tap: Tap, numbers: Collection[int], reason: str = "") -> None:
+        """The engine cannot do some captures of a tap; where no row may be lost, it fails."""
         tap.refuse(numbers)
         if self.overload in (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL):
             self.fail(
                 CaptureOverflow(
-                    "the engine has no room for what is captured of a request. Capture fewer "
-                    "sites or tokens, raise the server's --capture-mib, or choose an overload "
-                    "policy that may lose rows"
+                    f"{reason or _NO_ROOM}, or choose an overload policy that may lose rows"
                 )
             )
 

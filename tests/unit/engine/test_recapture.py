@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rheostat_engine import (
+    MAX_EFFORT,
     OPEN_END,
     Attached,
     Capture,
@@ -15,6 +16,7 @@ from rheostat_engine import (
     Plan,
     Released,
     Rows,
+    effort,
     recapture,
 )
 from rheostat_engine.channel import EventMerger
@@ -200,6 +202,39 @@ def test_a_change_that_costs_too_much_is_refused_and_the_request_goes_on() -> No
     (told,) = [event for event in worker.outlet.events if isinstance(event, Attached)]
     assert "effort" in told.error
     assert rows_of(worker.outlet.events) == {(1, 0)}
+
+
+def test_a_step_takes_up_no_more_changes_than_it_may_cost() -> None:
+    worker = Worker()
+    names = [f"r{number}" for number in range(6)]
+    spans = tuple((2 * n, 2 * n + 1) for n in range(10_000))
+    new = Plan("new", (), (Capture((0,), spans),))
+    for name in names:
+        change(worker, name_of(name), new)
+    told, firsts = 0, []
+    for position in range(1, 7):
+        worker.step([(name, position, 1) for name in names])
+        heard = [one for one in worker.outlet.events if isinstance(one, Attached)]
+        firsts += [one.first for one in heard[told:]]
+        assert sum(effort(new) for _ in heard[told:]) <= MAX_EFFORT
+        told = len(heard)
+    assert firsts == sorted(firsts)
+    assert (len(set(firsts)), len(firsts)) == (3, 6)
+    for name in names:
+        change(worker, name_of(name), Plan("new"), number=2)
+    worker.step([(name, 7, 1) for name in names])
+    assert sum(isinstance(one, Attached) for one in worker.outlet.events) > len(names)
+
+
+def test_a_change_acts_from_the_position_that_is_named_on() -> None:
+    worker = Worker()
+    worker.step([("v", 0, 4)])
+    worker.runtime.preempt("v")
+    worker.runtime.recapture({name_of("v"): Change(1, everything(2).to_wire(), 4)})
+    worker.step([("v", 0, 6)])
+    (told,) = [event for event in worker.outlet.events if isinstance(event, Attached)]
+    assert told.first == 4
+    assert rows_of(worker.outlet.events) == {(2, 4), (2, 5)}
 
 
 def test_all_workers_have_to_say_it() -> None:

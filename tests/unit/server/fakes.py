@@ -17,7 +17,6 @@ from rheostat_engine import (
     Act,
     Attached,
     Capacity,
-    Capture,
     Coding,
     Dose,
     Event,
@@ -36,7 +35,7 @@ from rheostat_engine import (
 from rheostat_engine.row_forms import RAW_KEY
 from rheostat_server.capture.encodings import Form
 from rheostat_server.errors import EngineLost
-from rheostat_server.host import Delta, Ending, Job, QueueStats, WorkerStats
+from rheostat_server.host import Delta, Ending, Job, QueueStats, Recapture, WorkerStats
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType, converted
 from rheostat_server.tokenizer import Tokenizer
@@ -159,9 +158,9 @@ class ScriptedBackend:
     update_error: Exception | None = None
     updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
     recapture_error: str = ""
-    recaptured: list[dict[str, tuple[int, Sequence[Capture]] | None]] = field(default_factory=list)
+    recaptured: list[dict[str, Recapture | None]] = field(default_factory=list)
     """Every change of what is captured that was asked for."""
-    changes: dict[str, tuple[int, Sequence[Capture]]] = field(default_factory=dict)
+    changes: dict[str, Recapture] = field(default_factory=dict)
     """Those that wait for a sample's next step."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """Plans of the samples that it runs."""
@@ -226,7 +225,7 @@ class ScriptedBackend:
             if held and computed:
                 self._release(replace(job, plan=plan), computed)
 
-    async def recapture(self, changes: Mapping[str, tuple[int, Sequence[Capture]] | None]) -> None:
+    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
         self.recaptured.append(dict(changes))
         for plan_id, change in changes.items():
             self.changes.pop(plan_id, None)
@@ -242,7 +241,8 @@ class ScriptedBackend:
         if plan_id not in self.plans:
             self.plans[plan_id] = job.plan
             self.deliver(Installed(plan_id, ""))
-        number, captures = change
+        number, captures, not_before = change
+        computed = max(computed, not_before)
         if self.recapture_error:
             self.deliver(Attached(plan_id, number, computed, self.recapture_error))
             return job

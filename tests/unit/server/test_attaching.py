@@ -242,7 +242,7 @@ async def test_nothing_is_copied_for_a_subscription_that_has_left(starter, own) 
     one = await opened_while_they_step(running, opening(EVERY, [wanted(2)]))
     await one.rest()
     await until(lambda: len(running.backend.recaptured) == 2)
-    ((_, captures),) = running.backend.recaptured[-1].values()
+    ((_, captures, _),) = running.backend.recaptured[-1].values()
     assert not any(site(2) in one.sites for one in captures)
     running.backend.hold.go(20)
     assert (await rest(call))[-1].HasField("receipt")
@@ -255,7 +255,7 @@ async def test_an_observer_from_the_beginning_is_left_out_too_once_it_has_left(s
     call = await begun(running, "a")
     await one.rest()
     await until(lambda: running.backend.recaptured)
-    assert list(running.backend.recaptured[-1].values()) == [(1, ())]
+    assert list(running.backend.recaptured[-1].values()) == [(1, (), PROMPT)]
     running.backend.hold.go(20)
     assert (await rest(call))[-1].HasField("receipt")
 

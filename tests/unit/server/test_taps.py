@@ -191,3 +191,30 @@ async def test_a_closed_subscription_is_sent_to_its_end_though_nothing_is_acknow
         ends = [message.end_of_request.request_id async for message in messages]
     assert ends == [f"r{number}" for number in range(1500)]
     assert subscription.ended
+
+
+def test_a_tap_that_joins_takes_nothing_of_tracks_that_had_ended() -> None:
+    reservoir = room()
+    tap, other = tap_of(reservoir, FAIL), Track(1, False)
+    tap.join(TRACK, [7])
+    tap.feed(other, rows(0, 3))
+    tap.release(other, Released("r", (), True, {}, 0, 0, (0, 5)))
+    tap.begin(TRACK, 3)
+    tap.feed(TRACK, rows(3, 4))
+    tap.extend(TRACK, [8])
+    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
+    tap.close()
+    assert positions(everything(reservoir)) == ([3], [])
+
+
+def test_what_is_refused_after_a_track_was_joined_is_lost_though_its_rows_come() -> None:
+    reservoir = room()
+    tap = tap_of(reservoir, NEWEST)
+    tap.join(TRACK, [7])
+    tap.refuse({0})
+    tap.begin(TRACK, 3)
+    tap.feed(TRACK, rows(3, 5))
+    tap.extend(TRACK, [8, 9])
+    tap.close()
+    assert positions(everything(reservoir)) == ([], [3, 4])
+    assert reservoir.meter.bytes == 0

@@ -1,0 +1,19 @@
+"""What a request knows of a subscription that takes part in it."""
+
+from typing import NamedTuple
+
+from rheostat_server.capture.taps import Tap
+from rheostat_server.subscriptions.registry import Wish
+
+
+class Joined(NamedTuple):
+    """A subscription that takes part in a request which began before it."""
+
+    wish: Wish
+    """What it wants."""
+    tap: Tap
+    """Where that goes."""
+    held: str
+    """Under which the ledger holds room for it."""
+    named: bool
+    """Whether its reader is told of the request before anything of it comes."""
