@@ -254,6 +254,8 @@ class Attaching:
                 changes |= await self._changes(flight)
             changes |= dict.fromkeys(self._gone)
             self._gone.clear()
+            if not changes:  # what should have changed has ended
+                continue
             try:
                 await self._host.backend.recapture(changes)
             except EngineLost:

@@ -224,7 +224,7 @@ async def test_a_call_that_is_cancelled_while_it_ends_is_left(running) -> None:
             await gate.wait()
 
     async def read() -> None:
-        async for _ in subscribe(messages(), subscriptions, dict):
+        async for _ in subscribe(messages(), subscriptions, running.host.attaching.attach):
             pass
 
     reading = asyncio.create_task(read())
