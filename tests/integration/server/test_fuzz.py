@@ -112,6 +112,6 @@ def test_hostile_calls_end_with_typed_errors_and_leave_nothing(
     assert_empty(engine)
     after = engine.generate(prompt, **OPTIONS)
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
-    left = {name for one in engine.vectors.list("fuzz/") for name in one.names}
+    left = {one.vector.name for one in engine.vectors.list("fuzz/")}
     for name in left.intersection(NAMES):
         engine.vectors.delete(name)
