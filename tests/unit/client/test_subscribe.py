@@ -90,7 +90,7 @@ def test_requests_that_cannot_be_joined_are_named_with_the_reason(starter, kind)
     with running.engine.stream([10, 11], request_id="early", max_tokens=2) as stream:
         while not isinstance(next(stream), rheostat.Tokens):
             pass
-        with kind(running.target).subscribe(capture=ONE, every=True) as subscription:
+        with kind(running.target).subscribe(capture=POST, every=True) as subscription:
             assert list(subscription.missed) == ["early"]
             assert "no room" in subscription.missed["early"]
             assert subscription.attached == ()
