@@ -23,6 +23,10 @@ RowArray = npt.NDArray[np.generic]
 
 _WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
+_LARGE = 1 << 16
+"""Bytes of a block at one site from which on each of its sites is an event of its own, since
+whoever keeps rows of one site keeps the event's memory."""
+
 
 @dataclass(frozen=True)
 class Installed:
@@ -48,15 +52,15 @@ class Attached:
 
 @dataclass(frozen=True)
 class Rows:
-    """Captured rows of one site."""
+    """Captured rows of some sites at the same positions."""
 
     request_id: str
-    site: int
-    """Site index."""
+    sites: tuple[int, ...]
+    """Site indices."""
     positions: npt.NDArray[np.int32]
     """Absolute positions, [n], ascending."""
     data: RowArray
-    """The rows, [n, width]; in a form their bytes, uint8 [n, bytes of a row]."""
+    """The rows, [sites, n, width]; in a form their bytes, uint8 [sites, n, bytes of a row]."""
     form: bytes = RAW_KEY
     """Key of the form in which they left the device."""
 
@@ -198,25 +202,26 @@ def decode_head(data: bytes) -> Head:
     return _DECODER.decode(data)
 
 
-class _RowsOf(NamedTuple):
+class _Block(NamedTuple):
     """A block's labels."""
 
     number: int
-    sites: list[int]
+    sites: tuple[int, ...]
     start: int
     positions: int
     key: bytes
     row_bytes: int
 
 
-def _blocks(head: RowsHead) -> list[_RowsOf]:
+def _blocks(head: RowsHead) -> list[_Block]:
     """The blocks of a frame, in their order."""
     arrays = (head.number, head.which, head.start, head.count)
     columns = [np.frombuffer(data, "<i8").tolist() for data in arrays]
     raw = (RAW_KEY, head.width * np.dtype(_WIRE_DTYPES[head.dtype]).itemsize)
     kinds = [head.forms[form] for form in head.form_of] if head.forms else [raw] * len(head.classes)
+    classes = [tuple(sites) for sites in head.classes]
     return [
-        _RowsOf(number, head.classes[which], start, count, *kinds[which])
+        _Block(number, classes[which], start, count, *kinds[which])
         for number, which, start, count in zip(*columns, strict=True)
     ]
 
@@ -244,9 +249,9 @@ def split_rows(
     names: Mapping[int, str],
     copies: Callable[[Sequence[RowArray]], list[RowArray]] = copied,
 ) -> list[Rows]:
-    """The rows of a frame, one event per block and site, each with memory of its own.
+    """The rows of a frame, an event per block, or per site of a large one.
 
-    A reader that is slow keeps nothing alive but what it reads.
+    Each has memory of its own, so that a slow reader keeps no other request's rows alive.
 
     Args:
         head: the frame's head.
@@ -261,20 +266,23 @@ def split_rows(
     labelled = sum(block.positions * len(block.sites) * block.row_bytes for block in blocks)
     if labelled != len(payload) or any(block.row_bytes < 1 for block in blocks):
         raise ValueError(f"a frame of {len(payload)} bytes labels {labelled}")
-    labels: list[tuple[str, int, npt.NDArray[np.int32], bytes]] = []
+    labels: list[tuple[str, tuple[int, ...], npt.NDArray[np.int32], bytes]] = []
     views: list[RowArray] = []
     at = 0
-    for block in blocks:
-        kind = np.dtype(np.uint8 if block.key else _WIRE_DTYPES[head.dtype])
-        per_site = block.positions * block.row_bytes
-        rows = np.frombuffer(payload, kind, per_site * len(block.sites) // kind.itemsize, at)
-        rows = rows.reshape(len(block.sites), block.positions, -1)
+    coded, plain = np.dtype(np.uint8), np.dtype(_WIRE_DTYPES[head.dtype])
+    for number, sites, start, count, key, row_bytes in blocks:
+        kind = coded if key else plain
+        rows = np.frombuffer(payload, kind, len(sites) * count * row_bytes // kind.itemsize, at)
+        rows = rows.reshape(len(sites), count, -1)
         at += rows.nbytes
-        positions = np.arange(block.start, block.start + block.positions, dtype=np.int32)
-        name = names[block.number]
-        labels += [(name, site, positions, block.key) for site in block.sites]
-        views += [*rows]
+        positions = np.arange(start, start + count, dtype=np.int32)
+        if count * row_bytes < _LARGE:
+            labels.append((names[number], sites, positions, key))
+            views.append(rows)
+        else:
+            labels += [(names[number], (site,), positions, key) for site in sites]
+            views += np.split(rows, len(sites))
     return [
-        Rows(name, site, positions, data, key)
-        for (name, site, positions, key), data in zip(labels, copies(views), strict=True)
+        Rows(name, sites, positions, data, key)
+        for (name, sites, positions, key), data in zip(labels, copies(views), strict=True)
     ]

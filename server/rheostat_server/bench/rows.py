@@ -110,5 +110,8 @@ def captured(model: Model, scratch: str, dtype: str) -> Captured:
     engine.generate(list(PROMPTS), params, use_tqdm=False)
     if not delivered.complete.wait(_PATIENCE):
         raise TimeoutError("the rows did not come")
-    by_site = [[rows.data for rows in delivered.rows if rows.site == site] for site in at]
+    by_site = [
+        [rows.data[rows.sites.index(site)] for rows in delivered.rows if site in rows.sites]
+        for site in at
+    ]
     return Captured(np.stack([np.concatenate(parts) for parts in by_site]), sites.runner)

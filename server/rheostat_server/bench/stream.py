@@ -134,8 +134,11 @@ class _StandIn:
         for step in range(job.sampling.max_tokens):
             for capture in job.plan.captures:
                 positions = np.arange(start, end, dtype=np.int32)
-                for site in capture.sites:
-                    self._deliver(Rows(name, site, positions, self._rows[: end - start]))
+                rows = self._rows[: end - start]
+                together = (capture.sites,) if start else tuple((s,) for s in capture.sites)
+                for sites in together:
+                    data = np.broadcast_to(rows, (len(sites), *rows.shape))
+                    self._deliver(Rows(name, sites, positions, data))
             start, end = end, end + 1
             last = step == job.sampling.max_tokens - 1
             yield Delta(token_ids=(7,), ending=Ending.LENGTH if last else None)

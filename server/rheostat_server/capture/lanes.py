@@ -71,13 +71,13 @@ class Lane:
         self._stream.drop(numbers)
 
     def feed(self, rows: Rows) -> list[Piece]:
-        """Takes rows of one site; what of them waits."""
+        """Takes rows; what of them waits."""
         if self._start == OPEN_END:
             self._early.append(rows)
             return []
         if rows.positions[0] < self._start:
             kept = rows.positions >= self._start
-            rows = replace(rows, positions=rows.positions[kept], data=rows.data[kept])
+            rows = replace(rows, positions=rows.positions[kept], data=rows.data[:, kept])
         return self._stream.feed(rows)
 
     def leave_soon(self, pieces: Sequence[Piece]) -> bool:

@@ -58,7 +58,7 @@ class Outlets:
             tap.extend(track, token_ids)
 
     def feed(self, track: Track, rows: Rows) -> None:
-        """Takes rows of one site."""
+        """Takes rows."""
         for tap in self._each():
             tap.feed(track, rows)
 

@@ -89,9 +89,8 @@ class CaptureStream:
         }
 
     def feed(self, rows: Rows) -> list[Piece]:
-        """Takes rows of one site; what of them waits."""
-        pieces = (spec.feed(rows) for spec in self._specs.values())
-        return [piece for piece in pieces if piece is not None]
+        """Takes rows; what of them waits."""
+        return [piece for spec in self._specs.values() for piece in spec.feed(rows)]
 
     def drop(self, numbers: Collection[int]) -> None:
         """Takes no rows of these captures any more, and loses what waits of them."""
@@ -190,29 +189,47 @@ class _SpecRows:
         ]
         return runs(common(held))
 
-    def feed(self, rows: Rows) -> Piece | None:
-        if rows.site not in self._waiting or not len(self._starts):
-            return None
-        if rows.form and rows.form != self._keys.get(rows.site):
-            return None  # others want them so, and did before this capture was there
+    def feed(self, rows: Rows) -> list[Piece]:
+        mine = [
+            (index, site)
+            for index, site in enumerate(rows.sites)
+            if site in self._waiting
+            # Others may want them in a form, and did before this capture was there.
+            and (not rows.form or rows.form == self._keys.get(site))
+        ]
+        if not mine or not len(self._starts):
+            return []
         span = np.searchsorted(self._starts, rows.positions, side="right") - 1
-        chosen = (
-            (span >= 0)
-            & (rows.positions < self._ends[span])
-            & (rows.positions >= self._next[rows.site])
-        )
+        chosen = (span >= 0) & (rows.positions < self._ends[span])
         if not chosen.any():
+            return []
+        whole = bool(chosen.all())
+        positions = rows.positions if whole else rows.positions[chosen]
+        pieces = []
+        for index, site in mine:
+            data = rows.data[index] if whole else rows.data[index, chosen]
+            if whole and len(mine) < len(rows.sites):
+                data = data.copy()  # a view would keep the rows of the other sites
+            piece = self._wait(site, positions, data, made=bool(rows.form))
+            if piece is not None:
+                pieces.append(piece)
+        return pieces
+
+    def _wait(self, site: int, positions: Positions, data: RawArray, *, made: bool) -> Piece | None:
+        """Lets those rows of a site wait that have not come before."""
+        fresh = int(np.searchsorted(positions, self._next[site]))
+        if fresh == len(positions):
             return None
-        positions = rows.positions[chosen]
-        data = rows.data if chosen.all() else rows.data[chosen]
-        piece = Piece(positions, data, self._meter, made=bool(rows.form))
-        waiting = self._waiting[rows.site]
+        if fresh:
+            positions, data = positions[fresh:], data[fresh:].copy()
+        piece = Piece(positions, data, self._meter, made=made)
+        waiting = self._waiting[site]
         while waiting and not len(waiting[0]):
             waiting.popleft()
         while waiting and not len(waiting[-1]):
             waiting.pop()
         waiting.append(piece)
-        self._next[rows.site] = int(positions[-1]) + 1
+        self._next[site] = int(positions[-1]) + 1
         return piece
 
     def ready(

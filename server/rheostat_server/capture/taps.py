@@ -276,7 +276,7 @@ class Tap:
                 self._reservoir.touch(self)
 
     def feed(self, track: Track, rows: Rows) -> None:
-        """Takes rows of one site, or loses them."""
+        """Takes rows, or loses them."""
         if self.closed or not self._takes(track):
             return
         lane = self._lane(track)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from rheostat_engine import ROUTERS, Event, ModelSites, Rows
 
 Deliver = Callable[[Event], None]
@@ -14,9 +12,16 @@ def trimming(deliver: Deliver, sites: ModelSites) -> Deliver:
     """Delivers events whose rows have the width of their site."""
 
     def trimmed(event: Event) -> None:
-        if isinstance(event, Rows) and event.site >= ROUTERS:
-            width = sites.experts[event.site - ROUTERS]
-            event = replace(event, data=np.ascontiguousarray(event.data[:, :width]))
-        deliver(event)
+        if not isinstance(event, Rows) or max(event.sites) < ROUTERS:
+            deliver(event)
+            return
+        stream = [i for i, site in enumerate(event.sites) if site < ROUTERS]
+        if stream:
+            indices = tuple(event.sites[i] for i in stream)
+            deliver(replace(event, sites=indices, data=event.data[stream]))
+        for site, data in zip(event.sites, event.data, strict=True):
+            if site >= ROUTERS:
+                narrow = data[None, :, : sites.experts[site - ROUTERS]]
+                deliver(replace(event, sites=(site,), data=narrow.copy()))
 
     return trimmed

@@ -214,10 +214,11 @@ class OfflineEngine:
 
     @staticmethod
     def _add_rows(outcome: Outcome, event: Rows) -> None:
-        rows = outcome.rows.setdefault(event.site, {})
-        for position, row in zip(event.positions.tolist(), event.data, strict=True):
-            outcome.duplicates += position in rows
-            rows[position] = row
+        for site, data in zip(event.sites, event.data, strict=True):
+            rows = outcome.rows.setdefault(site, {})
+            for position, row in zip(event.positions.tolist(), data, strict=True):
+                outcome.duplicates += position in rows
+                rows[position] = row
 
     def _deliver(self, event: Event) -> None:
         with self._news:

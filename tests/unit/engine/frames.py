@@ -77,7 +77,7 @@ def payload(count: int = 2) -> bytes:
 def plain(event: Event) -> Plain:
     """An event as values that can be compared."""
     if isinstance(event, Rows):
-        return event.request_id, event.site, event.positions.tolist(), event.data.tolist()
+        return event.request_id, event.sites, event.positions.tolist(), event.data.tolist()
     return (event,)
 
 
@@ -90,8 +90,8 @@ def feed(merger: EventMerger, *heads: Head) -> list[Plain]:
     return [plain(event) for event in events]
 
 
-ROWS_OF_2 = ("r", 2, [5, 6], [[0.0, 1.0], [2.0, 3.0]])
-ROWS_OF_7 = ("r", 7, [5, 6], [[0.0, 1.0], [2.0, 3.0]])
+ROWS_OF_2 = ("r", (2,), [5, 6], [[[0.0, 1.0], [2.0, 3.0]]])
+ROWS_OF_7 = ("r", (7,), [5, 6], [[[0.0, 1.0], [2.0, 3.0]]])
 
 
 class Server:

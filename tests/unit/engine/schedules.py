@@ -134,9 +134,10 @@ def check_events(worker: Worker, plan: Plan, request_id: str, schedule: Schedule
     rows: dict[tuple[int, int], tuple[bytes, np.ndarray]] = {}
     for event in between:
         assert isinstance(event, Rows)
-        for position, row in zip(event.positions.tolist(), event.data, strict=True):
-            assert (event.site, position) not in rows
-            rows[event.site, position] = event.form, row
+        for site, data in zip(event.sites, event.data, strict=True):
+            for position, row in zip(event.positions.tolist(), data, strict=True):
+                assert (site, position) not in rows
+                rows[site, position] = event.form, row
     wanted = {(s, p): form for p in range(start, end) for s, form in captured(plan, p).items()}
     assert rows.keys() <= wanted.keys()
     for (site, position), (key, row) in rows.items():

@@ -34,7 +34,7 @@ def test_heads_survive_the_wire() -> None:
         assert decode_head(encode_head(head)) == head
 
 
-def test_a_frame_of_rows_is_split_into_requests_and_sites() -> None:
+def test_a_frame_of_rows_is_split_into_blocks() -> None:
     head = RowsHead(
         rank=0,
         dtype="bfloat16",
@@ -48,12 +48,24 @@ def test_a_frame_of_rows_is_split_into_requests_and_sites() -> None:
     data = np.arange(10, dtype="<u2")
     events = split_rows(head, data.tobytes(), {7: "a", 8: "b"})
     assert [plain(event) for event in events] == [
-        ("a", 0, [10, 11], [[0, 1], [2, 3]]),
-        ("a", 4, [10, 11], [[4, 5], [6, 7]]),
-        ("b", 3, [0], [[8, 9]]),
+        ("a", (0, 4), [10, 11], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        ("b", (3,), [0], [[[8, 9]]]),
     ]
     assert {event.data.dtype for event in events} == {np.dtype("u2")}
     assert {event.positions.dtype for event in events} == {np.dtype("i4")}
+    assert {event.data.base is None for event in events} == {True}
+
+
+def test_a_large_block_is_split_into_sites_that_keep_no_other_in_memory() -> None:
+    count = 1 << 13  # 64 KiB of each site
+    head = RowsHead(0, "float32", 2, [[0, 4]], int64(7), int64(0), int64(0), int64(count))
+    data = np.arange(4 * count, dtype="<f4").reshape(2, 1, count, 2)
+    events = split_rows(head, data.tobytes(), {7: "a"})
+    assert [event.sites for event in events] == [(0,), (4,)]
+    for event, site in zip(events, data, strict=True):
+        assert np.array_equal(event.data, site)
+        assert event.positions.tolist() == [*range(count)]
+        assert event.data.base is None
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -95,14 +95,15 @@ def check(events: list[Event], wanted: dict[int, RowForm | None], positions: ran
     for event in events:
         if not isinstance(event, Rows):
             continue
-        form = wanted[event.site]
-        assert event.form == (form.key if form is not None else b"")
-        for position, data in zip(event.positions.tolist(), event.data, strict=True):
-            found[event.site, position] += 1
-            if form is None:
-                assert data.tobytes() == row(event.site, position).tobytes()
-            else:
-                check_formed(form, row(event.site, position), data)
+        for site, rows in zip(event.sites, event.data, strict=True):
+            form = wanted[site]
+            assert event.form == (form.key if form is not None else b"")
+            for position, data in zip(event.positions.tolist(), rows, strict=True):
+                found[site, position] += 1
+                if form is None:
+                    assert data.tobytes() == row(site, position).tobytes()
+                else:
+                    check_formed(form, row(site, position), data)
     assert found == Counter((site, p) for site in wanted for p in positions)
 
 
@@ -219,7 +220,7 @@ def test_a_server_that_does_not_read_holds_up_no_step(server: Server) -> None:
     events = events_of(server)
     released = events[-1]
     assert isinstance(released, Released)
-    sent = sum(len(one.positions) for one in events if isinstance(one, Rows))
+    sent = sum(one.data.shape[0] * one.data.shape[1] for one in events if isinstance(one, Rows))
     assert sent + released.lost_rows == steps * 39 * 5
     assert isinstance(events[0], Installed)
     device.outlet.close()

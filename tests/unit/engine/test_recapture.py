@@ -1,6 +1,7 @@
 """What is captured of a running request changes from its next step on, with or without a plan."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -43,9 +44,9 @@ def rows_of(events: list[Event]) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     for event in events:
         if isinstance(event, Rows):
-            for position in event.positions.tolist():
-                assert (event.site, position) not in found
-                found.add((event.site, position))
+            for one in product(event.sites, event.positions.tolist()):
+                assert one not in found
+                found.add(one)
     return found
 
 
@@ -116,7 +117,8 @@ def test_rows_are_those_of_the_stream() -> None:
     worker.step([("mate", 0, 2), ("v", 4, 3)])
     (rows,) = [event for event in worker.outlet.events if isinstance(event, Rows)]
     assert rows.positions.tolist() == [4, 5, 6]
-    for position, row in zip([4, 5, 6], rows.data, strict=True):
+    assert rows.sites == (2,)
+    for position, row in zip([4, 5, 6], rows.data[0], strict=True):
         assert row.tolist() == stream_at("v", position, 2).tolist()
 
 

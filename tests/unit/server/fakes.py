@@ -291,15 +291,17 @@ class ScriptedBackend:
             kept = [
                 p for p in positions_of(capture.spans, start, end) if p not in self.lost_positions
             ]
-            for site in capture.sites if kept else ():
-                width = self.sites.experts.get(site - ROUTERS, WIDTH)
-                data = np.stack([row(site, p)[:width] for p in kept])
-                positions = np.array(kept, dtype=np.int32)
-                form = None if self.whole or not self._knows(capture.form) else capture.form
-                if form is not None:
-                    data = self._formed(form, data)
-                key = RAW_KEY if form is None else form.key
-                self.deliver(Rows(job.plan.request_id, site, positions, data, key))
+            form = None if self.whole or not self._knows(capture.form) else capture.form
+            key = RAW_KEY if form is None else form.key
+            stream = tuple(site for site in capture.sites if site < ROUTERS)
+            alone = tuple((site,) for site in capture.sites if site >= ROUTERS)
+            for sites in (stream, *alone) if kept else ():
+                width = self.sites.experts.get(sites[0] - ROUTERS, WIDTH) if sites else 0
+                rows = [np.stack([row(site, p)[:width] for p in kept]) for site in sites]
+                data = rows if form is None else [self._formed(form, one) for one in rows]
+                at = np.array(kept, dtype=np.int32)
+                if sites:
+                    self.deliver(Rows(job.plan.request_id, sites, at, np.stack(data), key))
 
     def _knows(self, form: RowForm | None) -> bool:
         directions = None if form is None else form.directions

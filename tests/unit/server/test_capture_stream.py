@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,7 +31,7 @@ TOKENS = list(range(50, 60))
 def rows(site: Site, *positions: int, width: int = 2) -> Rows:
     at = np.array(positions, dtype=np.int32)
     data = np.repeat(at[:, None], width, axis=1).astype(np.float32) + 50 * site.index
-    return Rows("r#0", site.index, at, data)
+    return Rows("r#0", (site.index,), at, data[None])
 
 
 def stream(*captures: ResolvedCapture) -> CaptureStream:
@@ -43,6 +44,36 @@ def spec(*sites: Site, spans=((0, OPEN_END),), conditions=()) -> ResolvedCapture
 
 def labels(blocks: list[Block]) -> list[tuple[int, tuple[Site, ...], list[int]]]:
     return [(block.spec, block.sites, block.positions.tolist()) for block in blocks]
+
+
+def both(*positions: int) -> Rows:
+    """Rows of two sites in one event."""
+    first, second = rows(POST0, *positions), rows(POST1, *positions)
+    return replace(
+        first, sites=first.sites + second.sites, data=np.concatenate([first.data, second.data])
+    )
+
+
+def test_rows_of_several_sites_come_together_and_each_once() -> None:
+    joined = stream(spec(POST0, POST1))
+    joined.feed(rows(POST1, 0, 1))
+    assert sorted(len(piece) for piece in joined.feed(both(0, 1, 2))) == [1, 3]
+    assert joined.feed(both(1, 2)) == []
+    (block,) = joined.ready(TOKENS, 3)
+    assert block.positions.tolist() == [0, 1, 2]
+    for site, data in zip(block.sites, block.rows, strict=True):
+        assert np.array_equal(data, rows(site, 0, 1, 2).data[0])
+
+
+def test_whoever_wants_some_of_the_sites_keeps_none_of_the_others_in_memory() -> None:
+    event = both(0, 1)
+    (piece,) = stream(spec(POST1)).feed(event)
+    assert not np.shares_memory(piece.data, event.data)
+    assert np.array_equal(piece.data, event.data[1])
+    (partly,) = stream(spec(POST1, spans=((1, 2),))).feed(event)
+    assert not np.shares_memory(partly.data, event.data)
+    pieces = stream(spec(POST0, POST1)).feed(event)
+    assert [np.shares_memory(one.data, event.data) for one in pieces] == [True, True]
 
 
 def test_rows_leave_once_all_sites_have_them() -> None:

@@ -45,7 +45,8 @@ class TokenBackend(ScriptedBackend):
             kept = positions_of(capture.spans, start, end)
             for site in capture.sites if kept else ():
                 data = self.table[site][[job.prompt[p] for p in kept]]
-                self.deliver(Rows(job.plan.request_id, site, np.array(kept, np.int32), data))
+                at = np.array(kept, np.int32)
+                self.deliver(Rows(job.plan.request_id, (site,), at, data[None]))
 
 
 def ids(*tokens: int) -> types_pb2.Prompt:

@@ -170,13 +170,17 @@ async def test_the_model_names_routers_where_it_has_any(mixture, running) -> Non
 def test_the_engines_rows_are_cut_to_their_width() -> None:
     told: list[Event] = []
     deliver = trimming(told.append, MIXED)
-    data = np.arange(8, dtype=np.float32).reshape(2, WIDTH)
+    data = np.arange(24, dtype=np.float32).reshape(3, 2, WIDTH)
     positions = np.array([3, 4], np.int32)
-    for site in (ROUTERS + 2, 4):
-        deliver(Rows("r", site, positions, data))
-    narrow, whole = told
-    assert isinstance(narrow, Rows)
-    assert narrow.data.tolist() == [[0.0, 1.0], [4.0, 5.0]]
-    assert narrow.data.base is None
-    assert isinstance(whole, Rows)
-    assert whole.data is data
+    deliver(Rows("r", (4, ROUTERS + 2, 8), positions, data))
+    deliver(Rows("r", (ROUTERS + 2,), positions, data[:1]))
+    deliver(whole := Rows("r", (4, 8), positions, data[:2]))
+    found = [(one.sites, one.data.tolist()) for one in told if isinstance(one, Rows)]
+    assert found == [
+        ((4, 8), data[[0, 2]].tolist()),
+        ((ROUTERS + 2,), [[[8.0, 9.0], [12.0, 13.0]]]),
+        ((ROUTERS + 2,), [[[0.0, 1.0], [4.0, 5.0]]]),
+        ((4, 8), data[:2].tolist()),
+    ]
+    assert [one.data.base for one in told[:3] if isinstance(one, Rows)] == [None] * 3
+    assert told[3] is whole

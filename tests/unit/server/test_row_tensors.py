@@ -75,11 +75,12 @@ def rows(capture: ResolvedCapture, site: Site, start: int, end: int, *, made: bo
     data = np.stack([row(site.index, p) for p in range(start, end)])
     positions = np.arange(start, end, dtype=np.int32)
     if not made:
-        return Rows("r", site.index, positions, data)
+        return Rows("r", (site.index,), positions, data[None])
     (form,) = capture.forms[site.index]
     assert form is not None
     assert form.row_bytes(WIDTH) < data[0].nbytes
-    return Rows("r", site.index, positions, device(capture)._formed(form, data), form.key)
+    made = device(capture)._formed(form, data)
+    return Rows("r", (site.index,), positions, made[None], form.key)
 
 
 def read(capture: ResolvedCapture, plan: list[list[tuple[int, bool]]]) -> list[tuple]:

@@ -51,16 +51,9 @@ class Watched:
 
     def feed(self, tap: Tap, start: int, end: int) -> None:
         at = np.arange(start, end, dtype=np.int32)
-        for site in SITES:
-            tap.feed(
-                TRACK,
-                Rows(
-                    tap.request_id,
-                    site.index,
-                    at,
-                    np.repeat(at[:, None], WIDTH, 1).astype(np.float32),
-                ),
-            )
+        data = np.broadcast_to(at[:, None].astype(np.float32), (len(SITES), len(at), WIDTH))
+        sites = tuple(site.index for site in SITES)
+        tap.feed(TRACK, Rows(tap.request_id, sites, at, data.copy()))
         tap.extend(TRACK, [7] * (end - start))
 
     def end(self, tap: Tap, count: int) -> None:

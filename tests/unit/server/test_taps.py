@@ -31,7 +31,7 @@ FAIL, NEWEST, OLDEST = (
 
 def rows(start: int, end: int) -> Rows:
     positions = np.arange(start, end, dtype=np.int32)
-    return Rows("r", SITE.index, positions, np.ones((end - start, WIDTH), np.float32))
+    return Rows("r", (SITE.index,), positions, np.ones((1, end - start, WIDTH), np.float32))
 
 
 def unexpected(tap: Tap, error: CaptureOverflow) -> None:

@@ -48,7 +48,7 @@ def requests(count: int, reservoir: Reservoir) -> None:
             reservoir,
         )
         data = np.zeros((1, WIDTH), np.float32)
-        tap.feed(track, Rows("", SITE.index, np.zeros(1, np.int32), data))
+        tap.feed(track, Rows("", (SITE.index,), np.zeros(1, np.int32), data[None]))
         tap.extend(track, [7])
         tap.close()
 
