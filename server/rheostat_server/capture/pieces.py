@@ -25,42 +25,62 @@ class Meter:
 
 
 class Piece:
-    """Rows of one site that wait, until they are taken or given up."""
+    """Rows of some sites that wait, until they are taken or given up."""
 
-    __slots__ = ("_first", "data", "made", "meter", "positions")
+    __slots__ = ("_first", "data", "made", "meter", "positions", "sites")
 
     def __init__(
-        self, positions: Positions, data: RawArray, meter: Meter, *, made: bool = False
+        self,
+        sites: tuple[int, ...],
+        positions: Positions,
+        data: RawArray,
+        meter: Meter,
+        *,
+        made: bool = False,
     ) -> None:
-        """Rows [n, width] at positions [n], which count in a meter; `made`: in their form."""
+        """Rows that count in a meter.
+
+        Args:
+            sites: indices of the sites.
+            positions: ascending, [n].
+            data: [sites, n, width].
+            meter: counts them while they wait.
+            made: whether they are in their form.
+        """
+        self.sites = sites
         self.positions = positions
         self.data = data
         self.made = made
         self.meter = meter
         self._first = _first_of_run(positions)
         meter.bytes += data.nbytes
-        meter.rows += len(data)
+        meter.rows += self.rows
 
     def __len__(self) -> int:
-        """Rows that still wait."""
+        """Positions that still wait."""
         return len(self.positions)
 
+    @property
+    def rows(self) -> int:
+        """Rows that still wait, of all sites."""
+        return len(self.positions) * len(self.sites)
+
     def below(self, frontier: int) -> int:
-        """How many rows wait below a position."""
+        """How many positions wait below one."""
         if self._first is None:
             return int(np.searchsorted(self.positions, frontier))
         return max(0, min(frontier - self._first, len(self.positions)))
 
     def take(self, frontier: int) -> tuple[Positions, RawArray]:
-        """The rows below a position, which wait no more."""
+        """The positions below one and their rows, which wait no more."""
         cut = self.below(frontier)
-        taken = self.positions[:cut], self.data[:cut]
+        taken = self.positions[:cut], self.data[:, :cut]
         self.meter.bytes -= taken[1].nbytes
-        self.meter.rows -= cut
+        self.meter.rows -= cut * len(self.sites)
         if cut == len(self.positions):
             self._empty()
         else:
-            self.positions, self.data = self.positions[cut:], self.data[cut:]
+            self.positions, self.data = self.positions[cut:], self.data[:, cut:]
             if self._first is not None:
                 self._first += cut
         return taken
@@ -68,14 +88,14 @@ class Piece:
     def give_up(self) -> None:
         """Loses what still waits."""
         self.meter.bytes -= self.data.nbytes
-        self.meter.rows -= len(self.data)
+        self.meter.rows -= self.rows
         self._empty()
 
     def _empty(self) -> None:
         """Holds nothing any more, not even memory: a slice would keep all of it."""
         self._first = None
         self.positions = np.empty(0, self.positions.dtype)
-        self.data = np.empty((0, self.data.shape[1]), self.data.dtype)
+        self.data = np.empty((len(self.sites), 0, self.data.shape[2]), self.data.dtype)
 
 
 def common(parts: Sequence[Positions]) -> Positions:
@@ -95,6 +115,8 @@ def _first_of_run(positions: Positions) -> int | None:
 
 def _equal(some: Positions, others: Positions) -> bool:
     """Whether ascending positions are the same, quicker where they follow one another."""
+    if some is others:
+        return True
     if len(some) != len(others):
         return False
     first = _first_of_run(some)

@@ -7,7 +7,6 @@ selected by id is known here: the engine copies rows by position alone, and rows
 Rows of a site come as they are or in the capture's form, and a block holds one or the other.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from rheostat_engine import Rows, Site, Spans
 from rheostat_server.capture.pieces import Meter, Piece, Positions, common
 from rheostat_server.capture.row_tensors import SiteRows, encoding_work, tensor_of
 from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.capture.waiting import Waiting
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, edges, runs, subtracted, united
@@ -123,14 +123,6 @@ class CaptureStream:
         for spec in self._specs.values():
             yield from spec.ready(generated, end, last=last, chunk_bytes=chunk_bytes)
 
-    def delivered(self, spec: int) -> Spans:
-        """Positions of a capture that `ready` has given out."""
-        return self._specs[spec].delivered
-
-    def missing(self, spec: int, selected: Spans) -> Spans:
-        """Of `selected` positions of a capture, those that `ready` has not given out."""
-        return subtracted(selected, self.delivered(spec))
-
     def lost(self, spec: int, selected: Spans) -> Spans:
         """Of `selected` positions, those that were neither given out nor wait at all sites."""
         if not selected:
@@ -156,7 +148,6 @@ class _SpecRows:
         meter: Meter,
     ) -> None:
         self.delivered: Spans = ()
-        self._meter = meter
         self._number = number
         self._capture = capture
         self._held = held
@@ -168,32 +159,25 @@ class _SpecRows:
             for form in forms
             if form is not None and len(forms) == 1
         }
-        self._waiting: dict[int, deque[Piece]] = {site: deque() for site in capture.indices}
-        self._next = dict.fromkeys(capture.indices, 0)
+        self._indices = frozenset(capture.indices)
+        self._rows = Waiting(capture.indices, meter)
 
     def discard(self) -> None:
-        for pieces in self._waiting.values():
-            for piece in pieces:
-                piece.give_up()
-            pieces.clear()
+        self._rows.discard()
 
     @property
     def frontier(self) -> int:
-        return min(self._next.values())
+        return self._rows.frontier
 
     @property
     def waiting(self) -> Spans:
-        held = [
-            np.concatenate([piece.positions for piece in pieces] or [np.empty(0, np.int32)])
-            for pieces in self._waiting.values()
-        ]
-        return runs(common(held))
+        return runs(common(self._rows.positions()))
 
     def feed(self, rows: Rows) -> list[Piece]:
         mine = [
             (index, site)
             for index, site in enumerate(rows.sites)
-            if site in self._waiting
+            if site in self._indices
             # Others may want them in a form, and did before this capture was there.
             and (not rows.form or rows.form == self._keys.get(site))
         ]
@@ -203,34 +187,10 @@ class _SpecRows:
         chosen = (span >= 0) & (rows.positions < self._ends[span])
         if not chosen.any():
             return []
-        whole = bool(chosen.all())
-        positions = rows.positions if whole else rows.positions[chosen]
-        pieces = []
-        for index, site in mine:
-            data = rows.data[index] if whole else rows.data[index, chosen]
-            if whole and len(mine) < len(rows.sites):
-                data = data.copy()  # a view would keep the rows of the other sites
-            piece = self._wait(site, positions, data, made=bool(rows.form))
-            if piece is not None:
-                pieces.append(piece)
-        return pieces
-
-    def _wait(self, site: int, positions: Positions, data: RawArray, *, made: bool) -> Piece | None:
-        """Lets those rows of a site wait that have not come before."""
-        fresh = int(np.searchsorted(positions, self._next[site]))
-        if fresh == len(positions):
-            return None
-        if fresh:
-            positions, data = positions[fresh:], data[fresh:].copy()
-        piece = Piece(positions, data, self._meter, made=made)
-        waiting = self._waiting[site]
-        while waiting and not len(waiting[0]):
-            waiting.popleft()
-        while waiting and not len(waiting[-1]):
-            waiting.pop()
-        waiting.append(piece)
-        self._next[site] = int(positions[-1]) + 1
-        return piece
+        made = bool(rows.form)
+        if chosen.all():
+            return [*self._rows.put(mine, rows.positions, rows.data, made=made)]
+        return [*self._rows.put(mine, rows.positions[chosen], rows.data[:, chosen], made=made)]
 
     def ready(
         self, generated: Sequence[int], end: int, *, last: bool, chunk_bytes: int
@@ -238,60 +198,38 @@ class _SpecRows:
         frontier = end if last else min(end, self.frontier)
         if self._capture.form.encoding != tensor_pb2.ENCODING_RAW:  # may be larger than its rows
             chunk_bytes = min(chunk_bytes, CHUNK_BYTES)
-        while (site := self._any_waiting()) is not None:
-            waiting = self._waiting[site][0].data
-            per_site = max(self._capture.decoded_bytes, waiting.shape[1] * waiting.itemsize)
+        while row_bytes := self._rows.row_bytes:
+            per_site = max(self._capture.decoded_bytes, row_bytes)
             site_count = max(1, min(len(self._capture.sites), chunk_bytes // per_site))
             most = max(1, chunk_bytes // (per_site * site_count))
-            cut = self._cut(frontier, min(most, _CHUNK_POSITIONS))
-            made = {site: self._made(site) for site in self._waiting}
-            taken = {site: self._take(site, cut) for site in self._waiting}
-            if not any(len(held) for held, _ in taken.values()):
+            taken = self._rows.take(self._rows.cut(frontier, min(most, _CHUNK_POSITIONS)))
+            if not taken:
                 return
-            positions = self._selected(common([held for held, _ in taken.values()]), generated)
+            held = common([column.positions for column in taken.values()])
+            positions = self._selected(held, generated)
             if not len(positions):
                 continue
-            rows = {
-                site: data if len(held) == len(positions) else data[np.isin(held, positions)]
-                for site, (held, data) in taken.items()
-            }
+            parts = [
+                SiteRows(
+                    site,
+                    column.data
+                    if len(column.positions) == len(positions)
+                    else column.data[np.isin(column.positions, positions)],
+                    column.made,
+                )
+                for site, column in ((site, taken[site.index]) for site in self._capture.sites)
+            ]
             self.delivered = united((*self.delivered, *runs(positions)))
-            for lowest in range(0, len(self._capture.sites), site_count):
-                sites = self._capture.sites[lowest : lowest + site_count]
+            for lowest in range(0, len(parts), site_count):
+                some = parts[lowest : lowest + site_count]
                 yield Block(
                     self._number,
-                    sites,
+                    tuple(part.site for part in some),
                     positions,
-                    tuple(SiteRows(site, rows[site.index], made[site.index]) for site in sites),
+                    tuple(some),
                     self._held,
                     self._capture,
                 )
-
-    def _any_waiting(self) -> int | None:
-        """A site at which rows wait, if there is one."""
-        return next((site for site, pieces in self._waiting.items() if pieces), None)
-
-    def _cut(self, frontier: int, most: int) -> int:
-        """One past the last position to take now.
-
-        Each site has at most so many rows below it, all of them as they are or all in their form.
-        """
-        for site, pieces in self._waiting.items():
-            room, made = most, self._made(site)
-            for piece in pieces:
-                if len(piece) and piece.made != made:
-                    frontier = min(frontier, int(piece.positions[0]))
-                    break
-                count = piece.below(frontier)
-                if count >= room:
-                    frontier = int(piece.positions[room - 1]) + 1
-                    break
-                room -= count
-        return frontier
-
-    def _made(self, site: int) -> bool:
-        """Whether the first rows that wait at a site came in their form."""
-        return next((piece.made for piece in self._waiting[site] if len(piece)), False)
 
     def _selected(self, positions: Positions, generated: Sequence[int]) -> Positions:
         """Those of some positions whose token is selected."""
@@ -300,26 +238,6 @@ class _SpecRows:
         first, past = int(positions[0]), int(positions[-1]) + 1
         held = self._capture.selection.held(self._prompt_len, generated, first, past)
         return positions[_within(positions, held)]
-
-    def _take(self, site: int, frontier: int) -> tuple[Positions, RawArray]:
-        """The site's rows below the frontier, which leave the buffer."""
-        waiting = self._waiting[site]
-        taken: list[tuple[Positions, RawArray]] = []
-        while waiting:
-            piece = waiting[0]
-            if piece.below(frontier):
-                taken.append(piece.take(frontier))
-            if len(piece):  # those behind it lie higher
-                break
-            waiting.popleft()
-        if not taken:
-            return np.empty(0, dtype=np.int32), np.empty((0, 0), dtype=np.float32)
-        if len(taken) == 1:
-            return taken[0]
-        return (
-            np.concatenate([positions for positions, _ in taken]),
-            np.concatenate([data for _, data in taken]),
-        )
 
 
 def _within(positions: Positions, spans: Spans) -> npt.NDArray[np.bool_]:

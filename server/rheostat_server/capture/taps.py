@@ -196,8 +196,8 @@ class Reservoir:
     def _lose(self, piece: Piece, tap: "Tap", lane: Lane) -> None:
         if len(piece):
             lane.lose_from(int(piece.positions[0]))
-            tap.given_up += len(piece)
-            self._losses.rows += len(piece)
+            tap.given_up += piece.rows
+            self._losses.rows += piece.rows
             piece.give_up()
             self.touch(tap)
 

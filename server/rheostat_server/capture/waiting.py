@@ -1,0 +1,192 @@
+"""The rows of one capture that wait, in the pieces in which they came.
+
+Invariants: of each site a position enters once, ascending; a piece is taken or given up for all of
+its sites together. What is taken below a position is everything below it, and of each site either
+as it is or in its form.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from rheostat_server.capture.pieces import Meter, Piece, Positions
+from rheostat_server.tensors import RawArray
+
+_EMPTY = np.empty(0, dtype=np.int32)
+
+
+class Column(NamedTuple):
+    """What was taken of a site."""
+
+    positions: Positions
+    """Ascending, [n]."""
+    data: RawArray
+    """[n, width]."""
+    made: bool
+    """Whether the rows are in their form."""
+
+
+class Waiting:
+    """Pieces, in a queue for each set of sites that they are of.
+
+    Mostly that is all of the capture's. Sites come by themselves where their rows are many, from
+    another worker, or in another form.
+    """
+
+    def __init__(self, sites: Collection[int], meter: Meter) -> None:
+        """Nothing waits of these sites, by index; the meter counts what does."""
+        self._sites = sites
+        self._meter = meter
+        self._queues: dict[tuple[int, ...], deque[Piece]] = {}
+        self._next = dict.fromkeys(sites, 0)
+
+    @property
+    def frontier(self) -> int:
+        """One past the last position that has come at all sites."""
+        return min(self._next.values())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that waits; 0: none does."""
+        data = next((pieces[0].data for pieces in self._queues.values()), None)
+        return 0 if data is None else data.shape[2] * data.itemsize
+
+    def put(
+        self, sites: Sequence[tuple[int, int]], chosen: Positions, data: RawArray, *, made: bool
+    ) -> Iterator[Piece]:
+        """Lets those rows wait that have not come before.
+
+        Args:
+            sites: of each site the row of `data` that it is, and its index.
+            chosen: positions that are wanted, all that `data` has.
+            data: [sites, n, width]; a piece of fewer holds memory of its own.
+            made: whether the rows are in their form.
+        """
+        first = int(chosen[0])
+        by_start: dict[int, list[tuple[int, int]]] = {}
+        for one in sites:
+            known = self._next[one[1]]
+            start = 0 if known <= first else int(np.searchsorted(chosen, known))
+            by_start.setdefault(start, []).append(one)
+        for start, some in by_start.items():
+            if start < len(chosen):
+                whole = not start and len(some) == len(data)
+                rows = data if whole else data[[row for row, _ in some], start:]
+                names = tuple(site for _, site in some)
+                piece = Piece(names, chosen[start:], rows, self._meter, made=made)
+                self._queue(names).append(piece)
+                self._next.update(dict.fromkeys(names, int(chosen[-1]) + 1))
+                yield piece
+
+    def discard(self) -> None:
+        """Loses everything."""
+        for pieces in self._queues.values():
+            for piece in pieces:
+                piece.give_up()
+        self._queues.clear()
+
+    def positions(self) -> list[Positions]:
+        """Of each site, those that wait, ascending."""
+        return [
+            np.sort(np.concatenate([_EMPTY, *(piece.positions for piece in self._of(site))]))
+            for site in self._sites
+        ]
+
+    def cut(self, frontier: int, most: int) -> int:
+        """A position up to `frontier`, to take the rows below it.
+
+        About `most` positions lie below it, and of each site only rows as they are, or only rows in
+        their form.
+        """
+        heads: list[tuple[tuple[int, ...], int, bool]] = []
+        for sites, pieces in self._queues.items():
+            room, made = most, None
+            for piece in pieces:
+                if not len(piece):
+                    continue
+                if made is None:
+                    made = piece.made
+                    heads.append((sites, int(piece.positions[0]), made))
+                elif piece.made != made:
+                    frontier = min(frontier, int(piece.positions[0]))
+                    break
+                count = piece.below(frontier)
+                if count >= room:
+                    frontier = int(piece.positions[room - 1]) + 1
+                    break
+                room -= count
+                if count < len(piece):
+                    break
+        if len({made for _, _, made in heads}) > 1:
+            for (some, first, made), (others, second, unlike) in combinations(heads, 2):
+                if made != unlike and not set(some).isdisjoint(others):
+                    frontier = min(frontier, max(first, second))
+        return frontier
+
+    def take(self, frontier: int) -> dict[int, Column]:
+        """Everything below a position, which waits no more; empty: there is nothing."""
+        parts = [
+            (sites, column)
+            for sites in list(self._queues)
+            if (column := self._take(sites, frontier)) is not None
+        ]
+        if len(parts) == 1 and len(parts[0][0]) == len(self._sites):
+            ((sites, (positions, data, made)),) = parts
+            return {site: Column(positions, data[i], made) for i, site in enumerate(sites)}
+        found: dict[int, list[Column]] = {}
+        for sites, (positions, data, made) in parts:
+            for i, site in enumerate(sites):
+                found.setdefault(site, []).append(Column(positions, data[i], made))
+        nothing = Column(_EMPTY, np.empty((0, 0), np.float32), made=False)
+        return {site: _joined(found.get(site, [nothing])) for site in self._sites if found}
+
+    def _take(self, sites: tuple[int, ...], frontier: int) -> Column | None:
+        """What a queue has below a position; its data are [sites, n, width]."""
+        pieces = self._queues[sites]
+        made = False
+        taken: list[tuple[Positions, RawArray]] = []
+        while pieces:
+            piece = pieces[0]
+            if piece.below(frontier):
+                made = piece.made
+                taken.append(piece.take(frontier))
+            if len(piece):  # those behind it lie higher
+                break
+            pieces.popleft()
+        if not pieces:
+            del self._queues[sites]
+        if not taken:
+            return None
+        if len(taken) == 1:
+            return Column(*taken[0], made)
+        positions = np.concatenate([positions for positions, _ in taken])
+        return Column(positions, np.concatenate([data for _, data in taken], axis=1), made)
+
+    def _of(self, site: int) -> Iterator[Piece]:
+        for sites, pieces in self._queues.items():
+            if site in sites:
+                yield from pieces
+
+    def _queue(self, sites: tuple[int, ...]) -> deque[Piece]:
+        """The queue of some sites, without what was given up at its ends."""
+        pieces = self._queues.setdefault(sites, deque())
+        while pieces and not len(pieces[0]):
+            pieces.popleft()
+        while pieces and not len(pieces[-1]):
+            pieces.pop()
+        return pieces
+
+
+def _joined(columns: list[Column]) -> Column:
+    """What several queues had of a site."""
+    if len(columns) == 1:
+        return columns[0]
+    columns = sorted(columns, key=lambda column: int(column.positions[0]))
+    return Column(
+        np.concatenate([column.positions for column in columns]),
+        np.concatenate([column.data for column in columns]),
+        columns[0].made,
+    )

@@ -1,0 +1,111 @@
+"""Rows that wait leave once, in order, however their sites came together."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rheostat_server.capture.pieces import Meter
+from rheostat_server.capture.waiting import Waiting
+
+SITES = (3, 8, 11)
+WIDTH = 2
+
+
+def rows(sites: tuple[int, ...], positions: np.ndarray) -> np.ndarray:
+    """A row says which site and position it is of."""
+    return np.array([[[site, p] for p in positions] for site in sites], np.float32)
+
+
+@st.composite
+def events(draw: st.DrawFn) -> list[tuple[tuple[int, ...], list[int], bool]]:
+    """Sites, positions and whether the rows are made: of each site ascending, with gaps."""
+    at = dict.fromkeys(SITES, 0)
+    found = []
+    for _ in range(draw(st.integers(1, 14))):
+        sites = tuple(sorted(draw(st.sets(st.sampled_from(SITES), min_size=1))))
+        first = max(at[site] for site in sites) - draw(st.integers(0, 2))
+        positions = sorted(draw(st.sets(st.integers(0, 5), min_size=1)))
+        positions = [max(0, first) + p for p in positions]
+        found.append((sites, positions, draw(st.booleans())))
+        for site in sites:
+            at[site] = max(at[site], positions[-1] + 1)
+    return found
+
+
+@given(events(), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 4)), max_size=20))
+def test_each_row_leaves_once_in_order_and_of_one_kind(
+    fed: list[tuple[tuple[int, ...], list[int], bool]], reads: list[tuple[int, int]]
+) -> None:
+    meter = Meter()
+    waiting = Waiting(SITES, meter)
+    wanted: dict[int, dict[int, bool]] = defaultdict(dict)
+    given_out: dict[int, list[int]] = defaultdict(list)
+
+    def read(frontier: int, most: int) -> bool:
+        cut = waiting.cut(frontier, most)
+        assert cut <= frontier
+        taken = waiting.take(cut)
+        for site, (positions, data, made) in taken.items():
+            found = positions.tolist()
+            assert data.tolist() == [[site, p] for p in found]
+            assert {wanted[site][p] for p in found} <= {made}
+            given_out[site] += found
+        return bool(taken)
+
+    for (sites, positions, made), (frontier, most) in zip(
+        fed, (reads + [(0, 1)] * len(fed))[: len(fed)], strict=True
+    ):
+        held = meter.rows
+        at = np.array(positions, np.int32)
+        pieces = [*waiting.put([*enumerate(sites)], at, rows(sites, at), made=made)]
+        for site in sites:
+            known = max(wanted[site], default=-1)
+            wanted[site] |= {p: made for p in positions if p > known}
+        assert meter.rows == held + sum(piece.rows for piece in pieces)
+        assert waiting.frontier == min(max(wanted[site], default=-1) + 1 for site in SITES)
+        read(frontier, most)
+    waits = [positions.tolist() for positions in waiting.positions()]
+    assert waits == [[p for p in wanted[s] if p not in given_out[s]] for s in SITES]
+    while read(100, 3):
+        pass
+    assert {site: of for site, of in given_out.items() if of} == {
+        site: [*of] for site, of in wanted.items() if of
+    }
+    assert (meter.rows, meter.bytes, waiting.row_bytes) == (0, 0, 0)
+
+
+def test_about_so_many_positions_leave_at_once() -> None:
+    waiting = Waiting(SITES, Meter())
+    for start in range(0, 12, 4):
+        at = np.arange(start, start + 4, dtype=np.int32)
+        assert len([*waiting.put([*enumerate(SITES)], at, rows(SITES, at), made=False)]) == 1
+    assert waiting.cut(100, 5) == 5
+    assert waiting.cut(3, 5) == 3
+    assert [column.positions.tolist() for column in waiting.take(5).values()] == [[*range(5)]] * 3
+    assert waiting.cut(100, 5) == 10
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_what_is_given_up_leaves_no_more(made: bool) -> None:
+    meter = Meter()
+    waiting = Waiting(SITES, meter)
+    pieces = []
+    for start in (0, 2, 4):
+        at = np.arange(start, start + 2, dtype=np.int32)
+        pieces += waiting.put([*enumerate(SITES)], at, rows(SITES, at), made=made)
+    pieces[0].give_up()
+    assert meter.rows == 2 * 2 * len(SITES)
+    taken = waiting.take(waiting.cut(100, 100))
+    assert [column.positions.tolist() for column in taken.values()] == [[2, 3, 4, 5]] * 3
+    assert {column.made for column in taken.values()} == {made}
+
+
+def test_a_piece_of_some_of_the_sites_keeps_none_of_the_others_in_memory() -> None:
+    waiting = Waiting(SITES, Meter())
+    at = np.arange(2, dtype=np.int32)
+    data = rows((1, *SITES), at)
+    (piece,) = waiting.put([(1, 3), (2, 8), (3, 11)], at, data, made=False)
+    assert not np.shares_memory(piece.data, data)
