@@ -184,9 +184,7 @@ def _joined(columns: list[Column]) -> Column:
     """What several queues had of a site."""
     if len(columns) == 1:
         return columns[0]
-    columns = sorted(columns, key=lambda column: int(column.positions[0]))
-    return Column(
-        np.concatenate([column.positions for column in columns]),
-        np.concatenate([column.data for column in columns]),
-        columns[0].made,
-    )
+    positions = np.concatenate([column.positions for column in columns])
+    data = np.concatenate([column.data for column in columns])
+    order = np.argsort(positions)
+    return Column(positions[order], data[order], columns[0].made)
