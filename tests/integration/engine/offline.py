@@ -166,18 +166,22 @@ class OfflineEngine:
                     skip_reading_prefix_cache=skip_cache or None,
                 )
             )
-        with self._held():
+        with self.held():
             self.llm.enqueue(inputs, params, use_tqdm=False, lora_request=loras)
         outputs = self.llm.wait_for_completion(use_tqdm=False)
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-            self.llm.llm_engine.step()  # nobody else tells the worker what has finished
+        self.settle()
         return [self.outcome(o, i) for o, i in zip(outputs, ids, strict=True)]
 
+    def settle(self) -> None:
+        """Lets the workers hear of everything that has finished."""
+        if _in_process():
+            self.llm.llm_engine.step()  # nobody else tells them
+
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """No step runs in the meantime, so that what arrives is batched alike every time."""
         core = self.llm.llm_engine.engine_core
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        if _in_process():
             yield  # nothing runs unless it is told to
             return
         core.call_utility("pause_scheduler", "keep", False)
@@ -224,6 +228,11 @@ class OfflineEngine:
         with self._news:
             self._events.setdefault(event.request_id, []).append(event)
             self._news.notify_all()
+
+
+def _in_process() -> bool:
+    """Whether vLLM's engine runs in this process, when it is told to."""
+    return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
 
 
 def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:

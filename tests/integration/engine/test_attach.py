@@ -1,19 +1,18 @@
 """Requests that run are captured from their next step on: Hugging Face's rows, each once."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from rheostat_engine import EXTRA_ARG, OPEN_END, Capture, Plan
+from rheostat_engine import OPEN_END, Capture, Plan
 
 from .models import LAYERS, build
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, as_hooks, capture, prompts, vector
 from .reference import HfReference
+from .stepped import Stepped
 
 pytestmark = pytest.mark.integration
 
@@ -28,81 +27,34 @@ def reference(models_root: Path) -> HfReference:
     return HfReference("llama", build("llama", models_root))
 
 
-class Stepped:
-    """An engine that is driven step by step."""
+def stepping(engine: OfflineEngine) -> Stepped:
+    """Step by step, with vectors to steer with."""
+    engine.load(dict(vector(seed) for seed in range(VECTORS)))
+    return Stepped(engine)
 
-    def __init__(self, engine: OfflineEngine) -> None:
-        engine.load(dict(vector(seed) for seed in range(VECTORS)))
-        self._engine = engine
-        self._inner = engine.llm.llm_engine
-        self._outputs: dict[str, Any] = {}
-        self._plans: dict[str, Plan | None] = {}
-        self._prompts: dict[str, list[int]] = {}
-        self._changed: set[str] = set()
 
-    def begin(self, name: str, prompt: list[int], plan: Plan | None, max_tokens: int) -> None:
-        """Adds a request."""
-        from vllm import SamplingParams
-
-        extra = None if plan is None else {EXTRA_ARG: replace(plan, request_id=name).to_wire()}
-        params = SamplingParams(
-            temperature=0.0,
-            ignore_eos=True,
-            max_tokens=max_tokens,
-            detokenize=False,
-            extra_args=extra,
-        )
-        self._inner.add_request(name, {"prompt_token_ids": prompt}, params)
-        self._plans[name], self._prompts[name] = plan, prompt
-
-    def recapture(self, number: int, wanted: dict[str, Plan]) -> None:
-        """Changes what is captured of requests."""
-        changes = {name: (number, plan.to_wire()) for name, plan in wanted.items()}
-        self._engine.llm.collective_rpc("rheostat_recapture", args=(changes,))
-        self._changed |= set(wanted)
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            for output in self._inner.step():
-                self._outputs[output.request_id] = output
-
-    def finish(self) -> dict[str, Outcome]:
-        """Runs everything to its end."""
-        while self._inner.has_unfinished_requests():
-            self.step()
-        self.step()
-        told = {*self._changed, *(name for name, plan in self._plans.items() if plan is not None)}
-        outputs, self._outputs = self._outputs, {}
-        return {
-            name: self._engine.outcome(output, name if name in told else None)
-            for name, output in outputs.items()
-        }
-
-    def check(
-        self,
-        reference: HfReference,
-        name: str,
-        outcome: Outcome,
-        new: Sequence[int] = NEW,
-    ) -> int:
-        """Exactly the rows that should have come, have; returns the first of the new ones."""
-        plan = self._plans[name] or Plan(name)
-        tokens = [*self._prompts[name], *outcome.token_ids[:-1]]
-        streams = reference.run(tokens, as_hooks(plan, VECTORS, tokens)).streams
-        (attached,) = outcome.attached
-        assert attached.error == ""
-        first, end = attached.first, len(tokens)
-        wanted = {(site, p) for site in new for p in range(first, end)}
-        for one in plan.captures:
-            wanted |= {
-                (s, p) for s in one.sites for a, b in one.spans for p in range(a, min(b, first))
-            }
-        assert {(s, p) for s, rows in outcome.rows.items() for p in rows} == wanted
-        assert outcome.duplicates == 0
-        for site, rows in outcome.rows.items():
-            for position, row in rows.items():
-                np.testing.assert_allclose(row, streams[site][position], rtol=1e-3, atol=1e-3)
-        return first
+def assert_rows(
+    stepped: Stepped,
+    reference: HfReference,
+    name: str,
+    outcome: Outcome,
+) -> int:
+    """Exactly the rows that should have come, have; returns the first of the new ones."""
+    plan = stepped.plans[name] or Plan(name)
+    tokens = [*stepped.prompts[name], *outcome.token_ids[:-1]]
+    streams = reference.run(tokens, as_hooks(plan, VECTORS, tokens)).streams
+    (attached,) = outcome.attached
+    assert attached.error == ""
+    first, end = attached.first, len(tokens)
+    wanted = {(site, p) for site in NEW for p in range(first, end)}
+    for one in plan.captures:
+        wanted |= {(s, p) for s in one.sites for a, b in one.spans for p in range(a, min(b, first))}
+    assert {(s, p) for s, rows in outcome.rows.items() for p in rows} == wanted
+    assert outcome.duplicates == 0
+    for site, rows in outcome.rows.items():
+        for position, row in rows.items():
+            np.testing.assert_allclose(row, streams[site][position], rtol=1e-3, atol=1e-3)
+    return first
 
 
 def everything(name: str = "") -> Plan:
@@ -125,13 +77,13 @@ def test_rows_begin_where_it_is_said_in_a_chunked_prompt_and_after_it(
     engine = start(max_num_seqs=4, max_num_batched_tokens=32, enforce_eager=eager)
     batch = prompts(4, 30, 40, seed=3)
     alone = [o.token_ids for o in engine.run(batch, max_tokens=12)] if steps == 2 else None
-    stepped = Stepped(engine)
+    stepped = stepping(engine)
     for number, prompt in enumerate(batch):
         stepped.begin(f"p{number}", prompt, planned(prompt, number), 12)
     stepped.step(steps)
     stepped.recapture(1, {f"p{n}": everything() for n in range(4)})
     outcomes = stepped.finish()
-    firsts = [stepped.check(reference, f"p{n}", outcomes[f"p{n}"]) for n in range(4)]
+    firsts = [assert_rows(stepped, reference, f"p{n}", outcomes[f"p{n}"]) for n in range(4)]
     assert max(firsts) > 0
     if alone is not None:
         assert outcomes["p0"].token_ids == alone[0]
@@ -142,7 +94,7 @@ def test_rows_come_once_through_preemption(start: Start, reference: HfReference)
     engine = start(max_num_seqs=6, num_gpu_blocks_override=9)
     batch = prompts(6, 30, 40, seed=4)
     for steps in (3, 60):
-        stepped = Stepped(engine)
+        stepped = stepping(engine)
         names = [f"q{steps}-{number}" for number in range(6)]
         for number, (name, prompt) in enumerate(zip(names, batch, strict=True)):
             stepped.begin(name, prompt, planned(prompt, number), 70)
@@ -152,7 +104,7 @@ def test_rows_come_once_through_preemption(start: Start, reference: HfReference)
         preemptions = sum(o.released.preemptions for o in outcomes.values() if o.released)
         assert preemptions > 0
         for name in names:
-            stepped.check(reference, name, outcomes[name])
+            assert_rows(stepped, reference, name, outcomes[name])
 
 
 def test_one_that_was_not_scheduled_is_captured_from_where_its_cached_prefix_ends(
@@ -161,19 +113,19 @@ def test_one_that_was_not_scheduled_is_captured_from_where_its_cached_prefix_end
     engine = start()
     (prompt,) = prompts(1, 100, 101, seed=5)
     engine.run([prompt], max_tokens=2, skip_cache=False)
-    stepped = Stepped(engine)
+    stepped = stepping(engine)
     stepped.recapture(1, {"late": everything(), "planned": everything()})
     stepped.begin("late", prompt, None, 4)
     stepped.begin("planned", prompt, Plan("", (), capture(2, spans=((98, 100),)).captures), 4)
     outcomes = stepped.finish()
     for name in ("late", "planned"):
-        assert stepped.check(reference, name, outcomes[name]) == 96
+        assert assert_rows(stepped, reference, name, outcomes[name]) == 96
 
 
 def test_what_is_not_wanted_any_more_is_not_copied(start: Start, reference: HfReference) -> None:
     engine = start()
     (prompt,) = prompts(1, 20, 21, seed=6)
-    stepped = Stepped(engine)
+    stepped = stepping(engine)
     stepped.begin("r", prompt, None, 12)
     stepped.step(2)
     stepped.recapture(1, {"r": everything()})

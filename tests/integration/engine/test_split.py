@@ -11,7 +11,7 @@ from .models import EXPERTS, LAYERS, MIXTURES, build
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, capture, prompts, vector
 from .reference import HfReference
-from .test_attach import NEW, Stepped, everything, planned
+from .test_attach import assert_rows, everything, planned, stepping
 from .test_positions import VECTORS, assert_as_reference
 
 pytestmark = pytest.mark.integration
@@ -108,7 +108,7 @@ def test_each_row_is_delivered_by_one_worker(split: Split) -> None:
 
 
 def test_requests_that_run_are_captured_from_one_position_on_all_workers(split: Split) -> None:
-    stepped = Stepped(split.engine)
+    stepped = stepping(split.engine)
     batch = prompts(4, 30, 40, seed=3)
     for number, prompt in enumerate(batch):
         stepped.begin(f"s{number}", prompt, planned(prompt, number), 10)
@@ -117,7 +117,7 @@ def test_requests_that_run_are_captured_from_one_position_on_all_workers(split: 
     outcomes = stepped.finish()
     for number in range(4):
         name = f"s{number}"
-        assert stepped.check(split.reference, name, outcomes[name], NEW) > len(batch[number])
+        assert assert_rows(stepped, split.reference, name, outcomes[name]) > len(batch[number])
     for stats in split.engine.stats_of_all():
         held = {key: stats[key] for key in stats if key.endswith("_used") or key == "requests"}
         assert set(held.values()) == {0}
