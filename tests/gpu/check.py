@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration" / "engine"))
 
+from attach import check_attached
 from cases import (
     EVERYWHERE,
     PROMPT,
@@ -36,7 +37,8 @@ from cases import (
 from forms import check_forms
 from models import build
 from offline import OfflineEngine, bfloat16_to_float32
-from split import check_split
+from routers import check_routers, routed_alike, trimmed
+from split import SPLITS, check_split
 from verdicts import (
     APART,
     REORDERED,
@@ -56,6 +58,7 @@ from verdicts import (
 
 from rheostat_engine import (
     OPEN_END,
+    ROUTERS,
     Act,
     Capture,
     Condition,
@@ -66,6 +69,12 @@ from rheostat_engine import (
     site_count,
 )
 from rheostat_server.bench.shapes import write_shape
+
+MODELS = {"small": "qwen3", "8b": "qwen3-8b", "moe": "qwen3_moe"}
+"""Models by how `--only` calls them: a shape without weights, and small ones with weights."""
+
+LEAST = 4
+"""Positions that two runs are to agree on at least, so that there is something to compare."""
 
 
 def check_kernels() -> Lines:
@@ -187,6 +196,9 @@ def check_model(
     width, layers = ours.sites.width, ours.sites.num_layers
     results["runner"] = equal(ours.sites.runner, "V2")
     results["points that are not served"] = equal(sorted(ours.sites.refused), [])
+    results["routers that are not served"] = equal(dict(ours.sites.unrouted), {})
+    pinned = options["device"] == "cuda"
+    results["staging memory is pinned"] = equal(ours.stats()["pinned"], pinned)
     results["stock equals itself"] = each([*map(same, plain, again)])
     idle = ours.run(batch, **sampling)
     results["idle requests bit-identical to stock"] = each([*map(same, plain, idle)])
@@ -194,11 +206,13 @@ def check_model(
     vector = np.random.default_rng(1).normal(size=(2, width)).astype(np.float32)
     ours.load({VECTOR: vector})
     sites_of = {point: Site(point, layers // 2).index for point in Point}
-    middle, every = sites_of[Point.RESID_PRE], tuple(range(site_count(layers)))
+    middle, stream = sites_of[Point.RESID_PRE], tuple(range(site_count(layers)))
+    experts = dict(ours.sites.experts)
+    every = (*stream, *(ROUTERS + layer for layer in experts))
     for name, sites in {
         "one site": (middle,),
         **{point: (sites_of[point],) for point in (Point.ATTN_OUT, Point.RESID_MID, Point.MLP_OUT)},
-        "every site": every,
+        "every site": stream,
     }.items():
         rows = tuple((s, (0,)) for s in sites)
         steer = Plan("", (Act(Kind.ADD, (VECTOR,), rows, EVERYWHERE),))
@@ -233,10 +247,13 @@ def check_model(
     yield results
     everything = Plan("", (), (Capture(every, EVERYWHERE),))
     some = [everything if i < 2 else None for i in range(24)]
-    compiled = ours.run(batch, some, **sampling)
+    compiled = [trimmed(one, experts) for one in ours.run(batch, some, **sampling)]
     results["captured requests and mates bit-identical to stock"] = each(
         [*map(same, plain, compiled)]
     )
+    results |= check_routers(model, experts, compiled[:2])
+    yield results
+    results |= check_attached(ours, plain, batch, middle, every, sampling)
     stats = ours.stats()
     results["rows lost"] = equal(stats["lost_rows"], 0)
     for name, steps in stats["steps"].items():
@@ -246,14 +263,17 @@ def check_model(
     yield results
     ours.close()
     eager = OfflineEngine(model, f"ipc://{scratch}/b", **{**options, "enforce_eager": True})
-    reference = eager.run(batch, some, **sampling)
+    reference = [trimmed(one, experts) for one in eager.run(batch, some, **sampling)]
     eager.close()
     results["captured requests of which every position was captured once"] = each(
         [whole(one, every) for one in compiled[:2]]
     )
+    pairs = list(zip(compiled[:2], reference[:2], strict=True))
+    ends = [routed_alike(*pair, experts, agreed(*pair)) for pair in pairs]
+    results["positions compared with eager"] = at_least(min(ends), LEAST)
     differences = [
-        difference(*(rows_of(outcome, site, agreed(one, other)) for outcome in (one, other)))
-        for one, other in zip(compiled[:2], reference[:2], strict=True)
+        difference(*(rows_of(outcome, site, end) for outcome in pair))
+        for pair, end in zip(pairs, ends, strict=True)
         for site in every
     ]
     apart = [
@@ -271,32 +291,35 @@ def main() -> None:
     """Runs the checks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=["small", "8b", "tp"])
+    parser.add_argument("--only", choices=["kernels", *MODELS, *SPLITS])
     arguments = parser.parse_args()
-    results: dict[str, Lines] = {"kernels": check_kernels()}
+    only, out = arguments.only, arguments.out
+    results: dict[str, Lines] = {}
+    if only in (None, "kernels"):
+        results["kernels"] = check_kernels()
     shared: dict[str, Any] = {"device": "cuda", "enforce_eager": False}
     shared |= {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.4, "max_model_len": 512, "block_size": 32}
     shared["kv_cache_memory_bytes"] = 16 << 30  # nothing is profiled, so two may share a GPU
-    with tempfile.TemporaryDirectory() as scratch:
-        if arguments.only in (None, "small"):
-            small = build("qwen3", Path(scratch))
-            for lines in check_model(small, 128, Path(scratch), shared):
-                results["small"] = lines
-                write(results, arguments.out)
-        if arguments.only in (None, "8b"):
-            shape = write_shape("qwen3-8b", Path(scratch))
-            options = {**shared, "load_format": "dummy", "capture_bytes": 512 << 20}
-            for lines in check_model(shape, 1000, Path(scratch), options):
-                results["qwen3-8b"] = lines
-                write(results, arguments.out)
-        if arguments.only in (None, "tp") and torch.cuda.device_count() < 2:
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for name in (name for name in MODELS if only in (None, name)):
+            if name == "8b":
+                model, vocabulary = write_shape("qwen3-8b", scratch), 1000
+                options = {**shared, "load_format": "dummy", "capture_bytes": 512 << 20}
+            else:
+                model, vocabulary, options = build(MODELS[name], scratch), 128, shared
+            for lines in check_model(model, vocabulary, scratch, options):
+                results[name] = lines
+                write(results, out)
+        splits = [name for name in SPLITS if only in (None, name)]
+        if splits and torch.cuda.device_count() < 2:
             print("two GPUs are needed to split a model; this is left out")
-        elif arguments.only in (None, "tp"):
-            for lines in check_split(build("qwen3", Path(scratch)), 128, Path(scratch), shared):
+        elif splits:
+            for lines in check_split(splits, build("qwen3", scratch), 128, scratch, shared):
                 results["split"] = lines
-                write(results, arguments.out)
-    sys.exit(conclude(results, arguments.out))
+                write(results, out)
+    sys.exit(conclude(results, out))
 
 
 if __name__ == "__main__":

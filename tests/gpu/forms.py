@@ -7,6 +7,7 @@ from offline import OfflineEngine, bfloat16_to_float32
 from verdicts import ROUNDED, Lines, Verdict, at_most, equal
 
 from rheostat_engine import Capture, Coding, Directions, Plan, RowForm
+from rheostat_server.capture.encodings import projection_matrix
 
 PROMPT = ((0, 40),)
 SEED = 2**64 - 1
@@ -39,8 +40,6 @@ def wanted(form: RowForm, rows: Any, found: Any, vector: Any) -> Any:
     if form.directions is not None:
         return rows @ vector.T.astype(np.float64)
     if form.coding is Coding.RP8:
-        from rheostat_server.capture.encodings import projection_matrix
-
         return rows @ projection_matrix(form.kept, rows.shape[1], SEED).T.astype(np.float64)
     if form.coding is Coding.TOPK8:
         indices = found[:, 8 : 8 + 4 * form.kept].copy().view("<u4").astype(np.int64)

@@ -4,11 +4,12 @@ What adds up over ranks is rounded once more on each of them, so rows agree with
 tokens mostly. Stock vLLM split alike is what mates are bit-identical to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from attach import check_attached
 from cases import (
     EVERYWHERE,
     PROMPT,
@@ -75,40 +76,55 @@ def batch_of(layers: int, vocabulary: int) -> Batch:
 
 
 def check_split(
-    model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]
+    names: Collection[str], model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]
 ) -> Iterator[Lines]:
-    """All checks of a model with weights on disk: every line so far, again and again."""
+    """All checks of a model with weights on disk: every line so far, after each engine.
+
+    Args:
+        names: how to split it, of `SPLITS`.
+        model: has weights on disk.
+        vocabulary: how many token ids it knows.
+        scratch: where channels may lie.
+        options: of every engine.
+    """
     results: dict[str, Verdict] = {}
-    whole_one = OfflineEngine(model, f"ipc://{scratch}/one", **options)
-    assert whole_one.sites is not None
-    layers, width = whole_one.sites.num_layers, whole_one.sites.width
-    vector = np.random.default_rng(1).normal(size=(2, width)).astype(np.float32)
-    batch = batch_of(layers, vocabulary)
-    whole_one.load({VECTOR: vector})
-    alone = whole_one.run(batch.prompts, batch.plans, **SAMPLING)
-    whole_one.close()
-    for name, size in SPLITS.items():
-        halved = {**options, size: 2}
+    alone: list[Outcome] | None = None
+    for name in names:
+        halved = {**options, SPLITS[name]: 2}
+        given = prompts(COUNT, PROMPT[0][1], vocabulary)
         stock = OfflineEngine(model, "", sited=False, **halved)
-        plain, again = (stock.run(batch.prompts, **SAMPLING) for _ in range(2))
+        plain, again = (stock.run(given, **SAMPLING) for _ in range(2))
         stock.close()
         results[f"{name}: stock equals itself"] = each([*map(same, plain, again)])
+        yield results
         ours = OfflineEngine(model, f"ipc://{scratch}/{name}", **halved)
         assert ours.sites is not None
+        layers = ours.sites.num_layers
+        vector = np.random.default_rng(1).normal(size=(2, ours.sites.width)).astype(np.float32)
+        batch = batch_of(layers, vocabulary)
         results[f"{name}: points that are not served"] = equal(sorted(ours.sites.refused), [])
-        idle = ours.run(batch.prompts, **SAMPLING)
+        idle = ours.run(given, **SAMPLING)
         results[f"{name}: idle requests bit-identical to stock"] = each([*map(same, plain, idle)])
         ours.load({VECTOR: vector})
-        split = ours.run(batch.prompts, batch.plans, **SAMPLING)
+        split = ours.run(given, batch.plans, **SAMPLING)
         results[f"{name}: captured requests and mates bit-identical to stock"] = each(
             [same(plain[i], split[i]) for i in batch.mates]
         )
-        results |= {f"{name}: {line}": v for line, v in compared(batch, layers, alone, split)}
+        sites = tuple(range(site_count(layers)))
+        attached = check_attached(ours, plain, given, sites[layers // 2 * 4], sites, SAMPLING)
+        results |= {f"{name}: {line}": verdict for line, verdict in attached.items()}
         for worker, stats in enumerate(ours.stats_of_all()):
             used = {key: stats[key] for key in stats if key.endswith("_used") or key == "requests"}
             results[f"{name}: left over on worker {worker}"] = equal(any(used.values()), False)
             results[f"{name}: rows lost on worker {worker}"] = equal(stats["lost_rows"], 0)
         ours.close()
+        yield results
+        if alone is None:
+            one = OfflineEngine(model, f"ipc://{scratch}/one", **options)
+            one.load({VECTOR: vector})
+            alone = one.run(given, batch.plans, **SAMPLING)
+            one.close()
+        results |= {f"{name}: {line}": v for line, v in compared(batch, layers, alone, split)}
         yield results
 
 
