@@ -117,6 +117,9 @@ def check_split(
             used = {key: stats[key] for key in stats if key.endswith("_used") or key == "requests"}
             results[f"{name}: left over on worker {worker}"] = equal(any(used.values()), False)
             results[f"{name}: rows lost on worker {worker}"] = equal(stats["lost_rows"], 0)
+            if "pinned" in stats:  # one that reports
+                line = f"{name}: staging memory of worker {worker} is pinned"
+                results[line] = equal(stats["pinned"], options["device"] == "cuda")
         ours.close()
         yield results
         if alone is None:
