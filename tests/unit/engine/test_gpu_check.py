@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -106,3 +108,11 @@ def test_the_check_exits_1_if_a_line_fails_and_writes_every_line(
 
 def test_a_check_without_lines_has_not_passed(tmp_path: Path) -> None:
     assert verdicts.conclude({}, tmp_path / "check.json") == 1
+
+
+def test_everything_that_the_check_imports_is_there_before_it_begins() -> None:
+    check = Path(__file__).parents[2] / "gpu" / "check.py"
+    done = subprocess.run([sys.executable, check, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for choice in ("kernels", "small", "8b", "moe", "tp", "pp"):
+        assert choice in done.stdout
