@@ -111,7 +111,8 @@ def check_split(
             [same(plain[i], split[i]) for i in batch.mates]
         )
         sites = tuple(range(site_count(layers)))
-        attached = check_attached(ours, plain, given, sites[layers // 2 * 4], sites, SAMPLING)
+        middle = Site(Point.RESID_PRE, layers // 2).index
+        attached = check_attached(ours, plain, given, middle, sites, SAMPLING)
         results |= {f"{name}: {line}": verdict for line, verdict in attached.items()}
         for worker, stats in enumerate(ours.stats_of_all()):
             used = {key: stats[key] for key in stats if key.endswith("_used") or key == "requests"}
