@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from rheostat_server.bench.shapes import SHAPES, write_shape
+from rheostat_server.config import ServerConfig
 
 BLOCK = 32
 """Tokens per block of the KV cache on a CPU, the fewest that vLLM's attention takes there."""
@@ -21,6 +22,8 @@ MAX_MODEL_LEN = 2048
 """Tokens of a request that all models here can take."""
 
 _CPU_KV_BYTES = 256 << 20
+_CUDA_KV_BYTES = 8 << 30
+"""Of an engine that starts while another one does: neither can measure what is free."""
 
 
 class Model(NamedTuple):
@@ -36,8 +39,13 @@ class Model(NamedTuple):
     """"dummy" for a shape, whose weights are noise."""
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, default: str) -> None:
-    """Adds `--shape` and `--model`, of which one can be given."""
+def add_model_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """Adds `--shape` and `--model`, of which one can be given.
+
+    Args:
+        parser: gets them.
+        default: a shape; None: the demo model.
+    """
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--shape", choices=sorted(SHAPES), default=default, help="without weights")
     which.add_argument("--model", help="a folder with weights, or demo")
@@ -49,13 +57,13 @@ def chosen(arguments: argparse.Namespace, scratch: Path) -> Model:
     Raises:
         ModelNotFound: there is no such folder.
     """
-    if arguments.model is None:
+    if arguments.model is None and arguments.shape is not None:
         shape = str(arguments.shape)
         path = write_shape(shape, scratch)
         return Model(shape, path, str(SHAPES[shape]["torch_dtype"]), "dummy")
     from rheostat_server.vllm_engine import model_path
 
-    path = Path(model_path(arguments.model))
+    path = Path(model_path(arguments.model or "demo"))
     return Model(path.name, path, _dtype(path), "auto")
 
 
@@ -98,6 +106,19 @@ def engine_options(model: Model, *, engines: int, requests: int, **more: Any) ->
             "kv_cache_memory_bytes": _CPU_KV_BYTES,
         }
     return options | more
+
+
+def server_config(model: Model, *, engines: int, requests: int, **more: Any) -> ServerConfig:
+    """A server whose engine gets `engine_options`, on a port that the system chooses.
+
+    Engines whose servers start at the same time can share a device. A shape has no tokenizer.
+    """
+    options = engine_options(model, engines=engines, requests=requests)
+    del options["disable_log_stats"]
+    options["skip_tokenizer_init"] = model.load_format == "dummy"
+    if device() == "cuda":
+        options["kv_cache_memory_bytes"] = _CUDA_KV_BYTES
+    return ServerConfig(model=str(model.path), port=0, **options | more)
 
 
 def described(model: Model, runner: str) -> dict[str, object]:

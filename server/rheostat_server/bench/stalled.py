@@ -1,37 +1,43 @@
 """What a subscriber costs the requests that it watches, when it reads and when it stands still.
 
-64 clients generate without a pause, on the demo model in a server of its own. The arms take turns:
-nobody watches; a subscriber reads every row of a layer; one reads nothing for the whole turn, and
-rows that find no room are lost, or wait on disk. Server, clients and subscriber are a process each.
+64 clients generate without a pause. The arms take turns: nobody watches; a subscriber reads every
+row of the middle layer; one reads nothing for the whole turn, and rows that find no room are lost,
+or wait on disk. Server and subscriber are a process each; the clients share some, whose busiest
+must not be what the turns wait for: its CPU time stands in the result.
 
     python -m rheostat_server.bench.stalled --out results
+    python -m rheostat_server.bench.stalled --shape qwen3-8b --tokens 128 --out results
 """
 
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
-import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import rheostat
+from rheostat_server.bench.machine import add_model_arguments, chosen, described, server_config
+from rheostat_server.bench.processes import Worker, together
+from rheostat_server.bench.served import (
+    add_client_argument,
+    address,
+    connected,
+    prompts,
+    serving,
+)
 from rheostat_server.bench.summaries import Figures
-from rheostat_server.config import ServerConfig
-from rheostat_server.serve import start
-
-_SPAWNED = multiprocessing.get_context("spawn")
+from rheostat_server.bench.watching import Watcher, watching
 
 _CLIENTS = 64
 _PROMPT = 32
-_TOKENS = 32
 _BUFFER = 64 << 20
 _CREDIT = 1 << 20
 """Bytes that a subscriber that reads nothing lets come."""
@@ -60,13 +66,15 @@ class Turn(NamedTuple):
 
     seconds: float
     tokens: int
-    """Of requests that ended in it."""
+    """That came in it."""
     longest: float
-    """Seconds that the longest of them took."""
+    """Seconds that the longest of the requests that ended in it took."""
     lost_rows: int
     """Rows of which a reader was told that they are lost."""
     waiting_rows: int
     """Rows that waited on disk at the end."""
+    busiest: float = 0.0
+    """CPU seconds per second of the clients' busiest process."""
 
     @property
     def rate(self) -> float:
@@ -74,90 +82,99 @@ class Turn(NamedTuple):
         return self.tokens / self.seconds
 
 
-def _serve(told: Connection, spool: str) -> None:
-    """The server's process: says its port, ends when it is told anything."""
+class _Asked(NamedTuple):
+    """What came of one process's clients."""
 
-    async def main() -> None:
-        config = ServerConfig(
-            model="demo",
-            port=0,
-            max_num_seqs=_CLIENTS,
-            max_model_len=256,
-            enforce_eager=True,
-            kv_cache_memory_bytes=128 << 20,
-            spool=spool,
-            drain_grace=1.0,
-        )
-        server = await start(config)
-        told.send(server.port)
-        with suppress(EOFError):
-            await asyncio.to_thread(told.recv)
-        await server.stop()
-
-    asyncio.run(main())
+    seconds: float
+    tokens: int
+    longest: float
+    cpu: float
 
 
-def _watch(told: Connection, target: str, arm: Arm) -> None:
-    """The subscriber's process: says that it stands, ends when it is told anything."""
-    with (
-        rheostat.connect(target) as engine,
-        engine.subscribe(
+async def _ask(engine: rheostat.aio.Engine, clients: int, tokens: int, seconds: float) -> _Asked:
+    """An order: requests of so many clients for so long. Those under way at the end still end."""
+    came, longest = 0, 0.0
+    over = False
+
+    async def client() -> None:
+        nonlocal came, longest
+        while not over:
+            (prompt,) = prompts(1, _PROMPT)
+            began = time.perf_counter()
+            stream = engine.stream(prompt, max_tokens=tokens, temperature=0, ignore_eos=True)
+            async for event in stream:
+                if isinstance(event, rheostat.Tokens) and not over:
+                    came += len(event.token_ids)
+            if not over:
+                longest = max(longest, time.perf_counter() - began)
+
+    began, used = time.perf_counter(), time.process_time()
+    running = [asyncio.create_task(client()) for _ in range(clients)]
+    await asyncio.sleep(seconds)
+    over, took = True, time.perf_counter() - began
+    cpu = time.process_time() - used
+    await asyncio.gather(*running)
+    return _Asked(took, came, longest, cpu)
+
+
+class _Stage:
+    """The server of all turns, and the processes of its clients and its subscriber."""
+
+    def __init__(
+        self,
+        target: str,
+        layer: int,
+        askers: Sequence[Worker[rheostat.aio.Engine]],
+        watcher: Worker[Watcher],
+        tokens: int,
+    ) -> None:
+        self._target = target
+        self._capture = rheostat.Capture("resid_post", layers=layer)
+        self._askers = askers
+        self._watcher = watcher
+        self._tokens = tokens
+
+    @contextmanager
+    def _watched(self, arm: Arm) -> Iterator[None]:
+        if arm.reads is None:
+            yield
+            return
+        options = rheostat.SubscribeOptions(
             every=True,
-            capture=rheostat.Capture("resid_post", layers=3),
+            capture=self._capture,
             overload=arm.overload,
             buffer_bytes=_BUFFER,
             credit=64 << 20 if arm.reads else _CREDIT,
-        ) as subscription,
-    ):
-        told.send(True)
-        while arm.reads and not told.poll():
-            next(subscription)
-        with suppress(EOFError):
-            told.recv()
-
-
-@contextmanager
-def _watched(target: str, arm: Arm) -> Iterator[None]:
-    if arm.reads is None:
+        )
+        read = sys.maxsize if arm.reads else None
+        self._watcher.do(partial(Watcher.open, options=options, requests=read))
         yield
-        return
-    ours, theirs = _SPAWNED.Pipe()
-    watcher = _SPAWNED.Process(target=_watch, args=(theirs, target, arm), daemon=True)
-    watcher.start()
-    ours.recv()
-    yield
-    ours.send(None)
-    watcher.join(5)
-    watcher.kill()
-    watcher.join()
+        self._watcher.do(Watcher.close)
 
-
-async def _ask(target: str, seconds: float) -> Turn:
-    """Requests of all clients for so long; those that are under way at the end do not count."""
-    tokens, longest = 0, 0.0
-    over = False
-
-    async def client(number: int) -> None:
-        nonlocal tokens, longest
-        while not over:
-            began = time.perf_counter()
-            await engine.generate(
-                [5 + number] * _PROMPT, max_tokens=_TOKENS, temperature=0, ignore_eos=True
+    def turn(self, arm: Arm, seconds: float) -> Turn:
+        """One turn of an arm."""
+        count = len(self._askers)
+        orders = [
+            partial(
+                _ask,
+                clients=_CLIENTS // count + (number < _CLIENTS % count),
+                tokens=self._tokens,
+                seconds=seconds,
             )
-            if not over:
-                tokens += _TOKENS
-                longest = max(longest, time.perf_counter() - began)
-
-    async with rheostat.aio.connect(target) as engine:
-        before = await engine.stats()
-        began = time.perf_counter()
-        clients = [asyncio.create_task(client(number)) for number in range(_CLIENTS)]
-        await asyncio.sleep(seconds)
-        over, took = True, time.perf_counter() - began
-        await asyncio.gather(*clients)
-        after = await engine.stats()
-    lost = after.dropped_rows - before.dropped_rows
-    return Turn(took, tokens, longest, lost, after.spooled_rows)
+            for number in range(count)
+        ]
+        with rheostat.connect(self._target) as engine, self._watched(arm):
+            before = engine.stats()
+            asked = together(self._askers, orders)
+            after = engine.stats()
+        return Turn(
+            statistics.fmean(one.seconds for one in asked),
+            sum(one.tokens for one in asked),
+            max(one.longest for one in asked),
+            after.dropped_rows - before.dropped_rows,
+            after.spooled_rows,
+            max(one.cpu / one.seconds for one in asked),
+        )
 
 
 def summary(turns: Sequence[Sequence[Turn]]) -> Figures:
@@ -179,33 +196,50 @@ def summary(turns: Sequence[Sequence[Turn]]) -> Figures:
 def main() -> None:
     """Measures, prints a table and writes `stalled.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
+    add_model_arguments(parser, default=None)
+    add_client_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="a folder, for stalled.json")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each turn")
+    parser.add_argument("--tokens", type=int, default=32, help="of each request")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     turns: list[list[Turn]] = [[] for _ in ARMS]
-    with tempfile.TemporaryDirectory() as spool:
-        ours, theirs = _SPAWNED.Pipe()
-        server = _SPAWNED.Process(target=_serve, args=(theirs, spool))
-        server.start()
-        target = f"127.0.0.1:{ours.recv()}"
-        asyncio.run(_ask(target, min(10.0, arguments.seconds)))
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        model = chosen(arguments, Path(scratch))
+        spool = Path(scratch) / "spool"
+        config = server_config(model, engines=1, requests=_CLIENTS, spool=str(spool))
+        server = stack.enter_context(Worker(partial(serving, config), parent=True))
+        target = server.do(address)
+        with rheostat.connect(target) as engine:
+            served = engine.model()
+        askers = [
+            stack.enter_context(Worker(partial(connected, target)))
+            for _ in range(arguments.client_processes)
+        ]
+        watcher = stack.enter_context(Worker(partial(watching, target)))
+        stage = _Stage(target, served.layers // 2, askers, watcher, arguments.tokens)
+        for arm in ARMS:
+            stage.turn(arm, min(3.0, arguments.seconds))
         for _ in range(arguments.repeats):
             for arm, mine in zip(ARMS, turns, strict=True):
-                with _watched(target, arm):
-                    mine.append(asyncio.run(_ask(target, arguments.seconds)))
-                print(f"{arm.name:32}{mine[-1].rate:9.0f} tokens/s", flush=True)
-        ours.send(None)
-        server.join()
+                mine.append(stage.turn(arm, arguments.seconds))
+                print(
+                    f"{arm.name:32}{mine[-1].rate:9.0f} tokens/s, the busiest of the clients' "
+                    f"processes {mine[-1].busiest:4.0%} of a core",
+                    flush=True,
+                )
     result = {
         "benchmark": "stalled",
-        "measures": "64 clients beside a subscriber that reads or stands still, each a process",
-        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
-        "model": "demo",
+        "measures": "64 clients beside a subscriber that reads or stands still",
+        **described(model, served.engine.runner),
+        "compiled": served.engine.compiled,
+        "cores": os.cpu_count(),
+        "client_processes": arguments.client_processes,
+        "layer": served.layers // 2,
         "clients": _CLIENTS,
         "prompt_tokens": _PROMPT,
-        "tokens": _TOKENS,
+        "tokens": arguments.tokens,
         "seconds": arguments.seconds,
         "repeats": arguments.repeats,
         "buffer_bytes": _BUFFER,
