@@ -80,6 +80,23 @@ def _stalled(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     return (Panel("tokens/s of all clients; whiskers: least and most", bars),)
 
 
+def _streamed(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    labels = {"per_token": "ms per token", "first_token": "ms to the first token"}
+    return tuple(
+        Panel(
+            f"{label}; whiskers: quartiles",
+            {
+                arm: {
+                    workload: Bar(row["median_ms"], row["low_ms"], row["high_ms"])
+                    for workload, row in by_workload.items()
+                }
+                for arm, by_workload in content["summary"][measure].items()
+            },
+        )
+        for measure, label in labels.items()
+    )
+
+
 def _sinks(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     names = {"write_gib_s": "write", "read_gib_s": "read", "verify_gib_s": "read and verify"}
     bars = {
@@ -130,6 +147,7 @@ def _capture(content: Mapping[str, Any]) -> tuple[Panel, ...]:
 _PANELS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Panel, ...]]] = {
     "stream": _stream,
     "stalled": _stalled,
+    "streamed": _streamed,
     "sinks": _sinks,
     "channel": _channel,
     "encodings": _encodings,

@@ -21,7 +21,6 @@ from rheostat_server.vllm_engine import cpu_memory, engine_arguments
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 @asynccontextmanager
@@ -47,11 +46,18 @@ async def connected(target: str) -> AsyncIterator[rheostat.aio.Engine]:
 
 
 class Stock:
-    """Stock vLLM."""
+    """Stock vLLM. It has the only reference to the engine, as `LoadedEngine` says why."""
 
-    def __init__(self, llm: "AsyncLLM") -> None:
-        """Wraps an engine."""
-        self._llm = llm
+    def __init__(self, config: ServerConfig) -> None:
+        """Starts an engine with the arguments that a server would give it."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments: dict[str, Any] = {
+            **(cpu_memory(config) if device() == "cpu" else {}),
+            **engine_arguments(config, config.model),
+        }
+        self._llm: AsyncLLM = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._names = itertools.count()
 
     def stream(self, prompt: list[int], tokens: int) -> AsyncGenerator["RequestOutput", None]:
@@ -69,23 +75,21 @@ class Stock:
         )
         return self._llm.generate(tokens_input(prompt), params, f"stock-{next(self._names)}")
 
+    def close(self) -> None:
+        """Ends it and its processes."""
+        self._llm.shutdown()
+        del self._llm
+
 
 @asynccontextmanager
 async def stock(config: ServerConfig) -> AsyncIterator[Stock]:
-    """Stock vLLM with the arguments that a server would give it."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
+    """Stock vLLM, beside a server of this config."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the server has it
-    arguments: dict[str, Any] = {
-        **(cpu_memory(config) if device() == "cpu" else {}),
-        **engine_arguments(config, config.model),
-    }
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    engine = Stock(config)
     try:
-        yield Stock(llm)
+        yield engine
     finally:
-        llm.shutdown()
+        engine.close()
 
 
 def add_client_argument(parser: argparse.ArgumentParser) -> None:
