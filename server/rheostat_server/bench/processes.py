@@ -7,7 +7,6 @@ What it raises is raised where it was given.
 
 import asyncio
 import multiprocessing
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from multiprocessing.connection import Connection
@@ -88,11 +87,6 @@ def together(
     for worker, order in zip(workers, orders, strict=True):
         worker.tell(order)
     return [worker.answer() for worker in workers]
-
-
-async def cpu_seconds(state: object) -> float:
-    """An order: the CPU time that the process has used."""
-    return time.process_time()
 
 
 def _live(told: Connection, life: Callable[[], AbstractAsyncContextManager[State]]) -> None:
