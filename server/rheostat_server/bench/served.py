@@ -20,7 +20,7 @@ from rheostat_server.serve import RunningServer, start
 from rheostat_server.vllm_engine import cpu_memory, engine_arguments
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm.outputs import RequestOutput
 
 
 @asynccontextmanager
