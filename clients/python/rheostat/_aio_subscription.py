@@ -81,11 +81,8 @@ class Subscription(Standing):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close; after an error leave it, so that it can be resumed from ``acknowledged``."""
-        if kind is None:
-            await self.close()
-        else:
-            self.leave()
+        """Close, as `rheostat.Subscription` does, also where the task is cancelled."""
+        await self.close()
 
 
 def _abandon(loop: asyncio.AbstractEventLoop, line: _Line) -> None:
@@ -189,7 +186,8 @@ class _Line:
             try:
                 event = self._intake.pop()
             except _errors.RheostatError as error:
-                self._end(error)
+                self._failure = error
+                self._intake.discard()
                 raise
             self._tell()
             if event is not None:

@@ -89,11 +89,8 @@ class Subscription(Standing):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close; after an error leave it, so that it can be resumed from ``acknowledged``."""
-        if kind is None or issubclass(kind, KeyboardInterrupt):
-            self.close()
-        else:
-            self.leave()
+        """Close, also after an error. What has been left, or lost its connection, stays so."""
+        self.close()
 
 
 class _Line:
@@ -194,7 +191,8 @@ class _Line:
                 try:
                     event = self._intake.pop()
                 except _errors.RheostatError as error:
-                    self._end(error)
+                    self._failure = error
+                    self._intake.discard()
                     raise
                 self._tell()
                 if event is not None:

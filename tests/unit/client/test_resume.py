@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import rheostat
-from rheostat import Capture, CapturedRows, Cursor, EndOfRequest
+from rheostat import Capture, Cursor
 
 from .rows_server import ROW, ends_of, expected, rows_of, until, until_ends
 
@@ -53,12 +53,13 @@ def test_connections_that_are_cut_anywhere_lose_and_repeat_nothing(running, subs
     }
 
 
-def test_a_loop_that_failed_is_resumed_with_the_event_in_hand(running, subscriber):
+def test_a_loop_that_failed_and_left_is_resumed_with_the_event_in_hand(running, subscriber):
     subscription = subscriber.subscribe(capture=ONE, every=True)
 
     def read() -> None:
         with subscription:
             until_ends(subscription)
+            subscription.leave()
             raise ValueError("no room on the disk")
 
     running.generate("a")
@@ -71,6 +72,22 @@ def test_a_loop_that_failed_is_resumed_with_the_event_in_hand(running, subscribe
         second = until_ends(again, 2)
     assert second[0].sequence == in_hand
     assert set(ends_of(second)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("kind_of_error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_block_that_ends_with_an_error_ends_the_subscription(running, subscriber, kind_of_error):
+    subscription = subscriber.subscribe(capture=ONE, every=True)
+
+    def read() -> None:
+        with subscription:
+            until_ends(subscription)
+            raise kind_of_error
+
+    running.generate("a")
+    running.generate("b")
+    with pytest.raises(kind_of_error):
+        read()
+    assert running.ask(len) == 0
 
 
 def test_a_cursor_that_was_stored_makes_every_event_count_once(running, subscriber):
@@ -137,7 +154,7 @@ def test_a_subscription_that_is_forgotten_is_left_to_the_server(running, subscri
         assert rows_of(until_ends(again)) == expected("a", 0)
 
 
-async def test_a_cancelled_task_leaves_its_subscription_to_be_resumed(running):
+async def test_a_block_whose_task_is_cancelled_ends_the_subscription(running):
     async def read() -> None:
         async with engine.subscribe(capture=ONE, every=True) as subscription:
             made.set_result(subscription)
@@ -147,10 +164,8 @@ async def test_a_cancelled_task_leaves_its_subscription_to_be_resumed(running):
     async with rheostat.aio.connect(running.target) as engine:
         made = asyncio.get_running_loop().create_future()
         reading = asyncio.create_task(read())
-        subscription = await made
+        await made
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await asyncio.to_thread(running.generate, "a")
-        async with engine.resume(subscription.acknowledged) as again:
-            assert isinstance(await anext(again), CapturedRows | EndOfRequest)
+        assert await asyncio.to_thread(running.ask, len) == 0

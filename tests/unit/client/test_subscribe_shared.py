@@ -248,6 +248,7 @@ def test_memory_that_changed_under_a_reader_is_damage(running, subscriber):
         arena.room(mmap.PAGESIZE, 64)[:] ^= 255
         with pytest.raises(rheostat.DataLoss, match="CRC-32C differs"):
             until_ends(subscription)
+    assert running.ask(len) == 0
 
 
 def named(path: Path, size: int | None = None) -> capture_service_pb2.SharedMemory:
