@@ -37,7 +37,7 @@ class ResumeOptions(TypedDict, total=False):
 class SubscribeOptions(ResumeOptions, total=False):
     """What subscribe takes, beside what `ResumeOptions` has.
 
-    At most one of ``requests``, ``labels`` and ``every`` is given.
+    With ``capture`` one of ``requests``, ``labels`` and ``every`` is given, without it none.
     """
 
     capture: CaptureLike
@@ -80,6 +80,12 @@ def opening(
     given = [requests is not None, labels is not None, every]
     if sum(given) > 1 or (captures and not any(given)):
         raise invalid("open.filter", "give one of requests=, labels= and every=True")
+    if any(given) and not captures:
+        raise invalid(
+            "open.specs",
+            "nothing would come of these requests: add capture=, or select none where requests "
+            "send their rows here",
+        )
     wish = capture_service_pb2.SubscribeOpen(specs=[one.to_spec() for one in captures])
     if labels is not None:
         wish.filter.labels.labels.update(labels_to_wire(labels, "open.filter.labels.labels"))

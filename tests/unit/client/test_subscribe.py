@@ -232,14 +232,14 @@ def test_being_too_slow_ends_the_subscription_and_says_so(running, subscriber):
     [
         ({"capture": ONE}, "open.filter"),
         ({"requests": "a", "every": True}, "open.filter"),
-        ({"labels": ["a"]}, "open.filter.labels.labels"),
-        ({"requests": [3]}, "open.filter.requests.request_ids[0]"),
+        ({"capture": ONE, "labels": ["a"]}, "open.filter.labels.labels"),
+        ({"capture": ONE, "requests": [3]}, "open.filter.requests.request_ids[0]"),
         ({"capture": "resid_post", "every": True}, "captures[0]"),
         ({"capture": Capture("resid_post", to="x"), "every": True}, "open.specs[0].subscription"),
-        ({"overload": "panic", "every": True}, "open.overload"),
-        ({"buffer_bytes": 0, "every": True}, "open.buffer_bytes"),
-        ({"credit": 0, "every": True}, "credit"),
-        ({"ack": "never", "every": True}, "ack"),
+        ({"overload": "panic"}, "open.overload"),
+        ({"buffer_bytes": 0}, "open.buffer_bytes"),
+        ({"credit": 0}, "credit"),
+        ({"ack": "never"}, "ack"),
         (
             {"capture": Capture("resid_post", 7), "every": True},
             "open.specs[0].sites.list.layers[0]",
@@ -250,6 +250,13 @@ def test_what_is_wrong_is_refused_by_field(subscriber, options, path):
     with pytest.raises(rheostat.InvalidRequest) as raised:
         subscriber.subscribe(**options)
     assert raised.value.path == path
+
+
+@pytest.mark.parametrize("which", [{"every": True}, {"requests": "a"}, {"labels": {"a": "b"}}])
+def test_requests_of_which_nothing_is_captured_are_refused(subscriber, which):
+    with pytest.raises(rheostat.InvalidRequest, match=r"nothing would come.* add capture=") as seen:
+        subscriber.subscribe(**which)
+    assert seen.value.path == "open.specs"
 
 
 def test_what_is_no_option_and_no_cursor_is_refused(subscriber):

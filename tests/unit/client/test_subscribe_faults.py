@@ -84,7 +84,7 @@ def read(subscriber, **options: object) -> tuple[list, rheostat.RheostatError | 
     """The events, and what came after them."""
     events = []
     try:
-        with subscriber.subscribe(every=True, **options) as subscription:
+        with subscriber.subscribe(**options) as subscription:
             for event in subscription:
                 events.append(event)
                 if isinstance(event, rheostat.EndOfRequest):
@@ -141,7 +141,7 @@ def test_rows_that_are_damaged_or_missing_are_data_loss(subscriber, server, scri
 
 def test_data_loss_is_not_acknowledged(subscriber, server):
     server.on("Subscribe", Calls([OPENED, FIRST, captured(2, crc32c=7)]))
-    subscription = subscriber.subscribe(every=True)
+    subscription = subscriber.subscribe()
     next(subscription)
     for _ in range(2):
         with pytest.raises(rheostat.DataLoss):
@@ -181,7 +181,7 @@ def test_a_broken_connection_goes_on_where_it_was_and_repeats_nothing(subscriber
     assert error is None
     assert [event.sequence for event in events] == [1, 2, 3, 4]
     assert len(calls.openings) == 4
-    assert calls.openings[0].filter.HasField("every")
+    assert calls.openings[0].filter.HasField("requests")
     for again in calls.openings[1:]:
         assert again.resume == capture_service_pb2.ResumePoint(subscription="s1")
         assert not again.HasField("filter")
@@ -236,14 +236,14 @@ def test_a_connection_is_tried_again_for_as_long_as_the_server_waits(
 def test_a_server_that_is_not_there_is_said_at_once(subscriber, server):
     server.stop()
     with pytest.raises(rheostat.Unavailable, match="no server answers"):
-        subscriber.subscribe(every=True)
+        subscriber.subscribe()
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(subscriber, server):
     server.on("Subscribe", Calls([]))
     subscriber.engine._connection.timeout = 0.2
     with pytest.raises(rheostat.DeadlineExceeded, match=r"within the timeout of 0\.2 s"):
-        subscriber.subscribe(every=True)
+        subscriber.subscribe()
 
 
 def test_a_request_that_began_before_the_cursor_is_checked_as_far_as_it_came(subscriber, server):
@@ -257,7 +257,7 @@ def test_a_request_that_began_before_the_cursor_is_checked_as_far_as_it_came(sub
 def test_credit_and_acknowledgements_are_sent_as_events_are_taken(subscriber, server):
     chunks = [captured(number) for number in range(1, 5)]
     server.on("Subscribe", Calls([OPENED, *chunks, end(5, *chunks)]))
-    with subscriber.subscribe(every=True, credit=128) as subscription:
+    with subscriber.subscribe(credit=128) as subscription:
         for _ in range(5):
             next(subscription)
         subscription.finish()
