@@ -21,7 +21,7 @@ class ResumeOptions(TypedDict, total=False):
     """What resume takes beside the cursor: how events are taken here."""
 
     credit: int
-    """Bytes that may wait here until the loop takes them. Default: 64 MiB."""
+    """Bytes that may wait here until the loop takes them, at least a row. Default: 64 MiB."""
     ack: Acknowledgement
     """"auto": an event counts as dealt with once the next one is asked for. "manual": once `ack`
     is called. Default: "auto"."""
@@ -54,8 +54,8 @@ class SubscribeOptions(ResumeOptions, total=False):
     request that sends rows here; "drop_oldest" and "drop_newest" lose rows, which `DroppedRows`
     tells; "spill" lets rows wait on the server's disk, if it has a spool. Default: "fail"."""
     buffer_bytes: int | None
-    """Bytes that the server holds, what is not acknowledged included. Default: a quarter of what
-    it has for all subscriptions."""
+    """Bytes that the server holds, what is not acknowledged included; at least one position of
+    ``capture``. Default: a quarter of what it has for all subscriptions."""
 
 
 @builds_message

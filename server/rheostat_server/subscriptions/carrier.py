@@ -58,10 +58,16 @@ class Carrier:
         self._proven = True
 
     def chunk_bytes(self, limit: int, credit: int) -> int:
-        """How large chunks should be, where so much may be kept and be sent at once."""
-        if not self._proven:
-            return CHUNK_BYTES
-        return max(CHUNK_BYTES, min(SHARED_CHUNK_BYTES, limit // 8, credit // 4))
+        """How large chunks should be.
+
+        Args:
+            limit: bytes that may be kept.
+            credit: bytes that the reader allows at a time; 0: not known.
+        """
+        most = CHUNK_BYTES
+        if self._proven:
+            most = max(CHUNK_BYTES, min(SHARED_CHUNK_BYTES, limit // 8, credit // 4))
+        return min(most, credit // 2) if credit else most
 
     async def message_of(self, item: Item) -> Message:
         """The message of an item."""

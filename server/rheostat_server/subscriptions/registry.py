@@ -46,7 +46,9 @@ from rheostat_server.line import RETRY
 from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.selection import SelectionContext, selector_work, typical_context
+from rheostat_server.subscriptions.room import check_room
 from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
@@ -151,6 +153,7 @@ class Subscriptions:
             QueueFull, StoreFull: the others hold all that there is.
         """
         captures = self._check(wish)
+        check_room(wish, captures, FloatType(self._sites.dtype))
         size = wish.buffer_bytes if wish.HasField("buffer_bytes") else 0
         free = self.buffer_bytes - sum(one.reservoir.limit for one in self._open.values())
         if size > self.buffer_bytes:

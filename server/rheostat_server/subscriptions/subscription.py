@@ -18,15 +18,14 @@ from rheostat_server.capture.taps import Losses, Reservoir, Tap
 from rheostat_server.errors import (
     CaptureOverflow,
     CursorExpired,
-    InvalidValue,
     RheostatError,
     Superseded,
 )
-from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.subscriptions.carrier import Carrier
 from rheostat_server.subscriptions.joining import Missed, tell
 from rheostat_server.subscriptions.messages import Response, Tally
 from rheostat_server.subscriptions.replay import Replay, Sent
+from rheostat_server.subscriptions.room import Credit
 from rheostat_server.subscriptions.upcoming import Upcoming
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector
@@ -99,7 +98,7 @@ class Subscription:
         self._replay = Replay()
         self._call: object | None = None
         self._interruption: RheostatError | None = None
-        self._credit: int | None = 0
+        self._credit = Credit()
         self._closing = False
         self.carrier = Carrier()
         """How payloads reach the reader."""
@@ -187,10 +186,8 @@ class Subscription:
         Raises:
             InvalidValue: it allows nothing.
         """
-        if size < 1:
-            raise InvalidValue("allows at least 1 byte", field="credit.bytes")
-        if self._credit is not None:
-            self._credit += size
+        self._credit.grant(size)
+        self._size_chunks()
         self.reservoir.news.set()
 
     def acknowledge(self, sequence: int) -> None:
@@ -208,9 +205,7 @@ class Subscription:
     def prove(self, nonce: bytes) -> None:
         """The reader shows that it reads the shared memory; see `Carrier.prove`."""
         self.carrier.prove(nonce)
-        self.reservoir.chunk_bytes = self.carrier.chunk_bytes(
-            self.reservoir.limit, self._credit or 0
-        )
+        self._size_chunks()
 
     def resume_after(self, sequence: int) -> None:
         """Checks a cursor, and takes it for an acknowledgement.
@@ -236,7 +231,7 @@ class Subscription:
     def close(self) -> None:
         """Takes nothing more; what waits is sent, without need of credit, then it ends."""
         self._closing = True
-        self._credit = None
+        self._credit.endless = True
         for tap in list(self._taps):
             tap.close()
         self.on_left()
@@ -270,7 +265,7 @@ class Subscription:
             RheostatError: the subscription has failed.
         """
         self._call, self._interruption = call, None
-        self._credit = None if self._closing else credit
+        self._credit.begin(credit)
         self.reservoir.news.set()
         opened = _pb.SubscribeOpened(
             subscription=self.name, next_sequence=self._replay.acknowledged + 1
@@ -279,7 +274,7 @@ class Subscription:
         opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
         opened.resume_window.FromNanoseconds(int(self._resume_window * 1e9))
         self.carrier.begin(opened)
-        self.reservoir.chunk_bytes = CHUNK_BYTES
+        self._size_chunks()
         at = self._replay.acknowledged
         silent_until = time.monotonic() + self._heartbeat
         yield Response(opened=opened)
@@ -320,14 +315,14 @@ class Subscription:
         self.reservoir.news.clear()
         sent = self._replay.after(sequence)
         if sent is not None:
-            return sent if self._paid(sent.payload) else None
+            return sent if self._credit.pay(sent.payload) else None
         if not self._closing and self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
             return None
         message = await self._upcoming.message()
         if message is None or self._call is not call or self.failure is not None:
             return None
         response, payload = message
-        if not self._paid(payload):
+        if not self._credit.pay(payload):
             return None
         self._count(self._upcoming.take(), response)
         sent = self._replay.add(response, payload)
@@ -365,13 +360,11 @@ class Subscription:
                 )
             )
 
-    def _paid(self, payload: int) -> bool:
-        """Whether the credit covers a payload, which is then spent."""
-        if self._credit is not None:
-            if payload > self._credit:
-                return False
-            self._credit -= payload
-        return True
+    def _size_chunks(self) -> None:
+        """What is cut from now on goes through the credit of this call."""
+        self.reservoir.chunk_bytes = self.carrier.chunk_bytes(
+            self.reservoir.limit, self._credit.window
+        )
 
     async def _news_until(self, moment: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -381,7 +374,7 @@ class Subscription:
     def _sign_of_life(self) -> capture_service_pb2.Heartbeat:
         return _pb.Heartbeat(
             buffered_bytes=self.reservoir.waiting + self._upcoming.bytes,
-            credit_bytes=self._credit or 0,
+            credit_bytes=self._credit.left,
             last_sequence=self._replay.last,
         )
 

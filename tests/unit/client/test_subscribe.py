@@ -114,10 +114,31 @@ def test_nothing_more_is_sent_while_nothing_is_taken(starter, kind):
         assert rows_of(until_ends(subscription)) == expected("a", 0, tokens=9)
 
 
-def test_rows_that_the_credit_never_covers_come_all_the_same(running, subscriber):
-    with subscriber.subscribe(capture=POST, every=True, credit=1) as subscription:
+def test_credit_for_a_single_row_brings_every_row(running, subscriber):
+    with subscriber.subscribe(capture=POST, every=True, credit=ROW) as subscription:
         running.generate("a")
         assert rows_of(until_ends(subscription)) == expected("a", 0, 1)
+
+
+def test_rows_sent_here_that_the_credit_never_covers_come_all_the_same(running, subscriber):
+    with subscriber.subscribe(credit=1) as subscription:
+        running.generate("a", capture=Capture("resid_post", [0, 1], to=subscription))
+        assert rows_of(until_ends(subscription)) == expected("a", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "least"),
+    [
+        ({"credit": 1}, "open.credit_bytes", ROW),
+        ({"buffer_bytes": 10}, "open.buffer_bytes", 2 * ROW),
+    ],
+)
+def test_room_that_is_too_small_is_refused_with_the_least_that_works(
+    subscriber, options, path, least
+):
+    with pytest.raises(rheostat.InvalidRequest, match=f"takes {least} bytes") as seen:
+        subscriber.subscribe(capture=POST, every=True, **options)
+    assert seen.value.path == path
 
 
 def test_an_event_is_acknowledged_once_the_next_is_asked_for(running, subscriber):
@@ -207,7 +228,7 @@ def test_closing_the_client_ends_it(running, subscriber):
 
 @pytest.mark.parametrize("policy", ["drop_oldest", "drop_newest"])
 def test_rows_that_are_lost_are_told(running, subscriber, policy):
-    options = {"overload": policy, "buffer_bytes": 4 * ROW, "credit": 1}
+    options = {"overload": policy, "buffer_bytes": 4 * ROW, "credit": ROW}
     with subscriber.subscribe(capture=ONE, every=True, **options) as subscription:
         running.generate("a", tokens=20)
         events = until_ends(subscription)
@@ -219,7 +240,7 @@ def test_rows_that_are_lost_are_told(running, subscriber, policy):
 
 
 def test_being_too_slow_ends_the_subscription_and_says_so(running, subscriber):
-    options = {"buffer_bytes": 3 * ROW, "credit": 1, "ack": "manual"}
+    options = {"buffer_bytes": 3 * ROW, "credit": ROW, "ack": "manual"}
     with subscriber.subscribe(capture=ONE, every=True, **options) as subscription:
         running.generate("a", tokens=20)
         with pytest.raises(rheostat.ResourceExhausted) as raised:

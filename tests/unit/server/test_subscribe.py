@@ -149,6 +149,34 @@ async def test_no_payload_leaves_without_credit(starter) -> None:
     assert rows_of(one.events) == expected("a", 0)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+async def test_chunks_are_no_larger_than_the_credit_that_comes_back(running, rows) -> None:
+    credit = rows * ROW
+    one = await Subscriber.open(running, opening(EVERY, [wanted(0, 1, 2)], credit=credit))
+    await generate(running, "a", tokens=6)
+    async with asyncio.timeout(10):
+        while not ends_of(one.events):
+            event = await one.hear()
+            if event.HasField("captured"):
+                size = len(event.captured.tensor.inline)
+                assert size <= max(ROW, credit // 2)
+                await one.credit(size)
+    assert rows_of(one.events) == expected("a", 0, 1, 2, tokens=6)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_a_call_that_goes_on_with_little_credit_cuts_chunks_as_before(running, left) -> None:
+    wish = opening(EVERY, [wanted(0, 1)], credit=4 * ROW)
+    one = await Subscriber.open(running, wish)
+    one.call.cancel()
+    two = await Subscriber.open(running, resuming(one.name, credit=left))
+    await generate(running, "a", tokens=1)
+    await two.credit(6 * ROW)
+    await two.until("end_of_request")
+    sizes = [len(event.captured.tensor.inline) for event in two.numbered[:-1]]
+    assert sizes == [2 * ROW] * 3
+
+
 async def test_closing_ones_side_brings_what_waits_and_the_end(running) -> None:
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)], credit=0))
     await generate(running, "a")

@@ -146,6 +146,16 @@ async def test_rows_that_the_ring_lost_are_said(starter) -> None:
         ),
         (opening(EVERY, [wanted()], overload=77), "REASON_UNKNOWN_ENUM", "open.overload"),
         (opening(EVERY, buffer_bytes=1 << 50), "REASON_INVALID_VALUE", "open.buffer_bytes"),
+        (
+            opening(EVERY, [wanted(0, 1)], buffer_bytes=2 * ROW - 1),
+            "REASON_INVALID_VALUE",
+            "open.buffer_bytes",
+        ),
+        (
+            opening(EVERY, [wanted(0, 1)], credit=ROW - 1),
+            "REASON_INVALID_VALUE",
+            "open.credit_bytes",
+        ),
         (resuming("none"), "REASON_SUBSCRIPTION_NOT_FOUND", "open.resume.subscription"),
     ],
 )
@@ -154,6 +164,15 @@ async def test_what_is_wrong_is_refused_by_field(running, wish, reason, field) -
     await one.call.write(Message(open=wish))
     refusal = await failure(one)
     assert (refusal.reason, refusal.field) == (reason, field)
+
+
+async def test_too_little_room_is_refused_with_the_least_that_works(running) -> None:
+    for room, least in [({"credit": 1}, ROW), ({"buffer_bytes": 1}, 2 * ROW)]:
+        one = Subscriber(running)
+        await one.call.write(Message(open=opening(EVERY, [wanted(0, 1)], **room)))
+        refusal = await failure(one)
+        assert f"takes {least} bytes" in refusal.message
+    await Subscriber.open(running, opening(EVERY, [wanted(0, 1)], 16, buffer_bytes=2 * ROW))
 
 
 async def test_wrong_words_end_the_call_and_not_the_subscription(running) -> None:

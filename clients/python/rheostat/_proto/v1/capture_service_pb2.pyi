@@ -117,10 +117,13 @@ class SubscribeOpen(_message.Message):
     overload: _capture_pb2.Overload.ValueType
     """Default OVERLOAD_FAIL."""
     credit_bytes: _builtins.int
-    """Bytes of payload that may be sent before the first `credit`. Default: none."""
+    """Bytes of payload that may be sent before the first `credit`: none, or at least a row of specs.
+    Chunks are cut to half of the most that has stood at a time. Default: none.
+    """
     buffer_bytes: _builtins.int
     """Bytes the server buffers for this subscription, sent and unacknowledged ones included.
-    Limit: Limits.subscription_buffer_bytes, which all subscriptions share. Default: a quarter of
+    At least a position of specs. Limit: Limits.subscription_buffer_bytes, which all subscriptions
+    share. Default: a quarter of
     it. Too little left: REASON_QUEUE_FULL.
     """
     shared_memory: _builtins.bool

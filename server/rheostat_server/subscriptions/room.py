@@ -1,0 +1,88 @@
+"""The room that a reader gives: the credit of its calls, and its buffer on the server.
+
+Invariants: no payload leaves that the credit does not cover. Neither is so small that nothing could
+ever come.
+"""
+
+from collections.abc import Sequence
+
+from rheostat._proto.v1 import capture_service_pb2
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.errors import InvalidValue
+from rheostat_server.tensors import FloatType
+
+
+class Credit:
+    """Bytes of payload that a subscription's call may send."""
+
+    def __init__(self) -> None:
+        """None."""
+        self.window = 0
+        """The most that has stood at a time, in any call: one that goes on for a reader who has
+        much in hand begins with little."""
+        self.endless = False
+        """Whether everything may be sent."""
+        self._left = 0
+
+    def begin(self, size: int) -> None:
+        """A call begins, with so much."""
+        self._left = 0
+        if size:
+            self.grant(size)
+
+    @property
+    def left(self) -> int:
+        """What may be sent now; 0 where it is endless."""
+        return 0 if self.endless else self._left
+
+    def grant(self, size: int) -> None:
+        """More may be sent.
+
+        Raises:
+            InvalidValue: it allows nothing.
+        """
+        if size < 1:
+            raise InvalidValue("allows at least 1 byte", field="credit.bytes")
+        self._left += size
+        self.window = max(self.window, self._left)
+
+    def pay(self, payload: int) -> bool:
+        """Whether it covers a payload, which is then spent."""
+        if self.endless:
+            return True
+        if payload > self._left:
+            return False
+        self._left -= payload
+        return True
+
+
+def check_room(
+    wish: capture_service_pb2.SubscribeOpen, captures: Sequence[ResolvedCapture], held: FloatType
+) -> None:
+    """Refuses room in which nothing of a subscription's own captures has a place.
+
+    Args:
+        wish: what opens it.
+        captures: what it captures.
+        held: element type of rows in the engine.
+
+    Raises:
+        InvalidValue: there is too little.
+    """
+    rows = [one.form.row_bytes(one.numbers, one.kind) for one in captures]
+    least = max(rows, default=0)
+    if 0 < wish.credit_bytes < least:
+        raise InvalidValue(
+            f"a row takes {least} bytes, and goes only where the credit covers all of it: grant at "
+            "least so many, or 0 and more later",
+            field="open.credit_bytes",
+        )
+    least = sum(
+        len(one.indices) * min(row, one.width * held.itemsize)
+        for one, row in zip(captures, rows, strict=True)
+    )
+    if wish.HasField("buffer_bytes") and wish.buffer_bytes < least:
+        raise InvalidValue(
+            f"one position of these captures takes {least} bytes: a buffer has at least so many",
+            field="open.buffer_bytes",
+        )
