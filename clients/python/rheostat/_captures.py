@@ -171,6 +171,7 @@ class Capture:
         )
         if self.encoding != "raw":
             spec.encoding = _one_of(WIRE_ENCODINGS, self.encoding, "encoding")
+        self._check_kept()
         if self.kept is not None:
             spec.kept = whole_number(self.kept, "captures", "kept", least=1, most=2**32 - 1)
         if self.seed is not None:
@@ -185,6 +186,21 @@ class Capture:
                 for number, one in enumerate(self.projection)
             )
         return spec
+
+    def _check_kept(self) -> None:
+        keeps = self.encoding in ("rp8", "topk8")
+        if keeps and self.kept is None:
+            raise invalid(
+                "captures.kept",
+                f'encoding="{self.encoding}" needs kept=, the numbers to keep of each row',
+                "REASON_MISSING_FIELD",
+            )
+        if self.kept is not None and not keeps:
+            raise invalid(
+                "captures.kept", f'kept= is for "rp8" and "topk8", not encoding="{self.encoding}"'
+            )
+        if self.seed is not None and self.encoding != "rp8":
+            raise invalid("captures.seed", f'seed= is for "rp8", not encoding="{self.encoding}"')
 
 
 CaptureLike: TypeAlias = Capture | Iterable[Capture] | None

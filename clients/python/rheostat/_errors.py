@@ -24,6 +24,7 @@ sends raises the same classes with the same reasons.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -35,6 +36,17 @@ from google.rpc import error_details_pb2, status_pb2
 _DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "rheostat"
 _WARMING_UP = "REASON_WARMING_UP"
+
+_ARGUMENTS = (
+    (re.compile(r"^(captures|open\.specs)\b"), "capture"),
+    (re.compile(r"^open\.credit_bytes$"), "credit"),
+    (re.compile(r"^open\.filter\.(requests|labels)\.\w+"), r"\1"),
+    (re.compile(r"^open\."), ""),
+    (re.compile(r"\.sites\.list\."), "."),
+)
+"""What of a path on the wire reads otherwise as an argument in Python."""
+_WORD = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
+"""A word of the wire that is the value of an argument in Python."""
 
 
 class Violation(NamedTuple):
@@ -95,8 +107,9 @@ class RheostatError(Exception):
         return self.violations[0].path if self.violations else ""
 
     def __str__(self) -> str:
-        """The message, the field it concerns, the reason and gRPC's words, on one line."""
-        where = f" (at {self.path})" if self.path and self.path not in self.message else ""
+        """The message, the argument it concerns, the reason and gRPC's words, on one line."""
+        path = _argument(self.path)
+        where = f" (at {path})" if path and path not in self.message else ""
         reason = f" [{self.reason}]" if self.reason else ""
         details = f": {self.details}" if self.details else ""
         return f"{self.message}{where}{reason}{details}"
@@ -231,7 +244,7 @@ def from_rpc(
     code = error.code()
     kind = _BY_CODE.get(code, ServerError)
     details = _Details.of(error.trailing_metadata() or ())
-    said = error.details() or f"the call failed with {code.name}"
+    said = _in_python(error.details() or f"the call failed with {code.name}")
     if not details.reason:  # a server of ours gives one with both of these codes
         if kind is Unavailable:
             lost = f"the connection to {target} was lost"
@@ -249,6 +262,18 @@ def from_rpc(
         resource=details.resource,
         retry_after=details.retry_after,
     )
+
+
+def _argument(path: str) -> str:
+    """The path of a field as its argument is written."""
+    for wire, ours in _ARGUMENTS:
+        path = wire.sub(ours, path)
+    return path
+
+
+def _in_python(message: str) -> str:
+    """A server's sentence with words of the wire as their arguments are written."""
+    return _WORD.sub(lambda word: f'{word[1].lower()}="{word[2].lower()}"', message)
 
 
 class _Details(NamedTuple):

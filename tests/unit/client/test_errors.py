@@ -86,6 +86,29 @@ def test_all_details_are_kept(client, server, refusal):
     assert str(error) == "wrong (at steering.interventions[2].where) [REASON_INVALID_VALUE]"
 
 
+@pytest.mark.parametrize(
+    ("path", "argument"),
+    [
+        ("captures[1].kept", "capture[1].kept"),
+        ("open.specs[0].sites.list.layers[0]", "capture[0].layers[0]"),
+        ("open.filter.requests.request_ids[2]", "requests[2]"),
+        ("open.filter.labels.labels", "labels"),
+        ("open.credit_bytes", "credit"),
+        ("open.buffer_bytes", "buffer_bytes"),
+        ("sampling.seed", "sampling.seed"),
+    ],
+)
+def test_what_the_server_says_reads_as_arguments(client, server, refusal, path, argument):
+    fields = error_details_pb2.BadRequest()
+    fields.field_violations.add(field=path, description="no OVERLOAD_DROP_OLDEST for ENCODING_RP8")
+    said = fields.field_violations[0].description
+    server.on("Tokenize", refusal(grpc.StatusCode.INVALID_ARGUMENT, said, fields))
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    told = f'no overload="drop_oldest" for encoding="rp8" (at {argument})'
+    assert (str(raised.value), raised.value.path) == (told, path)
+
+
 def test_an_error_without_details_is_mapped_by_its_code_alone(client, server, refusal):
     server.on("Tokenize", refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "too large"))
     with pytest.raises(rheostat.ResourceExhausted) as raised:

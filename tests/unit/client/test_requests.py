@@ -96,6 +96,26 @@ def test_what_cannot_be_meant_is_refused_before_it_is_sent(
     assert server.asked == []
 
 
+@pytest.mark.parametrize(
+    ("options", "path", "message"),
+    [
+        ({"encoding": "rp8"}, "captures.kept", 'encoding="rp8" needs kept='),
+        ({"encoding": "topk8"}, "captures.kept", 'encoding="topk8" needs kept='),
+        ({"kept": 8}, "captures.kept", 'kept= is for "rp8" and "topk8", not encoding="raw"'),
+        ({"encoding": "topk8", "kept": 8, "seed": 1}, "captures.seed", 'seed= is for "rp8"'),
+    ],
+)
+def test_an_encodings_arguments_are_checked_before_they_are_sent(
+    client, server, options, path, message
+):
+    capture = rheostat.Capture("resid_post", 3, **options)
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.generate("x", capture=capture))
+    assert raised.value.path == path
+    assert message in str(raised.value)
+    assert server.asked == []
+
+
 def test_an_unknown_option_is_a_type_error_that_names_the_method(client, server):
     for method in ("generate", "stream", "session", "explain"):
         message = rf"^{method}\(\) has no option 'top_n'; see rheostat.GenerateOptions$"
