@@ -5,7 +5,7 @@ Rows of one site that came in different encodings or widths are never mixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -118,9 +118,16 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
     are one site: either name finds rows that were captured under the other.
     """
 
-    def __init__(self, parts: Mapping[Site, list[Rows]], *, asked: bool = True) -> None:
-        """Join the parts of each site; ``asked``: the request had a capture."""
+    def __init__(
+        self, parts: Mapping[Site, list[Rows]], *, asked: bool = True, elsewhere: Sequence[str] = ()
+    ) -> None:
+        """Join the parts of each site.
+
+        ``asked``: the request had a capture whose rows come here; ``elsewhere``: where rows of
+        others went.
+        """
         self._asked = asked
+        self._elsewhere = tuple(dict.fromkeys(elsewhere))
         self._sites = {site: _joined(rows) for site, rows in sorted(parts.items(), key=_order)}
 
     def __getitem__(self, key: tuple[PointLike, int]) -> FloatArray:
@@ -195,9 +202,11 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         return found[0]
 
     def _known(self) -> str:
+        went = f"went to {' and '.join(self._elsewhere)}"
         if not self._asked:
-            return "no capture= was asked for"
-        return f"there are {', '.join(str(site) for site in self._sites) or 'none at all'}"
+            return f"they {went}" if self._elsewhere else "no capture= was asked for"
+        known = f"there are {', '.join(str(site) for site in self._sites) or 'none at all'}"
+        return f"{known}, and others {went}" if self._elsewhere else known
 
     def __repr__(self) -> str:
         """Each site with the shape of its rows."""

@@ -8,6 +8,7 @@ unless it went elsewhere.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
 
@@ -17,6 +18,7 @@ from rheostat._activations import Activations, Rows, positions_of, read_captured
 from rheostat._errors import DataLoss, ServerError
 from rheostat._points import Site
 from rheostat._proto.v1 import (
+    capture_pb2,
     generation_pb2,
     generation_service_pb2,
     steering_service_pb2,
@@ -64,7 +66,7 @@ class _Sample:
     end: Finished | None = None
     divergence: Divergence | None = None
 
-    def closed(self, captures: bool) -> Sample:
+    def closed(self, captures: bool, elsewhere: Sequence[str]) -> Sample:
         if self.end is None:
             raise ServerError("the stream ended with a sample that never finished")
         return Sample(
@@ -72,7 +74,7 @@ class _Sample:
             token_ids=tuple(self.token_ids),
             finish_reason=self.end.reason,
             logprobs=tuple(self.logprobs),
-            activations=Activations(self.rows, asked=captures),
+            activations=Activations(self.rows, asked=captures, elsewhere=elsewhere),
             stop=self.end.stop,
             first_token_after=self.end.first_token_after,
             finished_after=self.end.finished_after,
@@ -86,7 +88,9 @@ class GenerationFold:
     def __init__(self, request: generation_service_pb2.GenerateRequest) -> None:
         """An empty one, of this request."""
         self._elsewhere = {
-            number for number, one in enumerate(request.captures) if not one.HasField("inline")
+            number: _target(one)
+            for number, one in enumerate(request.captures)
+            if not one.HasField("inline")
         }
         self._captures = len(request.captures) > len(self._elsewhere)
         self._with_baseline = request.with_baseline
@@ -175,7 +179,10 @@ class GenerationFold:
     def _closed(self, baseline: bool) -> tuple[Sample, ...]:
         """The samples in order, of the baseline or else of the request itself."""
         keys = sorted(key for key in self._samples if key.baseline is baseline)
-        return tuple(self._samples[key].closed(self._captures) for key in keys)
+        return tuple(
+            self._samples[key].closed(self._captures, list(self._elsewhere.values()))
+            for key in keys
+        )
 
     def _check_rows(self, receipt: Receipt) -> None:
         for capture in receipt.captures:
@@ -200,6 +207,17 @@ class GenerationFold:
         return Tokens(
             message.sample, message.text, tuple(message.token_ids), logprobs, message.baseline
         )
+
+
+def _target(capture: capture_pb2.CaptureSpec) -> str:
+    """Where its rows go that do not come back, for people."""
+    match capture.WhichOneof("to"):
+        case "sink":
+            return f"the sink {capture.sink.sink!r}"
+        case "run":
+            return f"the run {capture.run.run!r}" if capture.run.run else "a run"
+        case _:
+            return f"the subscription {capture.subscription!r}"
 
 
 def _read_logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:

@@ -144,6 +144,23 @@ def test_steering_that_is_no_vector_is_told_how_to_make_one(
     assert server.asked == []
 
 
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        ([rheostat.Sink("disk")], "they went to the sink 'disk'"),
+        ([rheostat.Run("clean"), rheostat.Run()], "they went to the run 'clean' and a run"),
+        ([None, "sub-1"], "there are none at all, and others went to the subscription 'sub-1'"),
+    ],
+)
+def test_rows_that_went_elsewhere_are_a_key_error_that_says_where(client, server, targets, told):
+    server.on("Generate", WHOLE)
+    captures = [rheostat.Capture("resid_post", 3, to=one) for one in targets]
+    found = client.run(lambda engine: engine.generate("x", capture=captures))
+    with pytest.raises(KeyError) as raised:
+        found.activations["resid_post", 3]
+    assert raised.value.args[0].endswith(told)
+
+
 def test_rows_of_a_request_without_a_capture_are_a_key_error_that_says_so(client, server):
     server.on("Generate", WHOLE)
     found = client.run(lambda engine: engine.generate("x"))

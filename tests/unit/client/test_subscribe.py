@@ -46,7 +46,7 @@ def test_a_request_sends_its_rows_to_a_subscription(running, subscriber):
     assert {event.capture for event in events if isinstance(event, CapturedRows)} == {0, 1}
     assert list(out.activations) == [("resid_post", 0)]
     assert [site.rows for site in out.receipt.captures[1].sites] == [5]
-    with pytest.raises(KeyError, match="no capture= was asked for"):
+    with pytest.raises(KeyError, match=f"they went to the subscription '{subscription.id}'"):
         other.activations["resid_post", 1]
 
 
