@@ -132,7 +132,6 @@ def test_either_name_of_a_site_finds_its_rows(written) -> None:
         store.rows_of("a", "resid_mid", 9)
     capture = CaptureAbout(0, (Site(Point.RESID_PRE, 4),), FloatType.FLOAT32, WIDTH)
     assert [table.layer for table in stored_table(store, capture, "resid_post", 3)] == [4]
-    assert list(store.rows("resid_mid", 9)) == []
 
 
 def stored_table(
@@ -230,9 +229,35 @@ def test_tags_are_read_one_by_one_or_all(tmp_path: Path) -> None:
     assert open_captures(tmp_path).tags == ("x", "y")
     assert [one.tag for one in open_captures(tmp_path)] == ["x", "y"]
     assert open_captures(tmp_path, tag="y")["same"].tag == "y"
-    assert list(open_captures(tmp_path, tag="z")) == []
     (batch,) = open_captures(tmp_path).rows("resid_post", 0)
     assert batch.request_index.tolist() == [0] * 14 + [1] * 14
+
+
+def test_a_tag_that_is_not_there_is_not_found_and_told_which_are(tmp_path: Path) -> None:
+    with pytest.raises(rheostat.NotFound, match=r'no tag "x" in .*; nothing is stored there yet'):
+        open_captures(tmp_path, tag="x")
+    sink = Filesystem(tmp_path)
+    for tag in ("x", "y"):
+        write(sink, make_request("a", Layout.PACKED, tag=tag), [])
+    sink.close()
+    with pytest.raises(rheostat.NotFound, match=r'no tag "z" in .*; there are x, y'):
+        open_captures(tmp_path, tag="z")
+
+
+def test_a_site_that_nobody_captured_is_not_found_and_told_which_are(tmp_path: Path) -> None:
+    store, _ = three_requests(tmp_path, Layout.SHARDED, Format.SAFETENSORS)
+    known = ", ".join(f"{site.point}[{site.layer}]" for site in SITES)
+    with pytest.raises(rheostat.NotFound) as raised:
+        list(store.rows("mlp_out", 99))
+    assert raised.value.message.endswith(f"no rows of mlp_out[99]; there are {known}")
+    with pytest.raises(rheostat.NotFound) as raised:
+        store.rows_of("a", "mlp_out", 99)
+    assert raised.value.message.endswith(f"no such rows of mlp_out[99]; there are {known}")
+    assert list(store.rows("resid_post", 0, sample=77)) == []
+
+
+def test_a_store_without_requests_has_no_rows_of_any_site(tmp_path: Path) -> None:
+    assert list(open_captures(tmp_path).rows("resid_post", 0)) == []
 
 
 @pytest.mark.parametrize("tag", ["..", "a/b", ""])

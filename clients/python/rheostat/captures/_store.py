@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from rheostat._errors import NotFound, Resource, invalid
-from rheostat._points import PointLike, Site, point_of
+from rheostat._points import Point, PointLike, Site, point_of
 from rheostat.captures import _arrow
 from rheostat.captures._batches import RowBatch, Wanted, batched, joined, pieces
 from rheostat.captures._manifests import StoredRequest, read_manifest
@@ -39,14 +39,22 @@ def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> St
     """The rows below the root of a `filesystem` sink; of one tag where it is given.
 
     The server may go on writing: every call sees what is there by then. Raises InvalidRequest where
-    there is no such folder, or ``tag`` cannot be one.
+    there is no such folder, or ``tag`` cannot be one, NotFound where nothing is stored under it.
     """
     path = Path(root)
     if not path.is_dir():
         raise invalid("root", f"{path} is no folder: it is the root= of the server's sink")
     if tag is not None and not _TAG.fullmatch(tag):
         raise invalid("tag", f'"{tag}" cannot be a tag, which is {_TAG.pattern}')
-    return StoredCaptures(path, tag)
+    stored = StoredCaptures(path, tag)
+    if tag is not None and not stored.tags:
+        there = ", ".join(StoredCaptures(path, None).tags)
+        raise _not_found(
+            f'there is no tag "{tag}" in {path}; '
+            f"{f'there are {there}' if there else 'nothing is stored there yet'}",
+            tag,
+        )
+    return stored
 
 
 class StoredCaptures:
@@ -92,10 +100,8 @@ class StoredCaptures:
                 for line in _lines(index):
                     if line.startswith(start):
                         return read_manifest(line, index)
-        raise NotFound(
-            f"no rows of the request {request_id} are stored in {self.root}",
-            reason="REASON_ARTIFACT_NOT_FOUND",
-            resource=Resource("artifact", request_id),
+        raise _not_found(
+            f"no rows of the request {request_id} are stored in {self.root}", request_id
         )
 
     def __contains__(self, request_id: object) -> bool:
@@ -123,13 +129,14 @@ class StoredCaptures:
         the site and none was chosen, DataLoss for a damaged file.
         """
         wanted = Wanted(point, layer, sample, baseline, spec)
-        found = list(pieces(self[request_id], wanted, _AT_ONCE))
+        request = self[request_id]
+        found = list(pieces(request, wanted, _AT_ONCE))
         if not found:
             site = Site(point_of(point), layer)
-            raise NotFound(
-                f"the request {request_id} has no such rows of {site}",
-                reason="REASON_ARTIFACT_NOT_FOUND",
-                resource=Resource("artifact", request_id),
+            raise _not_found(
+                f"the request {request_id} has no such rows of {site}; "
+                f"there are {_shown(request.sites)}",
+                request_id,
             )
         return joined(found)
 
@@ -146,12 +153,27 @@ class StoredCaptures:
         """The rows of a site over all requests that have them, ``batch`` rows at a time.
 
         Never more than two batches are in memory. The rest is as in `rows_of`; in one batch, rows
-        of different widths or encodings raise InvalidRequest.
+        of different widths or encodings raise InvalidRequest. NotFound is raised at the end where
+        there are rows, but none of the site.
         """
         if batch < 1:
             raise invalid("batch", "a batch has at least one row")
         wanted = Wanted(point, layer, sample, baseline, spec)
-        return batched((part for one in self for part in pieces(one, wanted, batch)), batch)
+        return batched(self._pieces(wanted, batch), batch)
+
+    def _pieces(self, wanted: Wanted, at_most: int) -> Iterator[RowBatch]:
+        others: dict[tuple[Point, int], None] = {}
+        known = False
+        for request in self:
+            known = known or bool(request.tables_at(wanted.point, wanted.layer))
+            if not known:
+                others.update(dict.fromkeys(request.sites))
+            yield from pieces(request, wanted, at_most)
+        if others and not known:
+            site = Site(point_of(wanted.point), wanted.layer)
+            raise _not_found(
+                f"{self.root} has no rows of {site}; there are {_shown(others)}", str(site)
+            )
 
     def verify(self) -> int:
         """Reads every file; how many requests there are. Raises DataLoss at a damaged one."""
@@ -186,6 +208,16 @@ class StoredCaptures:
     def __repr__(self) -> str:
         """Where."""
         return f"StoredCaptures({str(self.root)!r}, tag={self.tag!r})"
+
+
+def _not_found(message: str, name: str) -> NotFound:
+    return NotFound(
+        message, reason="REASON_ARTIFACT_NOT_FOUND", resource=Resource("artifact", name)
+    )
+
+
+def _shown(sites: Iterable[tuple[Point, int]]) -> str:
+    return ", ".join(str(Site(*site)) for site in sites) or "none at all"
 
 
 def _is_folder(path: Path) -> bool:
