@@ -135,10 +135,10 @@ def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -
 def main() -> None:
     """Harvests, trains and watches."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--server", default="127.0.0.1:50051")
+    parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT")
     parser.add_argument("--root", required=True, help="root= of the server's sink `disk`")
     arguments = parser.parse_args()
-    with rheostat.connect(arguments.server) as engine:
+    with rheostat.connect(arguments.target) as engine:
         stored, texts = harvest(engine, arguments.root)
         print(f"{len(texts)} sentences stored")
         found = {}
