@@ -262,20 +262,27 @@ class Attaching:
                 return  # all who wait hear of that
             except Exception as error:  # a task's end: whatever it is, who waits must hear of it
                 _LOG.error("the engine was not told what to capture", exc_info=error)
-                self._fail(changes)
+                self._fail({name: one.number for name, one in changes.items() if one is not None})
 
     async def _changes(self, flight: Flight) -> dict[str, Recapture]:
-        lives = _running(flight)
-        numbers = {life.plan_id: life.changes for life in lives}
-        captures, first = self._captured(flight), _computed(flight)
-        made = await offload(captures_work(captures), _captures_from, captures, first)
+        """What the engine is told of a flight; nothing where that cannot be made."""
+        numbers = {life.plan_id: life.changes for life in _running(flight)}
+        try:
+            captures, first = self._captured(flight), _computed(flight)
+            made = await offload(captures_work(captures), _captures_from, captures, first)
+        except Exception as error:  # whatever it is, who waits must hear of it, and others go on
+            name = flight.admitted.request_id
+            _LOG.error("what to capture of %s was not told to the engine", name, exc_info=error)
+            self._fail(numbers)
+            return {}
         return {name: Recapture(number, made, first) for name, number in numbers.items()}
 
-    def _fail(self, changes: Mapping[str, Recapture | None]) -> None:
-        for name, change in changes.items():
+    def _fail(self, numbers: Mapping[str, int]) -> None:
+        """Of some changes, by the id of a plan, the engine does not hear."""
+        for name, number in numbers.items():
             route = self._routes.get(name)
-            if route is not None and change is not None:
-                route[1].answer(Attached(name, change.number, OPEN_END, "it could not be told"))
+            if route is not None:
+                route[1].answer(Attached(name, number, OPEN_END, "it could not be told"))
 
     def _soon(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

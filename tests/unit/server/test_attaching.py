@@ -7,6 +7,7 @@ import pytest
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.admission import admit
 from rheostat_server.generation import run
+from rheostat_server.offload import offload
 from rheostat_server.subscriptions import attaching
 
 from .conftest import rest
@@ -279,6 +280,37 @@ async def test_what_the_engine_cannot_do_is_lost_as_the_policy_says(starter, pol
         end = ends_of(one.events)["a"]
         assert (end.rows, end.dropped_rows) == (0, 4)
     assert (await rest(call))[-1].HasField("receipt")
+
+
+@pytest.mark.parametrize(
+    "policy", [capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_DROP_NEWEST], ids=["fail", "drop"]
+)
+async def test_a_change_that_cannot_be_made_is_lost_as_the_policy_says_and_logged(
+    starter, policy, monkeypatch, caplog
+) -> None:
+    async def broken(size, work, *args, **kwargs):
+        if work is attaching._captures_from:
+            raise MemoryError("no room")
+        return await offload(size, work, *args, **kwargs)
+
+    running = await starter(ScriptedBackend(hold=Steps()))
+    call = await begun(running, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(attaching, "offload", broken)
+        one = await Subscriber.open(running, opening(EVERY, [wanted(0)], overload=policy))
+        assert attached(one.events[0].opened) == [("a", 0, None)]
+        assert "what to capture of a was not told to the engine" in caplog.text
+    if policy == capture_pb2.OVERLOAD_FAIL:
+        assert (await failure(one)).reason == "REASON_CAPTURE_OVERFLOW"
+    other = await opened_while_they_step(running, opening(EVERY, [wanted(1)]))
+    running.backend.hold.go(20)
+    assert (await rest(call))[-1].HasField("receipt")
+    await other.until("end_of_request")
+    assert len(rows_of(other.events)) == 4
+    if policy != capture_pb2.OVERLOAD_FAIL:
+        await one.until("end_of_request")
+        assert ends_of(one.events)["a"].rows == 0
+    await settled(running)
 
 
 async def test_an_engine_that_dies_meanwhile_ends_the_subscription(starter) -> None:
