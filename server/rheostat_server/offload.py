@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from rheostat_server.limits import OFFLOAD_BYTES
@@ -22,3 +24,16 @@ async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kw
     if size <= OFFLOAD_BYTES:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
+
+
+async def on_pool(pool: Executor, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Does what may wait for somebody, such as a disk, on threads that nothing else waits for.
+
+    Args:
+        pool: these threads.
+        work: a function that touches nothing that the event loop owns.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+    """
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(pool, partial(work, *args, **kwargs))

@@ -9,8 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.admission import Admitted
@@ -21,6 +20,7 @@ from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.taps import Losses, Reservoir, Tap
 from rheostat_server.errors import Defect, RheostatError
+from rheostat_server.offload import on_pool
 from rheostat_server.sinks import (
     CaptureAbout,
     Ending,
@@ -45,8 +45,6 @@ _REASONS = {
     types_pb2.FINISH_REASON_RULE: "rule",
     types_pb2.FINISH_REASON_ERROR: "error",
 }
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _POOL = ThreadPoolExecutor(32, "rheostat-sink")
 """Threads for sinks alone: one that hangs holds up nothing else."""
@@ -114,7 +112,7 @@ class SinkWriter:
             while self.failure is None:
                 item = self._reservoir.take()
                 if isinstance(item, End):
-                    await _on_thread(self._recording.finish, self._outcome())
+                    await on_pool(_POOL, self._recording.finish, self._outcome())
                     return
                 if item is None:
                     await self._reservoir.news.wait()
@@ -128,11 +126,11 @@ class SinkWriter:
         finally:
             self._reservoir.close()
         if self.failure is not None:
-            await _on_thread(self._recording.abandon, self.failure)
+            await on_pool(_POOL, self._recording.abandon, self.failure)
 
     async def _take(self, item: Item) -> None:
         if isinstance(item, Chunk | Sealed):
-            await _on_thread(self._write, item)
+            await on_pool(_POOL, self._write, item)
         elif isinstance(item, Loss):
             self._dropped += item.rows
 
@@ -160,12 +158,6 @@ def _abandon(opening: asyncio.Future[GuardedRecording]) -> None:
     """Gives up what was opened for a request that has gone meanwhile."""
     if not opening.cancelled() and opening.exception() is None:
         _POOL.submit(opening.result().abandon, Defect("the request went away"))
-
-
-async def _on_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Does what may wait for a sink, on a thread that nothing else waits for."""
-    call = partial(work, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_POOL, call)
 
 
 def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
@@ -213,7 +205,7 @@ async def open_recording(
         labels=admitted.labels,
         started_at=time.time(),
     )
-    opening = asyncio.ensure_future(_on_thread(sinks.open, about))
+    opening = asyncio.ensure_future(on_pool(_POOL, sinks.open, about))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:

@@ -11,8 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track
@@ -21,11 +20,9 @@ from rheostat_server.capture.spool import Records, Spool, SpoolDamaged, SpoolFul
 from rheostat_server.capture.taps import Reservoir, Tap
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError, RowsLost
 from rheostat_server.limits import MIB
+from rheostat_server.offload import on_pool
 
 _LOG = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _WRITE_BYTES = 8 * MIB
 """Bytes that go to disk at once."""
@@ -192,7 +189,7 @@ class Spill:
             self._on_broken(Defect("the server could not keep captured rows on disk"))
             self.close()
         if self._closed:
-            await _on_thread(self._records.close)
+            await on_pool(_POOL, self._records.close)
 
     async def _write_and_read(self) -> None:
         """Writes and reads by turns until there is nothing to do."""
@@ -212,8 +209,8 @@ class Spill:
         sizes = sum(map(_size, batch))
         self.memory += sizes
         try:
-            await _on_thread(
-                _append, self._records, [(one, self._number(one.tap)) for one in batch]
+            await on_pool(
+                _POOL, _append, self._records, [(one, self._number(one.tap)) for one in batch]
             )
         except (OSError, SpoolFull) as error:
             self._writing = ()
@@ -252,7 +249,7 @@ class Spill:
         self._hungry = False
         try:
             most = min(_READ_BYTES, self._reservoir.limit // 4)
-            found = await _on_thread(_load, self._records, most)
+            found = await on_pool(_POOL, _load, self._records, most)
         except (OSError, SpoolDamaged):
             if not self._closed:
                 self._on_broken(
@@ -320,11 +317,6 @@ def _unwritable(error: OSError) -> CaptureOverflow:
         "captured rows came faster than they were read, and the server's spool cannot be written: "
         f"{error.strerror or 'the disk failed'}. Look at the disk of --spool"
     )
-
-
-async def _on_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Does what may wait for the disk, on a thread that nothing else waits for."""
-    return await asyncio.get_running_loop().run_in_executor(_POOL, partial(work, *args, **kwargs))
 
 
 def _append(records: Records, batch: Sequence[tuple[Item, int]]) -> None:
