@@ -37,6 +37,8 @@ class Frame(NamedTuple):
     """When the rows that it describes, or what it is made of, are what they should be."""
     otherwise: Sequence[Head] = ()
     """What is sent where the heads can't be made, or the rows can't be read."""
+    rows: int = 0
+    """How many rows it describes."""
 
 
 class Delivery:
@@ -44,6 +46,8 @@ class Delivery:
 
     def __init__(self, address: str) -> None:
         """Connects to the server's address; it need not be bound yet."""
+        self.lost_rows = 0
+        """Rows whose frames could not be sent as they were handed over."""
         self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
@@ -64,21 +68,27 @@ class Delivery:
 
     def _run(self) -> None:
         while (frame := self._queue.get()) is not None:
+            said = False
             try:
-                self._say(frame)
+                said = self._say(frame)
             except Exception:  # whatever it is, other requests wait for what comes after
                 _LOG.exception("a frame of the side channel could not be sent and is lost")
+            if not said:
+                self.lost_rows += frame.rows
         self._socket.close()
         self._context.term()
 
-    def _say(self, frame: Frame) -> None:
+    def _say(self, frame: Frame) -> bool:
+        """Sends a frame, or what is said otherwise; whether it was the frame."""
+        made = True
         try:
             heads = _heads(frame)
         except Exception:  # whatever it is, the requests wait for what is said of them
             _LOG.exception(_LOST if isinstance(frame.head, RowsHead) else _UNREADABLE)
-            heads = frame.otherwise
+            made, heads = False, frame.otherwise
         for head in heads:
             self._socket.send(encode_head(head))
+        return made
 
 
 def _heads(frame: Frame) -> Sequence[Head]:

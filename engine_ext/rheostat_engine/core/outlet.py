@@ -97,16 +97,20 @@ class Outlet:
         """Bytes of rows that have been brought off the device."""
         self.plain_rows = 0
         """Rows that left as they are because their form could not be made."""
-        self.lost_rows = 0
-        """Rows that could not leave."""
         self._delivery = delivery
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: queue.SimpleQueue[Frame | _Leaving | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._held = 0
+        self._lost_rows = 0
         self._quiet_until: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="rheostat-outlet", daemon=True)
         self._thread.start()
+
+    @property
+    def lost_rows(self) -> int:
+        """Rows that could not leave, or of which the server could not be told."""
+        return self._lost_rows + self._delivery.lost_rows
 
     @property
     def free_bytes(self) -> int:
@@ -200,7 +204,7 @@ class Outlet:
                 place = self._pack(leaving.rows, [Group(None, len(leaving.rows))])
         except Exception:  # whatever it is, their requests hear of it and the engine lives
             self._complain("captured rows could not leave the device and are lost")
-            self.lost_rows += len(leaving.rows)
+            self._lost_rows += len(leaving.rows)
             return Frame(head.without_rows)
         finally:
             if self._stream is not None:
@@ -209,7 +213,7 @@ class Outlet:
             leaving.handled.set()
         self.left_bytes += place.size
         head = msgspec.structs.replace(head, place=place)
-        return Frame(head, leaving.left, otherwise=(head.without_rows,))
+        return Frame(head, leaving.left, (head.without_rows,), len(leaving.rows))
 
     def _complain(self, what: str) -> None:
         """Logs the exception at hand; a device that stays full would fill the log."""

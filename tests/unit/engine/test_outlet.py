@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from rheostat_engine import Capture, Coding, Event, Installed, Plan, Released, RowForm, Rows
+from rheostat_engine.core import delivery
 from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Delivery, Frame
 from rheostat_engine.core.forms import Forms, Made
 from rheostat_engine.core.outlet import Group, Outlet, pack, packed_bytes
 from rheostat_engine.core.places import Places
 from rheostat_engine.core.tallies import Tallies
+from rheostat_engine.events import Head, RowsHead, encode_head
 
 from .formed import check_formed
 from .frames import Server, installed
@@ -204,6 +206,28 @@ def test_rows_whose_copy_fails_later_are_counted_as_lost(
     *_, released = events_of(server)
     assert isinstance(released, Released)
     assert (released.captured, released.lost_rows) == ({}, 5)
+    assert device.outlet.lost_rows == 5
+    device.outlet.close()
+
+
+def test_rows_whose_labels_cannot_be_sent_are_counted_as_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(head: Head) -> bytes:
+        if isinstance(head, RowsHead) and not broken.is_set():
+            broken.set()
+            raise RuntimeError("no memory")
+        return encode_head(head)
+
+    broken = threading.Event()
+    monkeypatch.setattr(delivery, "encode_head", encode)
+    device = Device(server)
+    device.install(Capture((3,), EVERYWHERE))
+    device.step(0, 5)
+    device.step(5, 2)
+    device.release()
+    events_of(server)
+    assert device.outlet.lost_rows == 5
     device.outlet.close()
 
 

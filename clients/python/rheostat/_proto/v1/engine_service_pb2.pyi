@@ -495,7 +495,9 @@ class GetStatsResponse(_message.Message):
     spooled_rows: _builtins.int
     """Captured rows that wait on disk now, for readers that are too slow (OVERLOAD_SPILL)."""
     overrun_rows: _builtins.int
-    """Rows for which a worker had no room, in its ring or in the memory that it shares with the server."""
+    """Rows for which a worker had no room, in its ring or in the memory that it shares with the server,
+    or whose copy failed.
+    """
     staging_bytes: _builtins.int
     """Host memory through which captured rows reach the server, of all workers."""
     @_builtins.property
