@@ -1,13 +1,14 @@
-"""A linear probe, trained on stored activations, that reads a tone live while texts are generated.
+"""A linear probe, trained on stored activations, that reads a tone live, before it is put in words.
 
     rheostat serve demo --sink disk=filesystem:root=/tmp/rows      # in another terminal
     python examples/live_probe.py --root /tmp/rows
 
-Harvest: each sentence's last row, at every layer, goes to a sink, and is read back from its shards.
-Train: one ridge regression per layer; sentences with words that it never saw say which layer is
-best. Watch: a subscription brings what that layer's probe says of somebody else's requests as they
-generate, at the ends of sentences, which is where it was trained. The server projects the rows on
-the probe's weights: of each, one number comes.
+Harvest: sentences of either tone are followed by the beginning of another, "The show was". The row
+of its last word, the same in all of them, goes to a sink at every layer, and is read back from its
+shards. Train: one ridge regression per layer; sentences with words that it never saw say which
+layer is best. Watch: a subscription brings what that layer's probe says of somebody else's requests
+as they generate, wherever the next word will tell the tone. The server projects the rows on the
+probe's weights: of each, one number comes.
 """
 
 import argparse
@@ -27,7 +28,10 @@ TONES = {
     -1: "terrible dreadful miserable horrible bleak grim dismal hopeless ghastly wretched bad "
     "painful",
 }
-WATCHED = ("I feel so happy today.", "I feel so sad today.")
+NEXT = " The show was"
+WATCHED = ("I am so happy. My day was", "I am so sad. My day was")
+BEFORE = (" was", " feel")
+"""Words that are watched: a word of either tone may follow."""
 UNSEEN = 4
 """Words of each tone that the probe is tested on, and never trained on."""
 
@@ -45,14 +49,14 @@ def sentences() -> dict[str, tuple[int, bool]]:
 
 
 def harvest(engine: rheostat.Engine, root: str) -> tuple[captures.StoredCaptures, dict[str, str]]:
-    """Stores the last row of every sentence at every layer; the sentence of each request."""
+    """Stores the row after every sentence at every layer; the sentence of each request."""
     tag = f"tone-{uuid.uuid4().hex[:8]}"
     keep = rheostat.Capture(
         "resid_post", where=positions(-1), to=rheostat.Sink("disk", tag=tag, layout="sharded")
     )
     texts = {}
     for text in sentences():
-        out = engine.generate(text, capture=keep, max_tokens=1, temperature=0)
+        out = engine.generate(text + NEXT, capture=keep, max_tokens=1, temperature=0)
         texts[out.request_id] = text
     return captures.open_captures(root, tag=tag), texts
 
@@ -94,9 +98,9 @@ def train(
 def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -> None:
     """Scores the tokens of requests that run elsewhere, as they come."""
     run = uuid.uuid4().hex
-    ends = [engine.tokenize(f"It was so{mark}").token_ids[-1] for mark in ".!"]
+    watched = [engine.tokenize(f"It{word}").token_ids[-1] for word in BEFORE]
     weights = probe[None, :-1].astype(np.float32)  # [1, width]: one direction
-    wanted = rheostat.Capture("resid_post", [layer], token_ids(*ends), projection=weights)
+    wanted = rheostat.Capture("resid_post", [layer], token_ids(*watched), projection=weights)
     with engine.subscribe(capture=wanted, labels={"probe": run}) as subscription:
         said: dict[str, str] = {}
 
