@@ -19,8 +19,8 @@ from rheostat_server.sinks.samples import blocks
 def stored(root: Path, about: RequestAbout) -> StoredRequest | None:
     found = [
         one
-        for one in open_captures(root, tag=about.target.tag)
-        if one.request_id == about.request_id
+        for one in open_captures(root)
+        if (one.tag, one.request_id) == (about.target.tag, about.request_id)
     ]
     assert len(found) <= 1
     return found[0] if found else None
