@@ -168,7 +168,7 @@ def converted(rows: RawArray, *, held: FloatType, wanted: FloatType) -> RawArray
 
 def stack_rows(parts: Sequence[RawArray]) -> RawArray:
     """Joins the rows of several sites, each [positions, width], to [sites, positions, width]."""
-    return np.stack(parts)
+    return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
 
 def widened(raw: RawArray, kind: FloatType) -> FloatArray:

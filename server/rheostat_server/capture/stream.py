@@ -21,7 +21,7 @@ from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.waiting import Waiting
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.sites import to_wire
-from rheostat_server.spans import clipped, edges, runs, subtracted, united
+from rheostat_server.spans import clipped, edges, joined, runs, subtracted, united
 from rheostat_server.tensors import FloatType, RawArray
 
 _CHUNK_POSITIONS = 8192
@@ -136,6 +136,19 @@ class CaptureStream:
         return self._specs[spec].frontier
 
 
+class _Mine(NamedTuple):
+    """Which sites of an event a capture takes."""
+
+    of: tuple[int, ...]
+    """The event's sites."""
+    form: bytes
+    """The event's form."""
+    sites: tuple[int, ...]
+    """Those that are taken."""
+    at: tuple[int, ...]
+    """Where they stand in the event."""
+
+
 class _SpecRows:
     """Rows of one capture."""
 
@@ -160,6 +173,8 @@ class _SpecRows:
             if form is not None and len(forms) == 1
         }
         self._indices = frozenset(capture.indices)
+        self._mine: _Mine | None = None
+        """What the last event had of this, since the next one mostly has the same."""
         self._rows = Waiting(capture.indices, meter)
 
     def discard(self) -> None:
@@ -174,6 +189,23 @@ class _SpecRows:
         return runs(common(self._rows.positions()))
 
     def feed(self, rows: Rows) -> list[Piece]:
+        mine = self._mine
+        if mine is None or rows.sites != mine.of or rows.form != mine.form:
+            mine = self._mine = self._mine_of(rows)
+        positions, data = rows.positions, rows.data
+        if not mine.sites or not len(self._starts) or not len(positions):
+            return []
+        span = int(self._starts.searchsorted(positions[0], "right")) - 1
+        if span < 0 or positions[-1] >= self._ends[span]:
+            spans = self._starts.searchsorted(positions, "right") - 1
+            chosen = (spans >= 0) & (positions < self._ends[spans])
+            if not chosen.any():
+                return []
+            positions, data = positions[chosen], data[:, chosen]
+        return self._rows.put(mine.sites, mine.at, positions, data, made=bool(rows.form))
+
+    def _mine_of(self, rows: Rows) -> "_Mine":
+        """Which of an event's sites this takes."""
         mine = [
             (index, site)
             for index, site in enumerate(rows.sites)
@@ -181,16 +213,8 @@ class _SpecRows:
             # Others may want them in a form, and did before this capture was there.
             and (not rows.form or rows.form == self._keys.get(site))
         ]
-        if not mine or not len(self._starts):
-            return []
-        span = np.searchsorted(self._starts, rows.positions, side="right") - 1
-        chosen = (span >= 0) & (rows.positions < self._ends[span])
-        if not chosen.any():
-            return []
-        made = bool(rows.form)
-        if chosen.all():
-            return [*self._rows.put(mine, rows.positions, rows.data, made=made)]
-        return [*self._rows.put(mine, rows.positions[chosen], rows.data[:, chosen], made=made)]
+        sites, at = tuple(site for _, site in mine), tuple(index for index, _ in mine)
+        return _Mine(rows.sites, rows.form, sites, at)
 
     def ready(
         self, generated: Sequence[int], end: int, *, last: bool, chunk_bytes: int
@@ -219,7 +243,7 @@ class _SpecRows:
                 )
                 for site, column in ((site, taken[site.index]) for site in self._capture.sites)
             ]
-            self.delivered = united((*self.delivered, *runs(positions)))
+            self.delivered = joined(self.delivered, runs(positions))
             for lowest in range(0, len(parts), site_count):
                 some = parts[lowest : lowest + site_count]
                 yield Block(

@@ -6,7 +6,7 @@ as it is or in its form.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from itertools import combinations
 from typing import NamedTuple
 
@@ -55,31 +55,51 @@ class Waiting:
         return 0 if data is None else data.shape[2] * data.itemsize
 
     def put(
-        self, sites: Sequence[tuple[int, int]], chosen: Positions, data: RawArray, *, made: bool
-    ) -> Iterator[Piece]:
+        self,
+        sites: tuple[int, ...],
+        at: tuple[int, ...],
+        positions: Positions,
+        data: RawArray,
+        *,
+        made: bool,
+    ) -> list[Piece]:
         """Lets those rows wait that have not come before.
 
         Args:
-            sites: of each site the row of `data` that it is, and its index.
-            chosen: positions that are wanted, all that `data` has.
-            data: [sites, n, width]; a piece of fewer holds memory of its own.
+            sites: indices of the sites.
+            at: where they stand in `data`.
+            positions: ascending, [n], at least one.
+            data: [some sites, n, width]; a piece of fewer holds memory of its own.
             made: whether the rows are in their form.
         """
-        first = int(chosen[0])
+        first = int(positions[0])
+        if max([self._next[site] for site in sites]) <= first:
+            rows = data if len(at) == len(data) else data[list(at)]
+            return [self._wait(sites, positions, rows, made)]
         by_start: dict[int, list[tuple[int, int]]] = {}
-        for one in sites:
-            known = self._next[one[1]]
-            start = 0 if known <= first else int(np.searchsorted(chosen, known))
-            by_start.setdefault(start, []).append(one)
-        for start, some in by_start.items():
-            if start < len(chosen):
-                whole = not start and len(some) == len(data)
-                rows = data if whole else data[[row for row, _ in some], start:]
-                names = tuple(site for _, site in some)
-                piece = Piece(names, chosen[start:], rows, self._meter, made=made)
-                self._queue(names).append(piece)
-                self._next.update(dict.fromkeys(names, int(chosen[-1]) + 1))
-                yield piece
+        for site, index in zip(sites, at, strict=True):
+            start = int(positions.searchsorted(self._next[site]))
+            by_start.setdefault(start, []).append((site, index))
+        return [
+            self._wait(
+                tuple(site for site, _ in some),
+                positions[start:],
+                data[[index for _, index in some], start:],
+                made,
+            )
+            for start, some in by_start.items()
+            if start < len(positions)
+        ]
+
+    def _wait(
+        self, sites: tuple[int, ...], positions: Positions, data: RawArray, made: bool
+    ) -> Piece:
+        piece = Piece(sites, positions, data, self._meter, made=made)
+        self._queue(sites).append(piece)
+        end = int(positions[-1]) + 1
+        for site in sites:
+            self._next[site] = end
+        return piece
 
     def discard(self) -> None:
         """Loses everything."""
@@ -172,7 +192,9 @@ class Waiting:
 
     def _queue(self, sites: tuple[int, ...]) -> deque[Piece]:
         """The queue of some sites, without what was given up at its ends."""
-        pieces = self._queues.setdefault(sites, deque())
+        pieces = self._queues.get(sites)
+        if pieces is None:
+            pieces = self._queues[sites] = deque()
         while pieces and not len(pieces[0]):
             pieces.popleft()
         while pieces and not len(pieces[-1]):

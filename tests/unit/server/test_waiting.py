@@ -11,6 +11,7 @@ from rheostat_server.capture.pieces import Meter
 from rheostat_server.capture.waiting import Waiting
 
 SITES = (3, 8, 11)
+ALL = (0, 1, 2)
 WIDTH = 2
 
 
@@ -60,7 +61,7 @@ def test_each_row_leaves_once_in_order_and_of_one_kind(
     ):
         held = meter.rows
         at = np.array(positions, np.int32)
-        pieces = [*waiting.put([*enumerate(sites)], at, rows(sites, at), made=made)]
+        pieces = waiting.put(sites, (*range(len(sites)),), at, rows(sites, at), made=made)
         for site in sites:
             known = max(wanted[site], default=-1)
             wanted[site] |= {p: made for p in positions if p > known}
@@ -81,7 +82,7 @@ def test_about_so_many_positions_leave_at_once() -> None:
     waiting = Waiting(SITES, Meter())
     for start in range(0, 12, 4):
         at = np.arange(start, start + 4, dtype=np.int32)
-        assert len([*waiting.put([*enumerate(SITES)], at, rows(SITES, at), made=False)]) == 1
+        assert len(waiting.put(SITES, ALL, at, rows(SITES, at), made=False)) == 1
     assert waiting.cut(100, 5) == 5
     assert waiting.cut(3, 5) == 3
     assert [column.positions.tolist() for column in waiting.take(5).values()] == [[*range(5)]] * 3
@@ -95,7 +96,7 @@ def test_what_is_given_up_leaves_no_more(made: bool) -> None:
     pieces = []
     for start in (0, 2, 4):
         at = np.arange(start, start + 2, dtype=np.int32)
-        pieces += waiting.put([*enumerate(SITES)], at, rows(SITES, at), made=made)
+        pieces += waiting.put(SITES, ALL, at, rows(SITES, at), made=made)
     pieces[0].give_up()
     assert meter.rows == 2 * 2 * len(SITES)
     taken = waiting.take(waiting.cut(100, 100))
@@ -107,5 +108,5 @@ def test_a_piece_of_some_of_the_sites_keeps_none_of_the_others_in_memory() -> No
     waiting = Waiting(SITES, Meter())
     at = np.arange(2, dtype=np.int32)
     data = rows((1, *SITES), at)
-    (piece,) = waiting.put([(1, 3), (2, 8), (3, 11)], at, data, made=False)
+    (piece,) = waiting.put(SITES, (1, 2, 3), at, data, made=False)
     assert not np.shares_memory(piece.data, data)
