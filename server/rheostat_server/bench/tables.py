@@ -4,10 +4,27 @@ python -m rheostat_server.bench.tables results
 """
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rheostat_server.bench.results import Comparison, PrefixCache, read
+from rheostat_server.bench.summaries import Table
+
+
+def tables(path: Path) -> list[str]:
+    """The tables of one file; none: it is no benchmark of those that have any here.
+
+    Raises:
+        ValueError: it is no JSON.
+        KeyError: it is one of these, and something of it is missing.
+    """
+    found = read(path)
+    if found is not None:
+        return [table(found)]
+    content = json.loads(path.read_text())
+    about = content.get("benchmark") if isinstance(content, dict) else None
+    return _streamed(content["summary"]) if about == "streamed" else []
 
 
 def table(found: Comparison | PrefixCache) -> str:
@@ -64,6 +81,42 @@ def _prefix_cache(found: PrefixCache) -> str:
     return _markdown(heads, rows)
 
 
+def _streamed(summary: Mapping[str, Table]) -> list[str]:
+    """Time per token; what one long prompt takes; how long batches last."""
+    per_token, whole = summary["per_token"], summary["whole"]
+    reference, plain, *arms = per_token
+    batches = list(per_token[reference])
+    medians = (f"{per_token[reference][batch]['median_ms']:.3f}" for batch in batches)
+    rows = [[f"{reference}, ms per token", "", *medians]]
+    beside = [(reference, reference), (plain, reference)]
+    beside += [(arm, base) for arm in arms for base in (reference, plain)]
+    for arm, base in beside:
+        cells = []
+        for batch in batches:
+            stands, row = per_token[base][batch]["median_ms"], per_token[arm][batch]
+            median, low, high = (
+                _signed((row[name] / stands - 1) * 100)
+                for name in ("median_ms", "low_ms", "high_ms")
+            )
+            spread = f"{low} to {high}"
+            cells.append(f"{spread} %" if arm == base else f"{median} % ({spread})")
+        own = arm == base
+        rows.append(["its quartiles" if own else arm, "" if own else base, *cells])
+    shown = [_markdown(["", "beside", *batches], rows)]
+    alone = {"first token": "first_token", "at the client": "first_token_at_client"}
+    for prompt in (name for name in whole[reference] if name not in batches):
+        columns = [summary[measure] for measure in (*alone.values(), "whole")]
+        times = [[arm, *(_spread(column[arm][prompt]) for column in columns)] for arm in whole]
+        shown.append(_markdown([f"{prompt}, ms", *alone, "whole"], times))
+    lasts = [[arm, *(_spread(whole[arm][batch]) for batch in batches)] for arm in whole]
+    shown.append(_markdown(["whole, ms", *batches], lasts))
+    return shown
+
+
+def _spread(row: Mapping[str, float]) -> str:
+    return f"{row['median_ms']:.1f} ({row['low_ms']:.1f} to {row['high_ms']:.1f})"
+
+
 def _signed(value: float) -> str:
     return f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
 
@@ -79,9 +132,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     for path in sorted(folder.glob("*.json")):
-        found = read(path)
-        if found is not None:
-            print(f"{path.name}\n\n{table(found)}\n")
+        for one in tables(path):
+            print(f"{path.name}\n\n{one}\n")
 
 
 if __name__ == "__main__":

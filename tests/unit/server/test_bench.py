@@ -351,6 +351,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sinks",
         "stalled",
         "stream",
+        "streamed",
     }
 
 

@@ -25,10 +25,12 @@ from rheostat_server.bench.streamed import (
     milliseconds,
     summary,
 )
+from rheostat_server.bench.tables import tables
 from rheostat_server.bench.watching import Watched, Watcher
 
 from .conftest import Running
 
+DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 CAPTURE = rheostat.Capture("resid_post", layers=1)
 WANTED = [[1, 2, 3], [4, 5]]
 BATCH = Workload("batch of 3", 3, 32, 5, 1)
@@ -96,6 +98,35 @@ def test_the_file_can_be_drawn(tmp_path: Path) -> None:
     assert per_token.bars[SUBSCRIBED] == {"batch of 3": Bar(7.0, 7.0, 7.0)}
     drawn = [patch.get_width() for patch in plot.draw(found).axes[1].patches]
     assert drawn == [row["batch of 3"].value for row in first_token.bars.values()]
+
+
+def test_captures_are_shown_beside_stock_and_beside_those_without(tmp_path: Path) -> None:
+    long = {arm: {"512 tokens": [[30.0, 40.0, 50.0]]} for arm in ARMS}
+    measured = {"per_token": times(4.0, 5.0, 6.0, 7.0), "first_token": long}
+    measured |= {"first_token_at_client": long}
+    measured["whole"] = {arm: {"batch of 3": [[400.0]], **long[arm]} for arm in ARMS}
+    path = tmp_path / "streamed.json"
+    path.write_text(json.dumps({"benchmark": "streamed", "summary": summary(measured)}))
+    per_token, prompt, whole = (one.splitlines() for one in tables(path))
+    assert per_token[2] == f"| {STOCK}, ms per token |  | 4.000 |"
+    assert f"| {INLINE} | {STOCK} | +50.00 % (+50.00 to +50.00) |" in per_token
+    assert f"| {INLINE} | {PLAIN} | +20.00 % (+20.00 to +20.00) |" in per_token
+    spread = "40.0 (35.0 to 45.0)"
+    assert prompt[-1] == f"| {SUBSCRIBED} | {spread} | {spread} | {spread} |"
+    assert whole[-1] == f"| {SUBSCRIBED} | 400.0 (400.0 to 400.0) |"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(DOCS.glob("*/streamed.json")), ids=lambda path: path.parent.name
+)
+def test_the_page_shows_the_file(path: Path) -> None:
+    result = json.loads(path.read_text())
+    assert summary(result["times_ms"]) == result["summary"]
+    page = (DOCS / "README.md").read_text()
+    shown = tables(path)
+    assert len(shown) == 3
+    for one in shown:
+        assert one in page
 
 
 async def test_requests_over_grpc_bring_every_row_and_the_servers_times(running: Running) -> None:

@@ -1,0 +1,68 @@
+"""Tables of the page on benchmarks that hold more than one file, or a part of one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
+PAGE = (DOCS / "README.md").read_text()
+
+
+def content(name: str) -> Any:
+    return json.loads((DOCS / name).read_text())
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.1f} ms" if value < 100 else f"{value:,.0f} ms"
+
+
+def test_the_way_to_the_server_is_that_of_both_files() -> None:
+    here, there = content("cpu/channel.json")["summary"], content("h200/channel.json")["summary"]
+    assert list(here) == list(there)
+    for arm in here:
+        (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {arm} |"))
+        figures = [
+            f"{rows['gb_per_s']:.2f} | {rows['server_cpu_s_per_gb']:.2f} s/GB"
+            for rows in (here[arm], there[arm])
+        ]
+        assert line.endswith(f" | {' | '.join(figures)} |")
+
+
+@pytest.mark.parametrize("prompts", ["512 tokens alone", "8 of 1,024 tokens"])
+def test_captured_prompts_are_those_of_the_file(prompts: str) -> None:
+    shown = []
+    for arm in ("stock", "idle", "one layer", "all layers"):
+        row = content("h200/capture.json")["summary"][f"{arm}, {prompts}"]
+        times = [milliseconds(row[name]) for name in ("first_token_ms", "batch_ms")]
+        last = milliseconds(row["until_last_row_ms"]) if row["bytes"] else ""
+        shown.append(" | ".join([*times, last]).strip())
+    lines = [line.removesuffix("|").strip() for line in PAGE.splitlines()]
+    first = next(number for number, line in enumerate(lines) if line.endswith(shown[0]))
+    for line, wanted in zip(lines[first:], shown, strict=False):
+        assert line.endswith(wanted)
+
+
+def test_copies_off_the_device_are_those_of_the_file() -> None:
+    for by_size in content("h200/capture.json")["copies_gb_per_s"].values():
+        assert f" | {' | '.join(f'{speed:.1f}' for speed in by_size.values())} |" in PAGE
+
+
+def test_the_lines_that_held_on_a_gpu_are_those_of_the_files() -> None:
+    files = sorted((DOCS / "h200").glob("check-*.json"))
+    held = []
+    for path in files:
+        (lines,) = json.loads(path.read_text()).values()
+        held.append(f"{sum(line['ok'] for line in lines.values())} of {len(lines)}")
+    _, _, below = PAGE.partition("| | lines that held |\n|---|---|\n")
+    table, _, _ = below.partition("\n\n")
+    assert sorted(line.split(" | ")[1].removesuffix(" |") for line in table.splitlines()) == sorted(
+        held
+    )
+
+
+def test_rows_that_were_lost_are_those_of_the_file() -> None:
+    lost = content("h200/tpot-qwen3-8b-serving.json")["lost_rows"]
+    assert [arm for arm, rows in lost.items() if rows] == ["captured, all layers, generated tokens"]
+    assert f"{max(lost.values()):,} rows" in PAGE
