@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-import numpy as np
 import zmq
 
 from rheostat_engine.events import (
@@ -50,10 +49,10 @@ _PATIENCE = 0.2
 
 
 _COPIERS = 4
-"""Threads that copy large rows out of the workers' memory: one is far slower than a device."""
+"""Threads that copy large frames out of the workers' memory: one is far slower than a device."""
 
 _LARGE = 1 << 20
-"""Bytes of an array from which on it is worth a thread."""
+"""Bytes that are worth a thread."""
 
 
 class EventMerger:
@@ -274,9 +273,13 @@ class WorkerChannel:
             return []
 
     def _copies(self, arrays: Sequence[RowArray]) -> list[RowArray]:
-        if len(arrays) > 1 and arrays[0].nbytes >= _LARGE:
-            return list(self._copiers.map(np.copy, arrays))
-        return copied(arrays)
+        if len(arrays) < _COPIERS or sum(array.nbytes for array in arrays) < _COPIERS * _LARGE:
+            return copied(arrays)
+        shares = [arrays[first::_COPIERS] for first in range(_COPIERS)]
+        made: list[RowArray] = [*arrays]
+        for first, share in enumerate(self._copiers.map(copied, shares)):
+            made[first::_COPIERS] = share
+        return made
 
     def _rows_of(self, head: RowsHead) -> list[Event]:
         """What a frame of rows says; its range is given back, whatever it says."""

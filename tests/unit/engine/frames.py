@@ -97,9 +97,9 @@ ROWS_OF_7 = ("r", (7,), [5, 6], [[[0.0, 1.0], [2.0, 3.0]]])
 class Server:
     """A channel whose events go into a list, and the memory of a worker."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, area: int = 1 << 20) -> None:
         self.address = address
-        self.area = StagingArea(1 << 20, torch.device("cpu"))
+        self.area = StagingArea(area, torch.device("cpu"))
         self.loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self.loop.run_forever)
         self._loop_thread.start()

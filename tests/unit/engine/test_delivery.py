@@ -181,6 +181,28 @@ def test_rows_keep_their_bits(server: Server, dtype: torch.dtype) -> None:
     assert event.data.tobytes() == values.view(torch.uint8).numpy().tobytes()
 
 
+def test_large_frames_are_copied_by_threads_and_come_in_order(tmp_path: Path) -> None:
+    blocks, width = 9, 1 << 17  # half a mebibyte each
+    server = Server(f"ipc://{tmp_path}/channel", area=8 << 20)
+    values = torch.arange(blocks, dtype=torch.float32)[:, None].expand(-1, width).contiguous()
+    delivery = Delivery(server.address)
+    numbers = [*range(blocks)]
+    for number in numbers:
+        delivery.send(Frame(installed(f"r{number}", number=number)))
+    zeros, ones = int64(*[0] * blocks), int64(*[1] * blocks)
+    head = RowsHead(0, "float32", width, [[2]], int64(*numbers), zeros, zeros, ones)
+    delivery.send(Frame(server.stage(head, values)[0]))
+    delivery.close()
+    server.wait_for(2 * blocks)
+    came = [event for event in server.events if isinstance(event, Rows)]
+    assert [(event.request_id, set(event.data.flat)) for event in came] == [
+        (f"r{number}", {float(number)}) for number in numbers
+    ]
+    assert all(event.data.base is None for event in came)
+    server.channel.close()
+    server.close_loop()
+
+
 def test_a_worker_may_connect_before_the_server_has_bound(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/late"
     delivery = Delivery(address)
