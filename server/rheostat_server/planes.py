@@ -9,6 +9,9 @@ import numpy as np
 _RATIO = 255
 """A byte of an LZ4 frame stands for at most so many."""
 
+_FRAME, _BLOCK, _BLOCK_BYTES = 19, 4, 1 << 16
+"""Bytes around a frame's blocks, with its size and its end; before each block; in a whole one."""
+
 
 def split(data: bytes, itemsize: int) -> bytes:
     """The first byte of every element, then the second, and so on."""
@@ -32,6 +35,11 @@ def packed(data: bytes, itemsize: int) -> bytes:
     """The planes of elements as one LZ4 frame."""
     frame: bytes = lz4.frame.compress(split(data, itemsize), store_size=True)
     return frame
+
+
+def most(size: int) -> int:
+    """Bytes of the largest frame that so many can become: blocks that don't shrink stay whole."""
+    return _FRAME + size + _BLOCK * -(-size // _BLOCK_BYTES)
 
 
 def unpacked(frame: bytes, size: int, itemsize: int) -> bytes:

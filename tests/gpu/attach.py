@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cases import EVERYWHERE, PROMPT, VECTOR, same
 from offline import OfflineEngine, Outcome
+from routers import trimmed
 from stepped import Stepped
 from verdicts import Lines, Verdict, at_least, each, equal
 
@@ -63,7 +64,10 @@ def check_attached(
         for number, plan in four.plans.items()
     }
     numbers = range(len(batch))
-    early = engine.run(batch, [complete.get(number) for number in numbers], **sampling)
+    assert engine.sites is not None
+    experts = dict(engine.sites.experts)
+    plans = [complete.get(number) for number in numbers]
+    early = [trimmed(one, experts) for one in engine.run(batch, plans, **sampling)]
     stepped = Stepped(engine)
     names = [f"attached {number}" for number in numbers]
     with stepped.held():
@@ -73,7 +77,7 @@ def check_attached(
     stepped.step(STEPS)
     stepped.recapture(1, {names[number]: complete[number] for number in four.plans})
     outcomes = stepped.finish()
-    late = [outcomes[name] for name in names]
+    late = [trimmed(outcomes[name], experts) for name in names]
     results: dict[str, Verdict] = {}
     results["attached, without an error"] = each(
         [[one.error for one in late[i].attached] == [""] for i in four.plans]

@@ -224,7 +224,7 @@ class Intake:
             ack = capture_service_pb2.Ack(sequence=self._told.sequence)
             messages.append(_Request(ack=ack))
         owed = self._window - self._held - self._allowed
-        if owed > 0 and (flush or owed >= self._window // 4):
+        if owed > 0 and not self._discards and (flush or owed >= self._window // 4):
             self._allowed += owed
             messages.append(_Request(credit=capture_service_pb2.Credit(bytes=owed)))
         return messages

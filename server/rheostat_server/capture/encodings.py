@@ -100,13 +100,15 @@ class Form:
         return sent
 
     def row_bytes(self, width: int, kind: FloatType) -> int:
-        """Bytes of payload of a row; of ENCODING_LZ4_PLANES the most that is to be expected."""
+        """Bytes of payload of a row, at most."""
         if self.encoding == tensor_pb2.ENCODING_FULL8:
             return 8 + width
         if self.encoding == tensor_pb2.ENCODING_RP8:
             return 8 + self.kept
         if self.encoding == tensor_pb2.ENCODING_TOPK8:
             return 8 + 5 * self.kept
+        if self.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
+            return planes.most(width * kind.itemsize)
         return width * kind.itemsize
 
     def work(self, width: int) -> int:

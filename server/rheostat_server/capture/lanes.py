@@ -48,14 +48,14 @@ class Lane:
         """First position from which rows may be missing that were not reported; None: none is."""
         self._reported: dict[int, Spans] = {}
         """Lost positions of each capture that were reported."""
-        self._start = 0
-        """First position that is wanted; `OPEN_END` while that is not known."""
+        self._start: int | None = 0
+        """First position that is wanted; `OPEN_END`: none; None: that is not known yet."""
         self._early: list[Rows] = []
         """Rows that came before that was known."""
 
     def join(self, token_ids: Sequence[int]) -> None:
         """Takes up a track that has generated some tokens. Its rows wait until `begin`."""
-        self._start = OPEN_END
+        self._start = None
         self.tokens += token_ids
 
     def begin(self, first: int) -> list[Rows]:
@@ -72,8 +72,10 @@ class Lane:
 
     def feed(self, rows: Rows) -> list[Piece]:
         """Takes rows; what of them waits."""
-        if self._start == OPEN_END:
+        if self._start is None:
             self._early.append(rows)
+            return []
+        if rows.positions[-1] < self._start:
             return []
         if rows.positions[0] < self._start:
             kept = rows.positions >= self._start
@@ -144,7 +146,7 @@ class Lane:
         return selected if number in self._refused else self._stream.lost(number, selected)
 
     def _selected(self, number: int, end: int, start: int = 0) -> Spans:
-        start = max(start, self._start)
+        start = max(start, OPEN_END if self._start is None else self._start)
         if start >= end:
             return ()
         selection = self._captures[number].selection

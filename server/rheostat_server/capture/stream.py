@@ -175,6 +175,8 @@ class _SpecRows:
         self._indices = frozenset(capture.indices)
         self._mine: _Mine | None = None
         """What the last event had of this, since the next one mostly has the same."""
+        self._payload = capture.form.row_bytes(capture.numbers, capture.kind)
+        """Bytes that a row travels as, at most."""
         self._rows = Waiting(capture.indices, meter)
 
     def discard(self) -> None:
@@ -223,7 +225,7 @@ class _SpecRows:
         if self._capture.form.encoding != tensor_pb2.ENCODING_RAW:  # may be larger than its rows
             chunk_bytes = min(chunk_bytes, CHUNK_BYTES)
         while row_bytes := self._rows.row_bytes:
-            per_site = max(self._capture.decoded_bytes, row_bytes)
+            per_site = max(self._capture.decoded_bytes, self._payload, row_bytes)
             site_count = max(1, min(len(self._capture.sites), chunk_bytes // per_site))
             most = max(1, chunk_bytes // (per_site * site_count))
             taken = self._rows.take(self._rows.cut(frontier, min(most, _CHUNK_POSITIONS)))

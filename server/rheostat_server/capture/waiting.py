@@ -5,9 +5,10 @@ its sites together. What is taken below a position is everything below it, and o
 as it is or in its form.
 """
 
+import heapq
 from collections import deque
 from collections.abc import Collection, Iterator
-from itertools import combinations
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -118,33 +119,31 @@ class Waiting:
     def cut(self, frontier: int, most: int) -> int:
         """A position up to `frontier`, to take the rows below it.
 
-        About `most` positions lie below it, and of each site only rows as they are, or only rows in
-        their form.
+        Of each site at most `most` positions that wait lie below it, and only rows as they are, or
+        only rows in their form.
         """
-        heads: list[tuple[tuple[int, ...], int, bool]] = []
-        for sites, pieces in self._queues.items():
-            room, made = most, None
-            for piece in pieces:
-                if not len(piece):
-                    continue
-                if made is None:
-                    made = piece.made
-                    heads.append((sites, int(piece.positions[0]), made))
-                elif piece.made != made:
-                    frontier = min(frontier, int(piece.positions[0]))
-                    break
-                count = piece.below(frontier)
-                if count >= room:
-                    frontier = int(piece.positions[room - 1]) + 1
-                    break
-                room -= count
-                if count < len(piece):
-                    break
-        if len({made for _, _, made in heads}) > 1:
-            for (some, first, made), (others, second, unlike) in combinations(heads, 2):
-                if made != unlike and not set(some).isdisjoint(others):
-                    frontier = min(frontier, max(first, second))
+        several = len(self._queues) > 1  # of one queue all sites have the same
+        rooms: dict[int, int] = {}
+        made: dict[int, bool] = {}
+        for piece in self._ascending():
+            first = int(piece.positions[0])
+            if first >= frontier:
+                break
+            sites = piece.sites if several else piece.sites[:1]
+            if any(made.setdefault(site, piece.made) != piece.made for site in sites):
+                return first
+            room = min([rooms.get(site, most) for site in sites])
+            if piece.below(frontier) > room:
+                frontier = int(piece.positions[room - 1]) + 1 if room else first
+            count = piece.below(frontier)
+            for site in sites:
+                rooms[site] = rooms.get(site, most) - count
         return frontier
+
+    def _ascending(self) -> Iterator[Piece]:
+        """All pieces of which something waits, by their first position."""
+        queues = [(piece for piece in queue if len(piece)) for queue in self._queues.values()]
+        return heapq.merge(*queues, key=_first) if len(queues) > 1 else chain(*queues)
 
     def take(self, frontier: int) -> dict[int, Column]:
         """Everything below a position, which waits no more; empty: there is nothing."""
@@ -200,6 +199,10 @@ class Waiting:
         while pieces and not len(pieces[-1]):
             pieces.pop()
         return pieces
+
+
+def _first(piece: Piece) -> int:
+    return int(piece.positions[0])
 
 
 def _joined(columns: list[Column]) -> Column:

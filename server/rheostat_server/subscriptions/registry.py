@@ -183,6 +183,7 @@ class Subscriptions:
             spillway=self._spillway,
         )
         self._project(subscription, captures)
+        subscription.expect(wish.credit_bytes)
         if wish.shared_memory:
             subscription.carrier.share(size, wish.namespace)
         self._open[subscription.name] = subscription

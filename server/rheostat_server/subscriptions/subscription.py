@@ -360,6 +360,11 @@ class Subscription:
                 )
             )
 
+    def expect(self, credit: int) -> None:
+        """The first call will begin with so much credit; what is cut before goes through it."""
+        self._credit.window = credit
+        self._size_chunks()
+
     def _size_chunks(self) -> None:
         """What is cut from now on goes through the credit of this call."""
         self.reservoir.chunk_bytes = self.carrier.chunk_bytes(

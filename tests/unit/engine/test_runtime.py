@@ -62,7 +62,8 @@ def test_what_finds_no_place_in_the_ring_is_counted_as_lost(data: st.DataObject,
     schedule.run(worker, by_id)
     lost = [check_events(worker, p, i, schedule) for i, p in by_id.items() if p is not None]
     assert sum(lost) == worker.captures.lost_rows
-    rows = sum(len(e.positions) for e in worker.outlet.events if isinstance(e, Rows))
+    came = (event for event in worker.outlet.events if isinstance(event, Rows))
+    rows = sum(len(event.sites) * len(event.positions) for event in came)
     assert rows == worker.captures.captured_rows
     assert not worker.padding_touched
 
@@ -235,7 +236,7 @@ def test_a_worker_sends_and_counts_rows_of_its_own_sites_alone() -> None:
     worker.finish("v")
     _, rows, released = worker.outlet.events
     assert isinstance(rows, Rows)
-    assert (rows.site, rows.positions.tolist()) == (1, [0, 1])
+    assert (rows.sites, rows.positions.tolist()) == ((1,), [0, 1])
     assert released == replace(silent(computed=(0, 2)), captured={1: 2})
 
 

@@ -160,6 +160,14 @@ def test_byte_planes_are_exact_to_the_bits_of_nan(kind: FloatType, data) -> None
     assert read_tensor(packed).values.tobytes() == read_tensor(raw).values.tobytes()
 
 
+@pytest.mark.parametrize("size", [64, 8192, 1 << 16, (1 << 16) + 8, 1 << 20])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_planes_that_do_not_shrink_take_the_most_that_is_said(size: int, itemsize: int) -> None:
+    noise = np.random.default_rng(0).bytes(size)
+    assert len(planes.packed(noise, itemsize)) == planes.most(size)
+    assert len(planes.packed(bytes(size), itemsize)) < planes.most(size)
+
+
 def test_planes_put_the_lowest_byte_of_every_element_first() -> None:
     elements = np.array([0x0102, 0x0304], np.uint16)
     assert lz4.frame.decompress(planes.packed(elements.tobytes(), 2)) == bytes([2, 4, 1, 3])

@@ -1,6 +1,7 @@
 """Rows on their way to a reader: what waits is bounded, what is lost is told, nothing is kept."""
 
 import asyncio
+import sys
 import tracemalloc
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from rheostat._proto.v1 import capture_pb2
-from rheostat_engine import Point, Released, Rows, Site
+from rheostat_engine import OPEN_END, Point, Released, Rows, Site
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.taps import Losses, Reservoir, Tap
@@ -218,3 +219,17 @@ def test_what_is_refused_after_a_track_was_joined_is_lost_though_its_rows_come()
     tap.close()
     assert positions(everything(reservoir)) == ([], [3, 4])
     assert reservoir.meter.bytes == 0
+
+
+def test_a_track_of_which_nothing_is_wanted_any_more_keeps_no_rows() -> None:
+    reservoir = room()
+    tap = tap_of(reservoir, NEWEST)
+    tap.join(TRACK, [7])
+    tap.begin(TRACK, OPEN_END)
+    came = rows(3, 5)
+    held = sys.getrefcount(came)
+    tap.feed(TRACK, came)
+    assert sys.getrefcount(came) == held
+    tap.extend(TRACK, [8, 9])
+    tap.close()
+    assert positions(everything(reservoir)) == ([], [])

@@ -53,6 +53,7 @@ def test_each_row_leaves_once_in_order_and_of_one_kind(
             found = positions.tolist()
             assert data.tolist() == [[site, p] for p in found]
             assert {wanted[site][p] for p in found} <= {made}
+            assert len(found) <= most
             given_out[site] += found
         return bool(taken)
 
@@ -110,3 +111,13 @@ def test_a_piece_of_some_of_the_sites_keeps_none_of_the_others_in_memory() -> No
     data = rows((1, *SITES), at)
     (piece,) = waiting.put(SITES, (1, 2, 3), at, data, made=False)
     assert not np.shares_memory(piece.data, data)
+
+
+def test_a_site_that_came_alone_and_with_others_is_counted_once() -> None:
+    waiting = Waiting(SITES, Meter())
+    prompt, generated = np.arange(10, dtype=np.int32), np.arange(10, 20, dtype=np.int32)
+    for site in SITES:
+        waiting.put((site,), (0,), prompt, rows((site,), prompt), made=False)
+    waiting.put(SITES, ALL, generated, rows(SITES, generated), made=False)
+    taken = waiting.take(waiting.cut(100, 12))
+    assert [column.positions.tolist() for column in taken.values()] == [[*range(12)]] * 3
