@@ -194,6 +194,19 @@ async def test_a_closed_subscription_is_sent_to_its_end_though_nothing_is_acknow
     assert subscription.ended
 
 
+def test_what_is_cut_before_the_first_call_goes_through_its_credit() -> None:
+    subscription = Subscription(
+        "s", None, (), FAIL, buffer_bytes=1 << 20, heartbeat=9.0, on_failed=lambda _: None
+    )
+    subscription.expect(8 * ROW)
+    tap = subscription.tap("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
+    tap.feed(TRACK, rows(0, 20))
+    tap.extend(TRACK, [7] * 20)
+    tap.close()
+    chunks = [item for item in everything(subscription.reservoir) if isinstance(item, Chunk)]
+    assert [len(chunk.block.positions) for chunk in chunks] == [4, 4, 4, 4, 4]
+
+
 def test_a_tap_that_joins_takes_nothing_of_tracks_that_had_ended() -> None:
     reservoir = room()
     tap, other = tap_of(reservoir, FAIL), Track(1, False)
