@@ -4,7 +4,7 @@ Invariant: a value that is not a number is never what it has to be.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,10 @@ APART = 0.15
 SEEN = 1.5e-2
 """The least change of a stream for `ROUNDED` to tell that an op was not done. Ablating two of 4,096
 directions changes 2.2 %."""
+
+
+_NAMED = 5
+"""How many of those that are not what they should be are named."""
 
 
 class Verdict(NamedTuple):
@@ -65,10 +69,12 @@ def near(value: float, wanted: float, tolerance: float) -> Verdict:
     return Verdict(float(value), f"{wanted:g} +- {tolerance:g}", ok)
 
 
-def each(good: Collection[bool]) -> Verdict:
-    """All of some, and there are some."""
+def each(good: Sequence[bool]) -> Verdict:
+    """All of some, and there are some; the first that are not are named by where they stand."""
     found, of = sum(map(bool, good)), len(good)
-    return Verdict(f"{found}/{of}", f"all of {of}", found == of > 0)
+    bad = [str(at) for at, one in enumerate(good) if not one][:_NAMED]
+    value = f"{found}/{of}" + (f", not {', '.join(bad)}" if bad else "")
+    return Verdict(value, f"all of {of}", found == of > 0)
 
 
 def worst(one: Float, other: Float) -> float:
