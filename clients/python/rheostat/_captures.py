@@ -182,7 +182,7 @@ class Capture:
             spec.dtype = _one_of(_DTYPES, self.dtype, "dtype")
         if self.projection:
             spec.projection.directions.extend(
-                row_ref(one, self.layers, f"captures.projection.directions[{number}]")
+                row_ref(one, self.layers, f"captures.projection.directions[{number}]", moves=False)
                 for number, one in enumerate(self.projection)
             )
         return spec

@@ -309,14 +309,28 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     return known[0] if known else None
 
 
-def row_ref(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
-    """The reference, if the vector has one row, one per layer, or those of more layers."""
+def row_ref(
+    vector: Vector, layers: Layers, path: str, *, moves: bool = True
+) -> steering_pb2.VectorRef:
+    """The reference, if the vector has one row, one per layer, or those of more layers.
+
+    ``moves``: whether its rows may go to as many other layers than they are of.
+    """
     rows = vector.shape[0] if vector.shape else 1
     named = vector.row_layers or _rows_of_more(vector, rows, layers)
     if named:
         ref = vector.to_wire()
         ref.row_layers.layers.extend(named)
         return ref
+    own = () if moves else _own_layers(vector, rows)
+    if own and layers != "all" and tuple(layers) != own:
+        raise invalid(
+            path,
+            f"{vector.label} has rows of layers {show_layers(own)}, not of all of "
+            f"{show_layers(layers)}: choose among its own, or say that they are of others with "
+            "dataclasses.replace(vector, layers=...)",
+            "REASON_VECTOR_SHAPE",
+        )
     if rows > 1 and layers != "all" and rows != len(layers):
         raise invalid(
             path,
@@ -328,10 +342,17 @@ def row_ref(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef
 
 def _rows_of_more(vector: Vector, rows: int, layers: Layers) -> tuple[int, ...]:
     """The layers of the vector's rows where it acts at some of them alone; else none."""
-    if rows == 1 or layers == "all" or vector.layers is None:
+    own = _own_layers(vector, rows)
+    fewer = own and layers != "all" and len(layers) < rows and set(layers) <= set(own)
+    return own if fewer else ()
+
+
+def _own_layers(vector: Vector, rows: int) -> tuple[int, ...]:
+    """The layers that the vector's rows are of, where there are several and this is known."""
+    if rows == 1 or vector.layers is None:
         return ()
     own = tuple(range(rows)) if vector.layers == "all" else tuple(vector.layers)
-    return own if len(own) == rows > len(layers) and set(layers) <= set(own) else ()
+    return own if len(own) == rows else ()
 
 
 def _direction(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:

@@ -1,5 +1,7 @@
 """Captures with directions: what the request says, and what is refused before it is sent."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,15 @@ def test_a_vector_with_a_row_per_layer_says_which_layers_are_meant():
     with pytest.raises(rheostat.InvalidRequest) as raised:
         sent("resid_post", [1, 4, 5], projection=rheostat.inline(ROWS))
     assert raised.value.path == "captures.projection.directions[0]"
+
+
+def test_rows_of_a_probe_are_not_taken_for_those_of_other_layers():
+    probe = rheostat.inline(ROWS, points="resid_post", layers=[1, 4])
+    with pytest.raises(rheostat.InvalidRequest, match=r"rows of layers 1, 4, not of all of 2-3"):
+        rheostat.Capture("resid_post", [2, 3], projection=probe).to_wire()
+    moved = dataclasses.replace(probe, layers=(2, 3))
+    spec = rheostat.Capture("resid_post", [2, 3], projection=moved).to_wire()
+    assert not spec.projection.directions[0].row_layers.layers
 
 
 def test_a_capture_without_directions_says_nothing_of_them():
