@@ -23,8 +23,8 @@ from rheostat_server.spans import length
 from rheostat_server.tensors import FloatType
 
 _ADVICE = (
-    "Read and acknowledge faster, capture less, or choose an overload policy that spills or may "
-    "lose rows"
+    "Read and acknowledge faster, capture less, ask for more buffer_bytes, or choose an overload "
+    "policy that spills or may lose rows"
 )
 
 _ENDED_BYTES = 2048
