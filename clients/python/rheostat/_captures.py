@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat._runs import Run
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
+from rheostat._subscribing import Standing
 from rheostat._vectors import Vector, inline
 
 Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
@@ -53,14 +54,6 @@ _DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
 Value = TypeVar("Value", bound=int)
 
 
-class Receiver(Protocol):
-    """What rows can be sent to: a subscription."""
-
-    @property
-    def id(self) -> str:
-        """Its id."""
-
-
 @dataclass(frozen=True)
 class Sink:
     """A sink of the server, which keeps rows; `Engine.sinks` lists those that there are."""
@@ -77,6 +70,12 @@ class Sink:
     def to_wire(self) -> capture_pb2.SinkTarget:
         """The target."""
         target = capture_pb2.SinkTarget(sink=utf8_text(self.name, "captures", "a sink's name"))
+        if not isinstance(self.options, Mapping):
+            given = type(self.options).__name__
+            raise invalid(
+                "captures.options",
+                f'options are texts by texts, e.g. {{"format": "npz"}}, not {given}',
+            )
         if self.tag is not None:
             target.tag = utf8_text(self.tag, "captures", "a tag")
         if self.layout is not None:
@@ -119,7 +118,7 @@ class Capture:
         points: PointsLike,
         layers: LayersLike = "all",
         where: SelectorLike = None,
-        to: Receiver | Sink | Run | str | None = None,
+        to: Standing | Sink | Run | str | None = None,
         *,
         encoding: EncodingName = "raw",
         kept: int | None = None,
@@ -142,8 +141,7 @@ class Capture:
         object.__setattr__(self, "points", points_of(points))
         object.__setattr__(self, "layers", layers_of(layers))
         object.__setattr__(self, "where", selector_of(where))
-        given = to is None or isinstance(to, str | Sink | Run)
-        object.__setattr__(self, "to", to if given else to.id)  # type: ignore[union-attr]  # a receiver
+        object.__setattr__(self, "to", _target_of(to))
         object.__setattr__(self, "encoding", encoding)
         object.__setattr__(self, "kept", kept)
         object.__setattr__(self, "seed", seed)
@@ -220,6 +218,22 @@ def captures_of(capture: object) -> list[Capture]:
         if not isinstance(one, Capture):
             raise _no_capture(f"captures[{number}]", one)
     return many
+
+
+def _target_of(given: object) -> Sink | Run | str | None:
+    """Where rows go; of a subscription its id."""
+    if given is None or isinstance(given, str | Sink | Run):
+        return given
+    if isinstance(given, Standing):
+        return given.id
+    kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+    if given is Sink or given is Run:
+        kind += f": call it, rheostat.{given.__name__}(...)"
+    raise invalid(
+        "captures.to",
+        'to= takes rheostat.Sink("name"), rheostat.Run("id"), a subscription or its id, '
+        f"not {kind}",
+    )
 
 
 def _directions_of(given: object) -> tuple[Vector, ...]:
