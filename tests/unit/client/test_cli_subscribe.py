@@ -1,8 +1,10 @@
 """``rheostat subscribe`` against a real server: what it prints, keeps and refuses."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,6 +119,27 @@ def test_a_wrong_line_exits_with_2(line, told, capsys):
         main(["subscribe", "--target", "localhost:1", *SITES, *line])
     assert raised.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_file_that_could_not_be_written_at_the_end_is_refused_at_the_start(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "file").touch()
+
+    def refused(file: Path) -> str:
+        line = ["subscribe", "--target", "localhost:1", *SITES, "--every", "--out", str(file)]
+        assert main(line) == 2
+        return capsys.readouterr().err.strip()
+
+    absent = tmp_path / "absent" / "rows.npz"
+    assert refused(absent).endswith(
+        f"{absent} cannot be written: there is no folder {absent.parent}"
+    )
+    assert "there is no folder" in refused(tmp_path / "file" / "rows.npz")
+    assert refused(tmp_path / "folder.npz").endswith("it is a folder")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert refused(tmp_path / "rows.npz").endswith("it is read-only, or its folder is")
 
 
 def test_a_file_of_another_kind_is_refused(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +79,14 @@ def warn(message: str) -> None:
 
 
 def may_write(path: Path, force: bool) -> None:
-    """Raise CommandError where a file is in the way."""
+    """Raise CommandError where no file can be written there, or one is in the way."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise CommandError(f"{path} cannot be written: there is no folder {folder}", 2)
+    if path.is_dir():
+        raise CommandError(f"{path} cannot be written: it is a folder", 2)
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise CommandError(f"{path} cannot be written: it is read-only, or its folder is", 2)
     if path.is_file() and not force:
         raise CommandError(f"{path} is there already; --force replaces it", 2)
 
