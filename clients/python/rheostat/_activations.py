@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from operator import index
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -133,10 +134,11 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
     def __getitem__(self, key: tuple[PointLike, int]) -> FloatArray:
         """The rows of a site, float32 [rows, width]; of "rp8" their projection.
 
-        Raises KeyError, naming what there is; InvalidRequest where several captures brought rows of
-        different encodings or widths, which a stream's `Rows` events keep apart.
+        Raises KeyError, naming what there is; InvalidRequest for what is no point and layer, and
+        where several captures brought rows of different encodings or widths, which a stream's
+        `Rows` events keep apart.
         """
-        return self._rows(*key).values
+        return self._rows(*self._key(key)).values
 
     def __iter__(self) -> Iterator[tuple[Point, int]]:
         """The sites by layer, then point."""
@@ -186,6 +188,19 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         if any(not np.array_equal(first, self.positions(point, layer)) for layer in layers):
             raise invalid("captures", f"layers of {point} hold rows of different positions")
         return np.stack([self[point, layer] for layer in layers])
+
+    def _key(self, key: object) -> tuple[PointLike, int]:
+        """``key``, if it is a point and a layer. Raises InvalidRequest, which says how to index."""
+        match key:
+            case (str() as point, SupportsIndex() as layer):
+                return point, index(layer)
+        named = [site for site in self._sites if isinstance(key, str) and site.point in key]
+        point, layer = next(iter([*named, *self._sites]), Site(Point.RESID_POST, 3))
+        raise invalid(
+            "captures",
+            f'rows go by point and layer, e.g. activations["{point}", {layer}], not by {key!r}; '
+            f"{self._known()}",
+        )
 
     def _rows(self, point: PointLike, layer: int) -> Rows:
         site = Site(point_of(point), layer)

@@ -77,3 +77,33 @@ def test_a_site_without_rows_is_a_key_error_that_names_what_there_is():
         found.stack("mlp_out")
     assert raised.value.args == ("no rows of mlp_out; there are resid_post[2]",)
     assert repr(found) == "Activations(resid_post[2]: [1, 2])"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "resid_post",
+        "blocks.3.hook_resid_post",
+        3,
+        ("resid_post",),
+        ("resid_post", "3"),
+        ("resid_post", slice(None)),
+        (3, "resid_post"),
+    ],
+)
+def test_what_is_no_point_and_layer_is_told_how_to_index(key):
+    found = captured(resid_mid_3=[[0]], resid_post_3=[[0]])
+    example = "resid_post" if isinstance(key, str) else "resid_mid"
+    told = (
+        f'rows go by point and layer, e.g. activations["{example}", 3], not by {key!r}; '
+        "there are resid_mid[3], resid_post[3]"
+    )
+    for use in (found.__getitem__, found.get):
+        with pytest.raises(InvalidRequest) as raised:
+            use(key)
+        assert raised.value.message == told
+
+
+def test_a_layer_may_be_any_whole_number():
+    found = captured(resid_post_3=[[0]])
+    assert found["resid_post", np.int64(3)] is found["resid_post", 3]
