@@ -233,6 +233,28 @@ def test_tags_are_read_one_by_one_or_all(tmp_path: Path) -> None:
     assert batch.request_index.tolist() == [0] * 14 + [1] * 14
 
 
+@pytest.mark.parametrize("layout", Layout)
+def test_a_folder_within_a_root_is_told_the_root(tmp_path: Path, layout: Layout) -> None:
+    root = tmp_path / "root"
+    three_requests(root, layout, Format.NPZ)
+    within = [one for one in (root / "t").rglob("*") if one.is_dir()]
+    assert within
+    for folder in (root / "t", *within):
+        with pytest.raises(rheostat.InvalidRequest) as raised:
+            open_captures(folder)
+        told = f'{folder} lies within a root: write open_captures("{root}", tag="t")'
+        assert (raised.value.path, raised.value.message) == ("root", told)
+
+
+def test_an_empty_root_is_one_and_a_tag_may_be_called_as_a_folder_within(tmp_path: Path) -> None:
+    assert list(open_captures(tmp_path)) == []
+    sink = Filesystem(tmp_path)
+    about = make_request("shards", Layout.PER_FILE, tag="requests")
+    write(sink, about, list(blocks(about, 0)))
+    sink.close()
+    assert [one.request_id for one in open_captures(tmp_path)] == ["shards"]
+
+
 def test_a_tag_that_is_not_there_is_not_found_and_told_which_are(tmp_path: Path) -> None:
     with pytest.raises(rheostat.NotFound, match=r'no tag "x" in .*; nothing is stored there yet'):
         open_captures(tmp_path, tag="x")

@@ -39,7 +39,8 @@ def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> St
     """The rows below the root of a `filesystem` sink; of one tag where it is given.
 
     The server may go on writing: every call sees what is there by then. Raises InvalidRequest where
-    there is no such folder, or ``tag`` cannot be one, NotFound where nothing is stored under it.
+    there is no such folder, it lies within a root, or ``tag`` cannot be one, NotFound where nothing
+    is stored under it.
     """
     path = Path(root)
     if not path.is_dir():
@@ -47,6 +48,8 @@ def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> St
     if tag is not None and not _TAG.fullmatch(tag):
         raise invalid("tag", f'"{tag}" cannot be a tag, which is {_TAG.pattern}')
     stored = StoredCaptures(path, tag)
+    if not any(stored.holds(one) for one in StoredCaptures(path, None).tags):
+        _check_outermost(path)
     if tag is not None and not stored.tags:
         there = ", ".join(StoredCaptures(path, None).tags)
         raise _not_found(
@@ -74,6 +77,10 @@ class StoredCaptures:
         return tuple(
             name for name in names if _TAG.fullmatch(name) and _is_folder(self.root / name)
         )
+
+    def holds(self, tag: str) -> bool:
+        """Whether a sink has begun to store rows under a tag."""
+        return any(_is_folder(self.root / tag / name) for name in (_REQUESTS, _SHARDS))
 
     def __iter__(self) -> Iterator[StoredRequest]:
         """Every request. Raises DataLoss at a manifest that cannot be read."""
@@ -208,6 +215,17 @@ class StoredCaptures:
     def __repr__(self) -> str:
         """Where."""
         return f"StoredCaptures({str(self.root)!r}, tag={self.tag!r})"
+
+
+def _check_outermost(path: Path) -> None:
+    """Raise InvalidRequest where a folder is that of a tag, or within one."""
+    absolute = Path(os.path.abspath(path))
+    for tag in (absolute, *absolute.parents[:2]):
+        root, name = tag.parent, tag.name
+        if any(True for _ in StoredCaptures(root, name)):
+            raise invalid(
+                "root", f'{path} lies within a root: write open_captures("{root}", tag="{name}")'
+            )
 
 
 def _not_found(message: str, name: str) -> NotFound:
