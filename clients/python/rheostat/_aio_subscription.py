@@ -35,7 +35,8 @@ class Subscription(Standing):
                 ...
 
     It stands once it has been entered, or when the first event has come. One task iterates; a task
-    that is cancelled while it waits for an event loses none.
+    that is cancelled while it waits for an event loses none. The task that closed it before its end
+    and reads on gets `Refused`; the loop of any other ends.
     """
 
     def __init__(self, connection: Connection, intake: Intake) -> None:
@@ -47,7 +48,7 @@ class Subscription(Standing):
         line.start(loop)
 
     def ack(self) -> None:
-        """Every event that came has been dealt with, and the server may forget it."""
+        """Every event that came has been dealt with, as `rheostat.Subscription.ack`."""
         self._line.acknowledge()
 
     def __aiter__(self) -> Self:
@@ -90,6 +91,14 @@ def _abandon(loop: asyncio.AbstractEventLoop, line: _Line) -> None:
         loop.call_soon_threadsafe(line.leave)
 
 
+def _task() -> asyncio.Task[object] | None:
+    """The task that asks; None outside of tasks."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
 class _Line:
     """The calls of one subscription, one after the other."""
 
@@ -104,6 +113,10 @@ class _Line:
         """Whether the server is to end it."""
         self._unread = False
         """Whether nothing more is handed over."""
+        self._closer: weakref.ref[asyncio.Task[object]] | None = None
+        """The task that closed it before its end."""
+        self._read = False
+        """Whether the reader has seen the end."""
         self._over = False
         """Whether nothing more comes."""
         self._failure: _errors.RheostatError | None = None
@@ -181,6 +194,7 @@ class _Line:
 
     async def next_event(self) -> SubscriptionEvent:
         """Hand over the next event; waits for it."""
+        self._check_open()
         while not self._unread:
             await self._check_payloads()
             try:
@@ -195,6 +209,7 @@ class _Line:
             if self._failure is not None:
                 raise self._failure
             if self._over:
+                self._read = True
                 break
             await self._wait(self._intake.ack_after())
         raise StopAsyncIteration
@@ -208,9 +223,20 @@ class _Line:
 
     def acknowledge(self) -> None:
         """All that was handed over has been dealt with."""
+        self._check_open()
         self._intake.deal()
         self._intake.flush()
         self._tell()
+
+    def _check_open(self) -> None:
+        if self._closer is not None and self._closer() is _task():
+            raise _subscribing.closed() from self._failure
+
+    def _hand_no_more_over(self) -> None:
+        if not (self._unread or self._read):
+            task = _task()
+            self._closer = None if task is None else weakref.ref(task)
+        self._unread = True
 
     def finish(self) -> None:
         """Half-close."""
@@ -221,7 +247,7 @@ class _Line:
 
     async def close(self) -> None:
         """Half-close, and wait until the server has ended it."""
-        self._unread = True
+        self._hand_no_more_over()
         self._intake.discard()
         self.finish()
         self._changed.set()
@@ -233,7 +259,7 @@ class _Line:
 
     def leave(self) -> None:
         """End the call alone."""
-        self._unread = True
+        self._hand_no_more_over()
         self._end(None)
 
     def _end(self, failure: _errors.RheostatError | None) -> None:

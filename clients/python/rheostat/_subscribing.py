@@ -336,6 +336,14 @@ class Breaks:
         return pause * random.uniform(0.5, 1.0)
 
 
+def closed() -> Refused:
+    """The error of reading on, or acknowledging, after closing or leaving before the end."""
+    return Refused(
+        "the subscription is closed: read and acknowledge within its with block, or take up by "
+        "engine.resume what was left"
+    )
+
+
 def not_opened(timeout: float | None) -> DeadlineExceeded:
     """The error of a subscription that the server does not answer."""
     return DeadlineExceeded(f"no answer within the timeout of {timeout:g} s")

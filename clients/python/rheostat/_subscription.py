@@ -38,7 +38,8 @@ class Subscription(Standing):
     that breaks is taken up again, and every event comes once. Iterating raises `DataLoss` where
     rows are missing or damaged, `Unavailable` where no connection comes about for a minute,
     `NotFound` where the server has given the subscription up, `ResourceExhausted` where this client
-    was too slow for it, and `Aborted` where another call took it up.
+    was too slow for it, `Aborted` where another call took it up, and `Refused` in the thread that
+    closed it before its end; the loop of any other thread ends.
     """
 
     def __init__(self, connection: Connection, intake: Intake) -> None:
@@ -50,7 +51,10 @@ class Subscription(Standing):
         line.wait_until_open()
 
     def ack(self) -> None:
-        """Every event that came has been dealt with, and the server may forget it."""
+        """Every event that came has been dealt with, and the server may forget it.
+
+        Raises Refused in the thread that closed it before its end: the server is not told.
+        """
         self._line.acknowledge()
 
     def __iter__(self) -> Self:
@@ -106,6 +110,10 @@ class _Line:
         """Whether the server is to end it."""
         self._unread = False
         """Whether nothing more is handed over."""
+        self._closer: int | None = None
+        """The thread that closed it before its end."""
+        self._read = False
+        """Whether the reader has seen the end."""
         self._over = False
         """Whether nothing more comes."""
         self._abandoned = False
@@ -187,6 +195,7 @@ class _Line:
     def next_event(self) -> SubscriptionEvent:
         """Hand over the next event; waits for it."""
         with self._changed:
+            self._check_open()
             while not self._unread:
                 try:
                     event = self._intake.pop()
@@ -200,6 +209,7 @@ class _Line:
                 if self._failure is not None:
                     raise self._failure
                 if self._over:
+                    self._read = True
                     break
                 self._changed.wait(self._intake.ack_after())
             raise StopIteration
@@ -207,9 +217,19 @@ class _Line:
     def acknowledge(self) -> None:
         """All that was handed over has been dealt with."""
         with self._changed:
+            self._check_open()
             self._intake.deal()
             self._intake.flush()
             self._tell()
+
+    def _check_open(self) -> None:
+        if self._closer == threading.get_ident():
+            raise _subscribing.closed() from self._failure
+
+    def _hand_no_more_over(self) -> None:
+        if not (self._unread or self._read):
+            self._closer = threading.get_ident()
+        self._unread = True
 
     def finish(self) -> None:
         """Half-close."""
@@ -222,7 +242,7 @@ class _Line:
     def close(self) -> None:
         """Half-close, and wait until the server has ended it."""
         with self._changed:
-            self._unread = True
+            self._hand_no_more_over()
             self._intake.discard()
             self.finish()
             self._changed.notify_all()
@@ -239,7 +259,7 @@ class _Line:
     def leave(self) -> None:
         """End the call alone."""
         with self._changed:
-            self._unread = True
+            self._hand_no_more_over()
         self._end(None)
 
     def _end(self, failure: _errors.RheostatError | None) -> None:

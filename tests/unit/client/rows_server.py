@@ -140,6 +140,11 @@ class _Driven:
         self.thread.run(self.inner.__aexit__(*error))
 
 
+def inner(subscription: "rheostat.Subscription | _Driven") -> object:
+    """The client's own subscription."""
+    return subscription.inner if isinstance(subscription, _Driven) else subscription
+
+
 class AioSubscriber:
     """The asyncio client, in a loop that runs meanwhile."""
 

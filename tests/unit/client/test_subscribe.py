@@ -13,8 +13,10 @@ from ..server.fakes import ScriptedBackend, sites_with
 from .rows_server import (
     ROW,
     AioSubscriber,
+    SyncSubscriber,
     ends_of,
     expected,
+    inner,
     rows_of,
     until,
     until_ends,
@@ -38,7 +40,7 @@ def test_every_row_of_every_request_comes_once_and_each_request_ends(running, su
 
 def test_a_request_sends_its_rows_to_a_subscription(running, subscriber):
     with subscriber.subscribe() as subscription:
-        elsewhere = Capture("resid_post", 2, to=subscription)
+        elsewhere = Capture("resid_post", 2, to=inner(subscription))
         out = running.generate("a", capture=[ONE, elsewhere])
         other = running.generate("b", capture=Capture("resid_post", 1, to=subscription.id))
         events = until_ends(subscription, 2)
@@ -122,7 +124,7 @@ def test_credit_for_a_single_row_brings_every_row(running, subscriber):
 
 def test_rows_sent_here_that_the_credit_never_covers_come_all_the_same(running, subscriber):
     with subscriber.subscribe(credit=1) as subscription:
-        running.generate("a", capture=Capture("resid_post", [0, 1], to=subscription))
+        running.generate("a", capture=Capture("resid_post", [0, 1], to=inner(subscription)))
         assert rows_of(until_ends(subscription)) == expected("a", 0, 1)
 
 
@@ -182,7 +184,6 @@ def test_closing_from_another_thread_ends_the_loop(running, subscriber):
         subscription.close()
         assert ends_of(loop.result(10)).keys() == {"a"}
     assert running.ask(len) == 0
-    assert list(subscription) == []
     subscription.close()
 
 
@@ -190,7 +191,8 @@ def test_closing_drops_what_was_not_taken(running, subscriber):
     subscription = subscriber.subscribe(capture=ONE, every=True, credit=ROW)
     running.generate("a")
     subscription.close()
-    assert list(subscription) == []
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(list, subscription).result(10) == []
     assert running.ask(len) == 0
 
 
@@ -318,3 +320,37 @@ async def test_the_id_is_there_once_the_subscription_stands(running):
             _ = subscription.id
         async with subscription:
             assert subscription.id
+
+
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_reading_on_after_closing_before_the_end_is_refused(running, end):
+    with SyncSubscriber(running.target).subscribe(capture=ONE, every=True) as subscription:
+        running.generate("a")
+        next(subscription)
+        if end == "leave":
+            subscription.leave()
+    for use in (lambda: next(subscription, None), lambda: list(subscription), subscription.ack):
+        with pytest.raises(rheostat.Refused, match="within its with block"):
+            use()
+    assert subscription.acknowledged.sequence == 0
+
+
+async def test_a_task_that_reads_on_after_closing_before_the_end_is_refused(running):
+    async with rheostat.aio.connect(running.target) as engine:
+        async with engine.subscribe(capture=ONE, every=True) as subscription:
+            await asyncio.to_thread(running.generate, "a")
+            await anext(subscription)
+        for _ in range(2):
+            with pytest.raises(rheostat.Refused, match="within its with block"):
+                _ = [event async for event in subscription]
+        with pytest.raises(rheostat.Refused, match="within its with block"):
+            subscription.ack()
+
+
+def test_a_subscription_that_was_read_to_its_end_ends_again(running, subscriber):
+    with subscriber.subscribe(capture=ONE, every=True) as subscription:
+        running.generate("a")
+        subscription.finish()
+        assert rows_of(subscription) == expected("a", 0)
+    assert list(subscription) == []
+    subscription.ack()
