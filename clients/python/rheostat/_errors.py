@@ -36,6 +36,7 @@ from google.rpc import error_details_pb2, status_pb2
 _DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "rheostat"
 _WARMING_UP = "REASON_WARMING_UP"
+_NO_SUBSCRIPTION = "REASON_SUBSCRIPTION_NOT_FOUND"
 
 _ARGUMENTS = (
     (re.compile(r"^(captures|open\.specs)\b"), "capture"),
@@ -47,6 +48,15 @@ _ARGUMENTS = (
 """What of a path on the wire reads otherwise as an argument in Python."""
 _WORD = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
 """A word of the wire that is the value of an argument in Python."""
+
+_ADVICE = {
+    "grant at least so many, or 0 and more later": "give credit= at least so many",
+    "or row_layers that say which layer each row belongs to": (
+        "or to know the layer of each, as what engine.vectors.get(name) brings does of a vector "
+        "that was stored with layers="
+    ),
+}
+"""What a server advises callers of the wire, and what works in Python."""
 
 
 class Violation(NamedTuple):
@@ -254,6 +264,8 @@ def from_rpc(
             return kind(f"{what} within the timeout of {timeout:g} s", details=said)
     if details.reason == _WARMING_UP:
         said += " (engine.wait_until_ready() waits for it)"
+    if details.reason == _NO_SUBSCRIPTION and details.names_a_target and details.resource:
+        said += f' (rows go to a sink by to=rheostat.Sink("{details.resource.name}"))'
     return kind(
         said,
         reason=details.reason,
@@ -272,7 +284,9 @@ def _argument(path: str) -> str:
 
 
 def _in_python(message: str) -> str:
-    """A server's sentence with words of the wire as their arguments are written."""
+    """A server's sentence with advice and words of the wire as arguments are written."""
+    for wire, ours in _ADVICE.items():
+        message = message.replace(wire, ours)
     return _WORD.sub(lambda word: f'{word[1].lower()}="{word[2].lower()}"', message)
 
 
@@ -284,6 +298,11 @@ class _Details(NamedTuple):
     violations: tuple[Violation, ...] = ()
     resource: Resource | None = None
     retry_after: float | None = None
+
+    @property
+    def names_a_target(self) -> bool:
+        """Whether it is about where the rows of a request's captures go."""
+        return any(one.path.startswith("captures[") for one in self.violations)
 
     @classmethod
     def of(cls, trailers: Iterable[tuple[str, str | bytes]]) -> _Details:

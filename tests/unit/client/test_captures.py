@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rheostat
 from rheostat import Capture, Run, Sink
+
+from ..server.fakes import WIDTH
 
 TAKES = 'to= takes rheostat.Sink("name"), rheostat.Run("id"), a subscription or its id, not '
 
@@ -41,3 +44,14 @@ def test_options_of_a_sink_are_texts_by_texts(client, server, options):
         f'options are texts by texts, e.g. {{"format": "npz"}}, not {type(options).__name__}'
     )
     assert server.asked == []
+
+
+def test_rows_of_more_layers_are_told_in_words_of_python(running):
+    vectors = running.engine.vectors
+    vectors.put(np.ones((2, WIDTH)), name="pair", points="resid_post", layers=[0, 1])
+    steering = rheostat.named("pair", points="resid_post", layers=1)
+    with pytest.raises(rheostat.RheostatError, match=r"engine\.vectors\.get\(name\)") as raised:
+        running.generate("a", steering=steering)
+    assert "row_layers" not in str(raised.value)
+    known = vectors.get("pair").at(points="resid_post", layers=1)
+    assert running.generate("b", steering=known).request_id == "b"

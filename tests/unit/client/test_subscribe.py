@@ -141,6 +141,17 @@ def test_room_that_is_too_small_is_refused_with_the_least_that_works(
     with pytest.raises(rheostat.InvalidRequest, match=f"takes {least} bytes") as seen:
         subscriber.subscribe(capture=POST, every=True, **options)
     assert seen.value.path == path
+    assert ("give credit= at least so many" in str(seen.value)) == ("credit" in options)
+    assert "0 and more" not in str(seen.value)
+
+
+def test_a_sinks_name_that_is_given_as_a_subscription_is_told_how_a_sink_is_written(running):
+    told = r'such as a sink \(rows go to a sink by to=rheostat\.Sink\("disk"\)\)'
+    with pytest.raises(rheostat.NotFound, match=told):
+        running.generate("a", capture=Capture("resid_post", to="disk"))
+    with pytest.raises(rheostat.NotFound) as raised:
+        running.engine.resume(Cursor("disk", 0))
+    assert "Sink" not in str(raised.value)
 
 
 def test_an_event_is_acknowledged_once_the_next_is_asked_for(running, subscriber):
