@@ -209,7 +209,7 @@ def captures_of(capture: object) -> list[Capture]:
     """The captures, at most as many as go together."""
     if capture is None:
         return []
-    if isinstance(capture, str) or not isinstance(capture, Iterable):
+    if isinstance(capture, str) or not isinstance(capture, Iterable) or _is_site(capture):
         capture = (capture,)
     many = list(capture)
     if len(many) > _MOST_CAPTURES:
@@ -264,15 +264,22 @@ def _directions_of(given: object) -> tuple[Vector, ...]:
     return tuple(found)
 
 
+def _is_site(given: object) -> bool:
+    """Whether it reads as a point and its layers."""
+    match given:
+        case (str(), int() | list() | tuple() | range() | "all"):
+            return True
+    return False
+
+
 def _no_capture(path: str, given: object) -> InvalidRequest:
     """The error for what is no capture; it says what makes one of it."""
+    kind, arguments = type(given).__name__, '"resid_post", layers=...'
     if isinstance(given, str):
-        kind, point = "a name", f'"{given}"'
-    else:
-        kind, point = type(given).__name__, '"resid_post"'
-    return invalid(
-        path, f"capture takes captures, not {kind}: use rheostat.Capture({point}, layers=...)"
-    )
+        kind, arguments = "a name", f'"{given}", layers=...'
+    elif isinstance(given, tuple | list) and _is_site(given):
+        arguments = f'"{given[0]}", {given[1]!r}'
+    return invalid(path, f"capture takes captures, not {kind}: use rheostat.Capture({arguments})")
 
 
 def _one_of(known: Mapping[str, Value], word: object, name: str) -> Value:

@@ -112,7 +112,10 @@ def check_options(
     """Raise TypeError where ``method`` does not have one of the options."""
     for name in options:
         if name not in known.__annotations__:
-            raise TypeError(f"{method}() has no option {name!r}; see rheostat.{known.__name__}")
+            there = ", ".join(known.__annotations__)
+            raise TypeError(
+                f"{method}() has no option {name!r}; rheostat.{known.__name__} has {there}"
+            )
 
 
 def labels_to_wire(labels: object, path: str) -> dict[str, str]:

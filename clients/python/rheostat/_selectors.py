@@ -147,7 +147,10 @@ def selector_of(where: SelectorLike) -> Selector:
         return Selector()
     if where == "prompt" or where == "generated":
         return Selector((_Phase(where),))
-    raise invalid("where", f'tokens are "prompt", "generated", "all" or a selector, not {where!r}')
+    hint = f": write rheostat.positions({where})" if type(where) is int else ""
+    raise invalid(
+        "where", f'tokens are "prompt", "generated", "all" or a selector, not {where!r}{hint}'
+    )
 
 
 def positions(*at: int) -> Selector:

@@ -88,7 +88,15 @@ def opening(
         )
     wish = capture_service_pb2.SubscribeOpen(specs=[one.to_spec() for one in captures])
     if labels is not None:
-        wish.filter.labels.labels.update(labels_to_wire(labels, "open.filter.labels.labels"))
+        path = "open.filter.labels.labels"
+        texts = labels_to_wire(labels, path)
+        if not texts:
+            raise invalid(
+                path,
+                "labels= is empty: name at least one label, or select every request by every=True",
+                "REASON_MISSING_FIELD",
+            )
+        wish.filter.labels.labels.update(texts)
     elif every:
         wish.filter.every.SetInParent()
     else:

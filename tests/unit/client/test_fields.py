@@ -88,7 +88,28 @@ def capture_at(make):
         (
             generate(capture=[("resid_post", 3)]),
             "captures[0]",
-            'capture takes captures, not tuple: use rheostat.Capture("resid_post", layers=...)',
+            'capture takes captures, not tuple: use rheostat.Capture("resid_post", 3)',
+        ),
+        (
+            generate(capture=("resid_post", range(3))),
+            "captures[0]",
+            'capture takes captures, not tuple: use rheostat.Capture("resid_post", range(0, 3))',
+        ),
+        (
+            generate(capture=("resid_post", "resid_mid")),
+            "captures[0]",
+            'capture takes captures, not a name: use rheostat.Capture("resid_post", layers=...)',
+        ),
+        (
+            generate(capture=3),
+            "captures[0]",
+            'capture takes captures, not int: use rheostat.Capture("resid_post", layers=...)',
+        ),
+        (
+            capture_at(lambda: -1),
+            "where",
+            'tokens are "prompt", "generated", "all" or a selector, not -1: '
+            "write rheostat.positions(-1)",
         ),
         (lambda engine: engine.generate(HALF), "prompt", f"a prompt {HALF_SAID}"),
         (

@@ -267,6 +267,7 @@ def test_being_too_slow_ends_the_subscription_and_says_so(running, subscriber):
         ({"capture": ONE}, "open.filter"),
         ({"requests": "a", "every": True}, "open.filter"),
         ({"capture": ONE, "labels": ["a"]}, "open.filter.labels.labels"),
+        ({"capture": ONE, "labels": {}}, "open.filter.labels.labels"),
         ({"capture": ONE, "requests": [3]}, "open.filter.requests.request_ids[0]"),
         ({"capture": "resid_post", "every": True}, "captures[0]"),
         ({"capture": Capture("resid_post", to="x"), "every": True}, "open.specs[0].subscription"),
@@ -286,6 +287,11 @@ def test_what_is_wrong_is_refused_by_field(subscriber, options, path):
     assert raised.value.path == path
 
 
+def test_labels_name_at_least_one(subscriber):
+    with pytest.raises(rheostat.InvalidRequest, match=r"^labels= is empty: name at least one"):
+        subscriber.subscribe(capture=ONE, labels={})
+
+
 @pytest.mark.parametrize("which", [{"every": True}, {"requests": "a"}, {"labels": {"a": "b"}}])
 def test_requests_of_which_nothing_is_captured_are_refused(subscriber, which):
     with pytest.raises(rheostat.InvalidRequest, match=r"nothing would come.* add capture=") as seen:
@@ -294,8 +300,13 @@ def test_requests_of_which_nothing_is_captured_are_refused(subscriber, which):
 
 
 def test_what_is_no_option_and_no_cursor_is_refused(subscriber):
-    with pytest.raises(TypeError, match=r"no option 'filter'; see rheostat\.SubscribeOptions"):
+    told = (
+        "subscribe() has no option 'filter'; rheostat.SubscribeOptions has credit, ack, "
+        "shared_memory, views, capture, requests, labels, every, overload, buffer_bytes"
+    )
+    with pytest.raises(TypeError) as raised:
         subscriber.subscribe(filter="x")
+    assert str(raised.value) == told
     with pytest.raises(rheostat.InvalidRequest, match=r"is no rheostat\.Cursor"):
         subscriber.resume("sub-1")
     with pytest.raises(rheostat.InvalidRequest, match="names no subscription"):
