@@ -10,10 +10,11 @@
         )
         out.text, out.activations["resid_post", 3], out.receipt
 
-`rheostat.aio.connect` gives the same client for asyncio.
+`rheostat.aio.connect` gives the same client for asyncio; `rheostat.captures` reads back rows that a
+server's sink stored.
 """
 
-from rheostat import aio
+from rheostat import aio, captures
 from rheostat._activations import Activations, Rows
 from rheostat._artifacts import Artifact, SinkInfo
 from rheostat._captures import Capture, Sink
@@ -193,6 +194,7 @@ __all__ = [
     "aio",
     "back_projected",
     "band",
+    "captures",
     "clamp",
     "connect",
     "generated",

@@ -33,6 +33,14 @@ def test_everything_public_is_listed_once_in_order_and_explained():
     assert silent == []
 
 
+def test_stored_captures_are_there_once_the_package_is_imported():
+    program = "import rheostat; print(rheostat.captures.open_captures.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "open_captures\n"
+
+
 def test_both_clients_have_the_same_methods():
     sync, aio = (
         {
