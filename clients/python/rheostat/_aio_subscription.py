@@ -35,8 +35,8 @@ class Subscription(Standing):
                 ...
 
     It stands once it has been entered, or when the first event has come. One task iterates; a task
-    that is cancelled while it waits for an event loses none. The task that closed it before its end
-    and reads on gets `Refused`; the loop of any other ends.
+    that is cancelled while it waits for an event loses none. Closing ends the loop; the task that
+    closed it before its end and begins another gets `Refused`.
     """
 
     def __init__(self, connection: Connection, intake: Intake) -> None:
@@ -53,6 +53,7 @@ class Subscription(Standing):
 
     def __aiter__(self) -> Self:
         """The events that have not come yet."""
+        self._line.check_open()
         return self
 
     async def __anext__(self) -> SubscriptionEvent:
@@ -194,7 +195,6 @@ class _Line:
 
     async def next_event(self) -> SubscriptionEvent:
         """Hand over the next event; waits for it."""
-        self._check_open()
         while not self._unread:
             await self._check_payloads()
             try:
@@ -223,13 +223,15 @@ class _Line:
 
     def acknowledge(self) -> None:
         """All that was handed over has been dealt with."""
-        self._check_open()
+        self.check_open()
         self._intake.deal()
         self._intake.flush()
         self._tell()
 
-    def _check_open(self) -> None:
-        if self._closer is not None and self._closer() is _task():
+    def check_open(self) -> None:
+        """Raise Refused in the task that closed it before its end."""
+        task = _task()
+        if task is not None and self._closer is not None and self._closer() is task:
             raise _subscribing.closed() from self._failure
 
     def _hand_no_more_over(self) -> None:

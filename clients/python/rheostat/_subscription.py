@@ -38,8 +38,8 @@ class Subscription(Standing):
     that breaks is taken up again, and every event comes once. Iterating raises `DataLoss` where
     rows are missing or damaged, `Unavailable` where no connection comes about for a minute,
     `NotFound` where the server has given the subscription up, `ResourceExhausted` where this client
-    was too slow for it, `Aborted` where another call took it up, and `Refused` in the thread that
-    closed it before its end; the loop of any other thread ends.
+    was too slow for it, and `Aborted` where another call took it up. Closing ends the loop; the
+    thread that closed it before its end and begins another gets `Refused`.
     """
 
     def __init__(self, connection: Connection, intake: Intake) -> None:
@@ -59,6 +59,7 @@ class Subscription(Standing):
 
     def __iter__(self) -> Self:
         """The events that have not come yet."""
+        self._line.check_open()
         return self
 
     def __next__(self) -> SubscriptionEvent:
@@ -195,7 +196,6 @@ class _Line:
     def next_event(self) -> SubscriptionEvent:
         """Hand over the next event; waits for it."""
         with self._changed:
-            self._check_open()
             while not self._unread:
                 try:
                     event = self._intake.pop()
@@ -217,12 +217,13 @@ class _Line:
     def acknowledge(self) -> None:
         """All that was handed over has been dealt with."""
         with self._changed:
-            self._check_open()
+            self.check_open()
             self._intake.deal()
             self._intake.flush()
             self._tell()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise Refused in the thread that closed it before its end."""
         if self._closer == threading.get_ident():
             raise _subscribing.closed() from self._failure
 

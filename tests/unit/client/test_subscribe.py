@@ -351,10 +351,29 @@ def test_reading_on_after_closing_before_the_end_is_refused(running, end):
         next(subscription)
         if end == "leave":
             subscription.leave()
-    for use in (lambda: next(subscription, None), lambda: list(subscription), subscription.ack):
+    assert next(subscription, None) is None
+    for use in (lambda: list(subscription), lambda: list(subscription), subscription.ack):
         with pytest.raises(rheostat.Refused, match="within its with block"):
             use()
     assert subscription.acknowledged.sequence == 0
+
+
+async def test_a_loop_that_closes_its_own_subscription_ends(running):
+    seen = []
+    with SyncSubscriber(running.target).subscribe(capture=ONE, every=True) as subscription:
+        await asyncio.to_thread(running.generate, "a")
+        for event in subscription:
+            seen.append(event)
+            subscription.close()
+    async with (
+        rheostat.aio.connect(running.target) as engine,
+        engine.subscribe(capture=ONE, every=True) as other,
+    ):
+        await asyncio.to_thread(running.generate, "b")
+        async for event in other:
+            seen.append(event)
+            await other.close()
+    assert [event.request_id for event in seen] == ["a", "b"]
 
 
 async def test_a_task_that_reads_on_after_closing_before_the_end_is_refused(running):
