@@ -69,6 +69,17 @@ def at_most(count: int, limit: int, path: str, what: str) -> None:
         raise InvalidValue(f"{count} {what}; at most {limit} are allowed", field=path)
 
 
+def text_bytes(text: str, limit: int, path: str) -> None:
+    """Checks the length of a text in UTF-8.
+
+    Raises:
+        InvalidValue: it is longer.
+    """
+    size = len(text.encode(errors="surrogatepass"))
+    if size > limit:
+        raise InvalidValue(f"has {size} bytes; at most {limit} are allowed", field=path)
+
+
 def no_repeats(values: Sequence[int], path: str, what: str) -> None:
     """Checks that all values differ.
 

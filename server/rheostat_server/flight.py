@@ -185,6 +185,11 @@ class Flight:
         return [life for life in self.lives if life.role is Role.OWN]
 
     @property
+    def prompt_copies(self) -> int:
+        """Prompt tokens that the engine gets, with one copy of the prompt for each sample."""
+        return len(self.lives) * self.admitted.prompt_len
+
+    @property
     def closed(self) -> bool:
         """Whether nothing more comes of it."""
         return self._closed

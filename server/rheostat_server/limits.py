@@ -66,8 +66,19 @@ SAMPLES = 64
 STOP_TEXTS = 16
 """Most stop texts."""
 
+STOP_TEXT_BYTES = 256
+"""Longest stop text, in bytes of UTF-8. The engine gets a copy for each sample."""
+
 STOP_TOKEN_IDS = 128
 """Most stop tokens."""
+
+SAMPLED_PROMPT_TOKENS = 1 << 20
+"""Most prompt tokens times samples of one request, because the engine gets the prompt once for each
+sample. A single sample may always fill the context."""
+
+QUEUED_PROMPT_TOKENS = 1 << 24
+"""Most prompt tokens times samples of all requests that run or wait: about 1 GiB in the server and
+the engine."""
 
 CHAT_MESSAGES = 1024
 """Most messages of a chat."""
@@ -77,6 +88,9 @@ PROMPT_TOKEN_BYTES = 64
 
 TEMPLATE_VARIABLES = 32
 """Most variables given to a chat template."""
+
+TEMPLATE_VARIABLE_BYTES = 64 << 10
+"""Most bytes of the names and values of all variables of a chat template."""
 
 LABELS = 16
 """Most labels of a request."""

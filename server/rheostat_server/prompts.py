@@ -24,7 +24,12 @@ from rheostat_server.errors import (
     NotSupported,
     PromptTooLong,
 )
-from rheostat_server.limits import CHAT_MESSAGES, PROMPT_TOKEN_BYTES, TEMPLATE_VARIABLES
+from rheostat_server.limits import (
+    CHAT_MESSAGES,
+    PROMPT_TOKEN_BYTES,
+    TEMPLATE_VARIABLE_BYTES,
+    TEMPLATE_VARIABLES,
+)
 from rheostat_server.tokenizer import (
     ChatTemplateError,
     Offsets,
@@ -168,10 +173,9 @@ class Prompts:
             raise NoChatTemplate(
                 "this model has no chat template; send text or token_ids", field="chat"
             )
-        messages = _messages(chat)
+        messages, variables = _messages(chat), _variables(chat)
         said = [part for message in chat.messages for part in (message.role, message.content)]
-        self._check_length("".join([*said, *chat.template_variables.values()]), "chat")
-        variables = _variables(chat)
+        self._check_length("".join(said), "chat")
         continue_final = chat.continue_final_message
         if continue_final and chat.add_generation_prompt:
             raise InvalidValue(
@@ -233,6 +237,8 @@ _TAKEN = frozenset(
 def _variables(chat: types_pb2.Chat) -> dict[str, object]:
     path = join("chat", "template_variables")
     checks.at_most(len(chat.template_variables), TEMPLATE_VARIABLES, path, "variables")
+    size = sum(len(name) + len(value) for name, value in chat.template_variables.items())
+    checks.at_most(size, TEMPLATE_VARIABLE_BYTES, path, "characters of names and values")
     variables: dict[str, object] = {}
     for name, value in chat.template_variables.items():
         field = f"{path}[{name[:64]}]"

@@ -13,7 +13,13 @@ from rheostat_server.errors import (
     NoTokenizer,
     PromptTooLong,
 )
-from rheostat_server.limits import SAMPLES, STOP_TEXTS, STOP_TOKEN_IDS
+from rheostat_server.limits import (
+    SAMPLED_PROMPT_TOKENS,
+    SAMPLES,
+    STOP_TEXT_BYTES,
+    STOP_TEXTS,
+    STOP_TOKEN_IDS,
+)
 from rheostat_server.model_info import ModelInfo
 
 _PATH = "sampling"
@@ -74,6 +80,12 @@ def resolve_sampling(
     samples = sampling.n if sampling.HasField("n") else 1
     if not 1 <= samples <= SAMPLES:
         raise InvalidValue(f"must be 1 to {SAMPLES}", field=join(_PATH, "n"))
+    if samples > 1 and samples * prompt_len > SAMPLED_PROMPT_TOKENS:
+        raise InvalidValue(
+            f"{samples} samples of a prompt of {prompt_len} tokens are {samples * prompt_len} "
+            f"tokens; at most {SAMPLED_PROMPT_TOKENS} are allowed",
+            field=join(_PATH, "n"),
+        )
     if samples > 1 and temperature == 0:
         raise InvalidValue("greedy sampling gives one sample only", field=join(_PATH, "n"))
     if sampling.min_tokens > max_tokens:
@@ -179,6 +191,7 @@ def _stop(sampling: generation_pb2.Sampling, has_tokenizer: bool) -> tuple[str, 
     for index, text in enumerate(sampling.stop):
         if not text:
             raise MissingField("a stop text may not be empty", field=f"{field}[{index}]")
+        checks.text_bytes(text, STOP_TEXT_BYTES, f"{field}[{index}]")
     if sampling.stop and not has_tokenizer:
         raise NoTokenizer("this server has no tokenizer; send stop_token_ids", field=field)
     return tuple(sampling.stop)

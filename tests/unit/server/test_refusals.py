@@ -14,7 +14,7 @@ from rheostat._proto.v1 import (
     tensor_pb2,
     types_pb2,
 )
-from rheostat_server import errors, planning
+from rheostat_server import errors, planning, sampling
 
 from .desks import admitted, named, refused
 from .fakes import LAYERS, WIDTH
@@ -308,6 +308,8 @@ def test_a_wrong_capture_is_refused_by_field(fields, error, field) -> None:
         ({"max_tokens": 2, "min_tokens": 3}, errors.InvalidValue, "min_tokens"),
         ({"stop": [""]}, errors.MissingField, "stop[0]"),
         ({"stop": ["x"] * 17}, errors.InvalidValue, "stop"),
+        ({"stop": ["ok", "x" * 257]}, errors.InvalidValue, "stop[1]"),
+        ({"stop": ["\u00e9" * 129]}, errors.InvalidValue, "stop[0]"),
         ({"stop_token_ids": [128]}, errors.UnknownToken, "stop_token_ids[0]"),
         ({"stop_token_ids": [1] * 129}, errors.InvalidValue, "stop_token_ids"),
         ({"seed": 2**63}, errors.InvalidValue, "seed"),
@@ -323,6 +325,28 @@ def test_a_wrong_capture_is_refused_by_field(fields, error, field) -> None:
 )
 def test_wrong_sampling_is_refused_by_field(fields, error, field) -> None:
     assert refused(request(sampling=Sampling(**fields))) == (error, f"sampling.{field}")
+
+
+def test_a_stop_text_of_just_as_many_bytes_as_may_be_is_taken() -> None:
+    longest = ["\u00e9" * 128]
+    assert admitted(request(sampling=Sampling(stop=longest))).sampling.stop == tuple(longest)
+
+
+def test_the_prompt_times_the_samples_is_limited(monkeypatch) -> None:
+    monkeypatch.setattr(sampling, "SAMPLED_PROMPT_TOKENS", 6)
+    admitted(request(sampling=Sampling(max_tokens=1, n=2)))
+    admitted(request(token_ids=types_pb2.TokenIds(ids=[5] * 7)))
+    assert refused(request(sampling=Sampling(max_tokens=1, n=3))) == (
+        errors.InvalidValue,
+        "sampling.n",
+    )
+
+
+def test_the_variables_of_a_chat_template_are_limited_in_bytes() -> None:
+    messages = [types_pb2.ChatMessage(role="user", content="hi")]
+    for name, value in (("depth", f'"{"x" * 65536}"'), ("x" * 65536, "1")):
+        chat = types_pb2.Chat(messages=messages, template_variables={name: value})
+        assert refused(request(chat=chat)) == (errors.InvalidValue, "chat.template_variables")
 
 
 def test_selectors_that_cut_a_request_into_too_many_combinations_are_refused(monkeypatch) -> None:

@@ -224,6 +224,29 @@ async def test_too_many_requests_are_refused_with_advice_to_retry(starter, monke
     assert (await rest(first))[-1].HasField("receipt")
 
 
+async def test_the_prompts_of_all_that_runs_or_waits_are_limited_in_tokens(
+    starter, monkeypatch
+) -> None:
+    monkeypatch.setattr(engine, "QUEUED_PROMPT_TOKENS", 8)
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    twice = generation_pb2.Sampling(max_tokens=2, n=2)
+    first = running.client.generation.Generate(request(sampling=twice))
+    await first.read()
+    refusal = await running.client.refusal(request())
+    assert (refusal.code, refusal.reason, refusal.retry) == (
+        Code.RESOURCE_EXHAUSTED,
+        "REASON_QUEUE_FULL",
+        True,
+    )
+    assert "6 tokens" in refusal.message
+    assert "at most 8" in refusal.message
+    running.backend.hold.set()
+    assert (await rest(first))[-1].HasField("receipt")
+    await settled(running)
+    four = generation_pb2.Sampling(max_tokens=2, n=4)
+    assert (await running.client.generate(request(sampling=four)))[-1].HasField("receipt")
+
+
 async def test_a_lost_engine_ends_open_streams_and_refuses_new_ones(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     calls = [running.client.generation.Generate(request(steer=s)) for s in ([], [add()])]

@@ -59,7 +59,9 @@ class Sampling(_message.Message):
     seed: _builtins.int
     """Makes sampling repeatable; below 2^63. Default: none, each call differs unless greedy."""
     n: _builtins.int
-    """Samples, 1 to Limits.samples. Greedy needs 1. Default 1."""
+    """Samples, 1 to Limits.samples. Greedy needs 1. Several samples of a prompt of P tokens: n times P
+    is at most 1048576. Default 1.
+    """
     logprobs: _builtins.int
     """For each generated token its log-probability and those of this many most likely ones; 0: the
     token's alone. At most Limits.logprobs. Default: no log-probabilities.
@@ -76,7 +78,7 @@ class Sampling(_message.Message):
     """Go on past the model's end token. Default false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """A sample ends before the first of these texts. At most 16, none empty."""
+        """A sample ends before the first of these texts. At most 16, each 1 to 256 bytes of UTF-8."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

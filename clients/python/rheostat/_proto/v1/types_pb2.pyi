@@ -443,7 +443,8 @@ class Chat(_message.Message):
     @_builtins.property
     def template_variables(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Further variables of the template, by name, each a JSON value in UTF-8 (`true`, `"high"`).
-        At most 32. Malformed: REASON_INVALID_VALUE.
+        At most 32, whose names and values have at most 65536 characters together. Malformed:
+        REASON_INVALID_VALUE.
         """
 
     def __init__(
