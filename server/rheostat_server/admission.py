@@ -25,9 +25,9 @@ from rheostat_server.capture.specs import (
     project_all,
     resolve_captures,
 )
-from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, Resource
+from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, QueueFull, Resource
 from rheostat_server.global_steering import GlobalSteering
-from rheostat_server.limits import LABELS
+from rheostat_server.limits import LABELS, QUEUED_PROMPT_TOKENS, WAITING_REQUESTS
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
 from rheostat_server.planning import check_ranges, compile_plan, observe
@@ -51,6 +51,9 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
 
 GenerateRequest = generation_service_pb2.GenerateRequest
+
+_RETRY = 1.0
+"""Seconds after which a request that found the queue full may come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,31 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
         waits=waits,
         baseline=baseline,
     )
+
+
+def check_queue(
+    admitted: Admitted, running_samples: int, *, samples: int, prompt_tokens: int
+) -> None:
+    """Checks that a request may run or wait beside those that do.
+
+    Args:
+        admitted: the request.
+        running_samples: samples that the engine runs at once.
+        samples: samples of the other requests.
+        prompt_tokens: prompt tokens of the other requests, with one prompt for each sample.
+
+    Raises:
+        QueueFull: it may not.
+    """
+    if samples >= running_samples + WAITING_REQUESTS:
+        raise QueueFull(f"{samples} samples run or wait", retry_after=_RETRY)
+    own = admitted.prompt_len * admitted.sampling.samples
+    if samples and prompt_tokens + own > QUEUED_PROMPT_TOKENS:
+        raise QueueFull(
+            f"the prompts that run or wait have {prompt_tokens} tokens, with one prompt for each "
+            f"sample; at most {QUEUED_PROMPT_TOKENS} are allowed",
+            retry_after=_RETRY,
+        )
 
 
 async def resolve_steering(

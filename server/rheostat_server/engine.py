@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from rheostat_engine import CapacityLedger, Event, Installed
-from rheostat_server.admission import Admitted, Desk
+from rheostat_server.admission import Admitted, Desk, check_queue
 from rheostat_server.capture.counts import Counts, Drained
 from rheostat_server.capture.opening import open_outlets
 from rheostat_server.capture.spillway import Spillway
@@ -24,14 +24,12 @@ from rheostat_server.errors import (
     Draining,
     DuplicateRequest,
     EngineLost,
-    QueueFull,
     Resource,
 )
 from rheostat_server.flight import Flight, Life
 from rheostat_server.global_steering import ServerWide
 from rheostat_server.host import Backend
 from rheostat_server.keeper import VectorKeeper
-from rheostat_server.limits import QUEUED_PROMPT_TOKENS, WAITING_REQUESTS
 from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
 from rheostat_server.prompts import Prompts
@@ -252,17 +250,8 @@ class EngineHost:
                 resource=Resource("request", request_id),
             )
         samples = sum(len(flight.lives) for flight in self._flights.values())
-        if samples >= self.info.running_samples + WAITING_REQUESTS:
-            raise QueueFull(f"{samples} samples run or wait", retry_after=RETRY)
         tokens = sum(flight.prompt_copies for flight in self._flights.values())
-        if tokens and tokens + admitted.prompt_len * admitted.sampling.samples > (
-            QUEUED_PROMPT_TOKENS
-        ):
-            raise QueueFull(
-                f"the prompts that run or wait have {tokens} tokens, one prompt for each sample; "
-                f"at most {QUEUED_PROMPT_TOKENS} are allowed",
-                retry_after=RETRY,
-            )
+        check_queue(admitted, self.info.running_samples, samples=samples, prompt_tokens=tokens)
 
     def _check_serving(self) -> None:
         if self.lost:

@@ -14,7 +14,7 @@ from rheostat._proto.v1 import (
     types_pb2,
 )
 from rheostat_engine import Installed
-from rheostat_server import engine, errors, generation
+from rheostat_server import admission, engine, errors, generation
 from rheostat_server.errors import EngineLost
 
 from .conftest import Refusal, rest
@@ -210,7 +210,7 @@ async def test_room_that_does_not_come_in_time_is_refused_with_advice_to_retry(s
 
 
 async def test_too_many_requests_are_refused_with_advice_to_retry(starter, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "WAITING_REQUESTS", -3)
+    monkeypatch.setattr(admission, "WAITING_REQUESTS", -3)
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     first = running.client.generation.Generate(request())
     await first.read()
@@ -227,7 +227,7 @@ async def test_too_many_requests_are_refused_with_advice_to_retry(starter, monke
 async def test_the_prompts_of_all_that_runs_or_waits_are_limited_in_tokens(
     starter, monkeypatch
 ) -> None:
-    monkeypatch.setattr(engine, "QUEUED_PROMPT_TOKENS", 8)
+    monkeypatch.setattr(admission, "QUEUED_PROMPT_TOKENS", 8)
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     twice = generation_pb2.Sampling(max_tokens=2, n=2)
     first = running.client.generation.Generate(request(sampling=twice))
