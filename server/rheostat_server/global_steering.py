@@ -51,7 +51,8 @@ class GlobalSteering:
     version: int = 0
     """0 at startup, one more each time."""
     steering: steering_pb2.Steering = field(default_factory=steering_pb2.Steering)
-    """As it was sent, but with digests in the place of names and inline vectors."""
+    """As it was sent, but with digests, and the layers of their rows, in the place of names and
+    inline vectors."""
     ops: tuple[ResolvedOp, ...] = ()
     """One per intervention."""
     set_at: float | None = None
@@ -163,7 +164,10 @@ def _spelled_out(
         layers = intervention.sites.range
         if intervention.sites.HasField("range") and not layers.HasField("stop"):
             layers.stop = 1 + max(site.layer for site in op.sites)
-        for (_, ref), vector in zip(vector_refs(intervention), op.vectors, strict=True):
+        refs = [ref for _, ref in vector_refs(intervention)]
+        for ref, vector, row_layers in zip(refs, op.vectors, op.row_layers, strict=True):
             if ref is not None:
                 ref.digest = vector.digest
+                if row_layers:  # a digest alone, unlike a name, does not know them
+                    ref.row_layers.layers[:] = row_layers
     return written

@@ -70,6 +70,8 @@ class ResolvedOp:
     """Where, by layer, then point."""
     vectors: tuple[Vector, ...]
     """In the order of the op's fields."""
+    row_layers: tuple[tuple[int, ...], ...]
+    """For each vector the layer of each row; empty: row i is for the i-th layer of the sites."""
     rows: tuple[tuple[int, ...], ...]
     """At each of the sites the row of each vector."""
     scale: float = 1.0

@@ -16,9 +16,9 @@ from rheostat._proto.v1 import receipt_pb2, steering_pb2
 from rheostat_engine import Act, ModelSites, Site
 from rheostat_server import checks, directions
 from rheostat_server.checks import join
-from rheostat_server.errors import MissingField, NonFinite, NotSupported, VectorShape
+from rheostat_server.errors import MissingField, NonFinite, NotSupported
 from rheostat_server.limits import INTERVENTIONS
-from rheostat_server.ops import OpDraft, ResolvedOp, VectorDraft, check_served, draft_op
+from rheostat_server.ops import OpDraft, ResolvedOp, check_served, draft_op
 from rheostat_server.selection import EVERYTHING, Selection, SelectionContext, resolve_selector
 from rheostat_server.sites import (
     SiteSelection,
@@ -27,7 +27,8 @@ from rheostat_server.sites import (
     resolve_sites,
 )
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Vector, VectorStore
+from rheostat_server.vector_lookup import find_vector, rows_by_layer
+from rheostat_server.vectors import VectorStore
 
 INTERVENTION_PATH = "steering.interventions"
 
@@ -234,68 +235,17 @@ def _draft(
 
 
 def _look_up(draft: Draft, store: VectorStore, model: ModelSites) -> ResolvedOp:
-    layers = draft.sites.layers
-    vectors = [find_vector(one, store, model) for one in draft.op.vectors]
-    row_of = [
-        rows_by_layer(vector, one, layers)
-        for vector, one in zip(vectors, draft.op.vectors, strict=True)
-    ]
+    found = [find_vector(one, store, model) for one in draft.op.vectors]
+    row_of = [rows_by_layer(one, draft.sites.layers) for one in found]
     op = ResolvedOp(
         op=draft.op.op,
         path=draft.op.path,
         sites=draft.sites.sites,
-        vectors=tuple(vectors),
+        vectors=tuple(one.vector for one in found),
+        row_layers=tuple(one.row_layers for one in found),
         rows=tuple(tuple(rows[site.layer] for rows in row_of) for site in draft.sites.sites),
         scale=draft.op.scale,
         bands=draft.op.bands,
     )
     directions.check_not_zero(op, vector_paths(draft))
     return op
-
-
-def find_vector(draft: VectorDraft, store: VectorStore, model: ModelSites) -> Vector:
-    """The vector that was drafted.
-
-    Raises:
-        NotFound: it is not stored or its name not known.
-        VectorShape: it does not fit the model.
-    """
-    path, vector, _ = draft
-    if not isinstance(vector, Vector):
-        if vector.WhichOneof("ref") == "digest":
-            vector = store.get(vector.digest, join(path, "digest"))
-        else:
-            field = join(path, "name")
-            vector = store.get(store.named(vector.name, field).digest, field)
-    if vector.width != model.width:
-        raise VectorShape(
-            f"the vector has width {vector.width}; the model's stream has {model.width}",
-            field=path,
-            metadata={"expected": str(model.width), "got": str(vector.width)},
-        )
-    return vector
-
-
-def rows_by_layer(vector: Vector, draft: VectorDraft, layers: Sequence[int]) -> dict[int, int]:
-    """The vector's row at each of some layers.
-
-    Raises:
-        VectorShape: it does not fit them.
-    """
-    named = draft.row_layers
-    if vector.rows == 1 and not named:
-        return dict.fromkeys(layers, 0)
-    rows = {layer: row for row, layer in enumerate(named or layers)}
-    without = [layer for layer in layers if layer not in rows]
-    if vector.rows == len(rows) and not without:
-        return rows
-    problem = f"the vector has {vector.rows} rows for {len(rows)} layers; it needs 1 or one each"
-    if not named:
-        problem += ", or row_layers that say which layer each row belongs to"
-    elif vector.rows == len(rows):
-        problem = f"the vector has no row for layer {without[0]}"
-    raise VectorShape(
-        problem,
-        field=draft.path,
-        metadata={"expected": str(len(rows)), "got": str(vector.rows)},
-    )

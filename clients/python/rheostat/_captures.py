@@ -180,7 +180,7 @@ class Capture:
             spec.dtype = _one_of(_DTYPES, self.dtype, "dtype")
         if self.projection:
             spec.projection.directions.extend(
-                row_ref(one, self.layers, f"captures.projection.directions[{number}]", moves=False)
+                row_ref(one, self.layers, f"captures.projection.directions[{number}]")
                 for number, one in enumerate(self.projection)
             )
         return spec

@@ -194,6 +194,10 @@ def read_derivation(
                 dtype="float32",
                 points=(point,),
                 layers=layers,
+                # One row is for all layers, so it may act at any of them.
+                row_layers=tuple(row.layer for row in derived.rows)
+                if len(derived.rows) > 1
+                else None,
             )
         )
         rows.extend(

@@ -309,50 +309,34 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     return known[0] if known else None
 
 
-def row_ref(
-    vector: Vector, layers: Layers, path: str, *, moves: bool = True
-) -> steering_pb2.VectorRef:
-    """The reference, if the vector has one row, one per layer, or those of more layers.
+def row_ref(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
+    """The reference that takes the vector's row of each of ``layers``.
 
-    ``moves``: whether its rows may go to as many other layers than they are of.
+    Raises InvalidRequest where the vector has several rows and not one for each of the layers.
     """
-    rows = vector.shape[0] if vector.shape else 1
-    named = vector.row_layers or _rows_of_more(vector, rows, layers)
-    if named:
-        ref = vector.to_wire()
-        ref.row_layers.layers.extend(named)
+    ref = vector.to_wire()
+    own = vector.layers_of_rows
+    if not own:
+        rows = vector.shape[0] if vector.shape else 1
+        if rows > 1 and layers != "all" and rows != len(layers):
+            raise invalid(
+                path,
+                f"{vector.label} has {rows} rows for {len(layers)} layers ({show_layers(layers)})",
+                "REASON_VECTOR_SHAPE",
+            )
         return ref
-    own = () if moves else _own_layers(vector, rows)
-    if own and layers != "all" and tuple(layers) != own:
+    if layers != "all" and not set(layers) <= set(own):
         raise invalid(
             path,
-            f"{vector.label} has rows of layers {show_layers(own)}, not of all of "
-            f"{show_layers(layers)}: choose among its own, or say that they are of others with "
-            "dataclasses.replace(vector, layers=...)",
+            f"{vector.label} has rows for layers {show_layers(own)}, not for all of layers "
+            f"{show_layers(layers)}: choose among the former, or use its rows for other layers "
+            "with dataclasses.replace(vector, row_layers=(...))",
             "REASON_VECTOR_SHAPE",
         )
-    if rows > 1 and layers != "all" and rows != len(layers):
-        raise invalid(
-            path,
-            f"{vector.label} has {rows} rows for {len(layers)} layers ({show_layers(layers)})",
-            "REASON_VECTOR_SHAPE",
-        )
-    return vector.to_wire()
-
-
-def _rows_of_more(vector: Vector, rows: int, layers: Layers) -> tuple[int, ...]:
-    """The layers of the vector's rows where it acts at some of them alone; else none."""
-    own = _own_layers(vector, rows)
-    fewer = own and layers != "all" and len(layers) < rows and set(layers) <= set(own)
-    return own if fewer else ()
-
-
-def _own_layers(vector: Vector, rows: int) -> tuple[int, ...]:
-    """The layers that the vector's rows are of, where there are several and this is known."""
-    if rows == 1 or vector.layers is None:
-        return ()
-    own = tuple(range(rows)) if vector.layers == "all" else tuple(vector.layers)
-    return own if len(own) == rows else ()
+    # Rows in the order of the layers are what a reference without row_layers means.
+    if vector.row_layers is not None or (layers != vector.layers and tuple(layers) != own):
+        ref.row_layers.layers.extend(own)
+    return ref
 
 
 def _direction(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:

@@ -55,7 +55,7 @@ class Vector:
     description: str = field(default="", repr=False, compare=False)
     """What was written about it, where this handle knows."""
     row_layers: tuple[int, ...] | None = None
-    """The layer of each row, where that is not the i-th of those where it acts."""
+    """The layer that each row is for; None where `layers` says it, or one row is for all layers."""
 
     __array_ufunc__: ClassVar[None] = None
 
@@ -65,6 +65,17 @@ class Vector:
         if self.rows is None:
             raise Refused(f"{self.label} holds no numbers here; fetch it with engine.vectors.get")
         return self.rows.values
+
+    @property
+    def layers_of_rows(self) -> tuple[int, ...]:
+        """The layer that each row is for; empty where one row is for all, or where unknown."""
+        if self.row_layers is not None:
+            return self.row_layers
+        rows = self.shape[0] if self.shape else 1
+        if rows == 1 or self.layers is None:
+            return ()
+        layers = tuple(range(rows)) if self.layers == "all" else tuple(self.layers)
+        return layers if len(layers) == rows else ()
 
     @property
     def label(self) -> str:
@@ -136,7 +147,11 @@ def inline(
 def named(
     name: str, *, points: PointsLike | None = None, layers: LayersLike | None = None
 ) -> Vector:
-    """The vector that carries ``name`` on the server when a request is admitted."""
+    """The vector that carries ``name`` on the server when a request is admitted.
+
+    If it was stored with as many layers as it has rows, each of ``layers`` takes its own row. The
+    server refuses layers that have none.
+    """
     if not name:
         raise invalid("vector.name", "the name is empty", "REASON_MISSING_FIELD")
     at_points, at_layers = defaults(points, layers)

@@ -16,8 +16,8 @@ from rheostat_server.checks import join
 from rheostat_server.errors import MissingField
 from rheostat_server.limits import PROJECTIONS
 from rheostat_server.ops import VectorDraft, draft_vector
-from rheostat_server.steering import find_vector, rows_by_layer
 from rheostat_server.tensors import FloatArray, widen
+from rheostat_server.vector_lookup import FoundVector, find_vector, rows_by_layer
 from rheostat_server.vectors import Vector, VectorStore
 
 _DIRECTION_BYTES = 256
@@ -88,7 +88,7 @@ def projection_work(directions: int, layers: int) -> int:
 
 def find_directions(
     drafts: Sequence[VectorDraft], store: VectorStore, model: ModelSites
-) -> tuple[Vector, ...]:
+) -> tuple[FoundVector, ...]:
     """The vectors of a projection.
 
     Raises:
@@ -98,17 +98,14 @@ def find_directions(
     return tuple(find_vector(draft, store, model) for draft in drafts)
 
 
-def project_on(
-    vectors: Sequence[Vector], drafts: Sequence[VectorDraft], layers: Sequence[int]
-) -> Projection:
-    """The projection on vectors that were found for drafts, at some layers.
+def project_on(directions: Sequence[FoundVector], layers: Sequence[int]) -> Projection:
+    """The projection on vectors that were found, at some layers.
 
     Raises:
         VectorShape: one has neither one row nor one for each of the layers.
     """
-    by_layer = [
-        rows_by_layer(vector, draft, layers) for vector, draft in zip(vectors, drafts, strict=True)
-    ]
+    by_layer = [rows_by_layer(one, layers) for one in directions]
     return Projection(
-        tuple(vectors), {layer: tuple(rows[layer] for rows in by_layer) for layer in layers}
+        tuple(one.vector for one in directions),
+        {layer: tuple(rows[layer] for rows in by_layer) for layer in layers},
     )

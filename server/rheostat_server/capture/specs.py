@@ -37,6 +37,7 @@ from rheostat_server.sinks import Target as SinkTarget
 from rheostat_server.sites import of_routers, resolve_sites, width_of
 from rheostat_server.spans import clipped, length, united
 from rheostat_server.tensors import FloatType, float_type
+from rheostat_server.vector_lookup import FoundVector
 from rheostat_server.vectors import Vector, VectorStore
 
 
@@ -96,7 +97,7 @@ class ResolvedCapture:
         projected = self.form.encoding == tensor_pb2.ENCODING_RP8
         return self.kind.itemsize * (self.form.kept if projected else self.numbers)
 
-    def projected(self, vectors: Sequence[Vector], model: ModelSites) -> "ResolvedCapture":
+    def projected(self, directions: Sequence[FoundVector], model: ModelSites) -> "ResolvedCapture":
         """The capture with the vectors of its directions.
 
         Raises:
@@ -105,7 +106,7 @@ class ResolvedCapture:
         if not self.directions:
             return self
         layers = sorted({site.layer for site in self.sites})
-        found = replace(self, projection=project_on(vectors, self.directions, layers))
+        found = replace(self, projection=project_on(directions, layers))
         return replace(found, row_forms=_row_forms(found, model))
 
     @property
@@ -162,7 +163,7 @@ def resolve_captures(
 
 def find_all_directions(
     captures: Sequence[ResolvedCapture], store: VectorStore, model: ModelSites
-) -> list[tuple[Vector, ...]]:
+) -> list[tuple[FoundVector, ...]]:
     """The vectors that the rows of each capture are projected on.
 
     Raises:
@@ -173,14 +174,18 @@ def find_all_directions(
 
 
 def project_all(
-    captures: Sequence[ResolvedCapture], vectors: Sequence[Sequence[Vector]], model: ModelSites
+    captures: Sequence[ResolvedCapture],
+    directions: Sequence[Sequence[FoundVector]],
+    model: ModelSites,
 ) -> tuple[ResolvedCapture, ...]:
     """The captures with the vectors of their directions.
 
     Raises:
         VectorShape: one does not fit its capture's layers.
     """
-    return tuple(one.projected(found, model) for one, found in zip(captures, vectors, strict=True))
+    return tuple(
+        one.projected(found, model) for one, found in zip(captures, directions, strict=True)
+    )
 
 
 def direction_vectors(captures: Sequence[ResolvedCapture]) -> dict[bytes, Vector]:

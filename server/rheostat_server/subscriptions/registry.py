@@ -49,6 +49,7 @@ from rheostat_server.selection import SelectionContext, selector_work, typical_c
 from rheostat_server.subscriptions.room import check_room
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
+from rheostat_server.vector_lookup import FoundVector
 from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
@@ -278,7 +279,7 @@ class Subscriptions:
     def _resolved(
         self,
         specs: Sequence[capture_pb2.CaptureSpec],
-        directions: Sequence[Sequence[Vector]],
+        directions: Sequence[Sequence[FoundVector]],
         context: SelectionContext,
     ) -> tuple[ResolvedCapture, ...]:
         """Specs in a request; what its prompt does not have is not captured."""
@@ -353,8 +354,8 @@ class Subscriptions:
         self._stay(subscription.name)
         subscription.carrier.close()
         if self._open.pop(subscription.name, None) is not None:
-            held = {one.digest: one for vectors in subscription.directions for one in vectors}
-            self._loader.store.let_go([*held.values()])
+            found = (one.vector for many in subscription.directions for one in many)
+            self._loader.store.let_go([*{vector.digest: vector for vector in found}.values()])
 
     def _stay(self, name: str) -> None:
         expiry = self._expiries.pop(name, None)

@@ -28,7 +28,7 @@ from rheostat_server.subscriptions.replay import Replay, Sent
 from rheostat_server.subscriptions.room import Credit
 from rheostat_server.subscriptions.upcoming import Upcoming
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Vector
+from rheostat_server.vector_lookup import FoundVector
 
 _pb = capture_service_pb2
 
@@ -109,7 +109,7 @@ class Subscription:
         """Requests that it selects, that began before it, and that it could not join."""
         self.on_left: Callable[[], None] = lambda: None
         """Hears once that it takes nothing more."""
-        self.directions: Sequence[Sequence[Vector]] = ((),) * len(self.specs)
+        self.directions: Sequence[Sequence[FoundVector]] = ((),) * len(self.specs)
         """The vectors that rows of each spec are projected on."""
         self.projecting = 0
         """Bytes that looking through them counts for; see `offload`."""

@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rheostat
+import rheostat.aio
 from rheostat import Engine, Site
 
-from .conftest import MODEL
+from .conftest import MODEL, Server
 
 pytestmark = pytest.mark.integration
 
@@ -116,3 +117,41 @@ def test_derived_vectors_are_those_of_hugging_faces_stream(
         assert figures.separation == pytest.approx(separation(glad, sad, direction), rel=1e-3)
     for point in ("resid_pre", "resid_post"):
         engine.vectors.delete(f"tone/{point}")
+
+
+@pytest.mark.parametrize("layers", ["all", range(6), [0, 1, 2, 3, 4, 5], [2, 3]])
+@pytest.mark.parametrize("name", [None, "tone"])
+async def test_a_derived_vector_steers_at_its_best_layer_as_one_derived_there(
+    engine: Engine, server: Server, layers: str | range | list[int], name: str | None
+) -> None:
+    derived = engine.vectors.derive(GLAD, SAD, points="resid_post", layers=layers, name=name)
+    best = derived.best.site.layer
+    there = engine.vectors.derive(GLAD, SAD, points="resid_post", layers=best).vector
+    expected = dosed(engine, there * 0.5)
+    assert expected != dosed(engine, None)
+    assert dosed(engine, derived.vector.at(layers=best) * 0.5) == expected
+    async with rheostat.aio.connect(server.target) as awaited:
+        made = await awaited.vectors.derive(GLAD, SAD, points="resid_post", layers=layers)
+        steering = made.vector.at(layers=best) * 0.5
+        out = await awaited.generate("My day was", steering=steering, max_tokens=8, temperature=0)
+        assert out.text == expected
+    if name is not None:
+        named = rheostat.named(name, points="resid_post", layers=best)
+        assert dosed(engine, named * 0.5) == expected
+        engine.vectors.delete(name)
+
+
+def dosed(engine: Engine, steering: rheostat.Add | None) -> str:
+    """What follows "My day was"."""
+    return engine.generate("My day was", steering=steering, max_tokens=8, temperature=0).text
+
+
+def test_a_name_of_other_layers_is_refused(engine: Engine) -> None:
+    engine.vectors.derive(GLAD, SAD, points="resid_post", layers=[1, 4], name="tone")
+    tone = rheostat.named("tone", points="resid_post", layers=[2, 3])
+    capture = rheostat.Capture("resid_post", [2, 3], projection=tone)
+    for options in ({"steering": tone}, {"capture": capture}):
+        with pytest.raises(rheostat.InvalidRequest, match=r"layers 1, 4, not .* 2-3") as raised:
+            engine.generate("My day was", max_tokens=1, **options)
+        assert raised.value.reason == "REASON_VECTOR_SHAPE"
+    engine.vectors.delete("tone")

@@ -27,8 +27,10 @@ ANSWER = text_format.Parse(
 POST, PRE = Point.RESID_POST, Point.RESID_PRE
 DERIVED = Derivation(
     (
-        rheostat.Vector("01", "joy/resid_post", None, "float32", (POST,), (1, 2)),
-        rheostat.Vector("02", "joy/resid_pre", None, "float32", (PRE,), (1, 2)),
+        rheostat.Vector(
+            "01", "joy/resid_post", None, "float32", (POST,), (1, 2), row_layers=(1, 2)
+        ),
+        rheostat.Vector("02", "joy/resid_pre", None, "float32", (PRE,), (1, 2), row_layers=(1, 2)),
     ),
     (
         DerivedRow(Site(POST, 1), 2, 8, 0.5, 3.5),
@@ -81,6 +83,36 @@ def test_derive_sends_two_sets_and_reads_a_vector_per_point(client, server):
         )
     ]
     assert found == DERIVED
+
+
+@pytest.mark.parametrize("name", [None, "joy"])
+@pytest.mark.parametrize("layers", ["all", range(6), [0, 1, 2, 3, 4, 5]])
+def test_a_derived_vector_gives_its_row_of_the_best_layer(client, server, layers, name):
+    answer = pb.DeriveVectorsResponse()
+    vector = answer.vectors.add(point="POINT_RESID_POST", digest=bytes(32), name=name or "")
+    for layer in range(6):
+        vector.rows.add(layer=layer, norm=1, stream_norm=8, separation=float(layer == 3))
+    server.on("DeriveVectors", answer)
+    derived = client.run(
+        lambda engine: engine.vectors.derive(["a"], ["b"], points=POST, layers=layers, name=name)
+    )
+    best = derived.best.site.layer
+    sent = (derived.vector.at(layers=best) * 0.5).to_wire("steering")
+    assert list(sent.sites.list.layers) == [3]
+    assert list(sent.add.vector.row_layers.layers) == [0, 1, 2, 3, 4, 5]
+    everywhere = (derived.vector * 0.5).to_wire("steering")
+    assert list(everywhere.add.vector.row_layers.layers) == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_one_row_of_a_derived_vector_may_act_elsewhere(client, server):
+    answer = pb.DeriveVectorsResponse()
+    vector = answer.vectors.add(point="POINT_RESID_POST", digest=bytes(32))
+    vector.rows.add(layer=3, norm=1, stream_norm=8)
+    server.on("DeriveVectors", answer)
+    derived = client.run(lambda engine: engine.vectors.derive(["a"], ["b"], points=POST, layers=3))
+    sent = derived.vector.at(layers=5).to_wire("steering")
+    assert list(sent.sites.list.layers) == [5]
+    assert not sent.add.vector.HasField("row_layers")
 
 
 @pytest.mark.parametrize(

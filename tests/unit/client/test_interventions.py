@@ -317,8 +317,9 @@ def test_interventions_cannot_be_changed_and_name_their_vectors():
         ([2, 4, 5], [2, 5], [2, 4, 5]),
         ("all", [1], [0, 1, 2]),
         ([2, 4, 5], [2, 4, 5], []),
-        ([2, 4, 5], [7, 8, 9], []),
-        ([2, 4, 5], "all", []),
+        ("all", "all", []),
+        (range(3), [0, 1, 2], []),
+        ([2, 4, 5], "all", [2, 4, 5]),
     ],
 )
 def test_a_vector_of_many_layers_gives_the_rows_of_those_where_it_acts(meant_for, layers, named):
@@ -327,8 +328,15 @@ def test_a_vector_of_many_layers_gives_the_rows_of_those_where_it_acts(meant_for
     assert list(sent.row_layers.layers) == named
 
 
-def test_rows_that_belong_elsewhere_are_refused_before_they_are_sent():
+@pytest.mark.parametrize("layers", [[4, 6], [7, 8, 9]])
+def test_rows_of_other_layers_are_refused_before_they_are_sent(layers):
     rows = rheostat.inline(np.eye(3, 8), points="resid_post", layers=[2, 4, 5])
-    with pytest.raises(rheostat.InvalidRequest) as raised:
-        rows.at(layers=[4, 6]).to_wire("x")
+    with pytest.raises(rheostat.InvalidRequest, match=r"rows for layers 2, 4, 5, not") as raised:
+        rows.at(layers=layers).to_wire("x")
     assert raised.value.reason == "REASON_VECTOR_SHAPE"
+
+
+def test_rows_act_at_other_layers_once_it_is_said_that_they_are_for_those():
+    rows = rheostat.inline(np.eye(3, 8), points="resid_post", layers=[2, 4, 5])
+    moved = dataclasses.replace(rows, row_layers=(7, 8, 9)).at(layers=[7, 8, 9])
+    assert list(moved.to_wire("x").add.vector.row_layers.layers) == [7, 8, 9]

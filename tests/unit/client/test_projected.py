@@ -46,11 +46,13 @@ def test_a_vector_with_a_row_per_layer_says_which_layers_are_meant():
 
 def test_rows_of_a_probe_are_not_taken_for_those_of_other_layers():
     probe = rheostat.inline(ROWS, points="resid_post", layers=[1, 4])
-    with pytest.raises(rheostat.InvalidRequest, match=r"rows of layers 1, 4, not of all of 2-3"):
+    with pytest.raises(
+        rheostat.InvalidRequest, match=r"rows for layers 1, 4, not for all of layers 2-3"
+    ):
         rheostat.Capture("resid_post", [2, 3], projection=probe).to_wire()
-    moved = dataclasses.replace(probe, layers=(2, 3))
+    moved = dataclasses.replace(probe, row_layers=(2, 3))
     spec = rheostat.Capture("resid_post", [2, 3], projection=moved).to_wire()
-    assert not spec.projection.directions[0].row_layers.layers
+    assert list(spec.projection.directions[0].row_layers.layers) == [2, 3]
 
 
 def test_a_capture_without_directions_says_nothing_of_them():

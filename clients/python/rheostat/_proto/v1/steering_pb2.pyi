@@ -153,9 +153,10 @@ Global___Intervention: _TypeAlias = Intervention  # noqa: Y015
 @_typing.final
 class VectorRef(_message.Message):
     """A vector: rank 2, [rows, W], float32, float16 or bfloat16, all elements finite. One row: the same
-    for every layer. Otherwise row i belongs to the i-th layer, ascending, of the intervention's
-    SiteSet, and rows must equal the number of its layers; unless VectorRef.row_layers says which
-    layer each row belongs to. With several points, a layer's row serves each of them. Other shapes:
+    for every layer. Several rows: VectorRef.row_layers says which layer each row belongs to, or else
+    the sites of the name that refers to the vector (VectorHeader.sites). If neither says it, row i
+    belongs to the i-th layer, ascending, of the intervention's SiteSet, and rows must equal the
+    number of its layers. With several points, a layer's row serves each of them. Other shapes:
     REASON_VECTOR_SHAPE; non-finite elements: REASON_NON_FINITE.
 
     The digest is the SHA-256 of the canonical form:
@@ -188,8 +189,8 @@ class VectorRef(_message.Message):
     @_builtins.property
     def row_layers(self) -> _types_pb2.LayerList:
         """The layer of each row, different ones, as many as there are rows. The intervention's layers must
-        be among them and take their rows; others are left aside. Else REASON_VECTOR_SHAPE. Absent: as
-        said above.
+        be among them and take their rows; others are left aside. Else REASON_VECTOR_SHAPE. Absent: the
+        layers of VectorHeader.sites, if a name refers to the vector and there is one for each row.
         """
 
     def __init__(

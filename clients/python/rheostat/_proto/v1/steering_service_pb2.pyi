@@ -122,8 +122,9 @@ class VectorHeader(_message.Message):
 
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
-        """Sites that the vector is meant for, kept with the name. Advice to clients: nothing checks or
-        applies it.
+        """Sites that the vector is meant for, kept with the name. If they have as many layers as the
+        vector has rows, these are the layers of the rows wherever the name is used: see
+        VectorRef.row_layers. Otherwise they are advice to clients: nothing checks or applies them.
         """
 
     def __init__(
