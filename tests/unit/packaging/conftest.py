@@ -19,15 +19,19 @@ def root() -> Path:
     return ROOT
 
 
+def copy_sources(target: Path) -> None:
+    """Copy what a build needs."""
+    for name in (*ROOTS, "tools"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns(*CLUTTER))
+    for name in ("pyproject.toml", "LICENSE", "MANIFEST.in", "README.md"):
+        shutil.copy(ROOT / name, target)
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """The wheel, built from a copy: a build leaves folders behind that a later one would pack."""
     source = tmp_path_factory.mktemp("source")
-    for name in ROOTS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns(*CLUTTER))
-    for path in ROOT.iterdir():
-        if path.name in {"pyproject.toml", "LICENSE", "README.md"}:
-            shutil.copy(path, source)
+    copy_sources(source)
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     built = subprocess.run(

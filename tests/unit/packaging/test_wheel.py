@@ -1,6 +1,9 @@
 """What the wheel holds and asks for."""
 
 import configparser
+import subprocess
+import sys
+import tarfile
 import zipfile
 from email import message_from_bytes
 from email.message import Message
@@ -10,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from .conftest import ROOTS
+from .conftest import ROOTS, copy_sources
 
 CLIENT = {
     "google-crc32c",
@@ -127,3 +130,17 @@ def test_the_sinks_that_come_with_the_server_are_entry_points(wheel: zipfile.Zip
     parser = configparser.ConfigParser()
     parser.read_string(read(wheel, "entry_points.txt").decode())
     assert set(parser["rheostat.capture_sinks"]) == {"filesystem", "logging", "memory"}
+
+
+def test_a_source_distribution_holds_what_builds_it(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    copy_sources(source)
+    build = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, check=True
+    )
+    name = done.stdout.decode().split()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        names = {path.partition("/")[2] for path in archive.getnames()}
+    assert {"pyproject.toml", "tools/build_backend.py"} <= names
