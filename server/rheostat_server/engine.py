@@ -6,7 +6,6 @@ ends and none enters.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,10 +20,12 @@ from rheostat_server.capture.taps import Losses
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import (
     CacheSuspect,
+    Defect,
     Draining,
     DuplicateRequest,
     EngineLost,
     Resource,
+    RheostatError,
 )
 from rheostat_server.flight import Flight, Life
 from rheostat_server.global_steering import ServerWide
@@ -33,6 +34,7 @@ from rheostat_server.keeper import VectorKeeper
 from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
 from rheostat_server.prompts import Prompts
+from rheostat_server.release import RELEASE_GRACE, until_released
 from rheostat_server.runs.store import Runs
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.attaching import Attaching
@@ -41,11 +43,8 @@ from rheostat_server.vectors import Vector
 
 _LOG = logging.getLogger(__name__)
 
-RELEASE_GRACE = 60.0
-"""Seconds that the engine has to let go of a request that it has run."""
-
-UNSCHEDULED_GRACE = 2.0
-"""Seconds after which a request of which the engine said nothing counts as never scheduled."""
+_DISCARD_GRACE = 1.0
+"""Seconds that a refused request waits for its sinks to forget it."""
 
 _ENDING = "the server is ending; it admits nothing more"
 
@@ -148,13 +147,11 @@ class EngineHost:
         flight = Flight(admitted)
         self._flights[admitted.request_id] = flight
         try:
-            await self.hold(flight, admitted.vectors)
-            self._check_serving()
-            await self._reserve(flight)
-            await self.attaching.catch_up(flight)
-            self._check_serving()
-            await open_outlets(flight, self)
-            self._check_serving()
+            await self._prepare(flight)
+        except BaseException as error:
+            await self._discard(flight, error)
+            raise
+        try:
             self.counts.admitted += 1
             flight.start(self.backend, flight.lives, epoch=self.epoch)
             yield flight
@@ -167,9 +164,7 @@ class EngineHost:
             if flight.settled:
                 self._give_back(flight)
             else:
-                task = asyncio.create_task(self._settle(flight))
-                self._settling.add(task)
-                task.add_done_callback(self._settling.discard)
+                self._keep(asyncio.create_task(self._settle(flight)))
 
     def new_bank_rows(self, admitted: Admitted) -> int:
         """Bank rows that a request, without its baseline, would need beyond those that are held.
@@ -239,6 +234,29 @@ class EngineHost:
                 _LOG.warning("drain: %d requests never ended", len(self._flights))
             return Drained(max(0, running - len(left)), len(left))
         return Drained(running, 0)
+
+    async def _prepare(self, flight: Flight) -> None:
+        """Reserves all that a request needs, and opens what its rows go to."""
+        await self.hold(flight, flight.admitted.vectors)
+        self._check_serving()
+        await self._reserve(flight)
+        await self.attaching.catch_up(flight)
+        self._check_serving()
+        await open_outlets(flight, self)
+        self._check_serving()
+
+    async def _discard(self, flight: Flight, error: BaseException) -> None:
+        """Releases what a request held that could not start, before its caller gets the status.
+
+        A sink may take long to forget its recording. Nothing but the request's id waits for that.
+        """
+        flight.failed = True
+        flight.close()
+        flight.abandon(error if isinstance(error, RheostatError) else Defect("it went away"))
+        self._free(flight)
+        settling = asyncio.create_task(self._settle(flight))
+        self._keep(settling)
+        await asyncio.wait({settling}, timeout=_DISCARD_GRACE)
 
     def _check_open(self, admitted: Admitted) -> None:
         self._check_serving()
@@ -327,27 +345,11 @@ class EngineHost:
         tasks = [life.task for life in flight.lives if life.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
         held = [life for life in flight.lives if life.plan_id in self._routes]
-        await asyncio.gather(*(self._until_released(life) for life in held))
+        await asyncio.gather(*(until_released(life, self.backend) for life in held))
         flight.close_outlets()
         self._free(flight)
         await flight.outlets.settle()
         self._give_back(flight)
-
-    async def _until_released(self, life: Life) -> None:
-        """Returns once the engine has let go of a sample, or has never had it.
-
-        Silence alone does not tell: the engine may be busy. It takes things up in turn, so once it
-        answers a question, it has long heard of the abort; what it had scheduled before, it says.
-        """
-        if await _released_within(life, UNSCHEDULED_GRACE):
-            return
-        if not life.installed:
-            with contextlib.suppress(EngineLost):
-                await self.backend.worker_stats()
-            if await _released_within(life, UNSCHEDULED_GRACE) or not life.installed:
-                return
-        if not await _released_within(life, RELEASE_GRACE):
-            _LOG.error("the engine never released %s", life.plan_id)
 
     def _give_back(self, flight: Flight) -> None:
         flight.close_outlets()
@@ -384,15 +386,9 @@ class EngineHost:
             self._changed.notify_all()
 
     def _notify_soon(self) -> None:
-        task = asyncio.create_task(self._notify())
+        self._keep(asyncio.create_task(self._notify()))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """Holds a task until it is done: the event loop alone would not."""
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
-
-
-async def _released_within(life: Life, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await life.released.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -291,12 +291,16 @@ class Flight:
             self.outlets.close(self._reasons(), but={one.tap for one in self.joined})
 
     def close_outlets(self) -> None:
-        """Nothing more comes; every outlet hears how the samples ended."""
-        if all(life.task is None for life in self.lives):  # it has never run
-            for one in self.joined:
-                if not one.named:
-                    one.tap.discard()
+        """Ends every outlet with how the samples ended."""
         self.outlets.close(self._reasons())
+
+    def abandon(self, error: RheostatError) -> None:
+        """Discards the outlets of a request that has not started.
+
+        Subscriptions that were told of it get its end.
+        """
+        self.outlets.abandon(error, but={one.tap for one in self.joined if one.named})
+        self.close_outlets()
 
     def answer(self, notice: Notice) -> None:
         """Says what became of an update."""

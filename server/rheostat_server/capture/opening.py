@@ -16,7 +16,6 @@ from rheostat_server.capture.specs import ResolvedCapture, sink_groups
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.taps import Losses, Reservoir, Tap
 from rheostat_server.config import ServerConfig
-from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.flight import Flight
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.runs.store import Runs
@@ -39,7 +38,9 @@ class Openers(Protocol):
 
 
 async def open_outlets(flight: Flight, host: Openers) -> None:
-    """Lets the rows of a flight go to the subscriptions, sinks and runs that are to have them.
+    """Opens the response, subscriptions, sinks and runs that get the rows of a request.
+
+    What is open when it raises is for `Flight.abandon`.
 
     Raises:
         SubscriptionNotFound: the request sends rows to one that has ended meanwhile.
@@ -47,15 +48,6 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
         RunExists: a run has been made meanwhile whose id the request gives to one.
         StoreFull: there is no room for another run.
     """
-    try:
-        await _open(flight, host)
-    except BaseException as error:
-        refusal = error if isinstance(error, RheostatError) else Defect("the request went away")
-        flight.outlets.abandon(refusal)
-        raise
-
-
-async def _open(flight: Flight, host: Openers) -> None:
     admitted = flight.admitted
     held = FloatType(host.sites.dtype)
     for policy, inline in admitted.inline_captures.items():

@@ -94,13 +94,14 @@ class Outlets:
         if self._writers:
             await asyncio.wait([writer.task for writer in self._writers])
 
-    def abandon(self, error: RheostatError) -> None:
-        """The request does not begin: no sink keeps anything of it."""
+    def abandon(self, error: RheostatError, *, but: Collection[Tap] = frozenset()) -> None:
+        """Discards all taps `but` some, because the request does not start. Sinks keep nothing."""
         self.drop_runs()
         for writer in self._writers:
             writer.overflow(error)
         for tap in self._each():
-            tap.discard()
+            if tap not in but:
+                tap.discard()
 
     def keep_runs(self) -> dict[int, str]:
         """Lets the runs be found that were made to their end; their ids, by capture."""

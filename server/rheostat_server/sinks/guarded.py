@@ -12,7 +12,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
 
-from rheostat_server.errors import RowsLost
+from rheostat_server.errors import RheostatError, RowsLost
 from rheostat_server.sinks.protocol import (
     Artifact,
     Outcome,
@@ -149,7 +149,8 @@ class GuardedRecording:
             f"the sink {self.about.target.sink} could not keep the rows: {_words(error)}",
             metadata={"rows": str(self.rows), "sink": self.about.target.sink},
         )
-        if not isinstance(error, SinkError | OSError):
+        # A RheostatError is why the server gives the request up, which is no fault of the sink.
+        if not isinstance(error, SinkError | OSError | RheostatError):
             _LOG.error("the sink %s is at fault", self.about.target.sink, exc_info=error)
         return self.failure
 

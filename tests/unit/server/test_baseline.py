@@ -14,7 +14,7 @@ from rheostat._proto.v1 import (
     steering_service_pb2,
     types_pb2,
 )
-from rheostat_server import engine, generation
+from rheostat_server import generation, release
 from rheostat_server.divergence import Listed, compare
 
 from .conftest import rest
@@ -275,7 +275,7 @@ async def test_a_client_that_leaves_while_the_baseline_reads_ends_that_too(start
 async def test_a_request_that_is_aborted_while_the_baseline_reads_goes_without_its_divergence(
     starter, monkeypatch, server_wide
 ) -> None:
-    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(Reading())
     await set_global(running, *server_wide)

@@ -14,7 +14,7 @@ from rheostat._proto.v1 import (
     types_pb2,
 )
 from rheostat_engine import Point, Rows, Site, site_count
-from rheostat_server import derivation, engine, generation
+from rheostat_server import derivation, generation, release
 from rheostat_server.contrast import Method, contrast
 from rheostat_server.host import Job
 
@@ -319,7 +319,7 @@ async def test_a_prompt_that_fails_ends_the_others(starter) -> None:
 
 
 async def test_a_drain_ends_a_derivation_without_a_vector(starter, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(TokenBackend(silent=True))
     call = running.client.steering.DeriveVectors(order())

@@ -228,9 +228,9 @@ async def test_stop_ends_every_sample_and_the_receipt_still_comes(starter) -> No
 
 
 async def test_stop_does_not_wait_behind_updates(starter, monkeypatch) -> None:
-    from rheostat_server import engine, generation
+    from rheostat_server import generation, release
 
-    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(ScriptedBackend(silent=True))
     talk = Talk(running)

@@ -115,6 +115,26 @@ def test_what_a_plugin_raises_is_a_typed_failure_that_gives_nothing_away(
     assert sink.calls.count("abandon") == (where != "open")
 
 
+@pytest.mark.parametrize(
+    ("error", "blamed"),
+    [
+        (errors.CaptureOverflow("rows came faster than they were read"), False),
+        (errors.Defect("the request went away"), False),
+        (SinkError("it is there"), False),
+        (KeyError("a plugin's own"), True),
+    ],
+)
+def test_the_log_blames_a_sink_for_its_own_failures_alone(
+    error: Exception, blamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording = with_plugin(Broken).open(request("a", None, sink="s"))
+    with caplog.at_level("INFO"):
+        recording.abandon(error)
+    records = [one for one in caplog.records if "sink s" in one.getMessage()]
+    assert [one.levelname for one in records] == (["ERROR"] if blamed else [])
+    assert not any(one.exc_info for one in records) or blamed
+
+
 def test_after_a_failure_the_plugin_is_given_nothing_more() -> None:
     sinks = with_plugin(failing(write=SinkError("full"), abandon=KeyError("worse")))
     about = request("a", None, sink="s")

@@ -14,7 +14,7 @@ from rheostat._proto.v1 import (
     types_pb2,
 )
 from rheostat_engine import Installed
-from rheostat_server import admission, engine, errors, generation
+from rheostat_server import admission, errors, generation, release
 from rheostat_server.errors import EngineLost
 
 from .conftest import Refusal, rest
@@ -50,7 +50,7 @@ async def test_a_deadline_aborts_the_request(starter) -> None:
 
 
 async def test_an_aborted_request_that_was_never_scheduled_is_freed(starter, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(ScriptedBackend(silent=True))
     call = running.client.generation.Generate(request(steer=[add()]))
     await call.read()
@@ -73,7 +73,7 @@ async def test_a_busy_engine_is_not_taken_for_one_that_never_had_a_request(
             self.deliver(Installed(self.jobs[0].plan.request_id, ""))
             return await super().worker_stats()
 
-    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(Busy(silent=True))
     call = running.client.generation.Generate(request(steer=[add()]))
     await call.read()
@@ -328,7 +328,7 @@ async def test_all_samples_are_waited_for_at_once(starter, monkeypatch) -> None:
         await barrier.wait()
         return True
 
-    monkeypatch.setattr(engine, "_released_within", released_within)
+    monkeypatch.setattr(release, "_released_within", released_within)
     running = await starter(ScriptedBackend(silent=True))
     sampling = generation_pb2.Sampling(max_tokens=2, n=3, temperature=1.0)
     call = running.client.generation.Generate(request(steer=[add()], sampling=sampling))
@@ -350,7 +350,7 @@ async def test_too_few_slots_are_called_what_they_are(starter) -> None:
 
 
 async def test_a_drain_ends_samples_that_were_never_scheduled(starter, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(ScriptedBackend(silent=True))
     sampling = generation_pb2.Sampling(max_tokens=2, n=3, temperature=1.0)

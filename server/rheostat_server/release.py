@@ -1,0 +1,49 @@
+"""Waits until the engine holds a sample no more.
+
+Why silence is no proof: an engine that says nothing of a sample may never have scheduled it, or may
+be busy. It takes messages in turn. So once it answers a question, it has received the abort that
+was sent before, and it has reported what it had scheduled.
+"""
+
+import asyncio
+import contextlib
+import logging
+
+from rheostat_server.errors import EngineLost
+from rheostat_server.flight import Life
+from rheostat_server.host import Backend
+
+_LOG = logging.getLogger(__name__)
+
+RELEASE_GRACE = 60.0
+"""Seconds that the engine has to release a sample that it has run."""
+
+UNSCHEDULED_GRACE = 2.0
+"""Seconds after which a sample of which the engine said nothing counts as never scheduled."""
+
+
+async def until_released(life: Life, backend: Backend) -> None:
+    """Returns once the engine has released a sample, or has never had it.
+
+    Args:
+        life: a sample that was started and has ended, or was aborted.
+        backend: the engine.
+    """
+    if await _released_within(life, UNSCHEDULED_GRACE):
+        return
+    if not life.installed:
+        with contextlib.suppress(EngineLost):
+            await backend.worker_stats()
+        if await _released_within(life, UNSCHEDULED_GRACE) or not life.installed:
+            return
+    if not await _released_within(life, RELEASE_GRACE):
+        _LOG.error("the engine never released %s", life.plan_id)
+
+
+async def _released_within(life: Life, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await life.released.wait()
+    except TimeoutError:
+        return False
+    return True
