@@ -27,7 +27,7 @@ from rheostat_server.errors import (
     Resource,
     RheostatError,
 )
-from rheostat_server.flight import Flight, Life
+from rheostat_server.flight import Flight
 from rheostat_server.global_steering import ServerWide
 from rheostat_server.host import Backend
 from rheostat_server.keeper import VectorKeeper
@@ -36,6 +36,7 @@ from rheostat_server.loader import VectorLoader
 from rheostat_server.prompts import Prompts
 from rheostat_server.release import RELEASE_GRACE, until_released
 from rheostat_server.runs.store import Runs
+from rheostat_server.sequence import Life
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.attaching import Attaching
 from rheostat_server.subscriptions.registry import Subscriptions

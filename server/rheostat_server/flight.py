@@ -16,18 +16,16 @@ from functools import partial
 from typing import NamedTuple
 
 from rheostat._proto.v1 import monitor_pb2, types_pb2
-from rheostat_engine import OPEN_END, Attached, Event, Installed, Plan, Released
+from rheostat_engine import Attached, Event, Installed, Plan, Released
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
 from rheostat_server.capture.inline import Inline
-from rheostat_server.capture.leaving import Track
 from rheostat_server.capture.outlets import Outlets
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
 from rheostat_server.line import Room
-from rheostat_server.steering import Intervention
+from rheostat_server.sequence import FINISH_REASONS, Life, Role
 from rheostat_server.subscriptions.joined import Joined
-from rheostat_server.subscriptions.joining import Awaited
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,100 +33,8 @@ _LOG = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 """Tells flights apart whose requests have the same id, one after the other."""
 
-FINISH_REASONS = {
-    Ending.STOP: types_pb2.FINISH_REASON_STOP,
-    Ending.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    Ending.ABORTED: types_pb2.FINISH_REASON_ABORTED,
-}
-"""How the wire says why a sample ended."""
-
 Notice = monitor_pb2.UpdateApplied | monitor_pb2.UpdateRefused
 """What became of an update."""
-
-
-class Role(Enum):
-    """What something runs for."""
-
-    OWN = ""
-    """A sample of the request."""
-    BASELINE = "b"
-    """The same sample without the request's steering."""
-    SCORE = "s"
-    """The baseline reading what a sample has generated."""
-
-
-class Amendment(NamedTuple):
-    """A change of a sample's steering while it ran."""
-
-    update_id: int
-    """The update."""
-    first: int
-    """The first position on which it acts."""
-    interventions: tuple[Intervention, ...]
-    """What acts from there on, server-wide ones first."""
-
-
-class Life:
-    """One sample in the engine."""
-
-    def __init__(self, job: Job, role: Role, sample: int) -> None:
-        """A sample that has not started.
-
-        Args:
-            job: as the engine gets it.
-            role: what it runs for.
-            sample: which of the request's samples it is or concerns.
-        """
-        self.job = job
-        self.role = role
-        self.sample = sample
-        self.amendments: list[Amendment] = []
-        self.task: asyncio.Task[None] | None = None
-        self.ended = False
-        self.ending: Ending | None = None
-        """How it ended, once it has."""
-        self.heard = False
-        self.installed = False
-        self.tokens: list[int] = []
-        """What it has generated."""
-        self.changes = 0
-        """How often what is captured of it was changed."""
-        self.told = 0
-        """The last of these changes of which the engine has said what became of it."""
-        self.joining: list[Awaited] = []
-        """Those that somebody waits for."""
-        self.known = asyncio.Event()
-        """Set once the engine holds it or never will."""
-        self.released = asyncio.Event()
-        if not job.has_plan:
-            self.released.set()
-
-    @property
-    def plan_id(self) -> str:
-        """Under which the engine knows it."""
-        return self.job.plan.request_id
-
-    def tell(self, attached: Attached) -> None:
-        """The engine has changed what is captured of it, or it ended before."""
-        self.told = max(self.told, attached.change)
-        self.answer(attached)
-        if attached.first == OPEN_END and not self.job.has_plan:
-            self.released.set()
-
-    def answer(self, attached: Attached) -> None:
-        """Whoever waits for a change, or an earlier one, hears what became of it."""
-        for one in [one for one in self.joining if one.change <= attached.change]:
-            self.joining.remove(one)
-            one.tell(self.track, attached)
-
-    def let_go(self) -> None:
-        """The engine holds it no more: nothing becomes of changes that wait."""
-        self.answer(Attached(self.plan_id, self.changes, OPEN_END, ""))
-
-    @property
-    def track(self) -> Track:
-        """Whose tokens it generates."""
-        return Track(self.sample, self.role is Role.BASELINE)
 
 
 class Item(NamedTuple):

@@ -17,13 +17,14 @@ from rheostat_server.capture.leaving import Item as RowItem
 from rheostat_server.capture.row_messages import captured, dropped
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import Defect
-from rheostat_server.flight import Flight, Item, Life, Notice, Role, Sign
+from rheostat_server.flight import Flight, Item, Notice, Sign
 from rheostat_server.host import Delta
 from rheostat_server.offload import offload
 from rheostat_server.receipts import receipt_work, write_receipt
 from rheostat_server.release import RELEASE_GRACE, UNSCHEDULED_GRACE
 from rheostat_server.sample import Response, Sample
 from rheostat_server.scoring import Score, scoring_life
+from rheostat_server.sequence import Life, Role
 
 _LOG = logging.getLogger(__name__)
 

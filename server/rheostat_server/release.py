@@ -10,8 +10,8 @@ import contextlib
 import logging
 
 from rheostat_server.errors import EngineLost
-from rheostat_server.flight import Life
 from rheostat_server.host import Backend
+from rheostat_server.sequence import Life
 
 _LOG = logging.getLogger(__name__)
 

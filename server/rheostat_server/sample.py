@@ -12,9 +12,9 @@ from rheostat._proto.v1 import generation_pb2, generation_service_pb2
 from rheostat_engine import Released, Spans
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import asked_for
-from rheostat_server.flight import FINISH_REASONS, Amendment, Life, Role
 from rheostat_server.host import Delta, Ending
 from rheostat_server.selection import Selection
+from rheostat_server.sequence import FINISH_REASONS, Amendment, Life, Role
 
 Response = generation_service_pb2.GenerateResponse
 

@@ -11,10 +11,11 @@ from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import Event, Installed, Released
 from rheostat_server.baseline import Baseline, scored_tokens, scoring_sampling
 from rheostat_server.divergence import measure
-from rheostat_server.flight import Flight, Life, Role
+from rheostat_server.flight import Flight
 from rheostat_server.host import Delta, Ending, Job
 from rheostat_server.offload import offload
 from rheostat_server.sample import Sample
+from rheostat_server.sequence import Life, Role
 
 _READING_BYTES = 64
 """What `offload` counts for a log-probability."""

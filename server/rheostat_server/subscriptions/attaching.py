@@ -18,11 +18,12 @@ from rheostat_engine import recapture as recaptured
 from rheostat_server.capture.specs import ResolvedCapture, engine_captures
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
-from rheostat_server.flight import Flight, Life, Role
+from rheostat_server.flight import Flight
 from rheostat_server.host import Backend, Recapture
 from rheostat_server.line import Line, Room
 from rheostat_server.offload import offload
 from rheostat_server.planning import captures_work, plan_work
+from rheostat_server.sequence import Life, Role
 from rheostat_server.subscriptions.joined import Joined
 from rheostat_server.subscriptions.joining import Awaited, Joining, Missed
 from rheostat_server.subscriptions.registry import Subscriptions, Wish

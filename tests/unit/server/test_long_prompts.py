@@ -15,12 +15,12 @@ from rheostat_server.admission import Admitted, Desk
 from rheostat_server.capture import specs as capture_specs
 from rheostat_server.capture.lanes import Lane
 from rheostat_server.capture.pieces import Meter
-from rheostat_server.flight import Life, Role
 from rheostat_server.host import Job
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.prompts import Prompts
 from rheostat_server.receipts import receipt_work, write_receipt
 from rheostat_server.sample import Sample
+from rheostat_server.sequence import Life, Role
 from rheostat_server.tensors import FloatType
 
 from .characters import CharTokenizer
