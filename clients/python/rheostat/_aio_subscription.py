@@ -128,7 +128,7 @@ class _Line:
 
     async def _run(self) -> None:
         """Call until it is over."""
-        breaks = Breaks(self._intake)
+        breaks = Breaks(self._intake, self._connection.target)
         failure: _errors.RheostatError | None = _subscribing.ended_early()
         try:
             while not self._over:

@@ -38,6 +38,18 @@ _DOMAIN = "rheostat"
 _WARMING_UP = "REASON_WARMING_UP"
 _NO_SUBSCRIPTION = "REASON_SUBSCRIPTION_NOT_FOUND"
 
+START_ONE = "start one with rheostat serve MODEL, or connect to where one runs"
+"""What to do where no server answers."""
+
+_CAUSES = (
+    (re.compile(r"Connection refused"), "nothing listens there"),
+    (re.compile(r"DNS|resolv|lookup failed"), "its host is not known"),
+    (re.compile(r"No route|unreachable"), "its host cannot be reached"),
+    (re.compile(r"[Tt]ime(d )?out|Deadline|FD Shutdown"), "its host does not answer"),
+    (re.compile(r"removed|ocket closed|recvmsg|reset by|pipe|GOAWAY"), "the connection was lost"),
+)
+"""What gRPC says of a connection that fails, in words. The first that matches holds."""
+
 _ARGUMENTS = (
     (re.compile(r"^(captures|open\.specs)\b"), "capture"),
     (re.compile(r"^open\.credit_bytes$"), "credit"),
@@ -109,7 +121,7 @@ class RheostatError(Exception):
         self.retry_after: float | None = retry_after
         """Seconds after which trying again may help; None where the server gave no hint."""
         self.details: str = details
-        """What gRPC said, where no server did; else ""."""
+        """gRPC's own words, for a bug report, where no server said anything; else ""."""
 
     @property
     def path(self) -> str:
@@ -117,12 +129,11 @@ class RheostatError(Exception):
         return self.violations[0].path if self.violations else ""
 
     def __str__(self) -> str:
-        """The message, the argument it concerns, the reason and gRPC's words, on one line."""
+        """The message, the argument it concerns and the reason, on one line."""
         path = _argument(self.path)
         where = f" (at {path})" if path and path not in self.message else ""
         reason = f" [{self.reason}]" if self.reason else ""
-        details = f": {self.details}" if self.details else ""
-        return f"{self.message}{where}{reason}{details}"
+        return f"{self.message}{where}{reason}"
 
 
 class InvalidRequest(RheostatError):
@@ -255,13 +266,16 @@ def from_rpc(
     kind = _BY_CODE.get(code, ServerError)
     details = _Details.of(error.trailing_metadata() or ())
     said = _in_python(error.details() or f"the call failed with {code.name}")
-    if not details.reason:  # a server of ours gives one with both of these codes
-        if kind is Unavailable:
-            lost = f"the connection to {target} was lost"
-            return kind(lost if begun else f"no server answers at {target}", details=said)
-        if kind is DeadlineExceeded and timeout is not None:
-            what = "the answer did not end" if begun else "no answer"
-            return kind(f"{what} within the timeout of {timeout:g} s", details=said)
+    if kind is Unavailable and not details.reason:  # a server of ours gives one
+        lost = (
+            f"the connection to {target} was lost before the answer had ended; send the request "
+            "again once engine.wait_until_ready() has returned"
+        )
+        return kind(lost if begun else f"{unanswered(target, said)}; {START_ONE}", details=said)
+    if kind is DeadlineExceeded and timeout is not None:
+        what = "the answer did not end" if begun else "no answer"
+        message = f"{what} within the timeout of {timeout:g} s"
+        return kind(message, reason=details.reason, details=said)
     if details.reason == _WARMING_UP:
         said += " (engine.wait_until_ready() waits for it)"
     if details.reason == _NO_SUBSCRIPTION and details.names_a_target and details.resource:
@@ -274,6 +288,16 @@ def from_rpc(
         resource=details.resource,
         retry_after=details.retry_after,
     )
+
+
+def unanswered(target: str, said: str) -> str:
+    """That no server answers at ``target``, and why: ``said`` are gRPC's words."""
+    return f"no server answers at {target}: {cause(said)}"
+
+
+def cause(said: str) -> str:
+    """Why there is no connection, in words, where gRPC's are known."""
+    return next((ours for theirs, ours in _CAUSES if theirs.search(said)), said)
 
 
 def _argument(path: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable
+from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable, cause, unanswered
 
 POLL = 0.5
 """Seconds between two questions."""
@@ -43,10 +43,11 @@ class Wait:
         silent = time.monotonic() - self._answered
         if silent >= UNREACHABLE:
             raise Unavailable(
-                f"no server answers at {self._target}; waited {silent:.0f} s for one",
+                f"{unanswered(self._target, error.details)}; waited {silent:.0f} s for one",
                 details=error.details,
             )
-        self._check(f"for a server at {self._target}; none answers", error.details)
+        why = cause(error.details)
+        self._check(f"for a server at {self._target}; none answers: {why}", error.details)
 
     def patience(self) -> float:
         """Seconds that the next question may take."""

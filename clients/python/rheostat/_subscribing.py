@@ -9,6 +9,7 @@ share it.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import deque
@@ -54,6 +55,9 @@ _ACK_BYTES = 8 * 1024 * 1024
 _ACK_SECONDS = 0.2
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
+
+_LOG = logging.getLogger("rheostat")
+"""Without a handler of the program's own, Python prints its warnings on stderr."""
 
 _Request = capture_service_pb2.SubscribeRequest
 _Open = capture_service_pb2.SubscribeOpen
@@ -309,28 +313,44 @@ class Standing:
 class Breaks:
     """How often and how long a connection has been broken, and what follows."""
 
-    def __init__(self, intake: Intake) -> None:
-        """One that stands, of a subscription that brings this."""
+    def __init__(self, intake: Intake, target: str) -> None:
+        """One that stands, to the server at ``target``, of a subscription that brings this."""
         self._intake = intake
+        self._target = target
         self._since: float | None = None
         self._pause = 0.0
 
     def mended(self) -> None:
         """Something came."""
+        if self._since is not None:
+            lasted = time.monotonic() - self._since
+            _LOG.warning(
+                "subscription %s goes on after %.1f s; no event is lost", self._intake.id, lasted
+            )
         self._since, self._pause = None, 0.0
 
     def pause(self, error: RheostatError) -> float:
         """Seconds to wait before connecting again.
 
-        Raises the error itself where the server refused, and where it has lasted too long.
+        Raises the error itself where the server refused, Unavailable where it has lasted too long.
         """
         if error.reason or not isinstance(error, Unavailable | Cancelled):
             raise error
-        now = time.monotonic()
+        now, patience = time.monotonic(), self._intake.patience
         if self._since is None:
             self._since = now
-        elif now - self._since > self._intake.patience:
-            raise error
+            _LOG.warning(
+                "the connection to %s was lost; trying for %g s to resume subscription %s",
+                self._target,
+                patience,
+                self._intake.id,
+            )
+        elif now - self._since > patience:
+            raise Unavailable(
+                f"no connection to {self._target} came about within {patience:g} s; if the server "
+                "still runs, engine.resume(subscription.acknowledged) goes on",
+                details=error.details,
+            ) from error
         pause = self._pause
         self._pause = min(_LONGEST_PAUSE, 2 * pause or _FIRST_PAUSE)
         return pause * random.uniform(0.5, 1.0)

@@ -123,7 +123,7 @@ class _Line:
 
     def run(self) -> None:
         """Call until it is over. The thread's own."""
-        breaks = Breaks(self._intake)
+        breaks = Breaks(self._intake, self._connection.target)
         failure: _errors.RheostatError | None = _subscribing.ended_early()
         try:
             while not (self._over or self._abandoned):

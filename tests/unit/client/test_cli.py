@@ -209,7 +209,7 @@ def test_a_server_that_is_not_there_fails_in_one_line(server, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err == (
-        f"rheostat: no server answers at {server.target}: "
+        f"rheostat: no server answers at {server.target}: nothing listens there; "
         "start one with rheostat serve MODEL, or name one with --target\n"
     )
 

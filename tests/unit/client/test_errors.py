@@ -147,9 +147,40 @@ def test_no_server_at_the_target_is_unavailable(client, server):
     with pytest.raises(rheostat.Unavailable) as raised:
         client.run(lambda engine: engine.generate("x"))
     error = raised.value
-    assert error.message == f"no server answers at {server.target}"
+    assert str(error) == error.message
+    assert error.message == (
+        f"no server answers at {server.target}: nothing listens there; start one with rheostat "
+        "serve MODEL, or connect to where one runs"
+    )
     assert "failed to connect" in error.details
-    assert str(error) == f"{error.message}: {error.details}"
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "failed to connect ... Failed to connect to remote host: Connection refused",
+            "nothing listens there",
+        ),
+        ("DNS resolution failed for nowhere:1: Domain name not found", "its host is not known"),
+        ("errors resolving x: address lookup failed", "its host is not known"),
+        ("connect: No route to host (113)", "its host cannot be reached"),
+        ("Failed to connect to remote host: Network is unreachable", "its host cannot be reached"),
+        (
+            "failed to connect to all addresses; last error: Timeout occurred: FD Shutdown",
+            "its host does not answer",
+        ),
+        ("recvmsg:Connection reset by peer (104)", "the connection was lost"),
+        ("Stream removed (Socket closed)", "the connection was lost"),
+        ("something new", "something new"),
+    ],
+)
+def test_why_no_server_answers_is_said_in_words(client, server, refusal, said, cause):
+    server.on("Generate", refusal(grpc.StatusCode.UNAVAILABLE, said))
+    with pytest.raises(rheostat.Unavailable) as raised:
+        client.run(lambda engine: engine.generate("x"))
+    assert raised.value.message.startswith(f"no server answers at {server.target}: {cause}; ")
+    assert raised.value.details == said
 
 
 def test_a_connection_that_ends_within_an_answer_is_lost(client, server, refusal):
@@ -157,7 +188,11 @@ def test_a_connection_that_ends_within_an_answer_is_lost(client, server, refusal
     server.on("Generate", [started, refusal(grpc.StatusCode.UNAVAILABLE, "reset")])
     with pytest.raises(rheostat.Unavailable) as raised:
         client.run(lambda engine: engine.generate("x"))
-    assert str(raised.value) == f"the connection to {server.target} was lost: reset"
+    assert str(raised.value) == (
+        f"the connection to {server.target} was lost before the answer had ended; send the request "
+        "again once engine.wait_until_ready() has returned"
+    )
+    assert raised.value.details == "reset"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +211,15 @@ def test_a_timeout_that_passes_is_named(client, server, refusal, events, message
     with pytest.raises(rheostat.DeadlineExceeded) as raised:
         client.run(lambda engine: engine.generate("x", timeout=60))
     assert (raised.value.message, raised.value.details) == (message, "Deadline Exceeded")
+
+
+def test_a_timeout_that_passed_at_the_server_too_is_named_alike(client, server, refusal):
+    info = error_details_pb2.ErrorInfo(reason="REASON_DEADLINE", domain="rheostat")
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    server.on("Generate", refusal(code, "Stream removed (Deadline Exceeded)", info))
+    with pytest.raises(rheostat.DeadlineExceeded) as raised:
+        client.run(lambda engine: engine.generate("x", timeout=60))
+    assert str(raised.value) == "no answer within the timeout of 60 s [REASON_DEADLINE]"
 
 
 def test_the_clients_own_timeout_is_named_where_a_call_has_none(client, server, refusal):

@@ -1,5 +1,7 @@
 """Subscriptions of both clients to a server that says wrong things, or nothing any more."""
 
+import logging
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -213,9 +215,27 @@ def test_a_connection_that_stays_broken_is_given_up(subscriber, server, refusal,
     before = time.monotonic()
     events, error = read(subscriber)
     assert isinstance(error, rheostat.Unavailable)
-    assert "was lost" in error.message
+    assert str(error) == (
+        f"no connection to {server.target} came about within 0.3 s; if the server still runs, "
+        "engine.resume(subscription.acknowledged) goes on"
+    )
     assert len(events) == 1
     assert 0.3 <= time.monotonic() - before < 5
+
+
+def test_a_broken_connection_is_logged_when_it_breaks_and_when_it_is_back(
+    subscriber, server, refusal, caplog
+):
+    later = [OPENED, SECOND, end(3, FIRST, SECOND)]
+    server.on("Subscribe", Calls([OPENED, FIRST, lost(refusal)], [lost(refusal)], later))
+    with caplog.at_level(logging.INFO, "rheostat"), subscriber.subscribe() as subscription:
+        assert [type(next(subscription)).__name__ for _ in range(3)][-1] == "EndOfRequest"
+    broken, back = (one.getMessage() for one in caplog.records)
+    assert broken == (
+        f"the connection to {server.target} was lost; trying for 60 s to resume subscription s1"
+    )
+    assert re.fullmatch(r"subscription s1 goes on after [0-9.]+ s; no event is lost", back)
+    assert {one.levelno for one in caplog.records} == {logging.WARNING}
 
 
 @pytest.mark.parametrize(("window", "patience"), [(0.3, 60.0), (1.5, 0.1)])

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from rheostat._errors import InvalidRequest, RheostatError, Unavailable
+from rheostat import _errors
+from rheostat._errors import InvalidRequest, RheostatError
 
 START_ONE = "start one with rheostat serve MODEL, or name one with --target"
 """What to do where no server answers."""
 
 _NOT_STORED = ("REASON_NAME_NOT_FOUND", "REASON_VECTOR_NOT_FOUND")
-_CALL_THAT_WAITS = "(engine.wait_until_ready() waits for it)"
+_TYPED = {
+    _errors.START_ONE: START_ONE,
+    "(engine.wait_until_ready() waits for it)": "(--wait waits for it)",
+    "once engine.wait_until_ready() has returned": "with --wait, which waits for the server",
+    "; if the server still runs, engine.resume(subscription.acknowledged) goes on": "",
+}
+"""What errors advise to call, and what to type instead."""
 
 
 def told(error: RheostatError) -> str:
     """The error in one line."""
-    if isinstance(error, Unavailable) and error.message.startswith("no server answers"):
-        return f"{error.message}: {START_ONE}"
-    return str(error).replace(_CALL_THAT_WAITS, "(--wait waits for it)") + _hint(error)
+    message = str(error)
+    for call, typed in _TYPED.items():
+        message = message.replace(call, typed)
+    return message + _hint(error)
 
 
 def _hint(error: RheostatError) -> str:
