@@ -10,6 +10,7 @@ from rheostat_engine.channel import WorkerChannel
 from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS, compose
 from rheostat_engine.effort import MAX_EFFORT, effort
 from rheostat_engine.events import Attached, Dose, Event, Installed, Released, Rows
+from rheostat_engine.front_end import prepare_front_end
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.plan import (
     EXTRA_ARG,
@@ -66,6 +67,7 @@ __all__ = [
     "compose",
     "effort",
     "engine_kwargs",
+    "prepare_front_end",
     "recapture",
     "site_count",
 ]

@@ -80,6 +80,10 @@ QUEUED_PROMPT_TOKENS = 1 << 24
 """Most prompt tokens times samples of all requests that run or wait: about 1 GiB in the server and
 the engine."""
 
+PROMPT_LOGPROBS = 1 << 17
+"""Most log-probabilities of a prompt: its tokens, times `prompt_logprobs` and one. The tokens' own
+may always be asked for."""
+
 CHAT_MESSAGES = 1024
 """Most messages of a chat."""
 

@@ -14,6 +14,7 @@ from rheostat_server.errors import (
     PromptTooLong,
 )
 from rheostat_server.limits import (
+    PROMPT_LOGPROBS,
     SAMPLED_PROMPT_TOKENS,
     SAMPLES,
     STOP_TEXT_BYTES,
@@ -77,17 +78,7 @@ def resolve_sampling(
     """
     max_tokens = _max_tokens(sampling, prompt_len, prompt_field, model.model_tokens)
     temperature = _temperature(sampling)
-    samples = sampling.n if sampling.HasField("n") else 1
-    if not 1 <= samples <= SAMPLES:
-        raise InvalidValue(f"must be 1 to {SAMPLES}", field=join(_PATH, "n"))
-    if samples > 1 and samples * prompt_len > SAMPLED_PROMPT_TOKENS:
-        raise InvalidValue(
-            f"{samples} samples of a prompt of {prompt_len} tokens are {samples * prompt_len} "
-            f"tokens; at most {SAMPLED_PROMPT_TOKENS} are allowed",
-            field=join(_PATH, "n"),
-        )
-    if samples > 1 and temperature == 0:
-        raise InvalidValue("greedy sampling gives one sample only", field=join(_PATH, "n"))
+    samples = _samples(sampling, prompt_len, temperature)
     if sampling.min_tokens > max_tokens:
         raise InvalidValue(
             f"must be at most max_tokens, {max_tokens}", field=join(_PATH, "min_tokens")
@@ -112,7 +103,7 @@ def resolve_sampling(
         seed=sampling.seed if sampling.HasField("seed") else None,
         samples=samples,
         logprobs=_logprobs(sampling, "logprobs", model.logprobs),
-        prompt_logprobs=_logprobs(sampling, "prompt_logprobs", model.logprobs),
+        prompt_logprobs=_prompt_logprobs(sampling, prompt_len, model.logprobs),
         repetition_penalty=repetition,
         presence_penalty=_number(sampling, "presence_penalty", 0.0, low=-2.0, high=2.0),
         frequency_penalty=_number(sampling, "frequency_penalty", 0.0, low=-2.0, high=2.0),
@@ -142,6 +133,23 @@ def _max_tokens(
             field=field,
         )
     return sampling.max_tokens
+
+
+def _samples(sampling: generation_pb2.Sampling, prompt_len: int, temperature: float) -> int:
+    field = join(_PATH, "n")
+    samples = sampling.n if sampling.HasField("n") else 1
+    if not 1 <= samples <= SAMPLES:
+        raise InvalidValue(f"must be 1 to {SAMPLES}", field=field)
+    if samples > 1 and temperature == 0:
+        raise InvalidValue("greedy sampling gives one sample only", field=field)
+    copied = samples * prompt_len
+    if samples > 1 and copied > SAMPLED_PROMPT_TOKENS:
+        raise InvalidValue(
+            f"{samples} samples of a prompt of {prompt_len} tokens are {copied} tokens; at most "
+            f"{SAMPLED_PROMPT_TOKENS} are allowed",
+            field=field,
+        )
+    return samples
 
 
 def _temperature(sampling: generation_pb2.Sampling) -> float:
@@ -183,6 +191,19 @@ def _logprobs(sampling: generation_pb2.Sampling, name: str, limit: int) -> int |
     if value > limit:
         raise InvalidValue(f"must be at most {limit}", field=join(_PATH, name))
     return value
+
+
+def _prompt_logprobs(sampling: generation_pb2.Sampling, prompt_len: int, limit: int) -> int | None:
+    name = "prompt_logprobs"
+    wanted = _logprobs(sampling, name, limit)
+    listed = prompt_len * ((wanted or 0) + 1)
+    if wanted and listed > PROMPT_LOGPROBS:
+        raise InvalidValue(
+            f"{wanted + 1} log-probabilities for each of {prompt_len} tokens are {listed}; at most "
+            f"{PROMPT_LOGPROBS} are allowed",
+            field=join(_PATH, name),
+        )
+    return wanted
 
 
 def _stop(sampling: generation_pb2.Sampling, has_tokenizer: bool) -> tuple[str, ...]:

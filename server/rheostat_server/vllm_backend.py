@@ -28,7 +28,7 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.vectors import Vector
 from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
-from rheostat_server.vllm_outputs import delta_of
+from rheostat_server.vllm_outputs import TokenTexts, delta_of
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -86,6 +86,7 @@ class VllmBackend:
         self._sites = sites
         self._info = _model_info(config, loaded)
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
+        self._texts = TokenTexts(loaded.llm.tokenizer)
         self._watch: asyncio.Task[None] | None = None
         self._lost: Callable[[str], None] = lambda reason: None
 
@@ -141,7 +142,7 @@ class VllmBackend:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    yield await delta_of(job, output)
+                    yield await delta_of(job, output, self._texts)
         except EngineDeadError as error:
             self._lost(_LOST)
             raise EngineLost(_LOST) from error
@@ -257,6 +258,7 @@ class VllmBackend:
             ignore_eos=settings.ignore_eos,
             detokenize=self._llm.tokenizer is not None,
             output_kind=RequestOutputKind.DELTA,
+            flat_logprobs=settings.prompt_logprobs is not None,
             extra_args={EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
         )
 

@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rheostat_engine import EngineSettings, engine_kwargs
+from rheostat_engine import EngineSettings, engine_kwargs, prepare_front_end
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import EngineFailed, ModelNotFound
 from rheostat_server.host import QueueStats
@@ -165,6 +165,7 @@ def _start(
         **engine_kwargs(settings, device=device),
         **lora_arguments(loras, cpu=device == "cpu"),
     }
+    prepare_front_end()
     counter = QueueCounter()
     return LoadedEngine(
         AsyncLLM.from_engine_args(

@@ -1,7 +1,7 @@
 """What vLLM says of a sample, in the server's words."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from rheostat._proto.v1 import generation_pb2
@@ -11,26 +11,59 @@ from rheostat_server.host import Delta, Ending, Job
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
     from vllm.outputs import RequestOutput
+    from vllm.tokenizers import TokenizerLike
 
 _LOGPROB_ENTRIES = 2000
 """Log-probabilities of a prompt beyond which their messages are made on a thread."""
 
 
-async def delta_of(job: Job, output: "RequestOutput") -> Delta:
+TextOf = Callable[[int], str]
+"""Gives the text of a single token."""
+
+
+class TokenTexts:
+    """The texts of single tokens, each decoded once.
+
+    The engine lists log-probabilities without texts, because decoding takes longer than all else
+    that is done with them.
+    """
+
+    def __init__(self, tokenizer: "TokenizerLike | None") -> None:
+        """Nothing is decoded yet. Without a tokenizer every text is empty."""
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, token_id: int) -> str:
+        """The text of a token, invalid UTF-8 replaced."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._decode(token_id)
+        return text
+
+    def _decode(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+
+        (text,) = convert_ids_list_to_tokens(self._tokenizer, [token_id])
+        return text
+
+
+async def delta_of(job: Job, output: "RequestOutput", text_of: TextOf) -> Delta:
     """What an output of vLLM's says of a sample."""
     entries = len(output.prompt_logprobs or ()) * ((job.sampling.prompt_logprobs or 0) + 1)
     if entries > _LOGPROB_ENTRIES:
-        return await asyncio.to_thread(_delta, job, output)
-    return _delta(job, output)
+        return await asyncio.to_thread(_delta, job, output, text_of)
+    return _delta(job, output, text_of)
 
 
-def _delta(job: Job, output: "RequestOutput") -> Delta:
+def _delta(job: Job, output: "RequestOutput", text_of: TextOf) -> Delta:
     completion = output.outputs[0]
     token_ids = tuple(completion.token_ids)
     readings: Sequence[generation_pb2.TokenLogprobs] = ()
     if completion.logprobs and job.sampling.logprobs is not None:
         readings = [
-            _reading(token, cast("Mapping[int, Logprob]", position), job.sampling.logprobs)
+            _reading(token, cast("Mapping[int, Logprob]", position), job.sampling.logprobs, text_of)
             for token, position in zip(token_ids, completion.logprobs, strict=True)
         ]
     ending = None
@@ -43,7 +76,7 @@ def _delta(job: Job, output: "RequestOutput") -> Delta:
         token_ids=token_ids,
         text=completion.text,
         logprobs=readings,
-        prompt_logprobs=_prompt_readings(job, output),
+        prompt_logprobs=_prompt_readings(job, output, text_of),
         cached_tokens=output.num_cached_tokens or 0,
         ending=ending,
         stop=completion.stop_reason,
@@ -51,27 +84,27 @@ def _delta(job: Job, output: "RequestOutput") -> Delta:
 
 
 def _prompt_readings(
-    job: Job, output: "RequestOutput"
+    job: Job, output: "RequestOutput", text_of: TextOf
 ) -> list[generation_pb2.TokenLogprobs] | None:
     wanted = job.sampling.prompt_logprobs
     if wanted is None or not output.prompt_logprobs:
         return None
     return [
-        _reading(token, cast("Mapping[int, Logprob]", position), wanted)
+        _reading(token, cast("Mapping[int, Logprob]", position), wanted, text_of)
         for token, position in zip(job.prompt, output.prompt_logprobs, strict=True)
-        if position is not None
+        if position  # nothing precedes the first token
     ]
 
 
 def _reading(
-    token: int, position: "Mapping[int, Logprob]", alternatives: int
+    token: int, position: "Mapping[int, Logprob]", alternatives: int, text_of: TextOf
 ) -> generation_pb2.TokenLogprobs:
     def entry(token_id: int, logprob: "Logprob") -> generation_pb2.TokenLogprob:
         return generation_pb2.TokenLogprob(
             token_id=token_id,
             logprob=logprob.logprob,
             rank=logprob.rank or 0,
-            text=logprob.decoded_token or "",
+            text=text_of(token_id),
         )
 
     best = sorted(position.items(), key=lambda item: item[1].rank or 0)

@@ -342,6 +342,18 @@ def test_the_prompt_times_the_samples_is_limited(monkeypatch) -> None:
     )
 
 
+def test_the_log_probabilities_of_a_prompt_are_limited_but_its_own_tokens(monkeypatch) -> None:
+    monkeypatch.setattr(sampling, "PROMPT_LOGPROBS", 6)
+    admitted(request(sampling=Sampling(prompt_logprobs=1)))
+    admitted(
+        request(token_ids=types_pb2.TokenIds(ids=[5] * 7), sampling=Sampling(prompt_logprobs=0))
+    )
+    assert refused(request(sampling=Sampling(prompt_logprobs=2))) == (
+        errors.InvalidValue,
+        "sampling.prompt_logprobs",
+    )
+
+
 def test_the_variables_of_a_chat_template_are_limited_in_bytes() -> None:
     messages = [types_pb2.ChatMessage(role="user", content="hi")]
     for name, value in (("depth", f'"{"x" * 65536}"'), ("x" * 65536, "1")):

@@ -184,15 +184,29 @@ async def test_many_prompt_logprobs_are_written_off_the_loop(
 ) -> None:
     threads = []
 
-    def delta(job, output) -> Delta:
+    def delta(job, output, text_of) -> Delta:
         threads.append(threading.get_ident())
         return Delta(text="x")
 
     monkeypatch.setattr(vllm_outputs, "_delta", delta)
     job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
     output = SimpleNamespace(prompt_logprobs=[None] * entries)
-    assert await vllm_outputs.delta_of(job, output) == Delta(text="x")
+    assert await vllm_outputs.delta_of(job, output, str) == Delta(text="x")
     assert (threads != [threading.get_ident()]) == off_the_loop
+
+
+def test_the_text_of_a_token_is_decoded_once() -> None:
+    decoded = []
+
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            decoded.append(ids)
+            return chr(ids[0])
+
+    texts = vllm_outputs.TokenTexts(Letters())
+    assert [texts(97), texts(98), texts(97)] == ["a", "b", "a"]
+    assert decoded == [[97], [98]]
+    assert vllm_outputs.TokenTexts(None)(97) == ""
 
 
 def backend_with(answers: list[dict[str, object]]) -> tuple[vllm_backend.VllmBackend, list[object]]:

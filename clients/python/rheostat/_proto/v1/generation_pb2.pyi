@@ -67,7 +67,9 @@ class Sampling(_message.Message):
     token's alone. At most Limits.logprobs. Default: no log-probabilities.
     """
     prompt_logprobs: _builtins.int
-    """The same for the prompt's tokens. Default: none."""
+    """The same for the prompt's tokens. Above 0, P times one more than this is at most 131072.
+    Default: none.
+    """
     repetition_penalty: _builtins.float
     """Above 0; 1 changes nothing. Default 1."""
     presence_penalty: _builtins.float
