@@ -68,9 +68,9 @@ class Subscription(Standing):
         """End it at the server, as `rheostat.Subscription.close`."""
         await self._line.close()
 
-    def leave(self) -> None:
-        """Stop reading, and leave it to the server's resume window: see `Engine.resume`."""
-        self._line.leave()
+    async def leave(self) -> None:
+        """Stop reading, and leave it to the server's resume window, as `rheostat.Subscription`."""
+        await self._line.leave()
 
     async def __aenter__(self) -> Self:
         """Itself, once it stands."""
@@ -89,7 +89,7 @@ class Subscription(Standing):
 
 def _abandon(loop: asyncio.AbstractEventLoop, line: _Line) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has been closed, and its calls with it
-        loop.call_soon_threadsafe(line.leave)
+        loop.call_soon_threadsafe(line.drop)
 
 
 def _task() -> asyncio.Task[object] | None:
@@ -112,6 +112,8 @@ class _Line:
         self._task: asyncio.Task[None] | None = None
         self._finishing = False
         """Whether the server is to end it."""
+        self._leaving = False
+        """Whether the server is to end the call alone."""
         self._unread = False
         """Whether nothing more is handed over."""
         self._closer: weakref.ref[asyncio.Task[object]] | None = None
@@ -131,12 +133,14 @@ class _Line:
         breaks = Breaks(self._intake, self._connection.target)
         failure: _errors.RheostatError | None = _subscribing.ended_early()
         try:
-            while not self._over:
+            while not (self._over or self._leaving):
                 try:
                     await self._call(breaks)
                 except _errors.RheostatError as error:
                     if self._connection.closed or not self._intake.id:
                         raise
+                    if self._leaving:  # another call may have the subscription by now
+                        break
                     await self._wait(breaks.pause(error))
             failure = None
         except _errors.RheostatError as error:
@@ -172,7 +176,7 @@ class _Line:
         finally:
             responses.cancel()
             outgoing.put_nowait(None)
-        if not self._finishing:
+        if not (self._finishing or self._leaving):
             raise _subscribing.ended_early()
         self._end(None)
 
@@ -184,10 +188,10 @@ class _Line:
                 while not (self._over or self._intake.id):
                     await self._wait(None)
         except TimeoutError:
-            self.leave()
+            self.drop()
             raise _subscribing.not_opened(timeout) from None
         except asyncio.CancelledError:
-            self.leave()
+            self.drop()
             raise
         if self._failure is not None and not self._intake.id:
             raise self._failure
@@ -257,10 +261,25 @@ class _Line:
             if self._task is not None:
                 await asyncio.wait({self._task}, timeout=GOODBYE)
         finally:
-            self.leave()
+            self.drop()
 
-    def leave(self) -> None:
-        """End the call alone."""
+    async def leave(self) -> None:
+        """End the call alone, once the server has taken the acknowledgements."""
+        self._hand_no_more_over()
+        try:
+            if self._intake.id and not (self._over or self._finishing or self._leaving):
+                self._leaving = True
+                for message in (*self._intake.parting(), None):
+                    self._outgoing.put_nowait(message)
+                self._intake.discard()
+                self._changed.set()
+                if self._task is not None:
+                    await asyncio.wait({self._task}, timeout=GOODBYE)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """End the call at once."""
         self._hand_no_more_over()
         self._end(None)
 
@@ -283,5 +302,5 @@ class _Line:
 
     def _tell(self) -> None:
         for message in self._intake.due():
-            if not (self._finishing or self._over):
+            if not (self._finishing or self._leaving or self._over):
                 self._outgoing.put_nowait(message)

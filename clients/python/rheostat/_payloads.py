@@ -72,12 +72,28 @@ class View:
             self._decoded = decoded_in_place(self._tensor, self._payload)
         return self._decoded
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles hold the payload, because its memory ends with the acknowledgement."""
+        self._check()
+        payload = bytes(self._payload)
+        self._check()  # another thread may have acknowledged it meanwhile
+        tensor = tensor_pb2.Tensor()
+        tensor.CopyFrom(self._tensor)
+        for name in ("inline", "shm"):
+            tensor.ClearField(name)
+        return View, (tensor, payload, _always)
+
     def _check(self) -> None:
         if not self._lasts():
             raise Refused(
-                "these rows were acknowledged, and their memory may hold others: read them before, "
-                "or subscribe without views=True"
+                "these rows were acknowledged, and their memory may hold others: read or copy them "
+                "before, or subscribe without views=True"
             )
+
+
+def _always() -> bool:
+    """Whether memory lasts that a view has for itself."""
+    return True
 
 
 class Payloads:
@@ -138,5 +154,5 @@ class Payloads:
         if kind != "inline":
             raise ServerError("the server sent a tensor that cannot be read here")
         if self._views:
-            return View(tensor, tensor.inline, lambda: True)
+            return View(tensor, tensor.inline, _always)
         return decoded(tensor, tensor.inline)

@@ -48,7 +48,7 @@ PATIENCE = 60.0
 """Seconds for which a broken connection is tried again where the server does not say how long it
 waits for its client."""
 GOODBYE = 5.0
-"""Seconds that the server gets to end a subscription that is closed."""
+"""Seconds that the server gets to end a subscription that is closed, or a call that is left."""
 
 _ACK_EVENTS = 64
 _ACK_BYTES = 8 * 1024 * 1024
@@ -210,6 +210,12 @@ class Intake:
     def flush(self) -> None:
         """Tell the server at once what it may forget."""
         self._flush = True
+
+    def parting(self) -> list[_Request]:
+        """What ends a call in such a way that the server still takes the last acknowledgement."""
+        self.flush()
+        leave = _Request(leave=capture_service_pb2.SubscribeLeave())
+        return [one for one in self.due() if one.HasField("ack")] + [leave]
 
     def discard(self) -> None:
         """Hand nothing more over."""

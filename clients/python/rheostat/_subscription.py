@@ -81,7 +81,11 @@ class Subscription(Standing):
         self._line.close()
 
     def leave(self) -> None:
-        """Stop reading, and leave it to the server's resume window: see `Engine.resume`."""
+        """Stop reading, and leave it to the server's resume window: see `Engine.resume`.
+
+        Returns once the server has every acknowledgement, or after 5 seconds. With ``ack="auto"``
+        that includes all events but the one in hand.
+        """
         self._line.leave()
 
     def __enter__(self) -> Self:
@@ -109,6 +113,8 @@ class _Line:
         self._responses: Responses[capture_service_pb2.SubscribeResponse] | None = None
         self._finishing = False
         """Whether the server is to end it."""
+        self._leaving = False
+        """Whether the server is to end the call alone."""
         self._unread = False
         """Whether nothing more is handed over."""
         self._closer: int | None = None
@@ -126,15 +132,17 @@ class _Line:
         breaks = Breaks(self._intake, self._connection.target)
         failure: _errors.RheostatError | None = _subscribing.ended_early()
         try:
-            while not (self._over or self._abandoned):
+            while not (self._over or self._leaving or self._abandoned):
                 try:
                     self._call(breaks)
                 except _errors.RheostatError as error:
                     if self._connection.closed or not self._intake.id:
                         raise
+                    if self._leaving:  # another call may have the subscription by now
+                        break
                     pause = breaks.pause(error)
                     with self._changed:
-                        self._changed.wait_for(lambda: self._over, pause)
+                        self._changed.wait_for(lambda: self._over or self._leaving, pause)
             failure = None
         except _errors.RheostatError as error:
             failure = error
@@ -167,7 +175,7 @@ class _Line:
         finally:
             responses.cancel()
             outgoing.put(None)
-        if not self._finishing:
+        if not (self._finishing or self._leaving):
             raise _subscribing.ended_early()
         self._end(None)
 
@@ -183,14 +191,14 @@ class _Line:
                 return
             if self._failure is not None:
                 raise self._failure
-            self.leave()
+            self.drop()
             raise _subscribing.not_opened(timeout)
 
     def _wait(self, moment: Callable[[], bool], timeout: float | None) -> None:
         try:
             self._changed.wait_for(moment, timeout)
         except KeyboardInterrupt:
-            self.leave()
+            self.drop()
             raise
 
     def next_event(self) -> SubscriptionEvent:
@@ -248,7 +256,7 @@ class _Line:
             self.finish()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._over, GOODBYE)
-        self.leave()
+        self.drop()
 
     def abandon(self) -> None:
         """Leave it with the next message, a heartbeat at the latest.
@@ -258,7 +266,20 @@ class _Line:
         self._abandoned = True
 
     def leave(self) -> None:
-        """End the call alone."""
+        """End the call alone, once the server has taken the acknowledgements."""
+        with self._changed:
+            self._hand_no_more_over()
+            if self._intake.id and not (self._over or self._finishing or self._leaving):
+                self._leaving = True
+                for message in (*self._intake.parting(), None):
+                    self._outgoing.put(message)
+                self._intake.discard()
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._over, GOODBYE)
+        self.drop()
+
+    def drop(self) -> None:
+        """End the call at once."""
         with self._changed:
             self._hand_no_more_over()
         self._end(None)
@@ -276,5 +297,5 @@ class _Line:
 
     def _tell(self) -> None:
         for message in self._intake.due():
-            if not (self._finishing or self._over):
+            if not (self._finishing or self._leaving or self._over):
                 self._outgoing.put(message)

@@ -1,6 +1,7 @@
 """One call of Subscribe: what its client says is carried out while what it gets is sent.
 
-Invariant: the subscription outlives the call unless the client closes its side, or it fails.
+Invariant: the subscription outlives the call unless the client closes its side, or it fails. What
+the client says before it leaves is carried out before the call ends.
 """
 
 import asyncio
@@ -8,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 from rheostat._proto.v1 import capture_service_pb2
-from rheostat_server.errors import InvalidValue, MissingField, RheostatError
+from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Superseded
 from rheostat_server.subscriptions.messages import Response
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
@@ -44,16 +45,20 @@ async def subscribe(
     else:
         subscription = subscriptions.open(wish)
     call = object()
+    left = asyncio.Event()
     hearing: asyncio.Task[None] | None = None
     known = wish.HasField("resume")
     try:
         if not wish.HasField("resume"):
             await attach(subscription)
-        hearing = asyncio.create_task(_hear(messages, subscription, call))
+        hearing = asyncio.create_task(_hear(messages, subscription, call, left))
         async with aclosing(subscription.messages(call, wish.credit_bytes)) as responses:
             async for response in responses:
                 known = True
                 yield response
+    except Superseded:
+        if not left.is_set():
+            raise
     finally:
         if known:
             subscriptions.left(subscription, call)
@@ -72,11 +77,17 @@ async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.Subs
     raise MissingField("the first message is open", field="open")
 
 
-async def _hear(messages: AsyncIterator[Message], subscription: Subscription, call: object) -> None:
+async def _hear(
+    messages: AsyncIterator[Message], subscription: Subscription, call: object, left: asyncio.Event
+) -> None:
     """Carries out what a client says; what is wrong ends its call."""
     try:
         async for message in messages:
             if not subscription.read_by(call):
+                return
+            if message.HasField("leave"):
+                left.set()
+                subscription.interrupt(call, Superseded("its client has left"))
                 return
             _do(message, subscription)
         await asyncio.sleep(_LAST_WORD)
@@ -97,7 +108,7 @@ def _do(message: Message, subscription: Subscription) -> None:
     elif action == "open":
         raise InvalidValue("only the first message is open", field="open")
     else:
-        raise MissingField("one of credit, ack and proof is required")
+        raise MissingField("one of credit, ack, proof and leave is required")
 
 
 def _is_set(wish: capture_service_pb2.SubscribeOpen, name: str) -> bool:

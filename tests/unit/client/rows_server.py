@@ -128,7 +128,7 @@ class _Driven:
         self.thread.do(self.inner.finish)
 
     def leave(self) -> None:
-        self.thread.do(self.inner.leave)
+        self.thread.run(self.inner.leave())
 
     def close(self) -> None:
         self.thread.run(self.inner.close())

@@ -11,7 +11,7 @@ import pytest
 import rheostat
 from rheostat import Capture, Cursor
 
-from .rows_server import ROW, ends_of, expected, rows_of, until, until_ends
+from .rows_server import ROW, RowsServer, ends_of, expected, rows_of, until, until_ends
 
 POST = Capture("resid_post", [0, 1])
 ONE = Capture("resid_post", 0)
@@ -128,6 +128,51 @@ def test_what_was_acknowledged_cannot_be_had_again(running, subscriber):
         subscriber.resume(Cursor(subscription.id, 0))
     assert raised.value.reason == "REASON_CURSOR_EXPIRED"
     assert raised.value.metadata["oldest"] == str(subscription.cursor.sequence + 1)
+
+
+def test_what_was_dealt_with_before_leaving_is_not_replayed(running, subscriber):
+    subscription = subscriber.subscribe(capture=ONE, every=True)
+    for name in "ab":
+        running.generate(name)
+    events = until_ends(subscription, 2)
+    subscription.leave()
+    assert subscription.acknowledged.sequence == len(events) - 1
+    for sequence in (0, len(events) - 2):
+        with pytest.raises(rheostat.OutOfRange) as raised:
+            subscriber.resume(Cursor(subscription.id, sequence))
+        assert raised.value.metadata["oldest"] == str(len(events))
+    with subscriber.resume(subscription.acknowledged) as again:
+        running.generate("c")
+        assert next(event.sequence for event in until_ends(again, 2)) == len(events)
+
+
+def test_a_subscription_that_was_left_by_hand_keeps_what_was_not_acknowledged(running, subscriber):
+    subscription = subscriber.subscribe(capture=ONE, every=True, ack="manual")
+    running.generate("a")
+    events = until_ends(subscription)
+    subscription.leave()
+    with subscriber.resume(Cursor(subscription.id, 0)) as again:
+        assert [one.sequence for one in until_ends(again)] == [one.sequence for one in events]
+
+
+def test_leaving_does_not_take_a_subscription_away_from_who_has_taken_it_up(running, subscriber):
+    first = subscriber.subscribe(capture=ONE, every=True)
+    running.generate("a")
+    until_ends(first)
+    with subscriber.resume(Cursor(first.id, 0)) as second:
+        until_ends(second)
+        first.leave()
+        running.generate("b")
+        assert set(ends_of(until_ends(second))) == {"b"}
+
+
+def test_leaving_a_server_that_is_gone_takes_no_time(kind):
+    running = RowsServer()
+    subscription = kind(running.target).subscribe(capture=ONE, every=True)
+    running.generate("a")
+    until_ends(subscription)
+    running.stop()
+    subscription.leave()
 
 
 def test_a_call_that_another_took_over_hands_nothing_more_over(running, subscriber):

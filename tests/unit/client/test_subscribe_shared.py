@@ -1,6 +1,8 @@
 """Subscriptions of both clients through shared memory: the same rows, whoever ends in between."""
 
+import copy
 import mmap
+import pickle
 import secrets
 from pathlib import Path
 
@@ -98,6 +100,34 @@ def test_views_are_read_where_they_lie_until_they_are_acknowledged(running, subs
         with pytest.raises(rheostat.Refused, match="acknowledged"):
             _ = last.values
         assert repr(last).endswith("shape=[1, 3, 4])")
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_view_has_memory_of_its_own(running, subscriber, copied, shared_memory):
+    options = {"shared_memory": shared_memory, "views": True, "ack": "manual"}
+    with subscriber.subscribe(capture=ONE, every=True, **options) as subscription:
+        if shared_memory:
+            ready(running, subscription)
+        running.generate("a", tokens=1)
+        kept = copied(next(subscription))
+        subscription.ack()
+        assert rows_of([kept]) == expected("a", 0, tokens=1)
+        assert np.array_equal(kept.elements, kept.values)
+        assert kept.encoding.name == "raw"
+        assert not kept.elements.flags.writeable
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_view_that_was_acknowledged_refuses_to_be_copied(running, subscriber, copied):
+    options = {"shared_memory": True, "views": True, "ack": "manual"}
+    with subscriber.subscribe(capture=ONE, every=True, **options) as subscription:
+        ready(running, subscription)
+        running.generate("a", tokens=1)
+        first = next(subscription)
+        subscription.ack()
+        with pytest.raises(rheostat.Refused, match="were acknowledged"):
+            copied(first)
 
 
 def test_views_of_rows_inside_messages_stay(running, subscriber):

@@ -9,6 +9,7 @@ import pytest
 
 from rheostat._proto.v1 import (
     capture_pb2,
+    capture_service_pb2,
     types_pb2,
 )
 
@@ -231,6 +232,24 @@ async def test_an_acknowledged_cursor_cannot_be_gone_back_behind(running) -> Non
     await generate(running, "b")
     await three.until("end_of_request")
     assert rows_of(three.events) == expected("b", 0)
+
+
+async def test_a_client_that_leaves_has_all_its_acknowledgements_carried_out(running) -> None:
+    one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
+    await generate(running, "a")
+    await one.until("end_of_request")
+    last = one.numbered[-1].sequence
+    await one.ack(last - 1)
+    await one.call.write(Message(leave=capture_service_pb2.SubscribeLeave()))
+    assert await asyncio.wait_for(one.call.read(), 10) is grpc.aio.EOF
+    assert await one.call.code() == Code.OK
+    two = Subscriber(running)
+    await two.call.write(Message(open=resuming(one.name, after=last - 2)))
+    assert (await failure(two)).reason == "REASON_CURSOR_EXPIRED"
+    three = await Subscriber.open(running, resuming(one.name, after=last - 1))
+    await generate(running, "b")
+    await three.until("end_of_request", 2)
+    assert next(event.sequence for event in three.numbered) == last
 
 
 async def test_what_is_acknowledged_while_it_is_sent_again_is_skipped(starter) -> None:

@@ -66,6 +66,7 @@ class SubscribeRequest(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___SubscribeOpen:
         """Starts or resumes."""
@@ -82,6 +83,10 @@ class SubscribeRequest(_message.Message):
     def proof(self) -> Global___SharedMemoryProof:
         """Shows that the client can read the shared memory."""
 
+    @_builtins.property
+    def leave(self) -> Global___SubscribeLeave:
+        """Ends the call, not the subscription."""
+
     def __init__(
         self,
         *,
@@ -89,16 +94,37 @@ class SubscribeRequest(_message.Message):
         credit: Global___Credit | None = ...,
         ack: Global___Ack | None = ...,
         proof: Global___SharedMemoryProof | None = ...,
+        leave: Global___SubscribeLeave | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "open", b"open", "proof", b"proof"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "leave", b"leave", "open", b"open", "proof", b"proof"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "open", b"open", "proof", b"proof"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "leave", b"leave", "open", b"open", "proof", b"proof"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "credit", "ack", "proof"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "credit", "ack", "proof", "leave"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
 Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
+
+@_typing.final
+class SubscribeLeave(_message.Message):
+    """The client stops reading and leaves the subscription to be resumed. The server takes every
+    message before this one, then ends the call with OK. Unlike a call that is cancelled, none of the
+    client's acknowledgements is lost.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeLeave: _TypeAlias = SubscribeLeave  # noqa: Y015
 
 @_typing.final
 class SubscribeOpen(_message.Message):
