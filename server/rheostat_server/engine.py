@@ -31,12 +31,14 @@ from rheostat_server.flight import Flight
 from rheostat_server.global_steering import ServerWide
 from rheostat_server.host import Backend
 from rheostat_server.keeper import VectorKeeper
+from rheostat_server.limits import STATS_SECONDS
 from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
 from rheostat_server.prompts import Prompts
 from rheostat_server.release import RELEASE_GRACE, until_released
 from rheostat_server.runs.store import Runs
 from rheostat_server.sequence import Life
+from rheostat_server.shared_query import SharedQuery
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.attaching import Attaching
 from rheostat_server.subscriptions.registry import Subscriptions
@@ -98,6 +100,7 @@ class EngineHost:
         """Part of every plan that starts; raised when the prefix cache may hold what it should
         not."""
         self.config = config
+        self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._flights: dict[str, Flight] = {}
         self._routes: dict[str, tuple[Flight, Life]] = {}
         self.attaching = Attaching(self, self._flights, self._routes)
@@ -346,7 +349,7 @@ class EngineHost:
         tasks = [life.task for life in flight.lives if life.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
         held = [life for life in flight.lives if life.plan_id in self._routes]
-        await asyncio.gather(*(until_released(life, self.backend) for life in held))
+        await asyncio.gather(*(until_released(life, self.worker_stats) for life in held))
         flight.close_outlets()
         self._free(flight)
         await flight.outlets.settle()
@@ -356,6 +359,8 @@ class EngineHost:
         flight.close_outlets()
         self._free(flight)
         del self._flights[flight.admitted.request_id]
+        if not self._flights:
+            self.worker_stats.expire()  # an older answer has what this request held
         self._notify_soon()
 
     def _free(self, flight: Flight) -> None:

@@ -132,3 +132,7 @@ SUBSCRIBED_REQUESTS = 4096
 CALL_BYTES = 32 * MIB
 """Bytes as float32 that a call of the workers carries at most, or a single vector: no step waits
 for more than these."""
+
+STATS_SECONDS = 0.25
+"""Age up to which `GetStats` gives what the workers counted, because every question to them delays
+a step."""

@@ -10,8 +10,9 @@ import contextlib
 import logging
 
 from rheostat_server.errors import EngineLost
-from rheostat_server.host import Backend
+from rheostat_server.host import WorkerStats
 from rheostat_server.sequence import Life
+from rheostat_server.shared_query import SharedQuery
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,18 +23,18 @@ UNSCHEDULED_GRACE = 2.0
 """Seconds after which a sample of which the engine said nothing counts as never scheduled."""
 
 
-async def until_released(life: Life, backend: Backend) -> None:
+async def until_released(life: Life, workers: SharedQuery[WorkerStats]) -> None:
     """Returns once the engine has released a sample, or has never had it.
 
     Args:
         life: a sample that was started and has ended, or was aborted.
-        backend: the engine.
+        workers: a question that every worker answers.
     """
     if await _released_within(life, UNSCHEDULED_GRACE):
         return
     if not life.installed:
         with contextlib.suppress(EngineLost):
-            await backend.worker_stats()
+            await workers.fresh()
         if await _released_within(life, UNSCHEDULED_GRACE) or not life.installed:
             return
     if not await _released_within(life, RELEASE_GRACE):

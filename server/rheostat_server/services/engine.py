@@ -35,7 +35,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     ) -> engine_service_pb2.GetStatsResponse:
         """Counters and gauges."""
         host = self._readiness.host()
-        workers = await host.backend.worker_stats()
+        workers = await host.worker_stats.recent()
         queue = host.backend.queue_stats()
         counts = host.counts
         row_bytes = host.sites.width * FloatType(host.sites.dtype).itemsize

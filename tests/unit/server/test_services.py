@@ -1,5 +1,8 @@
 """The other rpcs over a real channel."""
 
+import asyncio
+import time
+
 import grpc
 import numpy as np
 from google.protobuf import empty_pb2
@@ -13,10 +16,13 @@ from rheostat._proto.v1 import (
     steering_service_pb2,
     types_pb2,
 )
+from rheostat_server.host import WorkerStats
+from rheostat_server.limits import STATS_SECONDS
 from rheostat_server.model_report import build_version
 
 from .fakes import LAYERS, PARALLEL, WIDTH, ScriptedBackend
 from .messages import add, capture, request, selector, site_set, tensor, window
+from .streams import settled
 from .uploads import chunk, header, put, refusal_of, values
 
 Code = grpc.StatusCode
@@ -187,6 +193,31 @@ async def test_stats_join_what_server_scheduler_and_workers_count(running) -> No
         prefix_hit_tokens=10,
         vectors=1,
     )
+
+
+async def test_many_callers_of_stats_ask_the_workers_once(starter) -> None:
+    class Counting(ScriptedBackend):
+        asked = 0
+
+        async def worker_stats(self) -> WorkerStats:
+            self.asked += 1
+            await asyncio.sleep(0.05)
+            return await super().worker_stats()
+
+    running = await starter(Counting(hold=asyncio.Event()))
+    call = running.client.generation.Generate(request())
+    await call.read()
+    message = engine_service_pb2.GetStatsRequest()
+    began = time.monotonic()
+    for _ in range(5):
+        answers = await asyncio.gather(
+            *(running.client.engine.GetStats(message) for _ in range(16))
+        )
+        assert {answer.captured_rows for answer in answers} == {5}
+    periods = 1 + (time.monotonic() - began) // STATS_SECONDS
+    assert running.backend.asked <= periods + 1
+    call.cancel()
+    await settled(running)
 
 
 async def test_control_messages_have_a_smaller_limit(running) -> None:

@@ -65,7 +65,7 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counters and gauges.
+        """Counters and gauges. What the workers count may be 250 ms old while requests run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class EngineServiceStub:
     server runs.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.GetStatsRequest, _engine_service_pb2.GetStatsResponse]
-    """Counters and gauges."""
+    """Counters and gauges. What the workers count may be 250 ms old while requests run."""
     Drain: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.DrainRequest, _engine_service_pb2.DrainResponse]
     """Stops admitting (REASON_DRAINING) and answers when nothing runs or the timeout has passed.
     Health turns NOT_SERVING at once. The server then ends.
@@ -54,7 +54,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     server runs.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.GetStatsRequest, _engine_service_pb2.GetStatsResponse]  # type: ignore[assignment]
-    """Counters and gauges."""
+    """Counters and gauges. What the workers count may be 250 ms old while requests run."""
     Drain: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.DrainRequest, _engine_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops admitting (REASON_DRAINING) and answers when nothing runs or the timeout has passed.
     Health turns NOT_SERVING at once. The server then ends.
@@ -77,7 +77,7 @@ class EngineServiceServicer:
         request: _engine_service_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.GetStatsResponse, _abc.Awaitable[_engine_service_pb2.GetStatsResponse]]:
-        """Counters and gauges."""
+        """Counters and gauges. What the workers count may be 250 ms old while requests run."""
 
     def Drain(
         self,
