@@ -4,7 +4,7 @@
         joy = engine.vectors.put(array, points="resid_post", layers=range(2, 6), name="joy")
         out = engine.generate(
             "My day was",
-            steering=[joy * 4.0],
+            steering=[joy * 0.5],
             capture=rheostat.Capture("resid_post", layers="all"),
             max_tokens=32,
         )
@@ -13,6 +13,8 @@
 `rheostat.aio.connect` gives the same client for asyncio; `rheostat.captures` reads back rows that a
 server's sink stored.
 """
+
+from importlib.metadata import PackageNotFoundError, version
 
 from rheostat import aio, captures
 from rheostat._activations import Activations, Rows
@@ -95,6 +97,11 @@ from rheostat._subscribed import (
 )
 from rheostat._subscription import Subscription
 from rheostat._vectors import Vector, VectorInfo, inline, named
+
+try:
+    __version__ = version("rheostat")
+except PackageNotFoundError:  # imported from a checkout that is not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "Ability",

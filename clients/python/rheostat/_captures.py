@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, Never, TypeAlias, TypeVar
 
 import numpy as np
 
 from rheostat._arrays import ArrayLike, Element, vector_data, write_element
 from rheostat._encodings import WIRE_ENCODINGS, EncodingName
 from rheostat._errors import InvalidRequest, invalid
-from rheostat._fields import UINT64, utf8_text, whole_number
+from rheostat._fields import UINT64, did_you_mean, utf8_text, whole_number
 from rheostat._interventions import row_ref
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
@@ -126,6 +126,7 @@ class Capture:
         overload: Overload | None = None,
         dtype: Element | None = None,
         projection: DirectionsLike = (),
+        **unknown: Never,
     ) -> None:
         """Every combination of points and layers, on the tokens that ``where`` selects.
 
@@ -138,6 +139,10 @@ class Capture:
         has one row for all layers or one per layer; the rows of an array are a direction each, and
         travel inside every request: store those that are used often.
         """
+        for name in unknown:
+            names = [one.name for one in fields(self)]
+            hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
+            raise TypeError(f"Capture() has no argument {name!r}{hint}")
         object.__setattr__(self, "points", points_of(points))
         object.__setattr__(self, "layers", layers_of(layers))
         object.__setattr__(self, "where", selector_of(where))

@@ -5,6 +5,7 @@ The server measures; nothing here does more than choose and show.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -22,6 +23,7 @@ from rheostat._points import (
     point_of,
     points_of,
     read_point,
+    show_layers,
     site_set,
 )
 from rheostat._proto.v1 import selector_pb2, steering_service_pb2, types_pb2
@@ -31,6 +33,8 @@ from rheostat._vectors import Vector
 
 DeriveMethod: TypeAlias = Literal["difference_of_means", "principal_component"]
 """How a direction is made of two sets of rows; see ``engine.vectors.derive``."""
+
+_LOG = logging.getLogger("rheostat")
 
 METHODS: dict[DeriveMethod, steering_service_pb2.DeriveMethod.ValueType] = {
     "difference_of_means": steering_service_pb2.DERIVE_METHOD_DIFFERENCE_OF_MEANS,
@@ -210,4 +214,13 @@ def read_derivation(
             )
             for row in derived.rows
         )
+    for vector in vectors:
+        _warn_of_zero(vector, [row for row in rows if row.site.point in (vector.points or ())])
     return Derivation(tuple(vectors), tuple(rows))
+
+
+def _warn_of_zero(vector: Vector, rows: Sequence[DerivedRow]) -> None:
+    if any(row.norm for row in rows):
+        return
+    where = f"{'+'.join(vector.points or ())} {show_layers([row.site.layer for row in rows])}"
+    _LOG.warning("the two sets do not differ at %s: the vector is zero and steers nothing", where)

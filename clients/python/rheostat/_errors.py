@@ -64,9 +64,9 @@ _WORD = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
 _ADVICE = {
     "grant at least so many, or 0 and more later": "give credit= at least so many",
     "or row_layers that say which layer each row belongs to": (
-        "or to know the layer of each, as what engine.vectors.get(name) brings does of a vector "
-        "that was stored with layers="
+        "or to be stored with layers=, which say the layer of each"
     ),
+    ", or say with row_layers which layer each row is for": "",
 }
 """What a server advises callers of the wire, and what works in Python."""
 

@@ -8,9 +8,11 @@ InvalidRequest.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from operator import index
+from types import MappingProxyType
 from typing import ParamSpec, SupportsIndex, TypeVar
 
 from rheostat._errors import InvalidRequest, invalid
@@ -42,6 +44,17 @@ def whole_number(
     if not least <= found <= most:
         raise invalid(path, f"{what} is {least} to {most}, not {found}", reason)
     return found
+
+
+def did_you_mean(
+    word: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """As ": did you mean 'layers'?"; empty where nothing known is near.
+
+    ``elsewhere`` has words of other libraries and what they are called here.
+    """
+    near = [elsewhere[word]] if word in elsewhere else get_close_matches(word, known, 1, 0.7)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def utf8_text(value: object, path: str, what: str) -> str:

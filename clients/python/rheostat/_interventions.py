@@ -128,13 +128,16 @@ class Add(Intervention):
 
     def __mul__(self, scale: float) -> Add:
         """``scale`` times this."""
-        return replace(self, scale=self.scale * float(scale))
+        return replace(self, scale=self.scale * _factor(scale))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> Add:
         """This by ``divisor``."""
-        return replace(self, scale=self.scale / float(divisor))
+        factor = _factor(divisor)
+        if factor == 0:
+            raise invalid("scale", "a dose cannot be divided by 0")
+        return replace(self, scale=self.scale / factor)
 
     def __neg__(self) -> Add:
         """The opposite."""
@@ -344,6 +347,14 @@ def _direction(vector: Vector, layers: Layers, path: str) -> steering_pb2.Vector
     if vector.rows is not None and not vector.rows.values.any(axis=1).all():
         raise invalid(path, f"{vector.label} is zero and has no direction", "REASON_ZERO_VECTOR")
     return row_ref(vector, layers, path)
+
+
+def _factor(number: float) -> float:
+    """What a dose is multiplied by or divided by."""
+    try:
+        return float(number)
+    except (TypeError, ValueError):
+        raise invalid("scale", f"a dose is a number, not {number!r}") from None
 
 
 def _finite(number: float, path: str, what: str) -> float:

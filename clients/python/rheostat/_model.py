@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rheostat._notebook import table
 from rheostat._points import Point, Site, knows_point, read_point, show_layers
@@ -91,7 +91,7 @@ class Limits:
     """Bytes that all runs together may take."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelInfo:
     """The model that a server runs. ``print`` shows it in words."""
 
@@ -132,6 +132,10 @@ class ModelInfo:
     def can_capture(self, site: Site) -> bool:
         """Whether rows can be captured at a site."""
         return site.layer in self.captured(site.point)
+
+    def __repr__(self) -> str:
+        """Name and size."""
+        return f"ModelInfo({self.name!r}, {self.layers} layers, width {self.width})"
 
     def __str__(self) -> str:
         """One line per fact."""
@@ -230,7 +234,7 @@ def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
     """A server's counters since its start, and gauges of now."""
 
@@ -291,6 +295,18 @@ class Stats:
     """Stored runs."""
     run_bytes: int
     """Bytes that they take, and those that are being made."""
+
+    def __repr__(self) -> str:
+        """The counters of requests."""
+        told = (
+            f"{self.running} running, {self.waiting} waiting, {self.completed} completed, "
+            f"{self.failed} failed, up {self.uptime:.0f} s"
+        )
+        return f"Stats({told}{f', {self.leaked} LEAKED' if self.leaked else ''})"
+
+    def __str__(self) -> str:
+        """One line per counter."""
+        return "\n".join(f"{one.name}: {getattr(self, one.name)}" for one in fields(self))
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:

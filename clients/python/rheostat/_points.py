@@ -6,7 +6,9 @@ given back. Layers are kept as the caller wrote them where the wire can say the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import lru_cache
 from operator import index
@@ -48,6 +50,24 @@ _ALIASES = {
     "post_attn": Point.RESID_MID,
     "post_block": Point.RESID_POST,
 }
+_ELSEWHERE = (
+    re.compile(r"(?:blocks\.(?P<layer>\d+)\.)?hook_(?P<part>\w+)"),
+    re.compile(r"(?:\w+\.)*(?:layers|h|blocks)\.(?P<layer>\d+)(?:\.(?P<part>\w+))?"),
+)
+"""How TransformerLens names its hooks, and Hugging Face its modules."""
+_PARTS = {
+    "": Point.RESID_POST,
+    "attn": Point.ATTN_OUT,
+    "attention": Point.ATTN_OUT,
+    "self_attn": Point.ATTN_OUT,
+    "mlp": Point.MLP_OUT,
+    "resid_pre": Point.RESID_PRE,
+    "resid_mid": Point.RESID_MID,
+    "resid_post": Point.RESID_POST,
+    "attn_out": Point.ATTN_OUT,
+    "mlp_out": Point.MLP_OUT,
+}
+"""What they call the points. The output of a module is what leaves it: of a block the stream."""
 _TO_WIRE: dict[Point, types_pb2.Point.ValueType] = {
     Point.RESID_PRE: types_pb2.POINT_RESID_PRE,
     Point.RESID_MID: types_pb2.POINT_RESID_MID,
@@ -87,10 +107,22 @@ def point_of(name: PointLike) -> Point:
     try:
         return Point(name)
     except ValueError:
-        known = ", ".join([*Point, *_ALIASES])
         raise invalid(
-            "sites.points", f"unknown point {name!r}; there are {known}", "REASON_UNKNOWN_ENUM"
+            "sites.points", f"unknown point {name!r}{_advice(name)}", "REASON_UNKNOWN_ENUM"
         ) from None
+
+
+def _advice(name: object) -> str:
+    """Our name of a point that is called so elsewhere, else all that there are."""
+    known = [*Point, *_ALIASES]
+    for pattern in _ELSEWHERE:
+        found = pattern.fullmatch(name) if isinstance(name, str) else None
+        point = _PARTS.get(found["part"] or "", "") if found else ""
+        if found and point:
+            layer = found.groupdict().get("layer")
+            return f': write "{point}"' + (f" with layers={int(layer)}" if layer else "")
+    near = get_close_matches(name, known, 1) if isinstance(name, str) else []
+    return f': did you mean "{near[0]}"?' if near else f"; there are {', '.join(known)}"
 
 
 def points_of(points: PointsLike) -> tuple[Point, ...]:
@@ -110,7 +142,9 @@ def layers_of(layers: LayersLike) -> Layers:
     if isinstance(layers, str):
         if layers == "all":
             return "all"
-        raise invalid("sites.layers", f'layers are "all" or numbers, not {layers!r}')
+        raise invalid(
+            "sites.layers", f'layers are "all" or numbers, not {layers!r}: {_in_numbers(layers)}'
+        )
     if isinstance(layers, range) and layers.step > 0:
         found: range | tuple[int, ...] = layers
     else:
@@ -125,6 +159,17 @@ def layers_of(layers: LayersLike) -> Layers:
     return found
 
 
+def _in_numbers(layers: str) -> str:
+    """How to write layers that stand in a text, as on the command line."""
+    found = re.fullmatch(r"(\d+)-(\d+)", layers)
+    if found:
+        return f"write range({int(found[1])}, {int(found[2]) + 1})"
+    if re.fullmatch(r"\d+(,\s*\d+)*", layers):
+        many = ", ".join(str(int(one)) for one in layers.split(","))
+        return f"write [{many}]" if "," in layers else f"write {many}"
+    return "write 3, [0, 4], range(2, 6), or engine.model().layers - 1 for the last"
+
+
 def _layer(number: int) -> int:
     """``number``, if the wire can hold it as a layer, and the one after it as a range's end."""
     try:
@@ -133,7 +178,9 @@ def _layer(number: int) -> int:
         raise invalid("sites.layers", f"layers are whole numbers, not {number!r}") from None
     if found < 0:
         raise invalid(
-            "sites.layers", f"layers count from 0; {found} is none", "REASON_UNKNOWN_LAYER"
+            "sites.layers",
+            f"layers count from 0, not {found}; engine.model().layers - 1 is the last",
+            "REASON_UNKNOWN_LAYER",
         )
     if found >= UINT32:
         raise invalid("sites.layers", f"no model has a layer {found}", "REASON_UNKNOWN_LAYER")
@@ -198,7 +245,7 @@ def _site(point: types_pb2.Point.ValueType, layer: int) -> Site:
     return Site(read_point(point), layer)
 
 
-def show_layers(layers: Layers) -> str:
+def show_layers(layers: Layers | Sequence[int]) -> str:
     """As "all", "3", "2-5" or "0, 4, 7"."""
     if isinstance(layers, str):
         return layers

@@ -99,7 +99,7 @@ class CaptureReceipt:
     """Further sites, at points of a newer server that this client cannot name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Receipt:
     """What was really done to a request. ``print`` shows it in words."""
 
@@ -126,6 +126,16 @@ class Receipt:
     updates: int = 0
     """Changes of its session's steering that were carried out; stopping it is none."""
 
+    def __repr__(self) -> str:
+        """Id, tokens, and how many interventions and captures there were."""
+        parts = [
+            repr(self.request_id),
+            f"{self.prompt_tokens} + {self.generated_tokens} tokens",
+            *_counted(len(self.interventions), "intervention"),
+            *_counted(len(self.captures), "capture"),
+        ]
+        return f"Receipt({', '.join(parts)})"
+
     def __str__(self) -> str:
         """One line per fact."""
         return "\n".join(
@@ -134,6 +144,10 @@ class Receipt:
 
     def _repr_html_(self) -> str:
         return table(("receipt", self.request_id), _told(self))
+
+
+def _counted(count: int, what: str) -> list[str]:
+    return [f"{count} {what}{'' if count == 1 else 's'}"] if count else []
 
 
 def _told(receipt: Receipt) -> list[tuple[str, str]]:
@@ -195,11 +209,21 @@ def _between(numbers: list[float]) -> str:
 
 def _places(done: AppliedIntervention | CaptureReceipt) -> str:
     """As "resid_post 2-5, resid_pre 0"."""
+    return ", ".join(
+        [*_show_points(one.site for one in done.sites), *unknown_places(done.unknown_sites)]
+    )
+
+
+def show_sites(sites: Iterable[Site]) -> str:
+    """As "resid_post 2-5, resid_pre 0"; "no sites" for none."""
+    return ", ".join(_show_points(sites)) or "no sites"
+
+
+def _show_points(sites: Iterable[Site]) -> list[str]:
     layers: dict[Point, list[int]] = {}
-    for one in done.sites:
-        layers.setdefault(one.site.point, []).append(one.site.layer)
-    known = [f"{point} {show_runs(_runs(found))}" for point, found in layers.items()]
-    return ", ".join([*known, *unknown_places(done.unknown_sites)])
+    for site in sites:
+        layers.setdefault(site.point, []).append(site.layer)
+    return [f"{point} {show_runs(_runs(numbers))}" for point, numbers in layers.items()]
 
 
 def _runs(numbers: list[int]) -> list[range]:

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, TypedDict
 
 from rheostat._captures import CaptureLike, captures_of
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, utf8_text, whole_number
+from rheostat._fields import builds_message, did_you_mean, utf8_text, whole_number
 from rheostat._proto.v1 import (
     generation_pb2,
     generation_service_pb2,
@@ -22,6 +22,10 @@ from rheostat._proto.v1 import (
 )
 from rheostat._steering import SteeringLike, steering_to_wire
 
+_ONE_PROMPT = (
+    "this takes one prompt, not a list of them: run several at once with rheostat.aio and "
+    "asyncio.gather(*(engine.generate(one) for one in prompts))"
+)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -45,6 +49,20 @@ _WHEN_FULL: dict[str, generation_service_pb2.WhenFull.ValueType] = {
     "wait": generation_service_pb2.WHEN_FULL_WAIT,
     "refuse": generation_service_pb2.WHEN_FULL_REFUSE,
 }
+
+
+_ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "num_return_sequences": "n",
+    "num_samples": "n",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "adapter": "lora",
+    "vectors": "steering",
+    "interventions": "steering",
+}
+"""What options are called in other libraries."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -110,12 +128,12 @@ def check_options(
     method: str, options: Mapping[str, object], known: type = GenerateOptions
 ) -> None:
     """Raise TypeError where ``method`` does not have one of the options."""
+    names = known.__annotations__
     for name in options:
-        if name not in known.__annotations__:
-            there = ", ".join(known.__annotations__)
-            raise TypeError(
-                f"{method}() has no option {name!r}; rheostat.{known.__name__} has {there}"
-            )
+        if name not in names:
+            hint = did_you_mean(name, names, _ELSEWHERE)
+            listed = hint or f"; rheostat.{known.__name__} has {', '.join(names)}"
+            raise TypeError(f"{method}() has no option {name!r}{listed}")
 
 
 def labels_to_wire(labels: object, path: str) -> dict[str, str]:
@@ -239,6 +257,9 @@ def put_prompt(
     many = list(prompt)
     if not many:
         raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
+    if isinstance(many[0], str | list | tuple):
+        kinds = "a prompt is text, token ids or messages, not a list of prompts"
+        raise invalid(path, _ONE_PROMPT if path == "prompt" else kinds)
     if isinstance(many[0], Mapping):
         request.chat.messages.extend(_message(one, number) for number, one in enumerate(many))
         return

@@ -12,7 +12,7 @@ from google.protobuf import duration_pb2
 from rheostat._errors import invalid
 from rheostat._points import Site, knows_point, read_site
 from rheostat._proto.v1 import capture_pb2, patch_pb2
-from rheostat._receipts import read_runs
+from rheostat._receipts import read_runs, show_runs, show_sites
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHORTEST, _LONGEST = 1, 24 * 3600
@@ -36,7 +36,7 @@ class Run:
         return target
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunInfo:
     """A run that the server has stored."""
 
@@ -56,6 +56,14 @@ class RunInfo:
     """It is not evicted before."""
     labels: Mapping[str, str]
     """Labels of the request that made it."""
+
+    def __repr__(self) -> str:
+        """Id, sites, positions, size and lease."""
+        return (
+            f"RunInfo({self.id!r}, {show_sites(self.sites)}, positions "
+            f"{show_runs(self.positions)}, {self.bytes} bytes, leased until "
+            f"{self.lease_until:%Y-%m-%d %H:%M:%S %Z})"
+        )
 
 
 def run_id(value: object, path: str = "run") -> str:

@@ -22,6 +22,9 @@ _CALLS = {'"prompt"': "window()", '"generated"': "generated()"}
 """What selects the same as a word, where Python would take two words for texts."""
 
 
+_PLACES = {"last": -1, "first": 0}
+
+
 class _Phase(NamedTuple):
     name: Literal["prompt", "generated"]
 
@@ -147,10 +150,22 @@ def selector_of(where: SelectorLike) -> Selector:
         return Selector()
     if where == "prompt" or where == "generated":
         return Selector((_Phase(where),))
-    hint = f": write rheostat.positions({where})" if type(where) is int else ""
     raise invalid(
-        "where", f'tokens are "prompt", "generated", "all" or a selector, not {where!r}{hint}'
+        "where",
+        f'tokens are "prompt", "generated", "all" or a selector, not {where!r}{_advice(where)}',
     )
+
+
+def _advice(where: object) -> str:
+    """What selects the tokens that are probably meant."""
+    if isinstance(where, str):
+        at = _PLACES.get(where.removesuffix("_token"))
+        if at is None:
+            return f': write rheostat.span("{where}") for the tokens of a text'
+        return f": write rheostat.positions({at})"
+    many = where if isinstance(where, list | tuple) else [where]
+    whole = bool(many) and all(type(one) is int for one in many)
+    return f": write rheostat.positions({', '.join(map(str, many))})" if whole else ""
 
 
 def positions(*at: int) -> Selector:

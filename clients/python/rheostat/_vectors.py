@@ -168,7 +168,7 @@ def defaults(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VectorInfo:
     """A stored vector, as the server lists it."""
 
@@ -180,6 +180,18 @@ class VectorInfo:
     """When it was stored, UTC."""
     users: int
     """Running requests that use it."""
+
+    def __repr__(self) -> str:
+        """Name, digest, shape, where it acts, and its users."""
+        vector = self.vector
+        parts = [repr(vector.name), (vector.digest or "")[:12]]
+        if vector.shape is not None:
+            parts.append(f"{vector.dtype} {list(vector.shape)}")
+        if vector.points is not None and vector.layers is not None:
+            parts.append(f"{'+'.join(vector.points)} {show_layers(vector.layers)}")
+        parts += [f"{self.users} users"] if self.users else []
+        parts += [repr(self.description)] if self.description else []
+        return f"VectorInfo({', '.join(parts)})"
 
 
 def read_vector(info: steering_service_pb2.VectorInfo, data: bytes | None = None) -> Vector:

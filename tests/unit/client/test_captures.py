@@ -48,10 +48,16 @@ def test_options_of_a_sink_are_texts_by_texts(client, server, options):
 
 def test_rows_of_more_layers_are_told_in_words_of_python(running):
     vectors = running.engine.vectors
-    vectors.put(np.ones((2, WIDTH)), name="pair", points="resid_post", layers=[0, 1])
+    vectors.put(np.ones((2, WIDTH)), name="pair")
     steering = rheostat.named("pair", points="resid_post", layers=1)
-    with pytest.raises(rheostat.RheostatError, match=r"engine\.vectors\.get\(name\)") as raised:
+    with pytest.raises(rheostat.RheostatError, match=r"stored with layers=") as raised:
         running.generate("a", steering=steering)
     assert "row_layers" not in str(raised.value)
+    vectors.put(np.ones((2, WIDTH)), name="pair", points="resid_post", layers=[0, 1])
+    assert running.generate("b", steering=steering).request_id == "b"
     known = vectors.get("pair").at(points="resid_post", layers=1)
-    assert running.generate("b", steering=known).request_id == "b"
+    assert running.generate("c", steering=known).request_id == "c"
+    elsewhere = rheostat.named("pair", points="resid_post", layers=2)
+    with pytest.raises(rheostat.RheostatError, match="rows for layers 0-1, not for") as raised:
+        running.generate("d", steering=elsewhere)
+    assert "row_layers" not in str(raised.value)

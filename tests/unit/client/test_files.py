@@ -154,7 +154,7 @@ ONE = np.ones((1, 3), np.float32)
         ({"a": ONE, "b": ONE}, None, "(a, b)", "INVALID_VALUE"),
         (ONE, [], "did not write", "INVALID_VALUE"),
         (ONE, {**ABOUT, "points": ["nowhere"]}, "unknown point 'nowhere'", "INVALID_VALUE"),
-        (ONE, {**ABOUT, "layers": [-1]}, "-1 is none", "INVALID_VALUE"),
+        (ONE, {**ABOUT, "layers": [-1]}, "layers count from 0, not -1", "INVALID_VALUE"),
         (ONE, {**ABOUT, "layers": []}, "no layer is named", "INVALID_VALUE"),
         (ONE, {**ABOUT, "layers": {"start": 1}}, "'stop'", "INVALID_VALUE"),
         (ONE, {**ABOUT, "name": 3}, "are texts", "INVALID_VALUE"),

@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from importlib import metadata
 
 import rheostat
 
@@ -31,6 +32,10 @@ def test_everything_public_is_listed_once_in_order_and_explained():
     assert names == sorted(set(names))
     silent = [name for name in names if not getattr(rheostat, name).__doc__]
     assert silent == []
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert rheostat.__version__ == metadata.version("rheostat")
 
 
 def test_stored_captures_are_there_once_the_package_is_imported():

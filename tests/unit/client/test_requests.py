@@ -118,9 +118,9 @@ def test_an_encodings_arguments_are_checked_before_they_are_sent(
 
 def test_an_unknown_option_is_a_type_error_that_names_the_method(client, server):
     for method in ("generate", "stream", "session", "explain"):
-        message = rf"^{method}\(\) has no option 'top_n'; rheostat.GenerateOptions has steering, "
+        message = rf"^{method}\(\) has no option 'beams'; rheostat.GenerateOptions has steering, "
         with pytest.raises(TypeError, match=message):
-            client.run(lambda engine, method=method: getattr(engine, method)("x", top_n=3))
+            client.run(lambda engine, method=method: getattr(engine, method)("x", beams=3))
     assert server.asked == []
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
+import rheostat
 from rheostat._cli import demo, generate, info, runs, serve, steering, subscribe, vectors
 from rheostat._cli._common import CommandError, Parser
 from rheostat._cli._words import told
@@ -42,18 +42,11 @@ def _parser() -> Parser:
     parser = Parser(
         prog="rheostat", description="Steer and read out language models while vLLM serves them."
     )
-    parser.add_argument("--version", action="version", version=f"rheostat {_version()}")
+    parser.add_argument("--version", action="version", version=f"rheostat {rheostat.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (serve, generate, vectors, runs, steering, subscribe, info, demo):
         module.add(commands)
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("rheostat")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _failed(message: str, code: int) -> int:

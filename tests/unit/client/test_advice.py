@@ -1,0 +1,121 @@
+"""What people write first, used to other libraries: each is answered with what to write here."""
+
+import logging
+
+import pytest
+
+import rheostat
+from rheostat._proto.v1 import steering_service_pb2
+
+JOY = rheostat.inline([1.0, 2.0], points="resid_post", layers=3)
+
+
+def message_of(call) -> str:
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        call()
+    return raised.value.message
+
+
+def test_a_list_of_texts_is_answered_with_how_to_run_many(client, server):
+    for prompts in (["My day was", "I feel"], ("My day was",), [[5, 6], [7]]):
+        with pytest.raises(rheostat.InvalidRequest) as raised:
+            client.run(lambda engine, prompts=prompts: engine.generate(prompts))
+        assert raised.value.message == (
+            "this takes one prompt, not a list of them: run several at once with "
+            "rheostat.aio and asyncio.gather(*(engine.generate(one) for one in prompts))"
+        )
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("max_token", "max_tokens"),
+        ("max_new_tokens", "max_tokens"),
+        ("temprature", "temperature"),
+        ("captures", "capture"),
+        ("num_return_sequences", "n"),
+    ],
+)
+def test_an_option_that_is_nearly_one_is_answered_with_it(client, given, meant):
+    with pytest.raises(TypeError) as raised:
+        client.run(lambda engine: engine.generate("x", **{given: 3}))
+    assert str(raised.value) == f"generate() has no option {given!r}: did you mean {meant!r}?"
+
+
+def test_a_captures_arguments_are_answered_alike():
+    with pytest.raises(TypeError) as raised:
+        rheostat.Capture("resid_post", layer=3)
+    assert str(raised.value) == "Capture() has no argument 'layer': did you mean 'layers'?"
+    with pytest.raises(TypeError, match=r"^Capture\(\) has no argument 'x'; it has points, layers"):
+        rheostat.Capture("resid_post", x=3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "advice"),
+    [
+        ("2-5", "write range(2, 6)"),
+        ("3", "write 3"),
+        ("0,4", "write [0, 4]"),
+        ("last", "or engine.model().layers - 1 for the last"),
+        (-1, "engine.model().layers - 1 is the last"),
+    ],
+)
+def test_layers_in_other_words_are_answered_with_how_to_write_them(layers, advice):
+    assert advice in message_of(lambda: rheostat.Capture("resid_post", layers))
+
+
+@pytest.mark.parametrize(
+    ("where", "advice"),
+    [
+        ("last", "write rheostat.positions(-1)"),
+        ("last_token", "write rheostat.positions(-1)"),
+        ("first", "write rheostat.positions(0)"),
+        (-1, "write rheostat.positions(-1)"),
+        ([0, 5], "write rheostat.positions(0, 5)"),
+        ("Eiffel", 'write rheostat.span("Eiffel") for the tokens of a text'),
+    ],
+)
+def test_tokens_in_other_words_are_answered_with_how_to_select_them(where, advice):
+    assert message_of(lambda: rheostat.Capture("resid_post", 3, where)).endswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("blocks.3.hook_resid_post", 'write "resid_post" with layers=3'),
+        ("blocks.11.hook_resid_pre", 'write "resid_pre" with layers=11'),
+        ("blocks.0.hook_mlp_out", 'write "mlp_out" with layers=0'),
+        ("hook_resid_mid", 'write "resid_mid"'),
+        ("model.layers.7", 'write "resid_post" with layers=7'),
+        ("model.layers.7.mlp", 'write "mlp_out" with layers=7'),
+        ("transformer.h.2.attn", 'write "attn_out" with layers=2'),
+        ("resid_pots", 'did you mean "resid_post"?'),
+        ("hook_z", "there are resid_pre, "),
+        ("q_proj", "there are resid_pre, "),
+    ],
+)
+def test_a_point_by_the_name_of_another_library_is_answered_with_ours(name, advice):
+    assert advice in message_of(lambda: rheostat.Capture(name, 3))
+
+
+@pytest.mark.parametrize("factor", ["a", None, [1]])
+def test_a_dose_that_is_no_number_is_refused_as_it_is_written(factor):
+    for dose in (lambda: JOY * factor, lambda: factor * JOY, lambda: JOY / factor):
+        assert message_of(dose) == f"a dose is a number, not {factor!r}"
+    assert message_of(lambda: JOY / 0) == "a dose cannot be divided by 0"
+
+
+@pytest.mark.parametrize(("norms", "warns"), [([0, 0], True), ([0, 1], False)])
+def test_a_derived_vector_that_is_zero_is_warned_of(client, server, caplog, norms, warns):
+    answer = steering_service_pb2.DeriveVectorsResponse()
+    vector = answer.vectors.add(point="POINT_RESID_POST", digest=bytes(32), name="joy")
+    for layer, norm in enumerate(norms, 2):
+        vector.rows.add(layer=layer, norm=norm, stream_norm=8)
+    server.on("DeriveVectors", answer)
+    with caplog.at_level(logging.WARNING, "rheostat"):
+        client.run(
+            lambda engine: engine.vectors.derive(["a"], ["a"], points="resid_post", layers=[2, 3])
+        )
+    told = "the two sets do not differ at resid_post 2-3: the vector is zero and steers nothing"
+    assert [one.getMessage() for one in caplog.records] == ([told] if warns else [])

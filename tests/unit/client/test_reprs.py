@@ -1,0 +1,54 @@
+"""What lists of results look like in a notebook: a line each, not a wall."""
+
+from datetime import UTC, datetime
+
+import rheostat
+from rheostat import Point, Site
+from rheostat._model import read_model, read_stats
+from rheostat._proto.v1 import engine_service_pb2
+
+AT = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
+SITES = tuple(Site(Point.RESID_POST, layer) for layer in range(6))
+
+
+def test_a_run_is_a_line():
+    run = rheostat.RunInfo(
+        "clean", SITES, (range(8),), tuple(range(8)), 24_576, AT, AT, {"team": "red"}
+    )
+    assert repr([run]) == (
+        "[RunInfo('clean', resid_post 0-5, positions 0-7, 24576 bytes, "
+        "leased until 2026-03-04 05:06:07 UTC)]"
+    )
+
+
+def test_a_listed_vector_is_a_line():
+    joy = rheostat.Vector("ab" * 32, "joy", (1, 128), "float32", (Point.RESID_POST,), (3,))
+    info = rheostat.VectorInfo(joy, "of two sets", AT, 2)
+    assert repr(info) == (
+        "VectorInfo('joy', abababababab, float32 [1, 128], resid_post 3, 2 users, 'of two sets')"
+    )
+    bare = rheostat.VectorInfo(rheostat.Vector("ab" * 32, None, (6, 128), "bfloat16"), "", AT, 0)
+    assert repr(bare) == "VectorInfo(None, abababababab, bfloat16 [6, 128])"
+
+
+def test_a_receipt_is_a_line_and_prints_as_more():
+    receipt = rheostat.Receipt("r1", 4, 16)
+    assert repr(receipt) == "Receipt('r1', 4 + 16 tokens)"
+    done = rheostat.AppliedIntervention("request", 0, "add", (), (), ())
+    captured = rheostat.CaptureReceipt(0, ())
+    more = rheostat.Receipt("r1", 4, 16, (done, done), (captured,))
+    assert repr(more) == "Receipt('r1', 4 + 16 tokens, 2 interventions, 1 capture)"
+
+
+def test_counters_are_a_line_and_print_one_by_one():
+    stats = read_stats(engine_service_pb2.GetStatsResponse(running=1, waiting=2, leaked=3))
+    assert repr(stats) == "Stats(1 running, 2 waiting, 0 completed, 0 failed, up 0 s, 3 LEAKED)"
+    lines = str(stats).splitlines()
+    assert lines[:2] == ["running: 1", "waiting: 2"]
+    assert "leaked: 3" in lines
+
+
+def test_a_model_is_a_line_and_prints_as_more():
+    model = read_model(engine_service_pb2.GetModelResponse(model="demo", layers=6, width=128))
+    assert repr(model) == "ModelInfo('demo', 6 layers, width 128)"
+    assert len(str(model).splitlines()) > 3
