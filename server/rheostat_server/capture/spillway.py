@@ -155,7 +155,9 @@ class Spill:
                 self._failure = None
         if item is not None:
             self.memory -= _size(item)
-        if not self.holds:
+        if isinstance(item, End):  # nothing of this tap follows
+            self._taps.pop(self._numbers.pop(item.tap, 0), None)
+        if not self.holds:  # taps that were discarded have no end
             self._taps.clear()
             self._numbers.clear()
         if not self._back and self._written:

@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import gc
 import random
+import weakref
 from collections import defaultdict
 from pathlib import Path
 
@@ -149,6 +151,30 @@ async def test_what_the_disk_did_not_take_still_comes_in_its_place(
     watched.end(third, 3)
     await watched.drain(3)
     assert watched.given["c"] == [0, 1, 2]
+    watched.spool.close()
+
+
+async def test_a_request_that_has_left_is_forgotten_while_others_wait(tmp_path: Path) -> None:
+    """The reader is always behind, so the disk is never empty."""
+    watched = Watched(tmp_path)
+    left: list[weakref.ref[Tap]] = []
+    for number in range(40):
+        tap = watched.tap(f"r{number}")
+        left.append(weakref.ref(tap))
+        watched.feed(tap, 0, 12)
+        watched.end(tap, 12)
+        del tap
+        await until(lambda: watched.reservoir.used <= watched.reservoir.limit)
+        while len(watched.ended) < number - 10:
+            if not watched.read(1):
+                await asyncio.wait_for(watched.reservoir.news.wait(), 10)
+    assert watched.reservoir.spill.holds
+    gc.collect()
+    ended = len(watched.ended) - 1  # the last one may be at hand
+    assert ended >= 25
+    assert [ref() for ref in left[:ended]] == [None] * ended
+    watched.reservoir.close()
+    await until(lambda: files(tmp_path) == [])
     watched.spool.close()
 
 
