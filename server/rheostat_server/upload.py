@@ -38,7 +38,7 @@ _PATIENCE = 1.0
 
 _RETRY = 1.0
 
-Messages = AsyncIterator[steering_service_pb2.PutVectorsRequest]
+Messages = AsyncIterator[steering_service_pb2.PutVectorRequest]
 
 
 class Upload(NamedTuple):
@@ -140,7 +140,7 @@ async def _read_on(messages: Messages) -> None:
                     return
 
 
-def _part(message: steering_service_pb2.PutVectorsRequest) -> str:
+def _part(message: steering_service_pb2.PutVectorRequest) -> str:
     return checks.required(message.WhichOneof("part"), "", "header and chunk")
 
 

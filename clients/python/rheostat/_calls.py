@@ -243,7 +243,7 @@ def put_vector(
     description: str | None,
     dtype: Element | None,
     progress: Progress | None,
-) -> Upload[steering_service_pb2.PutVectorsResponse, Vector]:
+) -> Upload[steering_service_pb2.PutVectorResponse, Vector]:
     """Store a vector."""
     at_points, at_layers = defaults(points, layers)
     if isinstance(array, Vector):
@@ -271,9 +271,9 @@ def put_vector(
         description=description or "",
     )  # fmt: skip
     return Upload(
-        "/rheostat.v1.SteeringService/PutVectors",
+        "/rheostat.v1.SteeringService/PutVector",
         Pieces(header, data, progress),
-        steering_service_pb2.PutVectorsResponse,
+        steering_service_pb2.PutVectorResponse,
         lambda _: vector,
     )
 
@@ -281,21 +281,21 @@ def put_vector(
 @builds_message
 def get_vector(
     name: str | None, digest: str | None
-) -> Download[steering_service_pb2.GetVectorsResponse, None, Vector]:
+) -> Download[steering_service_pb2.GetVectorResponse, None, Vector]:
     """Fetch a vector by name or digest."""
     if name is not None and digest is not None:
         raise invalid("digest", "a vector is fetched by its name or by its digest, not by both")
     if name is None and digest is None:
         raise invalid("name", "say which vector: its name or its digest", "REASON_MISSING_FIELD")
-    request = steering_service_pb2.GetVectorsRequest()
+    request = steering_service_pb2.GetVectorRequest()
     if digest is not None:
         request.digest = vector_digest(digest)
     if name is not None:
         request.name = vector_name(name)
     return Download(
-        "/rheostat.v1.SteeringService/GetVectors",
+        "/rheostat.v1.SteeringService/GetVector",
         request,
-        steering_service_pb2.GetVectorsResponse,
+        steering_service_pb2.GetVectorResponse,
         DownloadFold,
     )
 

@@ -259,14 +259,14 @@ def _read_divergence(message: generation_pb2.Divergence) -> Divergence:
 
 
 class DownloadFold:
-    """From `GetVectorsResponse` messages to a `Vector` that holds its numbers."""
+    """From `GetVectorResponse` messages to a `Vector` that holds its numbers."""
 
     def __init__(self) -> None:
         """An empty one."""
         self._info: steering_service_pb2.VectorInfo | None = None
         self._chunks: list[bytes] = []
 
-    def feed(self, message: steering_service_pb2.GetVectorsResponse) -> list[None]:
+    def feed(self, message: steering_service_pb2.GetVectorResponse) -> list[None]:
         """Take the next piece."""
         if message.WhichOneof("part") == "info":
             self._info = message.info

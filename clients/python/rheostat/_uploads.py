@@ -57,7 +57,7 @@ class Pieces:
 
 def _messages(
     header: steering_service_pb2.VectorHeader, data: VectorData
-) -> Iterator[steering_service_pb2.PutVectorsRequest]:
-    yield steering_service_pb2.PutVectorsRequest(header=header)
+) -> Iterator[steering_service_pb2.PutVectorRequest]:
+    yield steering_service_pb2.PutVectorRequest(header=header)
     for start in range(0, len(data.data), _CHUNK):
-        yield steering_service_pb2.PutVectorsRequest(chunk=data.data[start : start + _CHUNK])
+        yield steering_service_pb2.PutVectorRequest(chunk=data.data[start : start + _CHUNK])

@@ -35,11 +35,11 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self._derivations = Derivations()
         self._uploads = Uploads()
 
-    async def PutVectors(
+    async def PutVector(
         self,
-        request_iterator: AsyncIterator[steering_service_pb2.PutVectorsRequest],
+        request_iterator: AsyncIterator[steering_service_pb2.PutVectorRequest],
         context: Context,
-    ) -> steering_service_pb2.PutVectorsResponse:
+    ) -> steering_service_pb2.PutVectorResponse:
         """Stores one vector."""
         host = self._readiness.host()
         arriving = self._uploads.receive(request_iterator, host.sites.width, host.store.capacity)
@@ -65,9 +65,9 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
             capacity_bytes=store.capacity,
         )
 
-    async def GetVectors(
-        self, request: steering_service_pb2.GetVectorsRequest, context: Context
-    ) -> AsyncGenerator[steering_service_pb2.GetVectorsResponse, None]:
+    async def GetVector(
+        self, request: steering_service_pb2.GetVectorRequest, context: Context
+    ) -> AsyncGenerator[steering_service_pb2.GetVectorResponse, None]:
         """One vector: a header, then chunks."""
         store = self._readiness.host().store
         kind = checks.required(request.WhichOneof("ref"), "", "digest and name")
@@ -78,10 +78,10 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         elif len(digest) != hashlib.sha256().digest_size:
             raise InvalidValue("a digest has 32 bytes", field="digest")
         entry = store.entry(name, digest, kind)
-        yield _pb.GetVectorsResponse(info=_info(entry))
+        yield _pb.GetVectorResponse(info=_info(entry))
         data = entry.vector.data
         for start in range(0, len(data), CHUNK_BYTES):
-            yield _pb.GetVectorsResponse(chunk=data[start : start + CHUNK_BYTES])
+            yield _pb.GetVectorResponse(chunk=data[start : start + CHUNK_BYTES])
 
     async def DeleteName(
         self, request: steering_service_pb2.DeleteNameRequest, context: Context
@@ -117,15 +117,15 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         return response
 
 
-async def _store(upload: Upload, host: EngineHost) -> steering_service_pb2.PutVectorsResponse:
+async def _store(upload: Upload, host: EngineHost) -> steering_service_pb2.PutVectorResponse:
     header, vector = upload
     if not header.name:
         existed = await host.keeper.put(vector)
-        return _pb.PutVectorsResponse(digest=vector.digest, existed=existed)
+        return _pb.PutVectorResponse(digest=vector.digest, existed=existed)
     sites = header.sites if header.HasField("sites") else None
     label = Name(vector.digest, header.description, sites)
     result = await host.keeper.put_named(vector, header.name, label)
-    return _pb.PutVectorsResponse(
+    return _pb.PutVectorResponse(
         digest=vector.digest, existed=result.existed, previous_digest=result.previous
     )
 

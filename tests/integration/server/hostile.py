@@ -24,8 +24,8 @@ GENERATE = "GenerationService/Generate"
 EXPLAIN = "GenerationService/Explain"
 SESSION = "GenerationService/Session"
 SET_GLOBAL = "SteeringService/SetGlobal"
-PUT = "SteeringService/PutVectors"
-GET = "SteeringService/GetVectors"
+PUT = "SteeringService/PutVector"
+GET = "SteeringService/GetVector"
 LIST = "SteeringService/ListVectors"
 DERIVE = "SteeringService/DeriveVectors"
 DELETE = "SteeringService/DeleteName"
@@ -150,7 +150,7 @@ class _Sound:
             PUT: lambda: self._upload(rng),
             DERIVE: lambda: [self._contrast(rng)],
             DELETE: lambda: [service.DeleteNameRequest(name=rng.choice(NAMES))],
-            GET: lambda: [service.GetVectorsRequest(name=rng.choice(NAMES))],
+            GET: lambda: [service.GetVectorRequest(name=rng.choice(NAMES))],
             LIST: lambda: [service.ListVectorsRequest(page_size=rng.choice(_NUMBERS))],
         }
         return makers[method]()
@@ -188,7 +188,7 @@ class _Sound:
 
     def _upload(self, rng: random.Random) -> list[Message]:
         rows = (_ROW * rng.choice([1.0, 2.0, -1.0])).repeat(rng.choice([1, 1, 6]), axis=0)
-        kind = steering_service_pb2.PutVectorsRequest
+        kind = steering_service_pb2.PutVectorRequest
         first = kind()
         first.header.dtype = 1  # type: ignore[assignment]  # DTYPE_FLOAT32
         first.header.shape.extend(rows.shape)

@@ -130,20 +130,20 @@ def test_a_message_that_is_too_large(engine: rheostat.Engine) -> None:
     assert isinstance(error, rheostat.ResourceExhausted | rheostat.InvalidRequest)
 
 
-def upload(server: Server, *parts: steering_service_pb2.PutVectorsRequest) -> grpc.RpcError:
+def upload(server: Server, *parts: steering_service_pb2.PutVectorRequest) -> grpc.RpcError:
     """The error that an upload ends with."""
 
-    def send() -> Iterator[steering_service_pb2.PutVectorsRequest]:
+    def send() -> Iterator[steering_service_pb2.PutVectorRequest]:
         yield from parts
 
     with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as caught:
-        steering_service_pb2_grpc.SteeringServiceStub(channel).PutVectors(send())
+        steering_service_pb2_grpc.SteeringServiceStub(channel).PutVector(send())
     return caught.value
 
 
-def header(**fields: object) -> steering_service_pb2.PutVectorsRequest:
+def header(**fields: object) -> steering_service_pb2.PutVectorRequest:
     """The first message of an upload."""
-    request = steering_service_pb2.PutVectorsRequest()
+    request = steering_service_pb2.PutVectorRequest()
     request.header.dtype = tensor_pb2.DTYPE_FLOAT32
     request.header.shape.extend([1, WIDTH])
     request.header.total_bytes = GOOD.nbytes
@@ -154,14 +154,14 @@ def header(**fields: object) -> steering_service_pb2.PutVectorsRequest:
 
 def test_an_upload_that_stops_too_early(server: Server, engine: rheostat.Engine) -> None:
     before = engine.stats().vectors
-    half = steering_service_pb2.PutVectorsRequest(chunk=GOOD.tobytes()[:100])
+    half = steering_service_pb2.PutVectorRequest(chunk=GOOD.tobytes()[:100])
     assert upload(server, header(), half).code() is grpc.StatusCode.INVALID_ARGUMENT
     assert engine.stats().vectors == before
 
 
 def test_an_upload_whose_digest_is_wrong(server: Server, engine: rheostat.Engine) -> None:
     before = engine.stats().vectors
-    whole = steering_service_pb2.PutVectorsRequest(chunk=GOOD.tobytes())
+    whole = steering_service_pb2.PutVectorRequest(chunk=GOOD.tobytes())
     wrong = header(digest=hashlib.sha256(b"something else").digest())
     error = upload(server, wrong, whole)
     assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS)

@@ -54,7 +54,7 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
 """What is called, with what, and a field of the answer."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "SteeringService/GetVectors": ({"name": "nobody"}, "not_found"),
+    "SteeringService/GetVector": ({"name": "nobody"}, "not_found"),
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
     "CaptureService/GetArtifacts": ({"requestId": "nobody"}, "not_found"),
     "PatchService/CaptureRun": ({}, "failed_precondition"),

@@ -138,7 +138,7 @@ def test_vectors_go_from_file_to_server_and_back(server, capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     array = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
     np.save("tone.npy", array)
-    server.on("PutVectors", steering_service_pb2.PutVectorsResponse())
+    server.on("PutVector", steering_service_pb2.PutVectorResponse())
     server.on("ListVectors", steering_service_pb2.ListVectorsResponse())
     server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layers=8))
     line = ["vectors", "put", "tone.npy", "--points", "resid_mid", "--layers", "4,6"]
@@ -152,16 +152,16 @@ def test_vectors_go_from_file_to_server_and_back(server, capsys, tmp_path, monke
         digest=header.digest, name="my/tone", dtype="DTYPE_FLOAT32", shape=[2, 2]
     )
     parts = [
-        steering_service_pb2.GetVectorsResponse(info=stored),
-        steering_service_pb2.GetVectorsResponse(chunk=array.tobytes()),
+        steering_service_pb2.GetVectorResponse(info=stored),
+        steering_service_pb2.GetVectorResponse(chunk=array.tobytes()),
     ]
-    server.on("GetVectors", parts)
+    server.on("GetVector", parts)
     (tmp_path / "tone.npy").unlink()
     assert main(["vectors", "get", "my/tone", "--target", server.target]) == 0
     assert capsys.readouterr().out == "tone.npy  float32 [2, 2]\n"
     assert np.array_equal(np.load("tone.npy"), array)
     assert main(["vectors", "get", digest, "--out", "b.npy", "--target", server.target]) == 0
-    assert server.asked[-1] == steering_service_pb2.GetVectorsRequest(digest=header.digest)
+    assert server.asked[-1] == steering_service_pb2.GetVectorRequest(digest=header.digest)
     assert main(["vectors", "get", digest, "--out", "bare", "--target", server.target]) == 0
     assert np.array_equal(np.load("bare"), array)
     assert capsys.readouterr().out.endswith("bare  float32 [2, 2]\n")

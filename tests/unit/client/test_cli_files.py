@@ -27,15 +27,15 @@ def serve(server, **fields: object) -> None:
     info = pb.VectorInfo(
         digest=bytes.fromhex(joy().digest), dtype="DTYPE_FLOAT32", shape=[2, 2], **fields
     )
-    data = pb.GetVectorsResponse(chunk=ROWS.tobytes())
-    server.on("GetVectors", [pb.GetVectorsResponse(info=info), data])
+    data = pb.GetVectorResponse(chunk=ROWS.tobytes())
+    server.on("GetVector", [pb.GetVectorResponse(info=info), data])
 
 
 def takes_vectors(server, listed: pb.ListVectorsResponse | None = None) -> None:
     """Script what storing a vector asks."""
     server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layers=8))
     server.on("ListVectors", listed or pb.ListVectorsResponse())
-    server.on("PutVectors", pb.PutVectorsResponse())
+    server.on("PutVector", pb.PutVectorResponse())
 
 
 def test_import_stores_what_the_file_says(server, capsys, tmp_path):
@@ -89,7 +89,7 @@ def test_export_writes_what_the_server_says(server, capsys, tmp_path, suffix):
     assert capsys.readouterr().out == f"{path}  float32 [2, 2]\n"
     found = rheostat.load_vector(path)
     assert (found, found.description) == (joy(), "glad")
-    assert server.asked == [pb.GetVectorsRequest(name="tone/joy")]
+    assert server.asked == [pb.GetVectorRequest(name="tone/joy")]
 
 
 def test_export_by_digest_may_be_told_where_it_acts(server, tmp_path):
@@ -219,8 +219,8 @@ def test_one_row_for_all_layers_is_exported_for_some(server, tmp_path):
         digest=bytes.fromhex(one.digest), name="joy", dtype="DTYPE_FLOAT32", shape=[1, 2],
         sites=site_set(joy().points, "all"),
     )  # fmt: skip
-    data = pb.GetVectorsResponse(chunk=ROWS[0].tobytes())
-    server.on("GetVectors", [pb.GetVectorsResponse(info=info), data])
+    data = pb.GetVectorResponse(chunk=ROWS[0].tobytes())
+    server.on("GetVector", [pb.GetVectorResponse(info=info), data])
     path = tmp_path / "x.npz"
     line = ["vectors", "export", "joy", str(path), "--layers", "2-3", "--target", server.target]
     assert main(line) == 0

@@ -78,8 +78,8 @@ def test_a_vector_is_named_by_the_beginning_of_its_digest_too(server, typed, mea
 def test_a_vector_is_fetched_by_the_beginning_of_its_digest(server, tmp_path, action):
     glad = rheostat.inline([1.0, 2.0])
     info = pb.VectorInfo(digest=bytes.fromhex(glad.digest), dtype="DTYPE_FLOAT32", shape=[1, 2])
-    chunk = pb.GetVectorsResponse(chunk=glad.values.tobytes())
-    server.on("GetVectors", [pb.GetVectorsResponse(info=info), chunk])
+    chunk = pb.GetVectorResponse(chunk=glad.values.tobytes())
+    server.on("GetVector", [pb.GetVectorResponse(info=info), chunk])
     listed = pb.ListVectorsResponse(vectors=[*STORED.vectors, info])
     listed.vectors[-1].name = "glad"
     listed.vectors[-1].sites.CopyFrom(STORED.vectors[0].sites)
@@ -88,7 +88,7 @@ def test_a_vector_is_fetched_by_the_beginning_of_its_digest(server, tmp_path, ac
     where = ["--out", str(path)] if action == "get" else [str(path)]
     line = ["vectors", action, glad.digest[:8], *where, "--target", server.target]
     assert main(line) == 0
-    assert server.asked[-1] == pb.GetVectorsRequest(digest=info.digest)
+    assert server.asked[-1] == pb.GetVectorRequest(digest=info.digest)
     if action == "export":
         found = rheostat.load_vector(path)
         assert (found.name, found.points, found.layers) == ("glad", ("resid_post",), (3,))
@@ -124,7 +124,7 @@ def test_a_name_that_the_server_does_not_know_points_to_the_list(server, capsys,
     unknown = refusal.of(
         grpc.StatusCode.NOT_FOUND, 'no vector has the name "jooy"', "REASON_NAME_NOT_FOUND"
     )
-    server.on("GetVectors", [unknown])
+    server.on("GetVector", [unknown])
     assert main(["vectors", "get", "jooy", "--target", server.target]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         'rheostat: no vector has the name "jooy" [REASON_NAME_NOT_FOUND]; '

@@ -31,8 +31,8 @@ class Stall:
 
 CALLS = {
     "model": ("GetModel", lambda engine: engine.model()),
-    "put": ("PutVectors", lambda engine: engine.vectors.put(np.ones(2))),
-    "get": ("GetVectors", lambda engine: engine.vectors.get("joy")),
+    "put": ("PutVector", lambda engine: engine.vectors.put(np.ones(2))),
+    "get": ("GetVector", lambda engine: engine.vectors.get("joy")),
     "generate": ("Generate", lambda engine: engine.generate("x")),
 }
 
@@ -81,7 +81,7 @@ def test_what_progress_raises_comes_out_as_it_is(client, server):
         raise mine
 
     mine = KeyError("mine")
-    server.on("PutVectors", steering_service_pb2.PutVectorsResponse())
+    server.on("PutVector", steering_service_pb2.PutVectorResponse())
     with pytest.raises(KeyError) as raised:
         client.run(lambda engine: engine.vectors.put(np.ones(2), progress=progress))
     assert raised.value is mine
@@ -90,8 +90,8 @@ def test_what_progress_raises_comes_out_as_it_is(client, server):
 @pytest.mark.parametrize(
     ("use", "rpc", "limited"),
     [
-        (lambda engine: engine.vectors.put(np.ones(2)), "PutVectors", True),
-        (lambda engine: engine.vectors.get("joy"), "GetVectors", True),
+        (lambda engine: engine.vectors.put(np.ones(2)), "PutVector", True),
+        (lambda engine: engine.vectors.get("joy"), "GetVector", True),
         (lambda engine: engine.tokenize("x"), "Tokenize", True),
         (lambda engine: engine.generate("x"), "Generate", False),
     ],
@@ -102,7 +102,7 @@ def test_the_clients_timeout_holds_for_calls_that_run_no_prompt(
     def answer(_request: object, context: grpc.ServicerContext) -> object:
         left.append(context.time_remaining())
         end = refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-        return end if rpc in ("PutVectors", "Tokenize") else [end]
+        return end if rpc in ("PutVector", "Tokenize") else [end]
 
     left = []
     server.on(rpc, answer)
@@ -114,8 +114,8 @@ def test_the_clients_timeout_holds_for_calls_that_run_no_prompt(
 
 def test_a_call_has_its_own_timeout_where_it_is_given_one(client, server, refusal):
     passed = refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-    server.on("PutVectors", passed)
-    server.on("GetVectors", [passed])
+    server.on("PutVector", passed)
+    server.on("GetVector", [passed])
     for use in (
         lambda engine: engine.vectors.put(np.ones(2), timeout=70),
         lambda engine: engine.vectors.get("joy", timeout=70),

@@ -134,12 +134,12 @@ def toy(server):
         headers = [one.header for one in server.asked if hasattr(one, "header")]
         digest = next(header.digest for header in headers if header.digest)
         toy.vectors[digest] = np.frombuffer(request.chunk, "<f4")
-        return steering_service_pb2.PutVectorsResponse()
+        return steering_service_pb2.PutVectorResponse()
 
     server.on("Check", health_pb2.HealthCheckResponse(status=1))
     server.on("GetModel", toy.on_model)
     server.on("Tokenize", toy.on_tokenize)
-    server.on("PutVectors", put)
+    server.on("PutVector", put)
     server.on("Generate", toy.on_generate)
     return toy
 

@@ -284,7 +284,7 @@ def test_a_missing_library_names_what_to_install(tmp_path, monkeypatch, suffix, 
 def test_a_loaded_vector_is_put_with_all_that_its_file_says(client, server, tmp_path):
     rheostat.save_vector(tmp_path / "joy.npz", vector("bfloat16"))
     loaded = rheostat.load_vector(tmp_path / "joy.npz")
-    server.on("PutVectors", pb.PutVectorsResponse())
+    server.on("PutVector", pb.PutVectorResponse())
     stored = client.run(lambda engine: engine.vectors.put(loaded))
     header, chunk = server.asked
     expected = text_format.Parse(
@@ -293,7 +293,7 @@ def test_a_loaded_vector_is_put_with_all_that_its_file_says(client, server, tmp_
              description: "glad, ünï"
              sites { points: POINT_RESID_POST range { start: 2 stop: 4 } }
            }""",
-        pb.PutVectorsRequest(),
+        pb.PutVectorRequest(),
     )
     expected.header.digest = bytes.fromhex(loaded.digest)
     assert (header, chunk.chunk) == (expected, BITS.astype("<u2").tobytes())
@@ -302,7 +302,7 @@ def test_a_loaded_vector_is_put_with_all_that_its_file_says(client, server, tmp_
 
 
 def test_what_put_is_told_goes_before_what_the_file_says(client, server, tmp_path):
-    server.on("PutVectors", pb.PutVectorsResponse())
+    server.on("PutVector", pb.PutVectorResponse())
     client.run(
         lambda engine: engine.vectors.put(
             vector("float16"), name="b", description="", points="mlp_out", layers=[1, 3],
@@ -326,5 +326,5 @@ def test_a_fetched_vector_keeps_its_description(client, server):
         digest=bytes.fromhex(rheostat.inline(VALUES).digest), name="joy", dtype="DTYPE_FLOAT32",
         shape=[2, 3], description="glad",
     )  # fmt: skip
-    server.on("GetVectors", [pb.GetVectorsResponse(info=stored), pb.GetVectorsResponse(chunk=data)])
+    server.on("GetVector", [pb.GetVectorResponse(info=stored), pb.GetVectorResponse(chunk=data)])
     assert client.run(lambda engine: engine.vectors.get("joy")).description == "glad"

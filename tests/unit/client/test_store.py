@@ -28,7 +28,7 @@ def info(text: str) -> pb.VectorInfo:
 def test_put_sends_a_header_and_chunks_of_a_mebibyte_and_tells_how_far_it_is(client, server):
     array = np.arange(3 * 200_000, dtype=np.float32).reshape(3, 200_000)
     digest = digest_of(array)
-    server.on("PutVectors", pb.PutVectorsResponse(digest=digest))
+    server.on("PutVector", pb.PutVectorResponse(digest=digest))
     told = []
     vector = client.run(
         lambda engine: engine.vectors.put(
@@ -47,7 +47,7 @@ def test_put_sends_a_header_and_chunks_of_a_mebibyte_and_tells_how_far_it_is(cli
              description: "joyful"
              sites { points: POINT_RESID_POST range { start: 2 stop: 5 } }
            }""",
-        pb.PutVectorsRequest(),
+        pb.PutVectorRequest(),
     )
     expected.header.digest = digest
     assert header == expected
@@ -61,23 +61,23 @@ def test_put_sends_a_header_and_chunks_of_a_mebibyte_and_tells_how_far_it_is(cli
 
 def test_one_row_without_name_or_sites_is_enough(client, server):
     array = np.ones(4, np.float16)
-    server.on("PutVectors", pb.PutVectorsResponse())
+    server.on("PutVector", pb.PutVectorResponse())
     vector = client.run(lambda engine: engine.vectors.put(array))
     digest = digest_of(array[None, :])
     assert server.asked == [
-        pb.PutVectorsRequest(
+        pb.PutVectorRequest(
             header=pb.VectorHeader(
                 dtype="DTYPE_FLOAT16", shape=[1, 4], digest=digest, total_bytes=8
             )
         ),
-        pb.PutVectorsRequest(chunk=array.tobytes()),
+        pb.PutVectorRequest(chunk=array.tobytes()),
     ]
     assert vector == rheostat.Vector(digest.hex(), None, (1, 4), "float16")
 
 
 def test_a_refused_upload_raises_its_reason(client, server, refusal):
     server.on(
-        "PutVectors",
+        "PutVector",
         refusal.of(grpc.StatusCode.INVALID_ARGUMENT, "width", "REASON_VECTOR_SHAPE", expected="8"),
     )
     with pytest.raises(rheostat.InvalidRequest) as raised:
@@ -102,15 +102,15 @@ def test_get_brings_the_numbers_back(client, server):
     stored.sites.points.append("POINT_RESID_MID")
     stored.sites.list.layers.extend([5, 1])
     server.on(
-        "GetVectors",
+        "GetVector",
         [
-            pb.GetVectorsResponse(info=stored),
-            pb.GetVectorsResponse(chunk=bits.tobytes()[:3]),
-            pb.GetVectorsResponse(chunk=bits.tobytes()[3:]),
+            pb.GetVectorResponse(info=stored),
+            pb.GetVectorResponse(chunk=bits.tobytes()[:3]),
+            pb.GetVectorResponse(chunk=bits.tobytes()[3:]),
         ],
     )
     vector = client.run(lambda engine: engine.vectors.get("joy"))
-    assert server.asked == [pb.GetVectorsRequest(name="joy")]
+    assert server.asked == [pb.GetVectorRequest(name="joy")]
     assert vector == rheostat.Vector(
         digest.hex(), "joy", (2, 2), "bfloat16", (Point.RESID_MID,), (1, 5)
     )
@@ -121,11 +121,11 @@ def test_get_by_digest_asks_for_the_digest(client, server):
     array = np.ones((1, 2), np.float32)
     stored = pb.VectorInfo(digest=digest_of(array), dtype="DTYPE_FLOAT32", shape=[1, 2])
     server.on(
-        "GetVectors",
-        [pb.GetVectorsResponse(info=stored), pb.GetVectorsResponse(chunk=array.tobytes())],
+        "GetVector",
+        [pb.GetVectorResponse(info=stored), pb.GetVectorResponse(chunk=array.tobytes())],
     )
     vector = client.run(lambda engine: engine.vectors.get(digest=digest_of(array).hex()))
-    assert server.asked == [pb.GetVectorsRequest(digest=digest_of(array))]
+    assert server.asked == [pb.GetVectorRequest(digest=digest_of(array))]
     assert vector.values.tolist() == [[1.0, 1.0]]
     with pytest.raises(rheostat.InvalidRequest):
         client.run(lambda engine: engine.vectors.get(digest="abc"))
@@ -133,8 +133,8 @@ def test_get_by_digest_asks_for_the_digest(client, server):
 
 def test_bytes_that_do_not_have_their_digest_are_data_loss(client, server):
     stored = pb.VectorInfo(digest=b"\1" * 32, name="joy", dtype="DTYPE_FLOAT32", shape=[1, 1])
-    chunk = pb.GetVectorsResponse(chunk=b"\0\0\0\0")
-    server.on("GetVectors", [pb.GetVectorsResponse(info=stored), chunk])
+    chunk = pb.GetVectorResponse(chunk=b"\0\0\0\0")
+    server.on("GetVector", [pb.GetVectorResponse(info=stored), chunk])
     with pytest.raises(rheostat.DataLoss) as raised:
         client.run(lambda engine: engine.vectors.get("joy"))
     assert raised.value.message == "the bytes that came are not those of joy"

@@ -75,7 +75,7 @@ def row(point: Point, layer: int, *tokens: int) -> np.ndarray:
 
 
 async def stored(running, **ref: object) -> tuple[steering_service_pb2.VectorInfo, np.ndarray]:
-    call = running.client.steering.GetVectors(pb.GetVectorsRequest(**ref))
+    call = running.client.steering.GetVector(pb.GetVectorRequest(**ref))
     parts = [part async for part in call]
     data = b"".join(part.chunk for part in parts[1:])
     return parts[0].info, np.frombuffer(data, "<f4").reshape(tuple(parts[0].info.shape))

@@ -31,11 +31,11 @@ async def test_an_upload_is_stored_named_and_sent_back(running) -> None:
     sites = site_set(POST, layers=[0, 1])
     first = header(2, name="joy", description="glad", sites=sites, digest=digest(data, 2))
     answer = await put(running.client, first, chunk(data[:5]), chunk(data[5:]))
-    assert answer == steering.PutVectorsResponse(digest=digest(data, 2))
+    assert answer == steering.PutVectorResponse(digest=digest(data, 2))
     for ref in ({"name": "joy"}, {"digest": digest(data, 2)}):
         parts = [
             part
-            async for part in running.client.steering.GetVectors(steering.GetVectorsRequest(**ref))
+            async for part in running.client.steering.GetVector(steering.GetVectorRequest(**ref))
         ]
         info = parts[0].info
         assert (info.digest, info.dtype, list(info.shape)) == (
@@ -52,9 +52,9 @@ async def test_an_upload_twice_is_one_vector_and_a_name_moves(running) -> None:
     one, two = values(1.0), values(2.0)
     await put(running.client, header(name="joy"), chunk(one))
     again = await put(running.client, header(name="joy"), chunk(one))
-    assert again == steering.PutVectorsResponse(digest=digest(one), existed=True)
+    assert again == steering.PutVectorResponse(digest=digest(one), existed=True)
     moved = await put(running.client, header(name="joy"), chunk(two))
-    assert moved == steering.PutVectorsResponse(digest=digest(two), previous_digest=digest(one))
+    assert moved == steering.PutVectorResponse(digest=digest(two), previous_digest=digest(one))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ async def test_an_upload_twice_is_one_vector_and_a_name_moves(running) -> None:
     [
         ([], "INVALID_ARGUMENT", "TRUNCATED_UPLOAD", "header"),
         ([chunk(b"x")], "INVALID_ARGUMENT", "MISSING_FIELD", "header"),
-        ([steering.PutVectorsRequest()], "INVALID_ARGUMENT", "MISSING_FIELD", ""),
+        ([steering.PutVectorRequest()], "INVALID_ARGUMENT", "MISSING_FIELD", ""),
         ([header(), header()], "INVALID_ARGUMENT", "INVALID_VALUE", "header"),
         ([header()], "INVALID_ARGUMENT", "TRUNCATED_UPLOAD", "header.total_bytes"),
         (
@@ -180,7 +180,7 @@ async def test_what_is_kept_of_a_header_are_its_known_fields(running) -> None:
     sites = types_pb2.SiteSet.FromString(
         site_set(POST, layers=[0, 1]).SerializeToString() + unknown_field(1000)
     )
-    first = steering.PutVectorsRequest.FromString(
+    first = steering.PutVectorRequest.FromString(
         header(name="joy", sites=sites).SerializeToString() + unknown_field(1000)
     )
     assert len(first.SerializeToString()) > 2000
@@ -261,7 +261,7 @@ async def test_what_cannot_be_a_name_is_refused_as_such(running, name: str) -> N
     client = running.client.steering
     for call in (
         client.DeleteName(steering.DeleteNameRequest(name=name)),
-        client.GetVectors(steering.GetVectorsRequest(name=name)).read(),
+        client.GetVector(steering.GetVectorRequest(name=name)).read(),
     ):
         refusal = await refusal_of(call)
         assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "name")
@@ -278,6 +278,6 @@ async def test_what_cannot_be_a_name_is_refused_as_such(running, name: str) -> N
 )
 async def test_a_vector_that_is_not_there_is_refused(running, ref, code, reason, field) -> None:
     refusal = await refusal_of(
-        running.client.steering.GetVectors(steering.GetVectorsRequest(**ref)).read()
+        running.client.steering.GetVector(steering.GetVectorRequest(**ref)).read()
     )
     assert refusal.brief == (Code[code], f"REASON_{reason}", field)

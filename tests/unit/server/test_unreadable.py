@@ -38,7 +38,7 @@ async def test_a_stream_of_answers_refuses_it(running) -> None:
 
 
 async def test_an_upload_refuses_it(running) -> None:
-    call = running.client.channel.stream_unary("/rheostat.v1.SteeringService/PutVectors")
+    call = running.client.channel.stream_unary("/rheostat.v1.SteeringService/PutVector")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(iter([GARBAGE]), timeout=10)
     assert Refusal.of(caught.value).brief == BRIEF

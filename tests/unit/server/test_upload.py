@@ -27,11 +27,11 @@ class Sender:
     """An upload on its way, whose messages come when the test says so."""
 
     def __init__(self, uploads: Uploads) -> None:
-        self.messages: asyncio.Queue[steering.PutVectorsRequest | None] = asyncio.Queue()
+        self.messages: asyncio.Queue[steering.PutVectorRequest | None] = asyncio.Queue()
         self.stored = asyncio.Event()
         self.receiving = asyncio.create_task(self._receive(uploads))
 
-    def send(self, *messages: steering.PutVectorsRequest | None) -> None:
+    def send(self, *messages: steering.PutVectorRequest | None) -> None:
         for message in messages:
             self.messages.put_nowait(message)
 
@@ -45,7 +45,7 @@ class Sender:
         async with uploads.receive(self._each(), WIDTH, 1 << 20):
             await self.stored.wait()
 
-    async def _each(self) -> AsyncIterator[steering.PutVectorsRequest]:
+    async def _each(self) -> AsyncIterator[steering.PutVectorRequest]:
         while (message := await self.messages.get()) is not None:
             yield message
 
@@ -125,8 +125,7 @@ def test_what_is_kept_of_a_header_keeps_nothing_of_its_message() -> None:
     gc.collect()
     before = resident_mib()
     kept = [
-        upload._detached(steering.PutVectorsRequest.FromString(data).header).sites
-        for _ in range(64)
+        upload._detached(steering.PutVectorRequest.FromString(data).header).sites for _ in range(64)
     ]
     assert kept == [sites] * 64
     assert resident_mib() - before < 64

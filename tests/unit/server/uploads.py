@@ -23,18 +23,18 @@ async def refusal_of(call) -> Refusal:
     return Refusal.of(caught.value)
 
 
-def header(rows: int = 1, **fields: object) -> steering.PutVectorsRequest:
+def header(rows: int = 1, **fields: object) -> steering.PutVectorRequest:
     values = {
         "dtype": tensor_pb2.DTYPE_FLOAT32,
         "shape": [rows, WIDTH],
         "total_bytes": rows * WIDTH * 4,
         **fields,
     }
-    return steering.PutVectorsRequest(header=steering.VectorHeader(**values))
+    return steering.PutVectorRequest(header=steering.VectorHeader(**values))
 
 
-def chunk(data: bytes) -> steering.PutVectorsRequest:
-    return steering.PutVectorsRequest(chunk=data)
+def chunk(data: bytes) -> steering.PutVectorRequest:
+    return steering.PutVectorRequest(chunk=data)
 
 
 def values(value: float = 1.0, rows: int = 1) -> bytes:
@@ -46,8 +46,8 @@ def digest(data: bytes, rows: int = 1) -> bytes:
     return hashlib.sha256(head + data).digest()
 
 
-async def put(client, *messages: steering.PutVectorsRequest) -> steering.PutVectorsResponse:
-    return await client.steering.PutVectors(iter(messages))
+async def put(client, *messages: steering.PutVectorRequest) -> steering.PutVectorResponse:
+    return await client.steering.PutVector(iter(messages))
 
 
 def unknown_field(size: int) -> bytes:

@@ -347,7 +347,7 @@ class Limits(_message.Message):
     itself refuses it, the same code without details.
     """
     vector_bytes: _builtins.int
-    """Largest vector in PutVectors, in bytes."""
+    """Largest vector in PutVector, in bytes."""
     inline_vector_bytes: _builtins.int
     """Largest inline vector in a request, in bytes."""
     samples: _builtins.int

@@ -57,7 +57,7 @@ zero, so that its largest element is positive. Zero where all differences are ze
 Global___DeriveMethod: _TypeAlias = DeriveMethod  # noqa: Y015
 
 @_typing.final
-class PutVectorsRequest(_message.Message):
+class PutVectorRequest(_message.Message):
     """One piece of an upload."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -84,7 +84,7 @@ class PutVectorsRequest(_message.Message):
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
-Global___PutVectorsRequest: _TypeAlias = PutVectorsRequest  # noqa: Y015
+Global___PutVectorRequest: _TypeAlias = PutVectorRequest  # noqa: Y015
 
 @_typing.final
 class VectorHeader(_message.Message):
@@ -147,7 +147,7 @@ class VectorHeader(_message.Message):
 Global___VectorHeader: _TypeAlias = VectorHeader  # noqa: Y015
 
 @_typing.final
-class PutVectorsResponse(_message.Message):
+class PutVectorResponse(_message.Message):
     """The vector is stored."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -174,7 +174,7 @@ class PutVectorsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PutVectorsResponse: _TypeAlias = PutVectorsResponse  # noqa: Y015
+Global___PutVectorResponse: _TypeAlias = PutVectorResponse  # noqa: Y015
 
 @_typing.final
 class ListVectorsRequest(_message.Message):
@@ -301,7 +301,7 @@ class VectorInfo(_message.Message):
 Global___VectorInfo: _TypeAlias = VectorInfo  # noqa: Y015
 
 @_typing.final
-class GetVectorsRequest(_message.Message):
+class GetVectorRequest(_message.Message):
     """Which vector to send."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -326,10 +326,10 @@ class GetVectorsRequest(_message.Message):
     _WhichOneofArgType_ref: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_ref) -> _WhichOneofReturnType_ref | None: ...
 
-Global___GetVectorsRequest: _TypeAlias = GetVectorsRequest  # noqa: Y015
+Global___GetVectorRequest: _TypeAlias = GetVectorRequest  # noqa: Y015
 
 @_typing.final
-class GetVectorsResponse(_message.Message):
+class GetVectorResponse(_message.Message):
     """One piece of a download."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -356,7 +356,7 @@ class GetVectorsResponse(_message.Message):
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
-Global___GetVectorsResponse: _TypeAlias = GetVectorsResponse  # noqa: Y015
+Global___GetVectorResponse: _TypeAlias = GetVectorResponse  # noqa: Y015
 
 @_typing.final
 class DeleteNameRequest(_message.Message):

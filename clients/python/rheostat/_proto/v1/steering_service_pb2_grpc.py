@@ -39,20 +39,20 @@ class SteeringServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.PutVectors = channel.stream_unary(
-                '/rheostat.v1.SteeringService/PutVectors',
-                request_serializer=rheostat_dot_v1_dot_steering__service__pb2.PutVectorsRequest.SerializeToString,
-                response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.PutVectorsResponse.FromString,
+        self.PutVector = channel.stream_unary(
+                '/rheostat.v1.SteeringService/PutVector',
+                request_serializer=rheostat_dot_v1_dot_steering__service__pb2.PutVectorRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.PutVectorResponse.FromString,
                 _registered_method=True)
         self.ListVectors = channel.unary_unary(
                 '/rheostat.v1.SteeringService/ListVectors',
                 request_serializer=rheostat_dot_v1_dot_steering__service__pb2.ListVectorsRequest.SerializeToString,
                 response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.ListVectorsResponse.FromString,
                 _registered_method=True)
-        self.GetVectors = channel.unary_stream(
-                '/rheostat.v1.SteeringService/GetVectors',
-                request_serializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorsRequest.SerializeToString,
-                response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorsResponse.FromString,
+        self.GetVector = channel.unary_stream(
+                '/rheostat.v1.SteeringService/GetVector',
+                request_serializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorResponse.FromString,
                 _registered_method=True)
         self.DeleteName = channel.unary_unary(
                 '/rheostat.v1.SteeringService/DeleteName',
@@ -84,7 +84,7 @@ class SteeringServiceServicer(object):
     least recently used first; put it again then.
     """
 
-    def PutVectors(self, request_iterator, context):
+    def PutVector(self, request_iterator, context):
         """Stores one vector: a header, then chunks. Idempotent by digest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -98,7 +98,7 @@ class SteeringServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetVectors(self, request, context):
+    def GetVector(self, request, context):
         """One vector: a header, then chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -136,20 +136,20 @@ class SteeringServiceServicer(object):
 
 def add_SteeringServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'PutVectors': grpc.stream_unary_rpc_method_handler(
-                    servicer.PutVectors,
-                    request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.PutVectorsRequest.FromString,
-                    response_serializer=rheostat_dot_v1_dot_steering__service__pb2.PutVectorsResponse.SerializeToString,
+            'PutVector': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutVector,
+                    request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.PutVectorRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_steering__service__pb2.PutVectorResponse.SerializeToString,
             ),
             'ListVectors': grpc.unary_unary_rpc_method_handler(
                     servicer.ListVectors,
                     request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.ListVectorsRequest.FromString,
                     response_serializer=rheostat_dot_v1_dot_steering__service__pb2.ListVectorsResponse.SerializeToString,
             ),
-            'GetVectors': grpc.unary_stream_rpc_method_handler(
-                    servicer.GetVectors,
-                    request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorsRequest.FromString,
-                    response_serializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorsResponse.SerializeToString,
+            'GetVector': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetVector,
+                    request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorResponse.SerializeToString,
             ),
             'DeleteName': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteName,
@@ -188,7 +188,7 @@ class SteeringService(object):
     """
 
     @staticmethod
-    def PutVectors(request_iterator,
+    def PutVector(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -201,9 +201,9 @@ class SteeringService(object):
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/rheostat.v1.SteeringService/PutVectors',
-            rheostat_dot_v1_dot_steering__service__pb2.PutVectorsRequest.SerializeToString,
-            rheostat_dot_v1_dot_steering__service__pb2.PutVectorsResponse.FromString,
+            '/rheostat.v1.SteeringService/PutVector',
+            rheostat_dot_v1_dot_steering__service__pb2.PutVectorRequest.SerializeToString,
+            rheostat_dot_v1_dot_steering__service__pb2.PutVectorResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -242,7 +242,7 @@ class SteeringService(object):
             _registered_method=True)
 
     @staticmethod
-    def GetVectors(request,
+    def GetVector(request,
             target,
             options=(),
             channel_credentials=None,
@@ -255,9 +255,9 @@ class SteeringService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/rheostat.v1.SteeringService/GetVectors',
-            rheostat_dot_v1_dot_steering__service__pb2.GetVectorsRequest.SerializeToString,
-            rheostat_dot_v1_dot_steering__service__pb2.GetVectorsResponse.FromString,
+            '/rheostat.v1.SteeringService/GetVector',
+            rheostat_dot_v1_dot_steering__service__pb2.GetVectorRequest.SerializeToString,
+            rheostat_dot_v1_dot_steering__service__pb2.GetVectorResponse.FromString,
             options,
             channel_credentials,
             insecure,

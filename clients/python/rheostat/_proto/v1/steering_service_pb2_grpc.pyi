@@ -38,11 +38,11 @@ class SteeringServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SteeringServiceAsyncStub: ...
-    PutVectors: _grpc.StreamUnaryMultiCallable[_steering_service_pb2.PutVectorsRequest, _steering_service_pb2.PutVectorsResponse]
+    PutVector: _grpc.StreamUnaryMultiCallable[_steering_service_pb2.PutVectorRequest, _steering_service_pb2.PutVectorResponse]
     """Stores one vector: a header, then chunks. Idempotent by digest."""
     ListVectors: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.ListVectorsRequest, _steering_service_pb2.ListVectorsResponse]
     """What is stored."""
-    GetVectors: _grpc.UnaryStreamMultiCallable[_steering_service_pb2.GetVectorsRequest, _steering_service_pb2.GetVectorsResponse]
+    GetVector: _grpc.UnaryStreamMultiCallable[_steering_service_pb2.GetVectorRequest, _steering_service_pb2.GetVectorResponse]
     """One vector: a header, then chunks."""
     DeleteName: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.DeleteNameRequest, _steering_service_pb2.DeleteNameResponse]
     """Takes a name off its vector. Running requests are not touched."""
@@ -63,11 +63,11 @@ class SteeringServiceAsyncStub(SteeringServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    PutVectors: _aio.StreamUnaryMultiCallable[_steering_service_pb2.PutVectorsRequest, _steering_service_pb2.PutVectorsResponse]  # type: ignore[assignment]
+    PutVector: _aio.StreamUnaryMultiCallable[_steering_service_pb2.PutVectorRequest, _steering_service_pb2.PutVectorResponse]  # type: ignore[assignment]
     """Stores one vector: a header, then chunks. Idempotent by digest."""
     ListVectors: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.ListVectorsRequest, _steering_service_pb2.ListVectorsResponse]  # type: ignore[assignment]
     """What is stored."""
-    GetVectors: _aio.UnaryStreamMultiCallable[_steering_service_pb2.GetVectorsRequest, _steering_service_pb2.GetVectorsResponse]  # type: ignore[assignment]
+    GetVector: _aio.UnaryStreamMultiCallable[_steering_service_pb2.GetVectorRequest, _steering_service_pb2.GetVectorResponse]  # type: ignore[assignment]
     """One vector: a header, then chunks."""
     DeleteName: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.DeleteNameRequest, _steering_service_pb2.DeleteNameResponse]  # type: ignore[assignment]
     """Takes a name off its vector. Running requests are not touched."""
@@ -86,11 +86,11 @@ class SteeringServiceServicer:
     least recently used first; put it again then.
     """
 
-    def PutVectors(
+    def PutVector(
         self,
-        request_iterator: _MaybeAsyncIterator[_steering_service_pb2.PutVectorsRequest],
+        request_iterator: _MaybeAsyncIterator[_steering_service_pb2.PutVectorRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_steering_service_pb2.PutVectorsResponse, _abc.Awaitable[_steering_service_pb2.PutVectorsResponse]]:
+    ) -> _typing.Union[_steering_service_pb2.PutVectorResponse, _abc.Awaitable[_steering_service_pb2.PutVectorResponse]]:
         """Stores one vector: a header, then chunks. Idempotent by digest."""
 
     def ListVectors(
@@ -100,11 +100,11 @@ class SteeringServiceServicer:
     ) -> _typing.Union[_steering_service_pb2.ListVectorsResponse, _abc.Awaitable[_steering_service_pb2.ListVectorsResponse]]:
         """What is stored."""
 
-    def GetVectors(
+    def GetVector(
         self,
-        request: _steering_service_pb2.GetVectorsRequest,
+        request: _steering_service_pb2.GetVectorRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_steering_service_pb2.GetVectorsResponse], _abc.AsyncIterator[_steering_service_pb2.GetVectorsResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_steering_service_pb2.GetVectorResponse], _abc.AsyncIterator[_steering_service_pb2.GetVectorResponse]]:
         """One vector: a header, then chunks."""
 
     def DeleteName(
