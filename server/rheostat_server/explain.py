@@ -53,9 +53,9 @@ def _explain(admitted: Admitted, plan: Plan) -> generation_service_pb2.ExplainRe
     end = admitted.context.row_end
     for one in admitted.interventions:
         _add_intervention(answer, one, end)
-    for spec, capture in enumerate(admitted.captures):
+    for index, capture in enumerate(admitted.captures):
         message = answer.captures.add(
-            spec=spec,
+            capture_index=index,
             sites=[to_wire(site) for site in capture.sites],
             bytes=capture.payload_bytes(row_end=end),
         )

@@ -51,7 +51,7 @@ _CAUSES = (
 """What gRPC says of a connection that fails, in words. The first that matches holds."""
 
 _ARGUMENTS = (
-    (re.compile(r"^(captures|open\.specs)\b"), "capture"),
+    (re.compile(r"^(captures|open\.captures)\b"), "capture"),
     (re.compile(r"^open\.credit_bytes$"), "credit"),
     (re.compile(r"^open\.filter\.(requests|labels)\.\w+"), r"\1"),
     (re.compile(r"^open\."), ""),

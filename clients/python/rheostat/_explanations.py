@@ -149,7 +149,7 @@ def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explana
         interventions=tuple(_read_intervention(one) for one in message.interventions),
         captures=tuple(
             ResolvedCapture(
-                one.spec,
+                one.capture_index,
                 _known(one.sites),
                 _read_selection(one.selection),
                 one.bytes,

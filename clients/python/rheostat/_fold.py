@@ -120,7 +120,7 @@ class GenerationFold:
                 for part in rows:
                     site = Site(part.point, part.layer)
                     if not part.baseline:  # which the receipt does not count
-                        self._received[message.captured.spec, site] += len(part.positions)
+                        self._received[message.captured.capture_index, site] += len(part.positions)
                     sample = self._sample(part.baseline, part.sample)
                     sample.rows.setdefault(site, []).append(part)
                 return list(rows)
@@ -130,7 +130,7 @@ class GenerationFold:
                     DroppedRows(
                         0,
                         self._started.request_id,
-                        lost.spec,
+                        lost.capture_index,
                         lost.sample,
                         lost.baseline,
                         positions_of(lost.positions),

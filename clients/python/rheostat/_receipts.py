@@ -295,7 +295,7 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
         interventions=tuple(_read_applied(one) for one in message.interventions),
         captures=tuple(
             CaptureReceipt(
-                one.spec,
+                one.capture_index,
                 tuple(
                     CapturedSite(read_site(site.site), site.rows, site.dropped_rows)
                     for site in one.sites

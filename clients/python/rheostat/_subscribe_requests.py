@@ -76,17 +76,19 @@ def opening(
     captures = captures_of(capture)
     for number, one in enumerate(captures):
         if one.to is not None:
-            raise invalid(f"open.specs[{number}].subscription", "its rows come here: leave out to=")
+            raise invalid(
+                f"open.captures[{number}].subscription", "its rows come here: leave out to="
+            )
     given = [requests is not None, labels is not None, every]
     if sum(given) > 1 or (captures and not any(given)):
         raise invalid("open.filter", "give one of requests=, labels= and every=True")
     if any(given) and not captures:
         raise invalid(
-            "open.specs",
+            "open.captures",
             "nothing would come of these requests: add capture=, or select none where requests "
             "send their rows here",
         )
-    wish = capture_service_pb2.SubscribeOpen(specs=[one.to_spec() for one in captures])
+    wish = capture_service_pb2.SubscribeOpen(captures=[one.to_spec() for one in captures])
     if labels is not None:
         path = "open.filter.labels.labels"
         texts = labels_to_wire(labels, path)

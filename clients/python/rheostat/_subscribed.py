@@ -217,7 +217,7 @@ class Ledger:
         return CapturedRows(
             sequence,
             message.request_id,
-            message.spec,
+            message.capture_index,
             message.sample,
             message.baseline,
             block.sites,
@@ -232,7 +232,7 @@ class Ledger:
         return DroppedRows(
             sequence,
             message.request_id,
-            message.spec,
+            message.capture_index,
             message.sample,
             message.baseline,
             positions_of(message.positions),

@@ -43,7 +43,7 @@ class Loss(NamedTuple):
 
     tap: "Tap"
     track: Track
-    spec: int
+    capture_index: int
     """Number of the capture."""
     positions: Spans
     """Where."""

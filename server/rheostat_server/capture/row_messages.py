@@ -23,7 +23,7 @@ async def captured(item: Chunk | Sealed) -> capture_pb2.Captured:
 def dropped(loss: Loss) -> capture_pb2.Dropped:
     """Rows that are lost."""
     return capture_pb2.Dropped(
-        spec=loss.spec,
+        capture_index=loss.capture_index,
         sample=loss.track.sample,
         baseline=loss.track.baseline,
         rows=loss.rows,

@@ -137,7 +137,7 @@ class SinkWriter:
     def _write(self, item: Chunk | Sealed) -> None:
         message = item.message if isinstance(item, Sealed) else captured_of(item)
         sites = [from_wire(site) for site in message.sites]
-        self._recording.write(block_of(message, sites, self._abouts[message.spec]))
+        self._recording.write(block_of(message, sites, self._abouts[message.capture_index]))
 
     def _outcome(self) -> Outcome:
         reasons = tuple(_REASONS[reason] for reason in self.tap.finish_reasons)

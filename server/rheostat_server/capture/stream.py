@@ -31,7 +31,7 @@ _CHUNK_POSITIONS = 8192
 class Block(NamedTuple):
     """Rows of one capture, ready to be sent."""
 
-    spec: int
+    capture_index: int
     """Number of the capture."""
     sites: tuple[Site, ...]
     """Names of the sites."""
@@ -304,7 +304,7 @@ def to_captured(
         tensor: the rows as they travel, if they are encoded already.
     """
     return capture_pb2.Captured(
-        spec=block.spec,
+        capture_index=block.capture_index,
         sample=sample,
         baseline=baseline,
         sites=[to_wire(site) for site in block.sites],

@@ -330,7 +330,7 @@ def _arrays(rows: list[RowBlock]) -> dict[_Key, bytes]:
     pieces: dict[_Key, list[bytes]] = {}
     for block in rows:
         for number, site in enumerate(block.sites):
-            key = (block.spec, block.sample, block.baseline, site.point.value, site.layer)
+            key = (block.capture_index, block.sample, block.baseline, site.point.value, site.layer)
             columns = {name: part[number] for name, part in block.parts.items()}
             columns |= {"positions": block.positions, "token_ids": block.token_ids}
             for name, values in columns.items():

@@ -73,7 +73,7 @@ def said(table: Table) -> Mapping[str, object]:
     about = table.about
     found: dict[str, object] = {
         "name": table.name,
-        "spec": about.spec,
+        "capture_index": about.capture_index,
         "point": table.site.point.value,
         "layer": table.site.layer,
         "rows": table.rows,

@@ -74,7 +74,7 @@ class LogRecording:
         """An empty recording."""
         self._name = name
         self._about = about
-        self._captures = {capture.spec: capture for capture in about.captures}
+        self._captures = {capture.capture_index: capture for capture in about.captures}
         self._norms = about.target.options.get("norms") == "true"
         self._rows = 0
 
@@ -87,7 +87,7 @@ class LogRecording:
             "%s: %s capture %d sample %d%s: %d rows at %d sites, positions %s%s",
             self._name,
             self._about.request_id,
-            block.spec,
+            block.capture_index,
             block.sample,
             " of the baseline" if block.baseline else "",
             block.rows,
@@ -110,7 +110,7 @@ class LogRecording:
         _LOG.warning("%s: %s failed: %s", self._name, self._about.request_id, error)
 
     def _mean_norm(self, block: RowBlock) -> str:
-        about = self._captures[block.spec]
+        about = self._captures[block.capture_index]
         if not self._norms or about.encoding is not Encoding.RAW or not block.rows:
             return ""
         rows = widened(block.parts["rows"], about.dtype)

@@ -76,7 +76,7 @@ def make_manifest(
 def _projections(about: RequestAbout) -> dict[str, object]:
     """What rows of captures are projected on, where any are."""
     found = {
-        str(one.spec): {
+        str(one.capture_index): {
             "digests": list(one.directions),
             "rows": {str(layer): list(rows) for layer, rows in one.direction_rows.items()},
         }

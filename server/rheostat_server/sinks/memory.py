@@ -124,7 +124,7 @@ class MemoryRecording:
         """An empty recording."""
         self._sink = sink
         self._about = about
-        self._captures = {capture.spec: capture for capture in about.captures}
+        self._captures = {capture.capture_index: capture for capture in about.captures}
         self._blocks: list[RowBlock] = []
         self._size = 0
 

@@ -123,7 +123,7 @@ LABELS = (
 class CaptureAbout:
     """One capture of a request."""
 
-    spec: int
+    capture_index: int
     """Index in the request's captures."""
     sites: tuple[Site, ...]
     """Every name under which rows come, by layer, then point."""
@@ -188,7 +188,7 @@ class RowBlock:
     baseline are a sequence of their own.
     """
 
-    spec: int
+    capture_index: int
     """Index of the capture."""
     sample: int
     sites: tuple[Site, ...]

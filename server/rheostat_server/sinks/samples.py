@@ -76,7 +76,7 @@ def block(
 ) -> RowBlock:
     """Rows at `count` positions from `first` on."""
     return RowBlock(
-        capture.spec,
+        capture.capture_index,
         sample,
         capture.sites,
         np.arange(first, first + count, dtype=np.int32),

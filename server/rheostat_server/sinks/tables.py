@@ -109,7 +109,7 @@ class Table:
     @property
     def name(self) -> str:
         """As "0.resid_post.3": capture, point, layer."""
-        return f"{self.about.spec}.{self.site.point.value}.{self.site.layer}"
+        return f"{self.about.capture_index}.{self.site.point.value}.{self.site.layer}"
 
 
 class Tables:
@@ -121,8 +121,8 @@ class Tables:
         """Empty tables; `new_spool` makes the file that they overflow to."""
         self.all = tuple(Table(about, site) for about in captures for site in about.sites)
         self.spool: int | None = None
-        self._captures = {about.spec: about for about in captures}
-        self._found = {(table.about.spec, table.site): table for table in self.all}
+        self._captures = {about.capture_index: about for about in captures}
+        self._found = {(table.about.capture_index, table.site): table for table in self.all}
         self._limit = buffer_bytes
         self._new_spool = new_spool
         self._held = 0
@@ -149,7 +149,7 @@ class Tables:
             np.full(count, block.baseline, np.uint8),
         )
         for number, site in enumerate(block.sites):
-            table = self._found[block.spec, site]
+            table = self._found[block.capture_index, site]
             parts = (block.parts[part.name][number] for part in table.about.parts)
             for filled, values in zip(table.columns, (*parts, *labels), strict=True):
                 filled.add(values)
@@ -181,20 +181,24 @@ def check_block(block: RowBlock, captures: "dict[int, CaptureAbout]") -> None:
     Raises:
         SinkError: it is of an unknown capture or site, or its arrays have other shapes or types.
     """
-    about = captures.get(block.spec)
+    about = captures.get(block.capture_index)
     if about is None:
-        raise SinkError(f"capture {block.spec} was not announced")
+        raise SinkError(f"capture {block.capture_index} was not announced")
     if not set(block.sites) <= set(about.sites):
-        raise SinkError(f"a block of capture {block.spec} has sites that were not announced")
+        raise SinkError(
+            f"a block of capture {block.capture_index} has sites that were not announced"
+        )
     labelled = (len(block.sites), len(block.positions))
     if len(block.token_ids) != len(block.positions):
         raise SinkError(f"{len(block.positions)} positions have {len(block.token_ids)} tokens")
     if set(block.parts) != {part.name for part in about.parts}:
-        raise SinkError(f"a block of capture {block.spec} holds {', '.join(sorted(block.parts))}")
+        raise SinkError(
+            f"a block of capture {block.capture_index} holds {', '.join(sorted(block.parts))}"
+        )
     for part in about.parts:
         values = block.parts[part.name]
         if values.shape != (*labelled, *part.shape) or values.dtype != NUMPY[part.dtype]:
             raise SinkError(
-                f"{part.name} of capture {block.spec} are {values.dtype} {list(values.shape)}, "
-                f"not {part.dtype} {[*labelled, *part.shape]}"
+                f"{part.name} of capture {block.capture_index} are {values.dtype} "
+                f"{list(values.shape)}, not {part.dtype} {[*labelled, *part.shape]}"
             )

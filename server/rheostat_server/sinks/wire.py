@@ -141,7 +141,7 @@ def block_of(
         np.int32,
     )
     return RowBlock(
-        captured.spec,
+        captured.capture_index,
         captured.sample,
         tuple(sites),
         positions,

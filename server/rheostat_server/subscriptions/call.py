@@ -38,7 +38,14 @@ async def subscribe(
     """
     wish = await _opening(messages)
     if wish.HasField("resume"):
-        for name in ("filter", "shared_memory", "namespace", "buffer_bytes", "overload", "specs"):
+        for name in (
+            "filter",
+            "shared_memory",
+            "namespace",
+            "buffer_bytes",
+            "overload",
+            "captures",
+        ):
             if _is_set(wish, name):
                 raise InvalidValue("has no place beside resume", field=f"open.{name}")
         subscription = subscriptions.resume(wish.resume)

@@ -174,7 +174,7 @@ class Subscriptions:
         subscription = Subscription(
             uuid.uuid4().hex,
             wish.filter,
-            wish.specs,
+            wish.captures,
             wish.overload if wish.HasField("overload") else capture_pb2.OVERLOAD_FAIL,
             buffer_bytes=size,
             heartbeat=self._heartbeat,
@@ -292,7 +292,7 @@ class Subscriptions:
         lenient = replace(context, lenient=True)
         return [
             resolve_capture(
-                spec, self._sites, lenient, f"open.specs[{number}]", Target.SUBSCRIPTION
+                spec, self._sites, lenient, f"open.captures[{number}]", Target.SUBSCRIPTION
             )
             for number, spec in enumerate(specs)
         ]
@@ -323,9 +323,9 @@ class Subscriptions:
         if not wish.HasField("filter"):
             raise MissingField("a filter is required", field="open.filter")
         _check_filter(wish.filter)
-        checks.at_most(len(wish.specs), CAPTURES, "open.specs", "specs")
-        for number, spec in enumerate(wish.specs):
-            path = f"open.specs[{number}]"
+        checks.at_most(len(wish.captures), CAPTURES, "open.captures", "captures")
+        for number, spec in enumerate(wish.captures):
+            path = f"open.captures[{number}]"
             target = spec.WhichOneof("to")
             if target is not None:
                 raise InvalidValue("the rows come here", field=join(path, target))
@@ -333,7 +333,7 @@ class Subscriptions:
                 raise InvalidValue(
                     "the subscription's own policy holds", field=join(path, "overload")
                 )
-        captures = self._drafted(wish.specs, self._typical)
+        captures = self._drafted(wish.captures, self._typical)
         if wish.HasField("overload"):
             checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
             check_spill(wish.overload, "open.overload", spools=self._spillway is not None)

@@ -121,7 +121,7 @@ def _subscription(rng: random.Random, number: int) -> Iterator[Message]:
             spec = _capture(rng).to_wire()
             spec.ClearField("inline")
             spec.ClearField("overload")
-            wish.specs.append(spec)
+            wish.captures.append(spec)
         wish.buffer_bytes = rng.choice([1, 1 << 10, 1 << 16, 1 << 20])
         if rng.random() < 0.7:
             wish.overload = rng.choice(capture_pb2.Overload.values()[1:])

@@ -192,7 +192,7 @@ def test_explain_asks_about_the_very_request_and_reads_the_answer(client, server
                   doses { site { point: POINT_RESID_PRE layer: 1 } norm: 2.5 }
                 }
                 captures {
-                  spec: 0 sites { point: POINT_RESID_POST layer: 2 }
+                  capture_index: 0 sites { point: POINT_RESID_POST layer: 2 }
                   selection { positions { start: 1 count: 1 } } bytes: 16
                 }
                 cache_keys { position: 0 digest: "\003" private: true }

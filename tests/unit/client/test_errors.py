@@ -90,7 +90,7 @@ def test_all_details_are_kept(client, server, refusal):
     ("path", "argument"),
     [
         ("captures[1].kept", "capture[1].kept"),
-        ("open.specs[0].sites.list.layers[0]", "capture[0].layers[0]"),
+        ("open.captures[0].sites.list.layers[0]", "capture[0].layers[0]"),
         ("open.filter.requests.request_ids[2]", "requests[2]"),
         ("open.filter.labels.labels", "labels"),
         ("open.credit_bytes", "credit"),

@@ -207,7 +207,7 @@ def test_a_stream_gives_every_event_in_order_and_then_the_same_whole(client, ser
 
 
 def test_a_stream_says_which_rows_are_lost(client, server):
-    lost = response("dropped { spec: 0 rows: 4 positions { start: 3 count: 2 } }")
+    lost = response("dropped { capture_index: 0 rows: 4 positions { start: 3 count: 2 } }")
     server.on("Generate", [*WHOLE[:-1], lost, RECEIPT])
     events, out = client.stream("My day was")
     (event,) = [event for event in events if isinstance(event, rheostat.DroppedRows)]

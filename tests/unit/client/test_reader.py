@@ -203,7 +203,7 @@ def test_several_captures_of_a_site_have_to_be_told_apart(tmp_path: Path) -> Non
     store = open_captures(tmp_path)
     with pytest.raises(rheostat.InvalidRequest, match="captures 0, 1 of a"):
         store.rows_of("a", "resid_post", 0)
-    assert store.rows_of("a", "resid_post", 0, spec=1).values.shape == (14, 2)
+    assert store.rows_of("a", "resid_post", 0, capture_index=1).values.shape == (14, 2)
     assert store.rows_of("a", "mlp_out", 3).values.shape == (14, WIDTH)
 
 

@@ -40,7 +40,8 @@ def test_a_receipt_tells_steering_of_every_origin_apart():
               intervention { origin: ORIGIN_RULE index: 2 op: OP_SCALE rule: "calm" }
             }
             captures {
-              spec: 1 sites { site { point: POINT_RESID_POST layer: 2 } rows: 6 } run: "clean"
+              capture_index: 1 sites { site { point: POINT_RESID_POST layer: 2 } rows: 6 }
+              run: "clean"
             }
             global_version: 5 updates: 1""",
         receipt_pb2.Receipt(),

@@ -270,14 +270,17 @@ def test_being_too_slow_ends_the_subscription_and_says_so(running, subscriber):
         ({"capture": ONE, "labels": {}}, "open.filter.labels.labels"),
         ({"capture": ONE, "requests": [3]}, "open.filter.requests.request_ids[0]"),
         ({"capture": "resid_post", "every": True}, "captures[0]"),
-        ({"capture": Capture("resid_post", to="x"), "every": True}, "open.specs[0].subscription"),
+        (
+            {"capture": Capture("resid_post", to="x"), "every": True},
+            "open.captures[0].subscription",
+        ),
         ({"overload": "panic"}, "open.overload"),
         ({"buffer_bytes": 0}, "open.buffer_bytes"),
         ({"credit": 0}, "credit"),
         ({"ack": "never"}, "ack"),
         (
             {"capture": Capture("resid_post", 7), "every": True},
-            "open.specs[0].sites.list.layers[0]",
+            "open.captures[0].sites.list.layers[0]",
         ),
     ],
 )
@@ -296,7 +299,7 @@ def test_labels_name_at_least_one(subscriber):
 def test_requests_of_which_nothing_is_captured_are_refused(subscriber, which):
     with pytest.raises(rheostat.InvalidRequest, match=r"nothing would come.* add capture=") as seen:
         subscriber.subscribe(**which)
-    assert seen.value.path == "open.specs"
+    assert seen.value.path == "open.captures"
 
 
 def test_what_is_no_option_and_no_cursor_is_refused(subscriber):

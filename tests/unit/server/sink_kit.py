@@ -34,7 +34,7 @@ def read_stored(root: Path, about: RequestAbout) -> list[RowBlock] | None:
 
 def blocks_of(request: StoredRequest, about: RequestAbout) -> list[RowBlock]:
     request.verify()
-    captures = {capture.spec: capture for capture in about.captures}
+    captures = {capture.capture_index: capture for capture in about.captures}
     found = []
     for table in request.tables:
         arrays = arrays_in(table.part, request.format, f"{table.name}.")
@@ -49,13 +49,15 @@ def blocks_of(request: StoredRequest, about: RequestAbout) -> list[RowBlock]:
                 chosen = (columns["samples"] == sample) & (columns["baseline"] == baseline)
                 parts = {
                     part.name: columns[part.name][chosen][None]
-                    for part in captures[table.spec].parts
+                    for part in captures[table.capture_index].parts
                 }
                 labels = columns["positions"][chosen], columns["token_ids"][chosen]
                 site = Site(Point(str(table.point)), table.layer)
                 if chosen.any():
                     found.append(
-                        RowBlock(table.spec, sample, (site,), *labels, parts, bool(baseline))
+                        RowBlock(
+                            table.capture_index, sample, (site,), *labels, parts, bool(baseline)
+                        )
                     )
     return found
 
@@ -131,4 +133,4 @@ def one_row(about: RequestAbout) -> RowBlock:
     capture = about.captures[0]
     parts = {"rows": np.ones((len(capture.sites), 1, capture.width), np.float32)}
     labels = np.zeros(1, np.int32)
-    return RowBlock(capture.spec, 0, capture.sites, labels, labels, parts)
+    return RowBlock(capture.capture_index, 0, capture.sites, labels, labels, parts)

@@ -30,7 +30,7 @@ def captured(events) -> dict[tuple[int, int, int, int, int], list[float]]:
         at = [p for run in part.positions for p in range(run.start, run.start + run.count)]
         for i, site in enumerate(part.sites):
             for j, position in enumerate(at):
-                key = (part.spec, part.sample, site.point, site.layer, position)
+                key = (part.capture_index, part.sample, site.point, site.layer, position)
                 assert key not in found
                 found[key] = values[i, j].tolist()
     return found

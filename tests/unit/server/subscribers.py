@@ -54,7 +54,7 @@ def opening(
     **fields: object,
 ) -> capture_service_pb2.SubscribeOpen:
     return capture_service_pb2.SubscribeOpen(
-        filter=filter, specs=specs, credit_bytes=credit, **fields
+        filter=filter, captures=specs, credit_bytes=credit, **fields
     )
 
 

@@ -43,7 +43,7 @@ def spec(*sites: Site, spans=((0, OPEN_END),), conditions=()) -> ResolvedCapture
 
 
 def labels(blocks: list[Block]) -> list[tuple[int, tuple[Site, ...], list[int]]]:
-    return [(block.spec, block.sites, block.positions.tolist()) for block in blocks]
+    return [(block.capture_index, block.sites, block.positions.tolist()) for block in blocks]
 
 
 def both(*positions: int) -> Rows:
@@ -178,7 +178,7 @@ def test_a_message_labels_its_rows() -> None:
     joined.feed(rows(POST1, 4, 5, 8))
     (block,) = list(joined.ready(TOKENS, 9))
     message = to_captured(block, 1, [7, 8, 9])
-    assert (message.spec, message.sample, list(message.token_ids)) == (0, 1, [7, 8, 9])
+    assert (message.capture_index, message.sample, list(message.token_ids)) == (0, 1, [7, 8, 9])
     assert list(message.sites) == [
         types_pb2.Site(point=types_pb2.POINT_RESID_POST, layer=layer) for layer in (0, 1)
     ]

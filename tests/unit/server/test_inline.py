@@ -56,7 +56,7 @@ def lost(events: Sequence[Response], number: int = 0) -> list[int]:
     return [
         position
         for event in events
-        if event.WhichOneof("event") == "dropped" and event.dropped.spec == number
+        if event.WhichOneof("event") == "dropped" and event.dropped.capture_index == number
         for run in event.dropped.positions
         for position in range(run.start, run.start + run.count)
     ]

@@ -158,7 +158,7 @@ async def test_a_subscription_on_what_is_not_stored_is_refused(running) -> None:
     one = Subscriber(running)
     with pytest.raises(errors.NameNotFound) as caught:
         running.host.subscriptions.open(opening(EVERY, [wanted(1, projection=along(joy()))]))
-    assert caught.value.field == "open.specs[0].projection.directions[0].name"
+    assert caught.value.field == "open.captures[0].projection.directions[0].name"
     assert len(running.host.subscriptions) == 0
     one.call.cancel()
 
@@ -184,9 +184,11 @@ async def test_readers_of_other_forms_get_what_they_asked_for(running) -> None:
             for i, where in enumerate(part.sites):
                 for j, run in enumerate(range(len(part.token_ids))):
                     stream = row(site(where.layer), part.positions[0].start + run)
-                    expected = FLAT @ stream if part.spec == 0 else stream
+                    expected = FLAT @ stream if part.capture_index == 0 else stream
                     assert np.allclose(read.values[i, j], expected, atol=1.0, rtol=1e-4)
-            by_spec[part.spec] = by_spec.get(part.spec, 0) + len(part.sites) * len(part.token_ids)
+            by_spec[part.capture_index] = by_spec.get(part.capture_index, 0) + len(
+                part.sites
+            ) * len(part.token_ids)
     assert by_spec == {0: 10, 1: 5}
 
 

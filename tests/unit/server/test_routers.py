@@ -44,9 +44,9 @@ async def test_rows_have_a_value_for_each_expert(mixture) -> None:
         request(captures=[router(1), capture(site_set(POST, layers=[1])), router(2)])
     )
     parts = [event.captured for event in events if event.HasField("captured")]
-    shapes = {(part.spec, tuple(part.tensor.shape)[2]) for part in parts}
+    shapes = {(part.capture_index, tuple(part.tensor.shape)[2]) for part in parts}
     assert shapes == {(0, EXPERTS), (1, WIDTH), (2, 2)}
-    (first, *_) = [part for part in parts if part.spec == 0]
+    (first, *_) = [part for part in parts if part.capture_index == 0]
     assert [(site.point, site.layer) for site in first.sites] == [(ROUTER, 1)]
     values = np.frombuffer(first.tensor.inline, "<f4").reshape(-1, EXPERTS)
     for position, value in enumerate(values):

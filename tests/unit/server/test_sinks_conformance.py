@@ -103,7 +103,7 @@ class PlainRecording:
 def rules_check(block: RowBlock, about: RequestAbout) -> None:
     from rheostat_server.sinks.tables import check_block
 
-    check_block(block, {capture.spec: capture for capture in about.captures})
+    check_block(block, {capture.capture_index: capture for capture in about.captures})
 
 
 def harness(make: type[Plain]) -> Harness:

@@ -169,7 +169,7 @@ def test_the_manifest_says_everything(sink: Filesystem, tmp_path: Path) -> None:
                 "tables": [
                     {
                         "name": f"6.{point}.{layer}",
-                        "spec": 6,
+                        "capture_index": 6,
                         "point": point,
                         "layer": layer,
                         "rows": 21,

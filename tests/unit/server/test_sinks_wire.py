@@ -103,7 +103,7 @@ def test_a_message_becomes_the_rows_that_are_in_it(encoding: Encoding) -> None:
     encode = row_encoder(number, width=8, kept=3, seed=1)
     held = FloatType.FLOAT32
     message = capture_pb2.Captured(
-        spec=2,
+        capture_index=2,
         sample=1,
         baseline=True,
         positions=[
@@ -115,7 +115,7 @@ def test_a_message_becomes_the_rows_that_are_in_it(encoding: Encoding) -> None:
     )
     found = block_of(message, SITES, about)
     assert found.positions.tolist() == [4, 5, 6, 9]
-    assert (found.spec, found.sample, found.baseline, found.rows) == (2, 1, True, 12)
+    assert (found.capture_index, found.sample, found.baseline, found.rows) == (2, 1, True, 12)
     assert sum(part.nbytes for part in found.parts.values()) == len(message.tensor.inline)
     Memory(1 << 20).open(request("a", None, [about])).write(found)
     if encoding is Encoding.RAW:

@@ -94,8 +94,8 @@ async def test_several_subscribers_get_what_each_wants_of_one_request(running) -
     assert sorted(s for one in plan for s in one.sites) == [site(0), site(1), site(2)]
     assert len(rows_of(second.events)) == 15
     parts = [event.captured for event in first.events if event.HasField("captured")]
-    assert sum(len(part.token_ids) for part in parts if part.spec == 0) == 5
-    assert [list(part.token_ids) for part in parts if part.spec == 1] == [[12]]
+    assert sum(len(part.token_ids) for part in parts if part.capture_index == 0) == 5
+    assert [list(part.token_ids) for part in parts if part.capture_index == 1] == [[12]]
 
 
 async def test_a_request_sends_rows_to_a_subscription_and_its_receipt_says_so(running) -> None:
@@ -106,7 +106,7 @@ async def test_a_request_sends_rows_to_a_subscription_and_its_receipt_says_so(ru
     assert [(part.rows, part.dropped_rows) for part in receipt.sites] == [(5, 0), (5, 0)]
     await one.until("end_of_request")
     assert rows_of(one.events) == expected("a", 0, 1)
-    assert {e.captured.spec for e in one.events if e.HasField("captured")} == {1}
+    assert {e.captured.capture_index for e in one.events if e.HasField("captured")} == {1}
 
 
 async def test_a_subscription_that_is_not_there_cannot_be_sent_to(running) -> None:
@@ -282,7 +282,7 @@ async def test_a_request_that_is_watched_and_sends_rows_ends_once(running) -> No
     await one.rest()
     assert rows_of(one.events) == expected("a", 0, 2)
     assert set(ends_of(one.events)) == {"a"}
-    assert {e.captured.spec for e in one.events if e.HasField("captured")} == {0, 2}
+    assert {e.captured.capture_index for e in one.events if e.HasField("captured")} == {0, 2}
 
 
 async def test_a_later_call_takes_over(running) -> None:

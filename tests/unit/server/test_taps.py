@@ -59,9 +59,9 @@ def positions(items) -> tuple[list[int], list[int]]:
     given: list[int] = []
     lost: list[int] = []
     for item in items:
-        if isinstance(item, Chunk) and item.block.spec == 0:
+        if isinstance(item, Chunk) and item.block.capture_index == 0:
             given += item.block.positions.tolist()
-        elif isinstance(item, Loss) and item.spec == 0:
+        elif isinstance(item, Loss) and item.capture_index == 0:
             lost += [p for start, end in item.positions for p in range(start, end)]
     return given, lost
 

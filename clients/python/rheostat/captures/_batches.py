@@ -72,7 +72,7 @@ class Wanted:
     layer: int
     sample: int | None
     baseline: bool | None
-    spec: int | None
+    capture_index: int | None
 
 
 def table_of(request: StoredRequest, wanted: Wanted) -> StoredTable | None:
@@ -81,13 +81,14 @@ def table_of(request: StoredRequest, wanted: Wanted) -> StoredTable | None:
     Raises InvalidRequest where several captures have the site and none was chosen.
     """
     found = request.tables_at(wanted.point, wanted.layer)
-    if wanted.spec is not None:
-        found = tuple(table for table in found if table.spec == wanted.spec)
+    if wanted.capture_index is not None:
+        found = tuple(table for table in found if table.capture_index == wanted.capture_index)
     if len(found) > 1:
         site = Site(point_of(wanted.point), wanted.layer)
-        specs = ", ".join(str(table.spec) for table in found)
+        specs = ", ".join(str(table.capture_index) for table in found)
         raise invalid(
-            "spec", f"captures {specs} of {request.request_id} all hold rows of {site}: say spec="
+            "capture_index",
+            f"captures {specs} of {request.request_id} all hold rows of {site}: say capture_index=",
         )
     return found[0] if found else None
 

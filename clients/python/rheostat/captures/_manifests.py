@@ -25,7 +25,7 @@ _PIECE = 4 << 20
 class StoredTable:
     """The rows of one capture of a request at one site."""
 
-    spec: int
+    capture_index: int
     """Index of the capture in its request."""
     point: Point
     layer: int
@@ -142,7 +142,7 @@ def _tables(file: dict[str, Any], part: Part) -> Iterator[StoredTable]:
         kept, name = said.get("kept"), said["encoding"]
         width = said["width"] if name in ("rp8", "topk8") else None
         yield StoredTable(
-            said["spec"],
+            said["capture_index"],
             Point(said["point"]),
             said["layer"],
             said["rows"],

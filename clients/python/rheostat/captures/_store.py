@@ -32,7 +32,7 @@ class Which(TypedDict, total=False):
     batch: int
     sample: int | None
     baseline: bool | None
-    spec: int | None
+    capture_index: int | None
 
 
 def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> StoredCaptures:
@@ -126,16 +126,16 @@ class StoredCaptures:
         *,
         sample: int | None = None,
         baseline: bool | None = False,
-        spec: int | None = None,
+        capture_index: int | None = None,
     ) -> RowBatch:
         """All rows of one request at a site, in memory at once.
 
         ``sample``: of this one; None: of all. ``baseline``: False leaves the rows of a baseline
-        out, True takes them alone, None takes both. ``spec``: of this capture, where several have
-        the site. Raises NotFound where there are none, InvalidRequest where several captures have
-        the site and none was chosen, DataLoss for a damaged file.
+        out, True takes them alone, None takes both. ``capture_index``: of this capture, where
+        several have the site. Raises NotFound where there are none, InvalidRequest where several
+        captures have the site and none was chosen, DataLoss for a damaged file.
         """
-        wanted = Wanted(point, layer, sample, baseline, spec)
+        wanted = Wanted(point, layer, sample, baseline, capture_index)
         request = self[request_id]
         found = list(pieces(request, wanted, _AT_ONCE))
         if not found:
@@ -155,7 +155,7 @@ class StoredCaptures:
         batch: int = _AT_ONCE,
         sample: int | None = None,
         baseline: bool | None = False,
-        spec: int | None = None,
+        capture_index: int | None = None,
     ) -> Iterator[RowBatch]:
         """The rows of a site over all requests that have them, ``batch`` rows at a time.
 
@@ -165,7 +165,7 @@ class StoredCaptures:
         """
         if batch < 1:
             raise invalid("batch", "a batch has at least one row")
-        wanted = Wanted(point, layer, sample, baseline, spec)
+        wanted = Wanted(point, layer, sample, baseline, capture_index)
         return batched(self._pieces(wanted, batch), batch)
 
     def _pieces(self, wanted: Wanted, at_most: int) -> Iterator[RowBatch]:

@@ -366,7 +366,7 @@ class Projection(_message.Message):
     DIRECTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def directions(self) -> _containers.RepeatedCompositeFieldContainer[_steering_pb2.VectorRef]:
-        """1 to 4096 vectors, each of one row or one row per layer of the spec's sites. Used as they
+        """1 to 4096 vectors, each of one row or one row per layer of the capture's sites. Used as they
         are, not normalised. A name means what it names when the request is admitted, in SubscribeOpen
         when the subscription is opened.
         """
@@ -387,14 +387,14 @@ Global___Projection: _TypeAlias = Projection  # noqa: Y015
 @_typing.final
 class Captured(_message.Message):
     """Captured rows and their labels. Row i of every site belongs to the i-th position. Per request,
-    sample, spec and site, each selected position comes exactly once, positions ascending,
+    sample, capture and site, each selected position comes exactly once, positions ascending,
     through preemption and resumption. Rejected draft tokens never come.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
+    CAPTURE_INDEX_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     BASELINE_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
@@ -404,9 +404,9 @@ class Captured(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request. Empty in GenerateResponse and SessionResponse, where there is but one."""
-    spec: _builtins.int
-    """Index of the CaptureSpec in the request's captures, or in SubscribeOpen's specs. In a
-    subscription, a request's own captures are numbered after the specs.
+    capture_index: _builtins.int
+    """Index of the CaptureSpec in the request's captures, or in SubscribeOpen's. In a
+    subscription, a request's own captures are numbered after SubscribeOpen's.
     """
     sample: _builtins.int
     """Sample, 0 to n - 1."""
@@ -438,7 +438,7 @@ class Captured(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        spec: _builtins.int = ...,
+        capture_index: _builtins.int = ...,
         sample: _builtins.int = ...,
         baseline: _builtins.bool = ...,
         sites: _abc.Iterable[_types_pb2.Site] | None = ...,
@@ -449,7 +449,7 @@ class Captured(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "positions", b"positions", "request_id", b"request_id", "sample", b"sample", "shard", b"shard", "sites", b"sites", "spec", b"spec", "tensor", b"tensor", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "capture_index", b"capture_index", "positions", b"positions", "request_id", b"request_id", "sample", b"sample", "shard", b"shard", "sites", b"sites", "tensor", b"tensor", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -492,14 +492,14 @@ class Dropped(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
+    CAPTURE_INDEX_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     BASELINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request. Empty in GenerateResponse and SessionResponse."""
-    spec: _builtins.int
+    capture_index: _builtins.int
     """Index of the CaptureSpec."""
     sample: _builtins.int
     """Sample, 0 to n - 1."""
@@ -515,7 +515,7 @@ class Dropped(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        spec: _builtins.int = ...,
+        capture_index: _builtins.int = ...,
         sample: _builtins.int = ...,
         rows: _builtins.int = ...,
         positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
@@ -523,7 +523,7 @@ class Dropped(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "positions", b"positions", "request_id", b"request_id", "rows", b"rows", "sample", b"sample", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "capture_index", b"capture_index", "positions", b"positions", "request_id", b"request_id", "rows", b"rows", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,7 +133,7 @@ class SubscribeOpen(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FILTER_FIELD_NUMBER: _builtins.int
-    SPECS_FIELD_NUMBER: _builtins.int
+    CAPTURES_FIELD_NUMBER: _builtins.int
     OVERLOAD_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
@@ -143,12 +143,12 @@ class SubscribeOpen(_message.Message):
     overload: _capture_pb2.Overload.ValueType
     """Default OVERLOAD_FAIL."""
     credit_bytes: _builtins.int
-    """Bytes of payload that may be sent before the first `credit`: none, or at least a row of specs.
+    """Bytes of payload that may be sent before the first `credit`: none, or at least a row of captures.
     Chunks are cut to half of the most that has stood at a time. Default: none.
     """
     buffer_bytes: _builtins.int
     """Bytes the server buffers for this subscription, sent and unacknowledged ones included.
-    At least a position of specs. Limit: Limits.subscription_buffer_bytes, which all subscriptions
+    At least a position of captures. Limit: Limits.subscription_buffer_bytes, which all subscriptions
     share. Default: a quarter of
     it. Too little left: REASON_QUEUE_FULL.
     """
@@ -165,7 +165,7 @@ class SubscribeOpen(_message.Message):
         """Required for a new subscription; absent when resuming."""
 
     @_builtins.property
-    def specs(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.CaptureSpec]:
+    def captures(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.CaptureSpec]:
         """What to capture of each request that the filter selects: whole requests from now on, and those
         that run already from their next step on (SubscribeOpened.attached). Windows
         that a prompt does not have select nothing; spans of text are refused. At most 16. Empty: only
@@ -180,7 +180,7 @@ class SubscribeOpen(_message.Message):
         self,
         *,
         filter: Global___RequestFilter | None = ...,
-        specs: _abc.Iterable[_capture_pb2.CaptureSpec] | None = ...,
+        captures: _abc.Iterable[_capture_pb2.CaptureSpec] | None = ...,
         overload: _capture_pb2.Overload.ValueType | None = ...,
         credit_bytes: _builtins.int = ...,
         buffer_bytes: _builtins.int | None = ...,
@@ -190,7 +190,7 @@ class SubscribeOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "buffer_bytes", b"buffer_bytes", "filter", b"filter", "overload", b"overload", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "buffer_bytes", b"buffer_bytes", "credit_bytes", b"credit_bytes", "filter", b"filter", "namespace", b"namespace", "overload", b"overload", "resume", b"resume", "shared_memory", b"shared_memory", "specs", b"specs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "buffer_bytes", b"buffer_bytes", "captures", b"captures", "credit_bytes", b"credit_bytes", "filter", b"filter", "namespace", b"namespace", "overload", b"overload", "resume", b"resume", "shared_memory", b"shared_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__buffer_bytes: _TypeAlias = _typing.Literal["buffer_bytes"]  # noqa: Y015
     _WhichOneofArgType__buffer_bytes: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes"]  # noqa: Y015

@@ -657,11 +657,11 @@ class ResolvedCapture(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: _builtins.int
+    CAPTURE_INDEX_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     SELECTION_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
-    spec: _builtins.int
+    capture_index: _builtins.int
     """Index in the request's captures."""
     bytes: _builtins.int
     """Bytes of payload, if every token known in advance is computed."""
@@ -676,14 +676,14 @@ class ResolvedCapture(_message.Message):
     def __init__(
         self,
         *,
-        spec: _builtins.int = ...,
+        capture_index: _builtins.int = ...,
         sites: _abc.Iterable[_types_pb2.Site] | None = ...,
         selection: Global___ResolvedSelection | None = ...,
         bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "selection", b"selection", "sites", b"sites", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_index", b"capture_index", "selection", b"selection", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -363,10 +363,10 @@ class CaptureReceipt(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: _builtins.int
+    CAPTURE_INDEX_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
-    spec: _builtins.int
+    capture_index: _builtins.int
     """Index in the request's captures."""
     run: _builtins.str
     """Run that the rows were stored in; empty for other targets, and if the request was aborted."""
@@ -377,13 +377,13 @@ class CaptureReceipt(_message.Message):
     def __init__(
         self,
         *,
-        spec: _builtins.int = ...,
+        capture_index: _builtins.int = ...,
         sites: _abc.Iterable[Global___CapturedSite] | None = ...,
         run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "sites", b"sites", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_index", b"capture_index", "run", b"run", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
