@@ -55,7 +55,7 @@ class GlobalSteering:
     inline vectors."""
     ops: tuple[ResolvedOp, ...] = ()
     """One per intervention."""
-    set_at: float | None = None
+    set_time: float | None = None
     """Seconds since the epoch; None for version 0."""
 
     @property

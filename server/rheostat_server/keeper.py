@@ -47,7 +47,7 @@ class VectorKeeper:
         by_digest: defaultdict[bytes, dict[str, Name]] = defaultdict(dict)
         for name, label in names.items():
             by_digest[label.digest][name] = label
-        for vector, stored_at in vectors:
+        for vector, store_time in vectors:
             if vector.width != width:
                 raise VectorDirFailed(
                     f"{files.folder} holds vectors of width {vector.width}, but the model's stream "
@@ -55,7 +55,7 @@ class VectorKeeper:
                 )
             labels = by_digest[vector.digest]
             try:
-                self._store.restore(vector, stored_at, labels)
+                self._store.restore(vector, store_time, labels)
             except StoreFull as error:
                 if labels:
                     raise VectorDirFailed(
@@ -137,7 +137,7 @@ class VectorKeeper:
 
     async def _save(self, files: VectorFiles, vector: Vector) -> None:
         if vector.digest not in self._saved:
-            await _on_disk(files.write, vector, self._store.stored_at(vector.digest))
+            await _on_disk(files.write, vector, self._store.store_time(vector.digest))
             self._saved.add(vector.digest)
 
     def _on_evict(self, digest: bytes) -> None:

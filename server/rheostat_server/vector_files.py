@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 _LOCK = "lock"
 _NAMES = "names.json"
 _TENSOR = "vector"
-_STORED_AT = "stored_at"
+_STORE_TIME = "store_time"
 _FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
 _KINDS = {"F32": FloatType.FLOAT32, "F16": FloatType.FLOAT16, "BF16": FloatType.BFLOAT16}
 
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
     """A vector that the folder holds."""
 
     vector: Vector
-    stored_at: float
+    store_time: float
     """Seconds since the epoch."""
 
 
@@ -117,7 +117,7 @@ class VectorFiles:
         self._left = kept if len(kept) < len(names) else None
         return Contents(vectors, kept)
 
-    def write(self, vector: Vector, stored_at: float) -> None:
+    def write(self, vector: Vector, store_time: float) -> None:
         """Returns once the vector is on the disk. Raises as `write_names`."""
         if self._left is not None:
             self.write_names(self._left)
@@ -128,7 +128,7 @@ class VectorFiles:
             data_ptr=held.ctypes.data,
             data_len=held.nbytes,
         )
-        data = serialize({_TENSOR: tensor}, metadata={_STORED_AT: repr(stored_at)})
+        data = serialize({_TENSOR: tensor}, metadata={_STORE_TIME: repr(store_time)})
         self._replace(_file_name(vector.digest), data)
 
     def remove(self, digest: bytes) -> None:
@@ -178,7 +178,7 @@ class VectorFiles:
                 aside = _free_name(path)
                 os.replace(path, aside)
                 _LOG.error("%s is damaged, %s; it is %s from here on", path, damage, aside.name)
-        return sorted(found, key=lambda saved: saved.stored_at)
+        return sorted(found, key=lambda saved: saved.store_time)
 
     def _read_names(self) -> dict[str, Name]:
         path = self.folder / _NAMES
@@ -249,7 +249,7 @@ def _read_vector(path: Path) -> Saved:
     """The vector of a file, which must have the digest that the file is named by."""
     try:
         with safe_open(path, framework="np") as file:
-            stored_at = float((file.metadata() or {})[_STORED_AT])
+            store_time = float((file.metadata() or {})[_STORE_TIME])
         ((_, tensor),) = deserialize(path.read_bytes())
         kind = _KINDS[tensor["dtype"]]
         rows, width = tensor["shape"]
@@ -258,7 +258,7 @@ def _read_vector(path: Path) -> Saved:
         raise _Damaged(f"it holds no vector ({error})") from error
     if _file_name(vector.digest) != path.name:
         raise _Damaged(f"its content has the digest {vector.digest.hex()}")
-    return Saved(vector, stored_at)
+    return Saved(vector, store_time)
 
 
 def _unusable(folder: Path, error: OSError) -> VectorDirFailed:

@@ -127,7 +127,7 @@ class Entry(NamedTuple):
     name: str
     label: Name | None
     vector: Vector
-    stored_at: float
+    store_time: float
     users: int
 
 
@@ -144,7 +144,7 @@ class VectorStore:
         self.capacity = capacity
         self._on_evict = [on_evict]
         self._vectors: OrderedDict[bytes, Vector] = OrderedDict()
-        self._stored_at: dict[bytes, float] = {}
+        self._store_time: dict[bytes, float] = {}
         self._names: dict[str, Name] = {}
         self._named: Counter[bytes] = Counter()
         self._users: Counter[bytes] = Counter()
@@ -179,9 +179,9 @@ class VectorStore:
         """Every name, as it is now."""
         return dict(self._names)
 
-    def stored_at(self, digest: bytes) -> float:
+    def store_time(self, digest: bytes) -> float:
         """When a vector that is here was stored, in seconds since the epoch."""
-        return self._stored_at[digest]
+        return self._store_time[digest]
 
     def put(self, vector: Vector) -> bool:
         """Stores a vector; True if it was there before.
@@ -195,7 +195,7 @@ class VectorStore:
         self._make_room(vector.size)
         self._vectors[vector.digest] = vector
         self._listing.add("", vector.digest)
-        self._stored_at[vector.digest] = time.time()
+        self._store_time[vector.digest] = time.time()
         self._used += vector.size
         return False
 
@@ -227,14 +227,14 @@ class VectorStore:
         if name not in self._names and len(self._names) >= NAMES:
             raise StoreFull(f"there are {NAMES} names; take some off", field="header.name")
 
-    def restore(self, vector: Vector, stored_at: float, labels: Mapping[str, Name]) -> None:
+    def restore(self, vector: Vector, store_time: float, labels: Mapping[str, Name]) -> None:
         """Stores a vector that was stored before, with its names.
 
         Raises:
             StoreFull: held vectors leave too little room.
         """
         self.put(vector)
-        self._stored_at[vector.digest] = stored_at
+        self._store_time[vector.digest] = store_time
         for name, label in labels.items():
             self.put_named(vector, name, label)
 
@@ -351,7 +351,7 @@ class VectorStore:
             name,
             self._names.get(name),
             vector,
-            self._stored_at[vector.digest],
+            self._store_time[vector.digest],
             self._users[vector.digest],
         )
 
@@ -389,6 +389,6 @@ class VectorStore:
     def _evict(self, digest: bytes) -> None:
         self._used -= self._vectors.pop(digest).size
         self._listing.remove("", digest)
-        del self._stored_at[digest]
+        del self._store_time[digest]
         for tell in self._on_evict:
             tell(digest)

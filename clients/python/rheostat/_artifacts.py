@@ -50,7 +50,7 @@ class Artifact:
     """Where its rows are from."""
     sha256: bytes
     """Of these bytes, once complete."""
-    written_at: datetime | None
+    write_time: datetime | None
     """When it was last written."""
 
 
@@ -80,7 +80,7 @@ def read_artifacts(answer: capture_service_pb2.GetArtifactsResponse) -> list[Art
             one.rows,
             tuple(map(read_site, one.sites)),
             one.sha256,
-            one.written_at.ToDatetime(UTC) if one.HasField("written_at") else None,
+            one.write_time.ToDatetime(UTC) if one.HasField("write_time") else None,
         )
         for one in answer.artifacts
     ]

@@ -22,7 +22,7 @@ class GlobalSteering:
     """In the order in which they act, before those of a request; vectors by digest."""
     version: int
     """0 at the server's start, one more with every change."""
-    set_at: datetime.datetime | None
+    set_time: datetime.datetime | None
     """When it was set, UTC; None for version 0."""
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class GlobalSteering:
         return table((self._title(), ""), self._told())
 
     def _title(self) -> str:
-        since = "" if self.set_at is None else f", set {self.set_at:%Y-%m-%d %H:%M:%S} UTC"
+        since = "" if self.set_time is None else f", set {self.set_time:%Y-%m-%d %H:%M:%S} UTC"
         return f"server-wide steering, version {self.version}{since}"
 
     def _told(self) -> list[tuple[str, str]]:
@@ -52,8 +52,10 @@ def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteeri
             for number, one in enumerate(message.steering.interventions)
         ),
         version=message.version,
-        set_at=(
-            message.set_at.ToDatetime(tzinfo=datetime.UTC) if message.HasField("set_at") else None
+        set_time=(
+            message.set_time.ToDatetime(tzinfo=datetime.UTC)
+            if message.HasField("set_time")
+            else None
         ),
     )
 

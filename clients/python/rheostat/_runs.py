@@ -50,9 +50,9 @@ class RunInfo:
     """The tokens of its prompt."""
     bytes: int
     """Bytes of the server's memory that it takes."""
-    created_at: datetime
+    create_time: datetime
     """When it was complete."""
-    lease_until: datetime
+    lease_expire_time: datetime
     """It is not evicted before."""
     labels: Mapping[str, str]
     """Labels of the request that made it."""
@@ -97,7 +97,7 @@ def read_run(message: patch_pb2.Run) -> RunInfo:
         read_runs(message.positions),
         tuple(message.prompt_token_ids.ids),
         message.bytes,
-        message.created_at.ToDatetime(UTC),
-        message.lease_until.ToDatetime(UTC),
+        message.create_time.ToDatetime(UTC),
+        message.lease_expire_time.ToDatetime(UTC),
         dict(message.labels),
     )

@@ -176,7 +176,7 @@ class VectorInfo:
     """Handle on it."""
     description: str
     """What its uploader wrote."""
-    stored_at: datetime.datetime
+    store_time: datetime.datetime
     """When it was stored, UTC."""
     users: int
     """Running requests that use it."""
@@ -212,6 +212,6 @@ def read_info(info: steering_service_pb2.VectorInfo) -> VectorInfo:
     return VectorInfo(
         read_vector(info),
         info.description,
-        info.stored_at.ToDatetime(tzinfo=datetime.UTC),
+        info.store_time.ToDatetime(tzinfo=datetime.UTC),
         info.users,
     )

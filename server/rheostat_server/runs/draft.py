@@ -134,8 +134,8 @@ class RunDraft:
             labels=self.labels,
             size=self.size,
             number=number,
-            created_at=now,
-            lease_until=now + self.target.lease,
+            create_time=now,
+            lease_expire_time=now + self.target.lease,
         )
 
     def _join(self) -> None:

@@ -37,9 +37,9 @@ class Run:
     """Bytes that it takes."""
     number: int
     """Rises from run to run."""
-    created_at: float
+    create_time: float
     """Seconds since the epoch."""
-    lease_until: float
+    lease_expire_time: float
     """Seconds since the epoch."""
     users: int = 0
     """How often it is held."""

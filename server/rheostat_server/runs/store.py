@@ -136,7 +136,7 @@ class Runs:
         """
         with self._lock:
             run = self._get(run_id, path)
-            run.lease_until = max(run.lease_until, self._clock() + lease)
+            run.lease_expire_time = max(run.lease_expire_time, self._clock() + lease)
             return run
 
     def delete(self, run_id: str, path: str) -> int:
@@ -221,7 +221,7 @@ class Runs:
         for run in self._made.values():
             if short <= 0:
                 break
-            if not run.users and run.lease_until <= now:
+            if not run.users and run.lease_expire_time <= now:
                 victims.append(run)
                 short -= run.size
         if short > 0:

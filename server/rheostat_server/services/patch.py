@@ -118,8 +118,8 @@ def _to_wire(run: Run) -> patch_pb2.Run:
         run=run.id,
         sites=map(to_wire, run.sites),
         bytes=run.size,
-        created_at=_timestamp(run.created_at),
-        lease_until=_timestamp(run.lease_until),
+        create_time=_timestamp(run.create_time),
+        lease_expire_time=_timestamp(run.lease_expire_time),
         labels=run.labels,
     )
     message.prompt_token_ids.ids.extend(run.prompt_token_ids.tolist())

@@ -112,8 +112,8 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         """The server-wide steering."""
         held = self._readiness.host().server_wide.current
         response = _pb.GetGlobalResponse(steering=held.steering, version=held.version)
-        if held.set_at is not None:
-            response.set_at.CopyFrom(_timestamp(held.set_at))
+        if held.set_time is not None:
+            response.set_time.CopyFrom(_timestamp(held.set_time))
         return response
 
 
@@ -136,7 +136,7 @@ def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
         name=entry.name,
         dtype=entry.vector.kind.wire,
         shape=[entry.vector.rows, entry.vector.width],
-        stored_at=_timestamp(entry.stored_at),
+        store_time=_timestamp(entry.store_time),
         users=entry.users,
     )
     if entry.label is not None:

@@ -299,6 +299,6 @@ def own_artifacts(manifest: bytes, folder: str) -> list[Artifact]:
         state=files[0].state,
         length=len(manifest),
         sha256=hashlib.sha256(manifest).digest(),
-        written_at=files[0].written_at,
+        write_time=files[0].write_time,
     )
     return [*files, itself]

@@ -114,7 +114,7 @@ def artifacts_of(data: bytes, folder: str) -> list[Artifact]:
                     )
                 ),
                 sha256=bytes.fromhex(file["sha256"]),
-                written_at=manifest["finished_at"],
+                write_time=manifest["finished_at"],
                 whole=manifest["layout"] != Layout.SHARDED,
             )
             for file in manifest["files"]

@@ -239,7 +239,7 @@ class Artifact:
     sites: tuple[Site, ...] = ()
     sha256: bytes = b""
     """Of these bytes; empty while PENDING and where FAILED."""
-    written_at: float = 0.0
+    write_time: float = 0.0
     """Seconds since the epoch."""
     whole: bool = True
     """Whether it is all of its file."""

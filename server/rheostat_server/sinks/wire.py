@@ -99,8 +99,8 @@ def to_artifact(found: Found) -> capture_service_pb2.Artifact:
         sites=[to_wire(site) for site in artifact.sites],
         sha256=artifact.sha256,
     )
-    if artifact.written_at:
-        message.written_at.FromNanoseconds(int(artifact.written_at * 1e9))
+    if artifact.write_time:
+        message.write_time.FromNanoseconds(int(artifact.write_time * 1e9))
     return message
 
 

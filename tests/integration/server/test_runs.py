@@ -38,11 +38,11 @@ def test_a_run_holds_the_sites_positions_and_bytes_of_an_inline_capture(
     payload = len(run.sites) * len(rows) * WIDTH * 4
     assert payload <= run.bytes <= payload + 8192
     assert engine.stats().run_bytes == before + run.bytes
-    assert run.lease_until - run.created_at == pytest.approx(
+    assert run.lease_expire_time - run.create_time == pytest.approx(
         datetime.timedelta(seconds=90), abs=datetime.timedelta(milliseconds=1)
     )
     renewed = engine.renew_lease("clean", 3600)
-    assert renewed.lease_until > run.lease_until
+    assert renewed.lease_expire_time > run.lease_expire_time
     with pytest.raises(rheostat.AlreadyExists) as raised:
         engine.generate(PROMPT, capture=into, **OPTIONS)
     assert raised.value.reason == "REASON_RUN_EXISTS"

@@ -54,7 +54,7 @@ EVERY_OP = held(
            scale { direction { DIGEST } factor: -1 }
          }
        }
-       version: 3 set_at { seconds: 1700000000 }"""
+       version: 3 set_time { seconds: 1700000000 }"""
 )
 VECTOR, SECOND = Vector(DIGEST), Vector(OTHER)
 EVERYWHERE = {"points": (Point.RESID_PRE,), "layers": "all"}
@@ -74,7 +74,7 @@ EXPECTED = rheostat.GlobalSteering(
         Scale(VECTOR, -1.0, **EVERYWHERE),
     ),
     version=3,
-    set_at=datetime.datetime(2023, 11, 14, 22, 13, 20, tzinfo=datetime.UTC),
+    set_time=datetime.datetime(2023, 11, 14, 22, 13, 20, tzinfo=datetime.UTC),
 )
 
 
@@ -139,7 +139,7 @@ def test_what_holds_reads_as_what_it_could_be_set_with(client, server):
     assert found == EXPECTED
     client.run(lambda engine: engine.steering.set_global(found.interventions))
     sent = server.asked[-1].steering
-    again = pb.GetGlobalResponse(steering=sent, version=3, set_at=EVERY_OP.set_at)
+    again = pb.GetGlobalResponse(steering=sent, version=3, set_time=EVERY_OP.set_time)
     server.on("GetGlobal", again)
     assert client.run(lambda engine: engine.steering.get_global()) == EXPECTED
 
@@ -152,7 +152,7 @@ def test_what_holds_at_the_start_is_nothing(client, server):
 
 
 def test_what_holds_in_words_and_in_a_notebook():
-    first = rheostat.GlobalSteering(EXPECTED.interventions[2:4], 3, EXPECTED.set_at)
+    first = rheostat.GlobalSteering(EXPECTED.interventions[2:4], 3, EXPECTED.set_time)
     lines = [
         "server-wide steering, version 3, set 2023-11-14 22:13:20 UTC",
         "  0: ablate vector abababababab, vector cdcdcdcdcdcd (strength 0.5) at resid_pre all",

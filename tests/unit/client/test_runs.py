@@ -20,7 +20,7 @@ STORED = text_format.Parse(
        sites { point: 99 layer: 3 }
        positions { start: 0 count: 2 } positions { start: 4 count: 1 }
        prompt_token_ids { ids: [5, 6, 7] }
-       created_at { seconds: 60 nanos: 500000000 } lease_until { seconds: 360 }
+       create_time { seconds: 60 nanos: 500000000 } lease_expire_time { seconds: 360 }
        labels { key: "set" value: "a" }""",
     patch_pb2.Run(),
 )
@@ -31,8 +31,8 @@ INFO = rheostat.RunInfo(
     positions=(range(2), range(4, 5)),
     prompt_token_ids=(5, 6, 7),
     bytes=512,
-    created_at=EPOCH + datetime.timedelta(seconds=60.5),
-    lease_until=EPOCH + datetime.timedelta(seconds=360),
+    create_time=EPOCH + datetime.timedelta(seconds=60.5),
+    lease_expire_time=EPOCH + datetime.timedelta(seconds=360),
     labels={"set": "a"},
 )
 
@@ -129,7 +129,7 @@ def test_what_names_no_run_and_what_is_no_lease_is_not_sent(server, call, path):
 
 def test_the_shell_lists_and_deletes_runs(server, capsys):
     leased = patch_pb2.Run(run="other", bytes=9)
-    leased.lease_until.seconds = 2**33
+    leased.lease_expire_time.seconds = 2**33
     server.on("ListRuns", pb.ListRunsResponse(runs=[STORED, leased]))
     server.on("DeleteRun", pb.DeleteRunResponse(freed_bytes=512))
     assert main(["runs", "list", "--target", server.target]) == 0

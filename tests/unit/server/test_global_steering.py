@@ -105,11 +105,11 @@ async def test_what_was_set_holds_with_digests_a_version_and_a_time(running) -> 
         scaled(2.0, joy),
     ]
     assert (answer.version, list(answer.steering.interventions)) == (1, expected)
-    assert before <= answer.set_at.ToNanoseconds() / 1e9 <= time.time()
+    assert before <= answer.set_time.ToNanoseconds() / 1e9 <= time.time()
     assert await set_global(running) == 2
     answer = await held(running)
     assert (answer.version, answer.steering) == (2, steering_pb2.Steering())
-    assert answer.HasField("set_at")
+    assert answer.HasField("set_time")
 
 
 async def test_a_range_of_layers_that_holds_has_an_end(running) -> None:

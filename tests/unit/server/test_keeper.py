@@ -79,12 +79,12 @@ async def test_what_was_put_is_there_after_a_restart(begin) -> None:
     assert not await server.keeper.put(vector(1))
     joy = label(vector(2), "glad")
     assert await server.keeper.put_named(vector(2), "joy", joy) == PutResult(False, b"")
-    ages = [server.store.stored_at(vector(value).digest) for value in (1, 2)]
+    ages = [server.store.store_time(vector(value).digest) for value in (1, 2)]
     again = await begin()
     assert again.held == [("", vector(1).digest), ("joy", vector(2).digest)]
     assert again.store.get(vector(2).digest, "v") == vector(2)
     assert again.store.names == {"joy": joy}
-    assert [again.store.stored_at(vector(value).digest) for value in (1, 2)] == ages
+    assert [again.store.store_time(vector(value).digest) for value in (1, 2)] == ages
     assert await again.keeper.put(vector(1))
 
 
@@ -271,10 +271,10 @@ async def test_a_vector_on_its_way_to_the_disk_is_not_evicted(begin, monkeypatch
     entered, go_on = threading.Event(), threading.Event()
     write = server.files.write
 
-    def slow(one: Vector, stored_at: float) -> None:
+    def slow(one: Vector, store_time: float) -> None:
         entered.set()
         go_on.wait(10)
-        write(one, stored_at)
+        write(one, store_time)
 
     monkeypatch.setattr(server.files, "write", slow)
     put = asyncio.create_task(server.keeper.put(vector(1)))

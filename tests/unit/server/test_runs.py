@@ -82,7 +82,7 @@ def test_a_run_holds_the_rows_that_were_written_at_every_site_in_order() -> None
     assert np.array_equal(run.rows(same), run.rows(SITES[0]))
     with pytest.raises(KeyError):
         run.rows(Site(Point.RESID_POST, 5))
-    assert (run.prompt_token_ids.tolist(), run.created_at, run.lease_until) == (
+    assert (run.prompt_token_ids.tolist(), run.create_time, run.lease_expire_time) == (
         [5, 6, 7],
         1000.0,
         1060.0,
@@ -126,8 +126,8 @@ def test_a_lease_keeps_a_run_until_it_ends_and_is_never_shortened() -> None:
     clock = Clock()
     store = Runs(EMPTY + ROW, clock)
     make(store, "a", lease=10.0)
-    assert store.renew("a", 2.0, "run").lease_until == 1010.0
-    assert store.renew("a", 20.0, "run").lease_until == 1020.0
+    assert store.renew("a", 2.0, "run").lease_expire_time == 1010.0
+    assert store.renew("a", 20.0, "run").lease_expire_time == 1020.0
     clock.now = 1019.9
     with pytest.raises(StoreFull, match="--runs-mib"):
         begin(store, "b")
@@ -286,7 +286,7 @@ class Store(RuleBasedStateMachine):
         here = ids(self.store)
         run = self.store.renew(here[at % len(here)], lease, "run")
         self.protected[run.id] = max(self.protected[run.id], self.clock.now + lease)
-        assert run.lease_until == self.protected[run.id]
+        assert run.lease_expire_time == self.protected[run.id]
 
     @precondition(lambda self: len(self.store))
     @rule(at=st.integers(0))

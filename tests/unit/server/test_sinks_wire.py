@@ -66,8 +66,8 @@ def test_only_encodings_whose_rows_stand_alone_go_to_sinks() -> None:
 def test_an_artifact_travels_with_everything(sinks: Sinks) -> None:
     made, _ = recorded(sinks, request("a", Layout.PACKED, sink="disk"))
     found = to_artifact(Found("disk", made))
-    assert found.written_at.ToNanoseconds() == pytest.approx(made.written_at * 1e9, abs=1e6)
-    found.ClearField("written_at")
+    assert found.write_time.ToNanoseconds() == pytest.approx(made.write_time * 1e9, abs=1e6)
+    found.ClearField("write_time")
     assert found == capture_service_pb2.Artifact(
         ref=tensor_pb2.ArtifactRef(sink="disk", path="default/requests/a/rows.safetensors"),
         media_type="application/x-safetensors",

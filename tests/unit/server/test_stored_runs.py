@@ -95,14 +95,14 @@ async def test_a_run_holds_the_rows_that_an_inline_capture_gets(running) -> None
     assert [(site.rows, site.dropped_rows) for site in kept.sites] == [(3, 0), (3, 0)]
     answer = await listed(running)
     (run,) = answer.runs
-    assert run.lease_until.ToNanoseconds() - run.created_at.ToNanoseconds() == pytest.approx(
+    assert run.lease_expire_time.ToNanoseconds() - run.create_time.ToNanoseconds() == pytest.approx(
         60e9, abs=1e3
     )
     assert run.bytes == answer.used_bytes >= 6 * ROW
     assert answer.capacity_bytes == 1 << 30
     run.ClearField("bytes")
-    run.ClearField("created_at")
-    run.ClearField("lease_until")
+    run.ClearField("create_time")
+    run.ClearField("lease_expire_time")
     assert run == patch_pb2.Run(
         run="clean",
         sites=[types_pb2.Site(point=POST, layer=layer) for layer in (0, 2)],
@@ -123,7 +123,7 @@ async def test_a_run_without_an_id_is_given_one_and_a_lease_of_five_minutes(runn
     events = await generate(running, into())
     (run,) = (await listed(running)).runs
     assert run.run == events[-1].receipt.captures[0].run != ""
-    assert run.lease_until.seconds - run.created_at.seconds in (299, 300, 301)
+    assert run.lease_expire_time.seconds - run.create_time.seconds in (299, 300, 301)
     await generate(running, into())
     assert len(await names(running)) == 2
 
@@ -337,7 +337,9 @@ async def test_a_lease_is_renewed_and_never_shortened(running) -> None:
         if seconds is not None:
             message.lease.duration.seconds = seconds
         run = (await running.client.patch.RenewLease(message)).run
-        return round((run.lease_until.ToNanoseconds() - run.created_at.ToNanoseconds()) / 1e9)
+        return round(
+            (run.lease_expire_time.ToNanoseconds() - run.create_time.ToNanoseconds()) / 1e9
+        )
 
     assert await renewed(1) == 60
     assert await renewed(None) >= 300

@@ -84,7 +84,7 @@ def empty(path: Path) -> None:
 
 
 def another(path: Path) -> None:
-    save_file({"a": np.ones(3, np.int8)}, path, metadata={"stored_at": "1.0"})
+    save_file({"a": np.ones(3, np.int8)}, path, metadata={"store_time": "1.0"})
 
 
 def without_its_age(path: Path) -> None:

@@ -42,7 +42,7 @@ def run_delete(args: argparse.Namespace) -> int:
 
 
 def _line(run: RunInfo, now: datetime) -> str:
-    left = (run.lease_until - now).total_seconds()
+    left = (run.lease_expire_time - now).total_seconds()
     parts = [
         run.id,
         f"{len(run.sites)} {'site' if len(run.sites) == 1 else 'sites'}",

@@ -900,7 +900,7 @@ class Artifact(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
-    WRITTEN_AT_FIELD_NUMBER: _builtins.int
+    WRITE_TIME_FIELD_NUMBER: _builtins.int
     media_type: _builtins.str
     """Media type: "application/x-safetensors", "application/x-npz", "application/json"."""
     state: Global___ArtifactState.ValueType
@@ -920,7 +920,7 @@ class Artifact(_message.Message):
         """Sites in it."""
 
     @_builtins.property
-    def written_at(self) -> _timestamp_pb2.Timestamp:
+    def write_time(self) -> _timestamp_pb2.Timestamp:
         """When it was last written."""
 
     def __init__(
@@ -933,11 +933,11 @@ class Artifact(_message.Message):
         rows: _builtins.int = ...,
         sites: _abc.Iterable[_types_pb2.Site] | None = ...,
         sha256: _builtins.bytes = ...,
-        written_at: _timestamp_pb2.Timestamp | None = ...,
+        write_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "written_at", b"written_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "write_time", b"write_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "media_type", b"media_type", "ref", b"ref", "rows", b"rows", "sha256", b"sha256", "sites", b"sites", "state", b"state", "written_at", b"written_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "media_type", b"media_type", "ref", b"ref", "rows", b"rows", "sha256", b"sha256", "sites", b"sites", "state", b"state", "write_time", b"write_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -284,8 +284,8 @@ class Run(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
-    CREATED_AT_FIELD_NUMBER: _builtins.int
-    LEASE_UNTIL_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Its id."""
@@ -304,11 +304,11 @@ class Run(_message.Message):
         """The tokens of its prompt."""
 
     @_builtins.property
-    def created_at(self) -> _timestamp_pb2.Timestamp:
+    def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was complete."""
 
     @_builtins.property
-    def lease_until(self) -> _timestamp_pb2.Timestamp:
+    def lease_expire_time(self) -> _timestamp_pb2.Timestamp:
         """It is not evicted before. Requests and sweeps that use it hold leases of their own."""
 
     @_builtins.property
@@ -323,13 +323,13 @@ class Run(_message.Message):
         positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
         prompt_token_ids: _types_pb2.TokenIds | None = ...,
         bytes: _builtins.int = ...,
-        created_at: _timestamp_pb2.Timestamp | None = ...,
-        lease_until: _timestamp_pb2.Timestamp | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "lease_until", b"lease_until", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "lease_expire_time", b"lease_expire_time", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "created_at", b"created_at", "labels", b"labels", "lease_until", b"lease_until", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run", b"run", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "create_time", b"create_time", "labels", b"labels", "lease_expire_time", b"lease_expire_time", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run", b"run", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

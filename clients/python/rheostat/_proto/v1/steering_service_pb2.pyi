@@ -256,7 +256,7 @@ class VectorInfo(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
-    STORED_AT_FIELD_NUMBER: _builtins.int
+    STORE_TIME_FIELD_NUMBER: _builtins.int
     USERS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """Its digest, 32 bytes."""
@@ -277,7 +277,7 @@ class VectorInfo(_message.Message):
         """As in VectorHeader."""
 
     @_builtins.property
-    def stored_at(self) -> _timestamp_pb2.Timestamp:
+    def store_time(self) -> _timestamp_pb2.Timestamp:
         """When it was stored."""
 
     def __init__(
@@ -289,12 +289,12 @@ class VectorInfo(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         description: _builtins.str = ...,
         sites: _types_pb2.SiteSet | None = ...,
-        stored_at: _timestamp_pb2.Timestamp | None = ...,
+        store_time: _timestamp_pb2.Timestamp | None = ...,
         users: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sites", b"sites", "stored_at", b"stored_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sites", b"sites", "store_time", b"store_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "digest", b"digest", "dtype", b"dtype", "name", b"name", "shape", b"shape", "sites", b"sites", "stored_at", b"stored_at", "users", b"users"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "digest", b"digest", "dtype", b"dtype", "name", b"name", "shape", b"shape", "sites", b"sites", "store_time", b"store_time", "users", b"users"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -674,7 +674,7 @@ class GetGlobalResponse(_message.Message):
 
     STEERING_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    SET_AT_FIELD_NUMBER: _builtins.int
+    SET_TIME_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Its version: 0 at startup, one more with every SetGlobal."""
     @_builtins.property
@@ -682,7 +682,7 @@ class GetGlobalResponse(_message.Message):
         """With names and inline vectors resolved to digests."""
 
     @_builtins.property
-    def set_at(self) -> _timestamp_pb2.Timestamp:
+    def set_time(self) -> _timestamp_pb2.Timestamp:
         """When it was set. Absent for version 0."""
 
     def __init__(
@@ -690,11 +690,11 @@ class GetGlobalResponse(_message.Message):
         *,
         steering: _steering_pb2.Steering | None = ...,
         version: _builtins.int = ...,
-        set_at: _timestamp_pb2.Timestamp | None = ...,
+        set_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["set_at", b"set_at", "steering", b"steering"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["set_time", b"set_time", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["set_at", b"set_at", "steering", b"steering", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["set_time", b"set_time", "steering", b"steering", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
