@@ -14,7 +14,7 @@ from rheostat_server.errors import (
     status_code,
 )
 
-DOMAIN = "rheostat"
+DOMAIN = "rheostat.dev"
 """Domain of every ErrorInfo."""
 
 DETAILS_KEY = "grpc-status-details-bin"

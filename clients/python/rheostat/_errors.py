@@ -34,7 +34,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
-_DOMAIN = "rheostat"
+_DOMAIN = "rheostat.dev"
 _WARMING_UP = "REASON_WARMING_UP"
 _NO_SUBSCRIPTION = "REASON_SUBSCRIPTION_NOT_FOUND"
 

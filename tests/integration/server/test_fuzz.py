@@ -82,7 +82,7 @@ def _typed(packed: bytes) -> bool:
         details = status_pb2.Status.FromString(packed).details
     except DecodeError:
         return False
-    return bool(details) and details[0].Unpack(info) and info.domain == "rheostat"
+    return bool(details) and details[0].Unpack(info) and info.domain == "rheostat.dev"
 
 
 def test_hostile_calls_end_with_typed_errors_and_leave_nothing(

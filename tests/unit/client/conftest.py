@@ -36,7 +36,7 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, code: grpc.StatusCode, message: str, reason: str, **metadata: str) -> "Refusal":
-        info = error_details_pb2.ErrorInfo(reason=reason, domain="rheostat", metadata=metadata)
+        info = error_details_pb2.ErrorInfo(reason=reason, domain="rheostat.dev", metadata=metadata)
         return cls(code, message, info)
 
     def end(self, context: grpc.ServicerContext) -> None:

@@ -69,7 +69,7 @@ def test_all_details_are_kept(client, server, refusal):
     unmet = error_details_pb2.PreconditionFailure()
     unmet.violations.add(type="site", subject="resid_mid[3]", description="runs in parallel")
     thing = error_details_pb2.ResourceInfo(resource_type="vector", resource_name="joy")
-    info = error_details_pb2.ErrorInfo(reason="REASON_INVALID_VALUE", domain="rheostat")
+    info = error_details_pb2.ErrorInfo(reason="REASON_INVALID_VALUE", domain="rheostat.dev")
     code = grpc.StatusCode.INVALID_ARGUMENT
     server.on("Tokenize", refusal(code, "wrong", info, fields, unmet, thing, retry))
     with pytest.raises(rheostat.InvalidRequest) as raised:

@@ -71,7 +71,7 @@ def test_a_wrong_field_is_named_in_a_bad_request() -> None:
     assert (status.code, status.message) == (3, "no layer 9")
     assert unpacked(status) == [
         error_details_pb2.ErrorInfo(
-            reason="REASON_UNKNOWN_LAYER", domain="rheostat", metadata={"layers": "4"}
+            reason="REASON_UNKNOWN_LAYER", domain="rheostat.dev", metadata={"layers": "4"}
         ),
         error_details_pb2.BadRequest(
             field_violations=[

@@ -4,7 +4,7 @@ isort:skip_file
 Reasons of errors.
 
 A call that fails carries a google.rpc.Status whose details hold an ErrorInfo with
-domain "rheostat" and, as reason, the name of a value below. Beside it stands what else helps:
+domain "rheostat.dev" and, as reason, the name of a value below. Beside it stands what else helps:
 BadRequest with the path of the field ("steering.interventions[2].where"), PreconditionFailure,
 ResourceInfo (what was not found) or RetryInfo (when to try again).
 """
