@@ -126,7 +126,7 @@ def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -
                     where = f"{event.request_id}, position {position}"
                     print(f"{where:24} {value:+.2f} {bar}", flush=True)
             elif isinstance(event, rheostat.EndOfRequest):
-                print(f"{event.request_id} ended: {event.rows} rows", flush=True)
+                print(f"{event.request_id} ended: {event.row_count} rows", flush=True)
                 ended += 1
                 if ended == len(WATCHED):
                     break
@@ -146,7 +146,7 @@ def main() -> None:
         stored, texts = harvest(engine, arguments.root)
         print(f"{len(texts)} sentences stored")
         found = {}
-        for layer in range(engine.model().layers):
+        for layer in range(engine.model().layer_count):
             found[layer] = train(stored, texts, layer)
             print(f"layer {layer}: {found[layer][1]:.0%} of sentences with unseen words right")
         best = max(found, key=lambda layer: (found[layer][1], layer))

@@ -170,7 +170,7 @@ class EngineHost:
             else:
                 self._keep(asyncio.create_task(self._settle(flight)))
 
-    def new_bank_rows(self, admitted: Admitted) -> int:
+    def new_bank_row_count(self, admitted: Admitted) -> int:
         """Bank rows that a request, without its baseline, would need beyond those that are held.
 
         Raises:

@@ -32,7 +32,7 @@ async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb
     plan = replace(admitted.plan, epoch=host.epoch)
     work = plan_work(plan) + explain_work(admitted)
     answer = await offload(work, _explain, admitted, plan)
-    answer.new_bank_rows = host.new_bank_rows(admitted)
+    answer.new_bank_row_count = host.new_bank_row_count(admitted)
     return answer
 
 
@@ -45,7 +45,7 @@ def explain_work(admitted: Admitted) -> int:
 
 def _explain(admitted: Admitted, plan: Plan) -> generation_service_pb2.ExplainResponse:
     answer = _pb.ExplainResponse(
-        prompt_tokens=admitted.prompt_len,
+        prompt_token_count=admitted.prompt_len,
         prompt_token_ids=types_pb2.TokenIds(ids=admitted.prompt.token_ids),
         cache_keys=cache_keys(plan),
         global_version=admitted.server_wide.version,
@@ -57,7 +57,7 @@ def _explain(admitted: Admitted, plan: Plan) -> generation_service_pb2.ExplainRe
         message = answer.captures.add(
             capture_index=index,
             sites=[to_wire(site) for site in capture.sites],
-            bytes=capture.payload_bytes(row_end=end),
+            payload_bytes=capture.payload_bytes(row_end=end),
         )
         _select(message.selection, capture.selection, end)
     return answer

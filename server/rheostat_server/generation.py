@@ -79,7 +79,7 @@ def _started(admitted: Admitted, host: EngineHost) -> Response:
     started = generation_pb2.Started(
         request_id=admitted.request_id,
         model=host.info.name,
-        prompt_tokens=admitted.prompt_len,
+        prompt_token_count=admitted.prompt_len,
     )
     if admitted.return_prompt_token_ids:
         ids = types_pb2.TokenIds(ids=admitted.prompt.token_ids)

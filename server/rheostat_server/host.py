@@ -94,8 +94,8 @@ class QueueStats:
 
     running: int = 0
     waiting: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
+    prefix_queried_token_count: int = 0
+    prefix_hit_token_count: int = 0
 
 
 class Recapture(NamedTuple):

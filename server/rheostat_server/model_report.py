@@ -25,9 +25,9 @@ def report_model(host: EngineHost) -> engine_service_pb2.GetModelResponse:
     return _pb.GetModelResponse(
         model=info.name,
         architecture=sites.architecture,
-        layers=sites.num_layers,
+        layer_count=sites.num_layers,
         width=sites.width,
-        vocabulary=info.vocabulary,
+        vocabulary_size=info.vocabulary,
         loras=info.loras,
         dtype=FloatType(sites.dtype).wire,
         sites=_groups(sites),
@@ -90,8 +90,8 @@ def _engine(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Engine:
     return _pb.Engine(
         vllm_version=info.vllm_version,
         runner=runners[sites.runner],
-        tensor_parallel=info.tensor_parallel,
-        pipeline_parallel=info.pipeline_parallel,
+        tensor_parallel_size=info.tensor_parallel,
+        pipeline_parallel_size=info.pipeline_parallel,
         device=info.device,
         compiled=info.compiled,
         prefix_caching=info.prefix_caching,

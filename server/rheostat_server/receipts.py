@@ -48,14 +48,14 @@ def write_receipt(
     ended = [sample.released for sample in samples if sample.released is not None]
     receipt = receipt_pb2.Receipt(
         request_id=admitted.request_id,
-        prompt_tokens=admitted.prompt_len,
-        generated_tokens=sum(len(sample.tokens) for sample in samples),
+        prompt_token_count=admitted.prompt_len,
+        generated_token_count=sum(len(sample.tokens) for sample in samples),
         captures=_captures(admitted, handed_over, runs),
-        cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
-        recomputed_tokens=sum(released.recomputed for released in ended),
-        preemptions=sum(released.preemptions for released in ended),
+        cached_prompt_token_count=sum(sample.cached_tokens for sample in samples),
+        recomputed_token_count=sum(released.recomputed for released in ended),
+        preemption_count=sum(released.preemptions for released in ended),
         global_version=admitted.server_wide.version,
-        updates=len({one.update_id for sample in samples for one in sample.amendments}),
+        update_count=len({one.update_id for sample in samples for one in sample.amendments}),
     )
     for record in _records(admitted, samples):
         _apply(receipt.interventions.add(intervention=record.ref), record)
@@ -171,12 +171,12 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     """
     acting = [part for part in parts if site in part.sites]
     if not all(part.released.measured for part in acting):
-        applied.rows = sum(length(part.computed) for part in acting)
+        applied.row_count = sum(length(part.computed) for part in acting)
         return
     doses = [part.doses[site] for part in acting if site in part.doses]
     rows = sum(dose.rows for dose in doses)
-    applied.rows = max(0, rows - sum(part.surplus for part in acting))
-    if applied.rows:
+    applied.row_count = max(0, rows - sum(part.surplus for part in acting))
+    if applied.row_count:
         applied.dose.norm = float32(sum(dose.change for dose in doses) / rows)
         applied.dose.relative_mean = float32(sum(dose.relative for dose in doses) / rows)
         applied.dose.relative_max = float32(max(dose.relative_max for dose in doses))
@@ -199,7 +199,7 @@ def _captures(
     for spec, capture in enumerate(admitted.captures):
         rows, lost = handed_over.get(spec, (0, 0))
         sites = [
-            receipt_pb2.CapturedSite(site=to_wire(site), rows=rows, dropped_rows=lost)
+            receipt_pb2.CapturedSite(site=to_wire(site), row_count=rows, dropped_row_count=lost)
             for site in capture.sites
         ]
         run = runs.get(spec, "")

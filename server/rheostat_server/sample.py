@@ -105,7 +105,7 @@ class Sample:
             sample=self.index,
             baseline=self._baseline,
             reason=FINISH_REASONS[ending],
-            tokens=len(self.tokens),
+            token_count=len(self.tokens),
             finished_after=self._since_admission(time.monotonic()),
         )
         if ending is Ending.STOP:

@@ -51,8 +51,8 @@ class QueueCounter:
         self.stats = QueueStats(
             running,
             waiting,
-            self.stats.prefix_queried_tokens + queried,
-            self.stats.prefix_hit_tokens + hit,
+            self.stats.prefix_queried_token_count + queried,
+            self.stats.prefix_hit_token_count + hit,
         )
 
 

@@ -44,7 +44,7 @@ class Artifact:
     """"application/x-safetensors", "application/x-npz" or "application/json"."""
     state: str
     """"pending", "complete", "partial" (rows are missing) or "failed"."""
-    rows: int
+    row_count: int
     """Positions times sites."""
     sites: tuple[Site, ...]
     """Where its rows are from."""
@@ -74,10 +74,10 @@ def read_artifacts(answer: capture_service_pb2.GetArtifactsResponse) -> list[Art
             one.ref.sink,
             one.ref.path,
             one.ref.offset,
-            one.bytes,
+            one.size_bytes,
             one.media_type,
             read_word(_STATE, one.state, "ARTIFACT_STATE_"),
-            one.rows,
+            one.row_count,
             tuple(map(read_site, one.sites)),
             one.sha256,
             one.write_time.ToDatetime(UTC) if one.HasField("write_time") else None,

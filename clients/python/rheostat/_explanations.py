@@ -74,7 +74,7 @@ class ResolvedCapture:
     """Where, by layer, then point."""
     selection: Selection
     """Which tokens."""
-    bytes: int
+    payload_bytes: int
     """Bytes of payload, if every token known in advance is computed."""
     unknown_sites: int = 0
     """Further sites, at points of a newer server that this client cannot name."""
@@ -104,7 +104,7 @@ class Explanation:
     """In the request's order."""
     cache_keys: tuple[CacheKey, ...]
     """Empty: the engine's own keys throughout."""
-    new_bank_rows: int
+    new_bank_row_count: int
     """Bank rows that it needs beyond those that equal configurations hold."""
     global_version: int
     """Version of the server-wide steering that it would run under."""
@@ -131,12 +131,15 @@ def _told(one: Explanation) -> list[tuple[str, str]]:
     for capture in one.captures:
         places = ", ".join([*map(str, capture.sites), *unknown_places(capture.unknown_sites)])
         rows.append(
-            (f"capture {capture.index}", f"{places}; {capture.selection}; {capture.bytes} bytes")
+            (
+                f"capture {capture.index}",
+                f"{places}; {capture.selection}; {capture.payload_bytes} bytes",
+            )
         )
     for key in one.cache_keys:
         told = "private" if key.private else key.digest[:12]
         rows.append((f"cache key from position {key.position}", told))
-    rows.append(("bank rows", f"{one.new_bank_rows} new"))
+    rows.append(("bank rows", f"{one.new_bank_row_count} new"))
     if one.global_version:
         rows.append(("server-wide steering", f"version {one.global_version}"))
     return rows
@@ -152,7 +155,7 @@ def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explana
                 one.capture_index,
                 _known(one.sites),
                 _read_selection(one.selection),
-                one.bytes,
+                one.payload_bytes,
                 len(one.sites) - len(_known(one.sites)),
             )
             for one in message.captures
@@ -160,7 +163,7 @@ def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explana
         cache_keys=tuple(
             CacheKey(one.position, one.digest.hex(), one.private) for one in message.cache_keys
         ),
-        new_bank_rows=message.new_bank_rows,
+        new_bank_row_count=message.new_bank_row_count,
         global_version=message.global_version,
     )
 

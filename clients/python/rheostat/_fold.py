@@ -134,7 +134,7 @@ class GenerationFold:
                         lost.sample,
                         lost.baseline,
                         positions_of(lost.positions),
-                        lost.rows,
+                        lost.row_count,
                     )
                 ]
             case "finished":
@@ -188,11 +188,11 @@ class GenerationFold:
         for capture in receipt.captures:
             for one in () if capture.index in self._elsewhere else capture.sites:
                 came = self._received[capture.index, one.site]
-                if came != one.rows:
+                if came != one.row_count:
                     raise DataLoss(
-                        f"{came} rows of {one.site} came, the receipt counts {one.rows}",
+                        f"{came} rows of {one.site} came, the receipt counts {one.row_count}",
                         reason="REASON_ROWS_LOST",
-                        metadata={"rows": str(one.rows - came)},
+                        metadata={"rows": str(one.row_count - came)},
                     )
 
     def _sample(self, baseline: bool, number: int) -> _Sample:

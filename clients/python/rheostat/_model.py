@@ -49,9 +49,9 @@ class EngineInfo:
     """Which of vLLM's model runners: "v1", "v2"."""
     device: str
     """"cpu", "cuda"."""
-    tensor_parallel: int
+    tensor_parallel_size: int
     """Tensor-parallel ranks."""
-    pipeline_parallel: int
+    pipeline_parallel_size: int
     """Pipeline-parallel stages."""
     compiled: bool
     """Whether the model is compiled."""
@@ -99,11 +99,11 @@ class ModelInfo:
     """Name under which it was loaded."""
     architecture: str
     """Class of the model, e.g. "LlamaForCausalLM"."""
-    layers: int
+    layer_count: int
     """Number of decoder blocks."""
     width: int
     """Values per row of the residual stream."""
-    vocabulary: int
+    vocabulary_size: int
     """Number of token ids."""
     dtype: str
     """Element type of the stream."""
@@ -150,14 +150,14 @@ def _told(model: ModelInfo) -> list[tuple[str, str]]:
     rows = [
         (
             "model",
-            f"{model.architecture}, {model.layers} layers, width {model.width}, "
-            f"{model.vocabulary} tokens, {model.dtype}",
+            f"{model.architecture}, {model.layer_count} layers, width {model.width}, "
+            f"{model.vocabulary_size} tokens, {model.dtype}",
         ),
         (
             "engine",
             f"vLLM {engine.vllm_version} on {engine.device}, runner {engine.runner}, "
             f"{'compiled' if engine.compiled else 'eager'}, "
-            f"{engine.tensor_parallel * engine.pipeline_parallel} ranks",
+            f"{engine.tensor_parallel_size * engine.pipeline_parallel_size} ranks",
         ),
         (
             "limits",
@@ -181,9 +181,9 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
     return ModelInfo(
         name=message.model,
         architecture=message.architecture,
-        layers=message.layers,
+        layer_count=message.layer_count,
         width=message.width,
-        vocabulary=message.vocabulary,
+        vocabulary_size=message.vocabulary_size,
         dtype=read_word(tensor_pb2.Dtype.DESCRIPTOR, message.dtype, "DTYPE_"),
         sites=tuple(_read_group(one) for one in message.sites if knows_point(one.point)),
         has_tokenizer=message.has_tokenizer,
@@ -194,8 +194,8 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
             torch_version=engine.torch_version,
             runner=read_word(engine_service_pb2.Runner.DESCRIPTOR, engine.runner, "RUNNER_"),
             device=engine.device,
-            tensor_parallel=engine.tensor_parallel,
-            pipeline_parallel=engine.pipeline_parallel,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            pipeline_parallel_size=engine.pipeline_parallel_size,
             compiled=engine.compiled,
             variants=tuple(engine.variants),
             prefix_caching=engine.prefix_caching,
@@ -238,60 +238,60 @@ def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
 class Stats:
     """A server's counters since its start, and gauges of now."""
 
-    running: int
+    running_request_count: int
     """Requests that run now."""
-    waiting: int
+    waiting_request_count: int
     """Requests that wait now."""
-    admitted: int
+    admitted_count: int
     """Requests admitted."""
-    completed: int
+    completed_count: int
     """Requests that ended with a receipt."""
-    aborted: int
+    aborted_count: int
     """Requests ended from outside."""
-    refused: int
+    refused_count: int
     """Requests refused before admission."""
-    failed: int
+    failed_count: int
     """Requests that failed after admission."""
     steps: Mapping[str, int]
     """Steps by graph variant."""
-    bank_rows_used: int
+    used_bank_row_count: int
     """Bank rows in use now, at the fullest site."""
-    bank_rows: int
+    bank_row_count: int
     """Bank rows of each site."""
-    captured_rows: int
+    captured_row_count: int
     """Rows captured."""
     captured_bytes: int
     """Bytes captured, as they are in the stream."""
-    dropped_rows: int
+    dropped_row_count: int
     """Rows that readers have lost, one for each that lost it."""
-    prefix_queried_tokens: int
+    prefix_queried_token_count: int
     """Prompt tokens looked up in the prefix cache."""
-    prefix_hit_tokens: int
+    prefix_hit_token_count: int
     """Prompt tokens found there."""
-    vectors: int
+    vector_count: int
     """Stored vectors."""
     uptime: float
     """Seconds since the start."""
-    leaked: int
+    leaked_count: int
     """Held by no request; anything but 0 is a defect."""
     global_version: int
     """Version of the server-wide steering; 0: never set."""
     left_bytes: int
     """Bytes of captured rows that have left the device: fewer than `captured_bytes` where they were
     made smaller there."""
-    plain_rows: int
+    plain_row_count: int
     """Rows that left the device whole, since its memory for making them smaller did not suffice."""
     ring_bytes: int
     """Device memory of the ring that captured rows pass through."""
     encode_bytes: int
     """Device memory for making captured rows smaller."""
-    spooled_rows: int
+    spooled_row_count: int
     """Captured rows that wait on the server's disk now."""
-    overrun_rows: int
+    overrun_row_count: int
     """Captured rows for which a worker had no room, on the device or on their way to the server."""
     staging_bytes: int
     """Host memory of the workers in which captured rows wait for the server."""
-    runs: int
+    run_count: int
     """Stored runs."""
     run_bytes: int
     """Bytes that they take, and those that are being made."""
@@ -313,32 +313,32 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
     """The counters of a wire message."""
     requests = message.requests
     return Stats(
-        running=message.running,
-        waiting=message.waiting,
-        admitted=requests.admitted,
-        completed=requests.completed,
-        aborted=requests.aborted,
-        refused=requests.refused,
-        failed=requests.failed,
-        steps={one.variant: one.steps for one in message.steps},
-        bank_rows_used=message.bank_rows_used,
-        bank_rows=message.bank_rows,
-        captured_rows=message.captured_rows,
+        running_request_count=message.running_request_count,
+        waiting_request_count=message.waiting_request_count,
+        admitted_count=requests.admitted_count,
+        completed_count=requests.completed_count,
+        aborted_count=requests.aborted_count,
+        refused_count=requests.refused_count,
+        failed_count=requests.failed_count,
+        steps={one.variant: one.step_count for one in message.steps},
+        used_bank_row_count=message.used_bank_row_count,
+        bank_row_count=message.bank_row_count,
+        captured_row_count=message.captured_row_count,
         captured_bytes=message.captured_bytes,
-        dropped_rows=message.dropped_rows,
-        prefix_queried_tokens=message.prefix_queried_tokens,
-        prefix_hit_tokens=message.prefix_hit_tokens,
-        vectors=message.vectors,
+        dropped_row_count=message.dropped_row_count,
+        prefix_queried_token_count=message.prefix_queried_token_count,
+        prefix_hit_token_count=message.prefix_hit_token_count,
+        vector_count=message.vector_count,
         uptime=message.uptime.ToTimedelta().total_seconds(),
-        leaked=message.leaked,
+        leaked_count=message.leaked_count,
         global_version=message.global_version,
         left_bytes=message.left_bytes,
-        plain_rows=message.plain_rows,
+        plain_row_count=message.plain_row_count,
         ring_bytes=message.ring_bytes,
         encode_bytes=message.encode_bytes,
-        spooled_rows=message.spooled_rows,
-        overrun_rows=message.overrun_rows,
+        spooled_row_count=message.spooled_row_count,
+        overrun_row_count=message.overrun_row_count,
         staging_bytes=message.staging_bytes,
-        runs=message.runs,
+        run_count=message.run_count,
         run_bytes=message.run_bytes,
     )

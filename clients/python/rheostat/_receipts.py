@@ -31,7 +31,7 @@ class AppliedSite:
 
     site: Site
     """Where."""
-    rows: int
+    row_count: int
     """Rows changed, each computation of a token counted."""
     dose: Dose | None
     """How strongly; None where no row was changed or it was not measured."""
@@ -79,9 +79,9 @@ class CapturedSite:
 
     site: Site
     """Where."""
-    rows: int
+    row_count: int
     """Rows handed over, all samples."""
-    dropped_rows: int
+    dropped_row_count: int
     """Rows selected and lost."""
 
 
@@ -105,25 +105,25 @@ class Receipt:
 
     request_id: str
     """The request."""
-    prompt_tokens: int
+    prompt_token_count: int
     """Tokens of the prompt."""
-    generated_tokens: int
+    generated_token_count: int
     """Tokens generated, all samples together."""
     interventions: tuple[AppliedIntervention, ...] = ()
     """Every intervention; one that touched nothing is here with 0 rows."""
     captures: tuple[CaptureReceipt, ...] = ()
     """Every capture, in the request's order."""
-    cached_prompt_tokens: int = 0
+    cached_prompt_token_count: int = 0
     """Prompt tokens that came from the prefix cache."""
-    recomputed_tokens: int = 0
+    recomputed_token_count: int = 0
     """Tokens computed more than once, and cached ones computed for a capture."""
-    preemptions: int = 0
+    preemption_count: int = 0
     """How often the request was preempted."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """Steps that it took part in, by graph variant."""
     global_version: int = 0
     """Version of the server-wide steering that it ran under."""
-    updates: int = 0
+    update_count: int = 0
     """Changes of its session's steering that were carried out; stopping it is none."""
 
     def __repr__(self) -> str:
@@ -155,17 +155,19 @@ def _told(receipt: Receipt) -> list[tuple[str, str]]:
     rows = [
         (
             "tokens",
-            f"{receipt.prompt_tokens} of the prompt ({receipt.cached_prompt_tokens} from the "
-            f"cache), {receipt.generated_tokens} generated, {receipt.recomputed_tokens} "
-            f"recomputed, {receipt.preemptions} preemptions",
+            f"{receipt.prompt_token_count} of the prompt "
+            f"({receipt.cached_prompt_token_count} from the cache), "
+            f"{receipt.generated_token_count} generated, "
+            f"{receipt.recomputed_token_count} recomputed, "
+            f"{receipt.preemption_count} preemptions",
         )
     ]
     for done in receipt.interventions:
         which = Reference(done.origin, done.index, done.op, done.rule, done.update_id)
         rows.append((str(which), _told_intervention(done)))
     for capture in receipt.captures:
-        lost = sum(site.dropped_rows for site in capture.sites)
-        count = sum(site.rows for site in capture.sites)
+        lost = sum(site.dropped_row_count for site in capture.sites)
+        count = sum(site.row_count for site in capture.sites)
         told = f"{count} rows of {_places(capture)}"
         told += f", {lost} lost" if lost else ""
         told += f", stored in run {capture.run}" if capture.run else ""
@@ -175,13 +177,13 @@ def _told(receipt: Receipt) -> list[tuple[str, str]]:
         rows.append(("steps", steps))
     if receipt.global_version and any(one.origin == "global" for one in receipt.interventions):
         rows.append(("server-wide steering", f"version {receipt.global_version}"))
-    if receipt.updates:
-        rows.append(("updates", f"{receipt.updates} carried out"))
+    if receipt.update_count:
+        rows.append(("updates", f"{receipt.update_count} carried out"))
     return rows
 
 
 def _told_intervention(done: AppliedIntervention) -> str:
-    told = f"{sum(site.rows for site in done.sites)} rows"
+    told = f"{sum(site.row_count for site in done.sites)} rows"
     if places := _places(done):
         told += f" at {places}"
     doses = [site.dose for site in done.sites if site.dose is not None]
@@ -290,14 +292,14 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
     """The receipt of a wire message."""
     return Receipt(
         request_id=message.request_id,
-        prompt_tokens=message.prompt_tokens,
-        generated_tokens=message.generated_tokens,
+        prompt_token_count=message.prompt_token_count,
+        generated_token_count=message.generated_token_count,
         interventions=tuple(_read_applied(one) for one in message.interventions),
         captures=tuple(
             CaptureReceipt(
                 one.capture_index,
                 tuple(
-                    CapturedSite(read_site(site.site), site.rows, site.dropped_rows)
+                    CapturedSite(read_site(site.site), site.row_count, site.dropped_row_count)
                     for site in one.sites
                     if knows_point(site.site.point)
                 ),
@@ -306,12 +308,12 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
             )
             for one in message.captures
         ),
-        cached_prompt_tokens=message.cached_prompt_tokens,
-        recomputed_tokens=message.recomputed_tokens,
-        preemptions=message.preemptions,
-        steps={one.variant: one.steps for one in message.steps},
+        cached_prompt_token_count=message.cached_prompt_token_count,
+        recomputed_token_count=message.recomputed_token_count,
+        preemption_count=message.preemption_count,
+        steps={one.variant: one.step_count for one in message.steps},
         global_version=message.global_version,
-        updates=message.updates,
+        update_count=message.update_count,
     )
 
 
@@ -327,7 +329,7 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
         sites=tuple(
             AppliedSite(
                 read_site(one.site),
-                one.rows,
+                one.row_count,
                 _read_dose(one.dose) if one.HasField("dose") else None,
             )
             for one in message.sites

@@ -145,7 +145,7 @@ class DroppedRows:
     """Whether they are of the baseline."""
     positions: IntArray
     """Absolute positions, int64 [positions], at each of the capture's sites."""
-    rows: int
+    row_count: int
     """How many: positions times sites."""
 
 
@@ -254,7 +254,7 @@ class Generation(Samples):
     def _repr_html_(self) -> str:
         rows = [
             ("finish reason", ", ".join(sample.finish_reason for sample in self.samples)),
-            ("tokens", f"{len(self.prompt_token_ids)} + {self.receipt.generated_tokens}"),
+            ("tokens", f"{len(self.prompt_token_ids)} + {self.receipt.generated_token_count}"),
         ]
         if self.activations:
             rows.append(("activations", repr(self.activations)))

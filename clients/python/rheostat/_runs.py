@@ -48,7 +48,7 @@ class RunInfo:
     """Positions that it holds at each of them."""
     prompt_token_ids: tuple[int, ...]
     """The tokens of its prompt."""
-    bytes: int
+    size_bytes: int
     """Bytes of the server's memory that it takes."""
     create_time: datetime
     """When it was complete."""
@@ -96,7 +96,7 @@ def read_run(message: patch_pb2.Run) -> RunInfo:
         tuple(read_site(site) for site in message.sites if knows_point(site.point)),
         read_runs(message.positions),
         tuple(message.prompt_token_ids.ids),
-        message.bytes,
+        message.size_bytes,
         message.create_time.ToDatetime(UTC),
         message.lease_expire_time.ToDatetime(UTC),
         dict(message.labels),

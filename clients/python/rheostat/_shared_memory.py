@@ -48,9 +48,9 @@ class Mapping:
         if not _NAME.fullmatch(named.name):
             raise Refused("the server names no object of shared memory")
         self.name = named.name
-        self._size = named.bytes
+        self._size = named.size_bytes
         try:
-            self._memory = _mapped(FOLDER / named.name, named.bytes)
+            self._memory = _mapped(FOLDER / named.name, named.size_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise Refused(f"the server's shared memory cannot be read here: {error}") from error
         begin = self._memory[:_HEADER]

@@ -154,11 +154,11 @@ class EndOfRequest:
     """Number of the event."""
     request_id: str
     """The request."""
-    chunks: int
+    chunk_count: int
     """Events with rows of it."""
-    rows: int
+    row_count: int
     """Rows of it, positions times sites."""
-    dropped_rows: int
+    dropped_row_count: int
     """Rows of it that are lost."""
     finish_reasons: tuple[FinishReason, ...]
     """How each sample ended; empty where the subscription ended before the request did."""
@@ -228,7 +228,7 @@ class Ledger:
         )
 
     def _dropped(self, sequence: int, message: capture_pb2.Dropped) -> DroppedRows:
-        self._tally(message.request_id).dropped += message.rows
+        self._tally(message.request_id).dropped += message.row_count
         return DroppedRows(
             sequence,
             message.request_id,
@@ -236,12 +236,14 @@ class Ledger:
             message.sample,
             message.baseline,
             positions_of(message.positions),
-            message.rows,
+            message.row_count,
         )
 
     def _end(self, sequence: int, message: capture_service_pb2.EndOfRequest) -> EndOfRequest:
         came = self._tallies.pop(message.request_id, _Tally())
-        told = _Tally(message.chunks, message.rows, message.dropped_rows, message.crc32c)
+        told = _Tally(
+            message.chunk_count, message.row_count, message.dropped_row_count, message.crc32c
+        )
         if came != told and not (self._inherited and _may_continue(came, told)):
             raise DataLoss(
                 f"of {message.request_id} came {_shown(came)}, of {_shown(told)} that were sent",
@@ -251,9 +253,9 @@ class Ledger:
         return EndOfRequest(
             sequence,
             message.request_id,
-            message.chunks,
-            message.rows,
-            message.dropped_rows,
+            message.chunk_count,
+            message.row_count,
+            message.dropped_row_count,
             tuple(_finish_reason(one) for one in message.finish_reasons),
             to_attached(message.attached),
         )

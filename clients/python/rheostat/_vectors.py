@@ -178,7 +178,7 @@ class VectorInfo:
     """What its uploader wrote."""
     store_time: datetime.datetime
     """When it was stored, UTC."""
-    users: int
+    request_count: int
     """Running requests that use it."""
 
     def __repr__(self) -> str:
@@ -213,5 +213,5 @@ def read_info(info: steering_service_pb2.VectorInfo) -> VectorInfo:
         read_vector(info),
         info.description,
         info.store_time.ToDatetime(tzinfo=datetime.UTC),
-        info.users,
+        info.request_count,
     )

@@ -171,8 +171,8 @@ class _Stage:
             statistics.fmean(one.seconds for one in asked),
             sum(one.tokens for one in asked),
             max(one.longest for one in asked),
-            after.dropped_rows - before.dropped_rows,
-            after.spooled_rows,
+            after.dropped_row_count - before.dropped_row_count,
+            after.spooled_row_count,
             max(one.cpu / one.seconds for one in asked),
         )
 
@@ -218,7 +218,7 @@ def main() -> None:
             for _ in range(arguments.client_processes)
         ]
         watcher = stack.enter_context(Worker(partial(watching, target)))
-        stage = _Stage(target, served.layers // 2, askers, watcher, arguments.tokens)
+        stage = _Stage(target, served.layer_count // 2, askers, watcher, arguments.tokens)
         for arm in ARMS:
             stage.turn(arm, min(3.0, arguments.seconds))
         for _ in range(arguments.repeats):
@@ -236,7 +236,7 @@ def main() -> None:
         "compiled": served.engine.compiled,
         "cores": os.cpu_count(),
         "client_processes": arguments.client_processes,
-        "layer": served.layers // 2,
+        "layer": served.layer_count // 2,
         "clients": _CLIENTS,
         "prompt_tokens": _PROMPT,
         "tokens": arguments.tokens,

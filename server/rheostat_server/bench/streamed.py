@@ -295,7 +295,7 @@ def main() -> None:
             for _ in range(arguments.client_processes)
         ]
         watcher = stack.enter_context(Worker(partial(watching, target)))
-        stage = _Stage(reference, askers, watcher, served.layers // 2)
+        stage = _Stage(reference, askers, watcher, served.layer_count // 2)
         times = measure(stage, workloads)
     tables = summary(times)
     result = {
@@ -305,7 +305,7 @@ def main() -> None:
         "compiled": served.engine.compiled,
         "cores": os.cpu_count(),
         "client_processes": arguments.client_processes,
-        "layer": served.layers // 2,
+        "layer": served.layer_count // 2,
         "workloads": {workload.name: workload._asdict() for workload in workloads},
         "subscriber_through": stage.way,
         "lost_rows": stage.lost,

@@ -26,6 +26,6 @@ def dropped(loss: Loss) -> capture_pb2.Dropped:
         capture_index=loss.capture_index,
         sample=loss.track.sample,
         baseline=loss.track.baseline,
-        rows=loss.rows,
+        row_count=loss.rows,
         positions=wire_runs(loss.positions),
     )

@@ -282,7 +282,7 @@ class Spill:
             return End(tap)
         lost = one.message
         spans = tuple((run.start, run.start + run.count) for run in lost.positions)
-        return Loss(tap, one.track, lost.capture_index, spans, lost.rows)
+        return Loss(tap, one.track, lost.capture_index, spans, lost.row_count)
 
     def _number(self, tap: Tap) -> int:
         number = self._numbers.get(tap)

@@ -40,36 +40,36 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         counts = host.counts
         row_bytes = host.sites.width * FloatType(host.sites.dtype).itemsize
         response = _pb.GetStatsResponse(
-            running=queue.running,
-            waiting=queue.waiting + host.line.waiting,
+            running_request_count=queue.running,
+            waiting_request_count=queue.waiting + host.line.waiting,
             requests=_pb.RequestCounts(
-                admitted=counts.admitted,
-                completed=counts.completed,
-                aborted=counts.aborted,
-                refused=counts.refused,
-                failed=counts.failed,
+                admitted_count=counts.admitted,
+                completed_count=counts.completed,
+                aborted_count=counts.aborted,
+                refused_count=counts.refused,
+                failed_count=counts.failed,
             ),
             steps=[
-                receipt_pb2.VariantSteps(variant=variant, steps=steps)
+                receipt_pb2.VariantSteps(variant=variant, step_count=steps)
                 for variant, steps in sorted(workers.steps.items())
             ],
-            bank_rows_used=workers.bank_rows_used,
-            bank_rows=host.sites.capacity.bank_rows,
-            captured_rows=workers.captured_rows,
+            used_bank_row_count=workers.bank_rows_used,
+            bank_row_count=host.sites.capacity.bank_rows,
+            captured_row_count=workers.captured_rows,
             captured_bytes=workers.captured_rows * row_bytes,
-            dropped_rows=host.losses.rows,
-            overrun_rows=workers.lost_rows,
-            spooled_rows=host.spillway.rows if host.spillway is not None else 0,
-            prefix_queried_tokens=queue.prefix_queried_tokens,
-            prefix_hit_tokens=queue.prefix_hit_tokens,
-            subscriptions=len(host.subscriptions),
-            vectors=len(host.store),
-            runs=len(host.runs),
+            dropped_row_count=host.losses.rows,
+            overrun_row_count=workers.lost_rows,
+            spooled_row_count=host.spillway.rows if host.spillway is not None else 0,
+            prefix_queried_token_count=queue.prefix_queried_token_count,
+            prefix_hit_token_count=queue.prefix_hit_token_count,
+            subscription_count=len(host.subscriptions),
+            vector_count=len(host.store),
+            run_count=len(host.runs),
             run_bytes=host.runs.used_bytes,
             global_version=host.server_wide.current.version,
-            leaked=_leaked(host, workers),
+            leaked_count=_leaked(host, workers),
             left_bytes=workers.left_bytes,
-            plain_rows=workers.plain_rows,
+            plain_row_count=workers.plain_rows,
             ring_bytes=workers.ring_bytes,
             encode_bytes=workers.encode_bytes,
             staging_bytes=workers.staging_bytes,
@@ -86,7 +86,9 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         if request.HasField("timeout"):
             timeout = _seconds(request.timeout)
         drained = await self._readiness.drain_and_end(timeout)
-        return _pb.DrainResponse(finished=drained.finished, aborted=drained.aborted)
+        return _pb.DrainResponse(
+            finished_request_count=drained.finished, aborted_request_count=drained.aborted
+        )
 
 
 def _seconds(duration: duration_pb2.Duration) -> float:

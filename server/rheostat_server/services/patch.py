@@ -117,7 +117,7 @@ def _to_wire(run: Run) -> patch_pb2.Run:
     message = patch_pb2.Run(
         run=run.id,
         sites=map(to_wire, run.sites),
-        bytes=run.size,
+        size_bytes=run.size,
         create_time=_timestamp(run.create_time),
         lease_expire_time=_timestamp(run.lease_expire_time),
         labels=run.labels,

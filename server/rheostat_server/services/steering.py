@@ -137,7 +137,7 @@ def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
         dtype=entry.vector.kind.wire,
         shape=[entry.vector.rows, entry.vector.width],
         store_time=_timestamp(entry.store_time),
-        users=entry.users,
+        request_count=entry.users,
     )
     if entry.label is not None:
         info.description = entry.label.description

@@ -94,8 +94,8 @@ def to_artifact(found: Found) -> capture_service_pb2.Artifact:
         ),
         media_type=artifact.media_type,
         state=_STATES[artifact.state],
-        bytes=artifact.length,
-        rows=artifact.rows,
+        size_bytes=artifact.length,
+        row_count=artifact.rows,
         sites=[to_wire(site) for site in artifact.sites],
         sha256=artifact.sha256,
     )

@@ -38,7 +38,11 @@ class Tally:
             self._dropped += item.rows
         elif isinstance(item, End):
             end = response.end_of_request
-            end.chunks, end.rows, end.dropped_rows = self._chunks, self._rows, self._dropped
+            end.chunk_count, end.row_count, end.dropped_row_count = (
+                self._chunks,
+                self._rows,
+                self._dropped,
+            )
             end.crc32c = google_crc32c.value(bytes(self._checksums))
             end.finish_reasons.extend(item.tap.finish_reasons)
             end.attached.extend(to_wire([item.tap]))

@@ -141,7 +141,7 @@ class Arena:
     def to_wire(self) -> capture_service_pb2.SharedMemory:
         """The message that names it."""
         return capture_service_pb2.SharedMemory(
-            namespace=self.namespace, name=self.name, bytes=self.bytes
+            namespace=self.namespace, name=self.name, size_bytes=self.bytes
         )
 
     def proven(self, nonce: bytes) -> bool:

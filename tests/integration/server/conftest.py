@@ -143,7 +143,12 @@ def assert_empty(client: rheostat.Engine) -> None:
     deadline = time.monotonic() + 20
     while True:
         stats = client.stats()
-        held = (stats.running, stats.waiting, stats.bank_rows_used, stats.leaked)
+        held = (
+            stats.running_request_count,
+            stats.waiting_request_count,
+            stats.used_bank_row_count,
+            stats.leaked_count,
+        )
         if held == (0, 0, 0, 0):
             return
         assert time.monotonic() < deadline, stats

@@ -80,7 +80,9 @@ def test_adapters_do_not_share_what_the_prefix_cache_holds(small: rheostat.Engin
     prompt = list(range(100, 400))
     steering = [everywhere(OPS["ablate"], [1]).ours]
     hits = [
-        small.generate(prompt, lora=lora, steering=steps, **OPTIONS).receipt.cached_prompt_tokens
+        small.generate(
+            prompt, lora=lora, steering=steps, **OPTIONS
+        ).receipt.cached_prompt_token_count
         for lora, steps in (
             ("ada", steering),
             ("ada", steering),

@@ -85,7 +85,7 @@ def test_rows_begin_where_it_is_said_and_are_those_of_a_full_capture(
         assert_from(first, collected(rows)["runs"], reference, out, sites)
         assert isinstance(end, rheostat.EndOfRequest)
         assert end.attached == (rheostat.Attached("runs", 0, False, first),)
-        assert end.dropped_rows == 0
+        assert end.dropped_row_count == 0
 
 
 def test_every_sample_is_joined(engine: rheostat.Engine) -> None:
@@ -139,5 +139,5 @@ def test_a_full_server_is_joined_and_every_request_ends(engine: rheostat.Engine)
         got = sorted(position for _, _, position in rows.get(end.request_id, {}))
         last = 24 + 60 - 1
         assert got == list(range(last if first is None else first, last))
-        assert end.dropped_rows == 0
+        assert end.dropped_row_count == 0
     assert joined

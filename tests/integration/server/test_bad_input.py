@@ -153,19 +153,19 @@ def header(**fields: object) -> steering_service_pb2.PutVectorRequest:
 
 
 def test_an_upload_that_stops_too_early(server: Server, engine: rheostat.Engine) -> None:
-    before = engine.stats().vectors
+    before = engine.stats().vector_count
     half = steering_service_pb2.PutVectorRequest(chunk=GOOD.tobytes()[:100])
     assert upload(server, header(), half).code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert engine.stats().vectors == before
+    assert engine.stats().vector_count == before
 
 
 def test_an_upload_whose_digest_is_wrong(server: Server, engine: rheostat.Engine) -> None:
-    before = engine.stats().vectors
+    before = engine.stats().vector_count
     whole = steering_service_pb2.PutVectorRequest(chunk=GOOD.tobytes())
     wrong = header(digest=hashlib.sha256(b"something else").digest())
     error = upload(server, wrong, whole)
     assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS)
-    assert engine.stats().vectors == before
+    assert engine.stats().vector_count == before
 
 
 def test_a_client_that_vanishes_in_the_middle(server: Server, engine: rheostat.Engine) -> None:
@@ -179,7 +179,7 @@ def test_a_client_that_vanishes_in_the_middle(server: Server, engine: rheostat.E
         ignore_eos=True,
     )
     next(stream)
-    assert engine.stats().running == 1
+    assert engine.stats().running_request_count == 1
     gone.close()
 
 

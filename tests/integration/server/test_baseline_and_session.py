@@ -101,7 +101,7 @@ def test_an_updated_session_goes_on_as_hugging_faces_model_with_the_same_hooks(
     prompt = tokenizer(PROMPT).input_ids
     first, second = out.receipt.interventions
     assert (first.origin, second.origin) == ("request", "update")
-    assert out.receipt.updates == 1
+    assert out.receipt.update_count == 1
     (changed,) = second.rows[0].positions
     start = changed.start
     tokens = prompt + list(out.token_ids)[:-1]
@@ -148,7 +148,7 @@ def test_a_session_goes_over_to_any_op_from_one_token_to_the_next(
     for done, moved in zip(out.receipt.interventions, found.moved, strict=True):
         for site in done.sites:
             want = moved[site.site]
-            assert site.rows == len(want.positions) > 0
+            assert site.row_count == len(want.positions) > 0
             assert site.dose is not None
             assert site.dose.relative_mean == pytest.approx(want.relative.mean(), rel=0.01)
 
@@ -164,4 +164,4 @@ def test_what_a_session_generated_is_no_other_requests_cache(engine: rheostat.En
     for out, shared in ((request, True), (private, False)):
         longer = [*out.prompt_token_ids, *out.token_ids]
         again = engine.generate(longer, max_tokens=1, temperature=0)
-        assert (again.receipt.cached_prompt_tokens > 0) is shared
+        assert (again.receipt.cached_prompt_token_count > 0) is shared

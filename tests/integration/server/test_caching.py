@@ -32,12 +32,12 @@ def fresh(seed: int) -> list[int]:
 
 def cached(out: rheostat.Generation) -> int:
     """Prompt tokens that came from the cache."""
-    return out.receipt.cached_prompt_tokens
+    return out.receipt.cached_prompt_token_count
 
 
 def accounts(out: rheostat.Generation) -> tuple[int, int]:
     """Tokens that came from the cache, and those that were computed although they were there."""
-    return out.receipt.cached_prompt_tokens, out.receipt.recomputed_tokens
+    return out.receipt.cached_prompt_token_count, out.receipt.recomputed_token_count
 
 
 def capture(where: rheostat.Selector | None = None) -> rheostat.Capture:
@@ -242,5 +242,5 @@ def test_what_the_server_counts_as_hits_is_what_captures_were_given(
     before = engine.stats()
     engine.generate(prompt, capture=capture(rheostat.window(130)), **OPTIONS)
     after = engine.stats()
-    assert after.prefix_queried_tokens - before.prefix_queried_tokens == LENGTH
-    assert after.prefix_hit_tokens - before.prefix_hit_tokens == 128
+    assert after.prefix_queried_token_count - before.prefix_queried_token_count == LENGTH
+    assert after.prefix_hit_token_count - before.prefix_hit_token_count == 128

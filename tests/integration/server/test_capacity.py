@@ -128,14 +128,14 @@ def filled(
 def until_waiting(small: rheostat.Engine) -> None:
     """Returns once a request waits."""
     deadline = time.monotonic() + 10
-    while not small.stats().waiting:
+    while not small.stats().waiting_request_count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def test_the_bank_is_as_small_as_these_tests_take_it_to_be(small: rheostat.Engine) -> None:
     assert small.model().limits.bank_rows == ROWS
-    assert small.explain(PROMPT, steering=filler(1), max_tokens=200).new_bank_rows == 768
+    assert small.explain(PROMPT, steering=filler(1), max_tokens=200).new_bank_row_count == 768
 
 
 def test_who_waits_for_room_runs_steered_as_if_alone(small: rheostat.Engine, full: Filler) -> None:
@@ -151,7 +151,7 @@ def test_who_waits_for_room_runs_steered_as_if_alone(small: rheostat.Engine, ful
     assert (out.token_ids, out.logprobs) == (alone.token_ids, alone.logprobs)
     assert out.logprobs != small.generate(PROMPT, max_tokens=ENOUGH, **OPTIONS).logprobs
     rows = [
-        [sum(site.rows for site in done.sites) for done in one.receipt.interventions]
+        [sum(site.row_count for site in done.sites) for done in one.receipt.interventions]
         for one in (out, alone)
     ]
     assert rows[0] == rows[1]
@@ -214,7 +214,7 @@ def test_who_came_later_does_not_overtake_unless_it_needs_nothing(small: rheosta
             small.generate(PROMPT, when_full="refuse", **little)
         assert caught.value.retry_after is not None
         with small.stream(PROMPT, when_full="wait", **little) as third:
-            while small.stats().waiting < 2:
+            while small.stats().waiting_request_count < 2:
                 time.sleep(0.02)
             first.cancel()
             assert third.result().logprobs == alone.logprobs
@@ -234,7 +234,7 @@ def test_an_update_without_room_is_refused_and_the_session_goes_on_as_it_was(
         refused = [one for one in session if isinstance(one, rheostat.UpdateRefused)]
         out = session.result()
     assert [one.reason for one in refused] == ["REASON_BANK_FULL"]
-    assert out.receipt.updates == 0
+    assert out.receipt.update_count == 0
     compare(reference, out, [own])
 
 
@@ -248,6 +248,6 @@ def test_many_requests_that_never_fit_together_all_run_steered(small: rheostat.E
     ]
     for number, stream in enumerate(streams):
         out = stream.result()
-        rows = [sum(site.rows for site in one.sites) for one in out.receipt.interventions]
+        rows = [sum(site.row_count for site in one.sites) for one in out.receipt.interventions]
         made = ENOUGH - 1 + number
         assert rows == [6] * 128 + [len(out.prompt_token_ids) + made]

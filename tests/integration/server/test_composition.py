@@ -68,7 +68,7 @@ def test_a_name_a_digest_and_the_numbers_themselves_are_one_vector(
 def test_a_vector_of_every_layer_acts_at_one_of_them_with_its_own_row(
     engine: rheostat.Engine,
 ) -> None:
-    rows = np.concatenate([row(layer) for layer in range(engine.model().layers)])
+    rows = np.concatenate([row(layer) for layer in range(engine.model().layer_count)])
     engine.vectors.put(rows, points="resid_post", layers="all", name="every")
     (stored,) = [info.vector for info in engine.vectors.list("every")]
     alone = engine.generate(
@@ -209,7 +209,7 @@ def test_explain_tells_what_the_receipt_then_says(shared: rheostat.Engine, name:
         assert list(said.sites) == [one.site for one in done.sites]
         (rows,) = done.rows
         assert said.selection.positions == rows.positions
-        assert {one.rows for one in done.sites} == {len(positions_of(rows.positions))}
+        assert {one.row_count for one in done.sites} == {len(positions_of(rows.positions))}
         doses = {one.site: one.dose for one in done.sites if one.dose is not None}
         assert len(doses) == len(done.sites)
         if name == "add":

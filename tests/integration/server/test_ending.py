@@ -40,7 +40,7 @@ def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_p
             )
             drain.start()
             assert until_refused(client) == "REASON_DRAINING"
-            assert client.stats().running == 1
+            assert client.stats().running_request_count == 1
             assert len(stream.result().token_ids) == 1500
             drain.join(60)
             assert json.loads(answers[0].stdout)["finished"] >= 1

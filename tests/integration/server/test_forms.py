@@ -231,7 +231,7 @@ def test_rows_whose_form_finds_no_room_leave_whole_and_are_projected_by_the_serv
     out = sinking.generate(PROMPT, capture=capture, max_tokens=1)
     after = sinking.stats()
     assert after.left_bytes - before.left_bytes == len(PROMPT) * 4 * WIDTH
-    assert after.plain_rows - before.plain_rows == len(PROMPT)
+    assert after.plain_row_count - before.plain_row_count == len(PROMPT)
     rows = reference.run(PROMPT).streams[Site(Point.RESID_POST, 3).index]
     size = np.linalg.norm(rows, axis=1, keepdims=True) * np.linalg.norm(directions, axis=1).max()
     found = out.activations["resid_post", 3]

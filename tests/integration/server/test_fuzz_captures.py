@@ -45,10 +45,10 @@ def test_hostile_captures_end_with_typed_errors_and_leave_nothing(tmp_path: Path
             stub = engine_service_pb2_grpc.EngineServiceStub(channel)
             for _ in range(100):
                 stats = stub.GetStats(engine_service_pb2.GetStatsRequest())
-                if not stats.subscriptions:
+                if not stats.subscription_count:
                     break
                 time.sleep(0.1)
-        assert (stats.subscriptions, stats.spooled_rows) == (0, 0)
+        assert (stats.subscription_count, stats.spooled_row_count) == (0, 0)
         assert list(spool.glob("*.spool")) == []
         log = server.log.read_bytes()[logged:].decode(errors="replace")
         assert "Traceback" not in log

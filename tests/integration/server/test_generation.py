@@ -77,15 +77,15 @@ def test_the_receipt_says_what_was_done(engine: rheostat.Engine) -> None:
         max_tokens=3,
         temperature=0,
     )
-    length = out.receipt.prompt_tokens
+    length = out.receipt.prompt_token_count
     (applied,) = out.receipt.interventions
     assert (applied.origin, applied.index, applied.op) == ("request", 0, "add")
     assert applied.digests == (vector.digest,)
     sites = [Site(Point.RESID_POST, 1), Site(Point.RESID_POST, 2)]
-    assert [(one.site, one.rows) for one in applied.sites] == [(site, 1) for site in sites]
+    assert [(one.site, one.row_count) for one in applied.sites] == [(site, 1) for site in sites]
     assert [rows.positions for rows in applied.rows] == [(range(length - 1, length),)]
     (captured,) = out.receipt.captures
-    assert [(one.site, one.rows) for one in captured.sites] == [(Site(Point.RESID_MID, 4), 2)]
+    assert [(one.site, one.row_count) for one in captured.sites] == [(Site(Point.RESID_MID, 4), 2)]
     assert out.activations["resid_mid", 4].shape == (2, WIDTH)
 
 
@@ -101,7 +101,7 @@ def test_explain_says_it_beforehand_and_runs_nothing(engine: rheostat.Engine) ->
     assert one.selection.positions == (range(length - 1, length),)
     norm = float(np.linalg.norm(2.0 * VECTOR))
     assert [round(dose, 3) for dose in one.doses.values()] == [round(norm, 3)] * 2
-    assert engine.stats().admitted == before.admitted
+    assert engine.stats().admitted_count == before.admitted_count
 
 
 def test_name_digest_and_inline_are_the_same_vector(engine: rheostat.Engine) -> None:

@@ -79,7 +79,7 @@ def _check_rows(out: rheostat.Generation) -> None:
             for run in rows.positions
             for position in run
         }
-        assert [site.rows for site in applied.sites] == [len(positions)] * 2
+        assert [site.row_count for site in applied.sites] == [len(positions)] * 2
         for sample, position in positions:
             last = len(out.prompt_token_ids) + len(out.samples[sample].token_ids) - 2
             assert position <= last
@@ -155,7 +155,8 @@ def test_a_name_that_is_moved_and_deleted_changes_nothing_for_who_runs(
         engine.vectors.put(row(1), name="kept")
         other = engine.generate(PROMPT, steering=steering, **{**LONG, "max_tokens": 2})
         engine.vectors.delete("kept")
-        assert engine.stats().running == 2  # so both ran when the name moved and when it went
+        # Both requests ran when the name moved, and when it was deleted.
+        assert engine.stats().running_request_count == 2
         outs = [one.result(), two.result()]
     for out in outs:
         assert out.token_ids == alone.token_ids
@@ -208,5 +209,5 @@ def test_a_request_that_uses_a_name_sends_fewer_than_300_bytes_for_it(
     assert request.ByteSize() - len(PROMPT.encode()) < 300
     assert request.ByteSize() - prompt.ByteSize() < 120
     out = engine.generate(PROMPT, steering=[steering], max_tokens=8, temperature=0)
-    assert out.receipt.interventions[0].sites[0].rows == len(out.token_ids) - 1
+    assert out.receipt.interventions[0].sites[0].row_count == len(out.token_ids) - 1
     engine.vectors.delete("a-name-of-some-length/as-people-give-them")

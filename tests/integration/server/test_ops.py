@@ -61,7 +61,7 @@ def test_the_doses_of_a_receipt_are_those_of_hugging_faces_stream(
         assert [one.site for one in applied.sites] == sorted(moved, key=lambda site: site.layer)
         for one in applied.sites:
             want = moved[one.site]
-            assert one.rows == len(want.positions)
+            assert one.row_count == len(want.positions)
             assert one.dose is not None
             assert one.dose.norm == pytest.approx(want.norms.mean(), rel=0.01)
             assert one.dose.relative_mean == pytest.approx(want.relative.mean(), rel=0.01)
@@ -119,7 +119,7 @@ def test_every_point_of_a_layer_takes_every_op(
     (found,) = compare(reference, out, placed)
     for applied, moved in zip(out.receipt.interventions, found.moved, strict=True):
         assert {one.site for one in applied.sites} == set(moved)
-        assert [one.rows for one in applied.sites] == [16] * len(POINTS)
+        assert [one.row_count for one in applied.sites] == [16] * len(POINTS)
 
 
 def _word(one: rheostat.Intervention) -> str:

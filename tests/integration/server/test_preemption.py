@@ -48,8 +48,8 @@ def test_preempted_samples_are_steered_on_the_same_tokens_as_others(
             )
 
     outs = asyncio.run(run())
-    assert all(out.receipt.preemptions for out in outs)
-    assert any(out.receipt.recomputed_tokens for out in outs)
+    assert all(out.receipt.preemption_count for out in outs)
+    assert any(out.receipt.recomputed_token_count for out in outs)
     for placed, out in zip(many, outs, strict=True):
         samples = compare(reference, out, placed)
         for number, applied in enumerate(out.receipt.interventions):
@@ -60,7 +60,7 @@ def test_preempted_samples_are_steered_on_the_same_tokens_as_others(
                 computed += len(positions_of(rows.positions))
             assert [rows.sample for rows in applied.rows] == list(range(SAMPLES))
             (site,) = applied.sites
-            assert site.rows >= computed
+            assert site.row_count >= computed
 
 
 def test_preempted_samples_that_capture_deliver_each_row_once(
@@ -86,7 +86,7 @@ def test_preempted_samples_that_capture_deliver_each_row_once(
             )
 
     outs = asyncio.run(run())
-    assert sum(out.receipt.preemptions for out in outs) > 0
+    assert sum(out.receipt.preemption_count for out in outs) > 0
     for prompt, start, form, out in zip(prompts, first, forms, outs, strict=True):
         for sample in out.samples:
             rows = sample.activations

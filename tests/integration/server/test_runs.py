@@ -36,8 +36,8 @@ def test_a_run_holds_the_sites_positions_and_bytes_of_an_inline_capture(
     assert run.prompt_token_ids == tuple(tokens)
     assert run.labels == {"of": "runs"}
     payload = len(run.sites) * len(rows) * WIDTH * 4
-    assert payload <= run.bytes <= payload + 8192
-    assert engine.stats().run_bytes == before + run.bytes
+    assert payload <= run.size_bytes <= payload + 8192
+    assert engine.stats().run_bytes == before + run.size_bytes
     assert run.lease_expire_time - run.create_time == pytest.approx(
         datetime.timedelta(seconds=90), abs=datetime.timedelta(milliseconds=1)
     )
@@ -46,7 +46,7 @@ def test_a_run_holds_the_sites_positions_and_bytes_of_an_inline_capture(
     with pytest.raises(rheostat.AlreadyExists) as raised:
         engine.generate(PROMPT, capture=into, **OPTIONS)
     assert raised.value.reason == "REASON_RUN_EXISTS"
-    assert engine.delete_run("clean") == run.bytes
+    assert engine.delete_run("clean") == run.size_bytes
     assert engine.stats().run_bytes == before
     with pytest.raises(rheostat.NotFound):
         engine.delete_run("clean")

@@ -43,7 +43,7 @@ def test_a_selector_by_position_or_text_reaches_its_tokens_alone(
     (moved,) = found.moved[0].values()
     (applied,) = out.receipt.interventions
     assert positions_of(applied.rows[0].positions) == moved.positions
-    assert applied.sites[0].rows == len(moved.positions) > 0
+    assert applied.sites[0].row_count == len(moved.positions) > 0
 
 
 @pytest.mark.parametrize("excluded", [False, True], ids=["among", "not-among"])
@@ -120,4 +120,4 @@ def test_every_sample_of_a_request_is_steered_by_its_own_tokens(
         want = [next(iter(one.moved[number].values())).positions for one in found]
         assert [positions_of(rows.positions) for rows in applied.rows] == want
         assert [rows.sample for rows in applied.rows] == [0, 1, 2, 3]
-        assert applied.sites[0].rows == sum(map(len, want))
+        assert applied.sites[0].row_count == sum(map(len, want))

@@ -53,16 +53,16 @@ def test_rows_wait_on_disk_for_a_reader_that_stands_still(
 
         with ThreadPoolExecutor(16) as pool:
             outs = list(pool.map(run, range(REQUESTS)))
-        on_disk = engine.stats().spooled_rows
+        on_disk = engine.stats().spooled_row_count
         assert on_disk > 0
         assert sum(path.stat().st_size for path in spool.glob("*.spool")) > 0
         events = until_ended(subscription, REQUESTS)
         stats = engine.stats()
-        assert (stats.spooled_rows, stats.dropped_rows, stats.leaked) == (0, 0, 0)
+        assert (stats.spooled_row_count, stats.dropped_row_count, stats.leaked_count) == (0, 0, 0)
         assert list(spool.glob("*.spool")) == []
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
     ends = [event for event in events if isinstance(event, rheostat.EndOfRequest)]
-    assert {end.dropped_rows for end in ends} == {0}
+    assert {end.dropped_row_count for end in ends} == {0}
     rows = collected(events)
     sites = everywhere(POINTS, range(LAYERS))
     store = captures.open_captures(kept)

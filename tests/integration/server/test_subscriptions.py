@@ -139,7 +139,7 @@ def test_a_subscriber_gets_hugging_faces_rows_for_any_selector(
     mine = collected(events).get(out.request_id, {})
     assert_huggingface(mine, reference, out, everywhere(points, layers), holds)
     assert isinstance(end, rheostat.EndOfRequest)
-    assert (end.rows, end.dropped_rows) == (len(mine), 0)
+    assert (end.row_count, end.dropped_row_count) == (len(mine), 0)
 
 
 def test_several_subscribers_watch_a_full_batch_and_it_does_not_notice(
@@ -186,8 +186,8 @@ def test_a_stalled_reader_loses_rows_and_nobody_else_does(engine: rheostat.Engin
             outs = list(pool.map(run, range(64)))
         assert all(len(out.activations["resid_post", 1]) == 39 for out in outs)
         ends = [e for e in until_ended(subscription, 64) if isinstance(e, rheostat.EndOfRequest)]
-    assert {end.rows + end.dropped_rows for end in ends} == {39 * len(POINTS) * LAYERS}
-    assert sum(end.dropped_rows for end in ends) > 0
+    assert {end.row_count + end.dropped_row_count for end in ends} == {39 * len(POINTS) * LAYERS}
+    assert sum(end.dropped_row_count for end in ends) > 0
 
 
 SUBSCRIBER = """

@@ -36,8 +36,10 @@ STREAM = [
     response('tokens { token_ids: 7 text: " bright" }'),
     rows(2.0, baseline=True),
     response('tokens { offset: 1 token_ids: 9 text: "!" }'),
-    response("finished { baseline: true reason: FINISH_REASON_STOP stop_token_id: 8 tokens: 1 }"),
-    response("finished { reason: FINISH_REASON_LENGTH tokens: 2 }"),
+    response(
+        "finished { baseline: true reason: FINISH_REASON_STOP stop_token_id: 8 token_count: 1 }"
+    ),
+    response("finished { reason: FINISH_REASON_LENGTH token_count: 2 }"),
     response(
         """divergence {
              kl: 0.5 kl: 0.25 compared: 1 compared: 0.75
@@ -46,8 +48,8 @@ STREAM = [
     ),
     response(
         """receipt {
-             request_id: "r1" prompt_tokens: 1 generated_tokens: 2
-             captures { sites { site { point: POINT_RESID_POST layer: 2 } rows: 1 } }
+             request_id: "r1" prompt_token_count: 1 generated_token_count: 2
+             captures { sites { site { point: POINT_RESID_POST layer: 2 } row_count: 1 } }
            }"""
     ),
 ]

@@ -56,7 +56,9 @@ class Toy:
         return answer
 
     def on_model(self, _request, _context):
-        answer = engine_service_pb2.GetModelResponse(model="toy", layers=LAYERS, vocabulary=5)
+        answer = engine_service_pb2.GetModelResponse(
+            model="toy", layer_count=LAYERS, vocabulary_size=5
+        )
         for point in ("POINT_RESID_PRE", "POINT_RESID_POST"):
             group = answer.sites.add(point=point, layers=range(LAYERS))
             group.capture.served = True
@@ -123,7 +125,7 @@ class Toy:
             tensor.inline = np.stack(rows).astype("<f4").tobytes()
             yield message
         yield response(finished={"reason": "FINISH_REASON_LENGTH"})
-        yield response(receipt={"request_id": "r", "generated_tokens": 1})
+        yield response(receipt={"request_id": "r", "generated_token_count": 1})
 
 
 @pytest.fixture

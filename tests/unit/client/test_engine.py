@@ -8,7 +8,8 @@ from rheostat import Point, Site
 from rheostat._proto.v1 import engine_service_pb2, generation_service_pb2
 
 MODEL = text_format.Parse(
-    """model: "demo" architecture: "LlamaForCausalLM" layers: 3 width: 8 vocabulary: 100
+    """model: "demo" architecture: "LlamaForCausalLM" layer_count: 3 width: 8
+       vocabulary_size: 100
        dtype: DTYPE_BFLOAT16 has_tokenizer: true has_chat_template: true loras: "a"
        sites {
          point: POINT_RESID_PRE layers: 0 layers: 1 layers: 2 form: "pair"
@@ -21,7 +22,7 @@ MODEL = text_format.Parse(
          capture { why_not: "attention and MLP run in parallel" }
        }
        engine {
-         vllm_version: "0.32.0" runner: RUNNER_V1 tensor_parallel: 2 pipeline_parallel: 1
+         vllm_version: "0.32.0" runner: RUNNER_V1 tensor_parallel_size: 2 pipeline_parallel_size: 1
          device: "cpu" compiled: true variants: "plain" variants: "light" prefix_caching: true
          torch_version: "2.13.0"
        }
@@ -37,9 +38,9 @@ MODEL = text_format.Parse(
 EXPECTED_MODEL = rheostat.ModelInfo(
     name="demo",
     architecture="LlamaForCausalLM",
-    layers=3,
+    layer_count=3,
     width=8,
-    vocabulary=100,
+    vocabulary_size=100,
     dtype="bfloat16",
     sites=(
         rheostat.SiteGroup(
@@ -65,8 +66,8 @@ EXPECTED_MODEL = rheostat.ModelInfo(
         torch_version="2.13.0",
         runner="v1",
         device="cpu",
-        tensor_parallel=2,
-        pipeline_parallel=1,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
         compiled=True,
         variants=("plain", "light"),
         prefix_caching=True,
@@ -133,45 +134,49 @@ def test_the_counters(client, server):
     server.on(
         "GetStats",
         text_format.Parse(
-            """running: 1 waiting: 2
-               requests { admitted: 3 completed: 4 aborted: 5 refused: 6 failed: 7 }
-               steps { variant: "plain" steps: 8 } bank_rows_used: 9 bank_rows: 10
-               captured_rows: 11 captured_bytes: 12 dropped_rows: 13 prefix_queried_tokens: 14
-               prefix_hit_tokens: 15 vectors: 16 uptime { seconds: 17 nanos: 500000000 }
-               leaked: 18 global_version: 19 left_bytes: 20 plain_rows: 21 ring_bytes: 22
-               encode_bytes: 23 spooled_rows: 24 overrun_rows: 25 staging_bytes: 26
-               runs: 27 run_bytes: 28""",
+            """running_request_count: 1 waiting_request_count: 2
+               requests {
+                 admitted_count: 3 completed_count: 4 aborted_count: 5 refused_count: 6
+                 failed_count: 7
+               }
+               steps { variant: "plain" step_count: 8 } used_bank_row_count: 9 bank_row_count: 10
+               captured_row_count: 11 captured_bytes: 12 dropped_row_count: 13
+               prefix_queried_token_count: 14
+               prefix_hit_token_count: 15 vector_count: 16 uptime { seconds: 17 nanos: 500000000 }
+               leaked_count: 18 global_version: 19 left_bytes: 20 plain_row_count: 21 ring_bytes: 22
+               encode_bytes: 23 spooled_row_count: 24 overrun_row_count: 25 staging_bytes: 26
+               run_count: 27 run_bytes: 28""",
             engine_service_pb2.GetStatsResponse(),
         ),
     )
     assert client.run(lambda engine: engine.stats()) == rheostat.Stats(
-        running=1,
-        waiting=2,
-        admitted=3,
-        completed=4,
-        aborted=5,
-        refused=6,
-        failed=7,
+        running_request_count=1,
+        waiting_request_count=2,
+        admitted_count=3,
+        completed_count=4,
+        aborted_count=5,
+        refused_count=6,
+        failed_count=7,
         steps={"plain": 8},
-        bank_rows_used=9,
-        bank_rows=10,
-        captured_rows=11,
+        used_bank_row_count=9,
+        bank_row_count=10,
+        captured_row_count=11,
         captured_bytes=12,
-        dropped_rows=13,
-        prefix_queried_tokens=14,
-        prefix_hit_tokens=15,
-        vectors=16,
+        dropped_row_count=13,
+        prefix_queried_token_count=14,
+        prefix_hit_token_count=15,
+        vector_count=16,
         uptime=17.5,
-        leaked=18,
+        leaked_count=18,
         global_version=19,
         left_bytes=20,
-        plain_rows=21,
+        plain_row_count=21,
         ring_bytes=22,
         encode_bytes=23,
-        spooled_rows=24,
-        overrun_rows=25,
+        spooled_row_count=24,
+        overrun_row_count=25,
         staging_bytes=26,
-        runs=27,
+        run_count=27,
         run_bytes=28,
     )
 
@@ -180,7 +185,7 @@ def test_explain_asks_about_the_very_request_and_reads_the_answer(client, server
     server.on(
         "Explain",
         text_format.Parse(
-            r"""prompt_tokens: 2 prompt_token_ids { ids: 5 ids: 6 }
+            r"""prompt_token_count: 2 prompt_token_ids { ids: 5 ids: 6 }
                 interventions {
                   intervention { origin: ORIGIN_REQUEST index: 0 op: OP_ADD }
                   sites { point: POINT_RESID_PRE layer: 1 }
@@ -193,10 +198,10 @@ def test_explain_asks_about_the_very_request_and_reads_the_answer(client, server
                 }
                 captures {
                   capture_index: 0 sites { point: POINT_RESID_POST layer: 2 }
-                  selection { positions { start: 1 count: 1 } } bytes: 16
+                  selection { positions { start: 1 count: 1 } } payload_bytes: 16
                 }
                 cache_keys { position: 0 digest: "\003" private: true }
-                new_bank_rows: 1 global_version: 3""",
+                new_bank_row_count: 1 global_version: 3""",
             generation_service_pb2.ExplainResponse(),
         ),
     )
@@ -245,7 +250,7 @@ def test_explain_asks_about_the_very_request_and_reads_the_answer(client, server
             ),
         ),
         cache_keys=(rheostat.CacheKey(0, "03", True),),
-        new_bank_rows=1,
+        new_bank_row_count=1,
         global_version=3,
     )
     assert str(found) == (

@@ -35,7 +35,8 @@ def captured(sample: int, layers: list[int], first: int, values: np.ndarray):
 
 
 STARTED = response(
-    'started { request_id: "r1" model: "m" prompt_tokens: 2 prompt_token_ids { ids: 5 ids: 6 } }'
+    'started { request_id: "r1" model: "m" prompt_token_count: 2 '
+    "prompt_token_ids { ids: 5 ids: 6 } }"
 )
 PROMPT_ROWS = captured(0, [2, 3], 0, np.arange(12.0).reshape(2, 2, 3))
 GENERATED_ROW = captured(0, [2, 3], 2, np.arange(6.0).reshape(2, 1, 3) - 4)
@@ -57,29 +58,29 @@ SECOND = response(
 )
 FINISHED = response(
     """finished {
-         reason: FINISH_REASON_STOP stop_text: "." tokens: 2
+         reason: FINISH_REASON_STOP stop_text: "." token_count: 2
          first_token_after { nanos: 250000000 } finished_after { seconds: 1 }
        }"""
 )
 RECEIPT = response(
     """receipt {
-         request_id: "r1" prompt_tokens: 2 generated_tokens: 2
+         request_id: "r1" prompt_token_count: 2 generated_token_count: 2
          interventions {
            intervention { origin: ORIGIN_REQUEST index: 0 op: OP_ADD }
            digests: "%s"
            sites {
-             site { point: POINT_RESID_POST layer: 2 } rows: 3
+             site { point: POINT_RESID_POST layer: 2 } row_count: 3
              dose { norm: 4 relative_mean: 0.5 relative_max: 0.75 }
            }
            sites { site { point: POINT_RESID_POST layer: 3 } }
            rows { positions { start: 0 count: 3 } cached_positions { start: 4 count: 1 } }
          }
          captures {
-           sites { site { point: POINT_RESID_POST layer: 2 } rows: 3 }
-           sites { site { point: POINT_RESID_POST layer: 3 } rows: 3 }
+           sites { site { point: POINT_RESID_POST layer: 2 } row_count: 3 }
+           sites { site { point: POINT_RESID_POST layer: 3 } row_count: 3 }
          }
-         cached_prompt_tokens: 1 recomputed_tokens: 1 preemptions: 2
-         steps { variant: "light" steps: 3 } steps { variant: "plain" steps: 1 }
+         cached_prompt_token_count: 1 recomputed_token_count: 1 preemption_count: 2
+         steps { variant: "light" step_count: 3 } steps { variant: "plain" step_count: 1 }
          global_version: 4
        }"""
     % (r"\xab" * 32)
@@ -88,8 +89,8 @@ WHOLE = [STARTED, PROMPT_ROWS, FIRST, GENERATED_ROW, SECOND, FINISHED, RECEIPT]
 
 EXPECTED_RECEIPT = rheostat.Receipt(
     request_id="r1",
-    prompt_tokens=2,
-    generated_tokens=2,
+    prompt_token_count=2,
+    generated_token_count=2,
     interventions=(
         rheostat.AppliedIntervention(
             origin="request",
@@ -112,9 +113,9 @@ EXPECTED_RECEIPT = rheostat.Receipt(
             ),
         ),
     ),
-    cached_prompt_tokens=1,
-    recomputed_tokens=1,
-    preemptions=2,
+    cached_prompt_token_count=1,
+    recomputed_token_count=1,
+    preemption_count=2,
     steps={"light": 3, "plain": 1},
     global_version=4,
 )
@@ -207,12 +208,12 @@ def test_a_stream_gives_every_event_in_order_and_then_the_same_whole(client, ser
 
 
 def test_a_stream_says_which_rows_are_lost(client, server):
-    lost = response("dropped { capture_index: 0 rows: 4 positions { start: 3 count: 2 } }")
+    lost = response("dropped { capture_index: 0 row_count: 4 positions { start: 3 count: 2 } }")
     server.on("Generate", [*WHOLE[:-1], lost, RECEIPT])
     events, out = client.stream("My day was")
     (event,) = [event for event in events if isinstance(event, rheostat.DroppedRows)]
     assert (event.sequence, event.request_id, event.capture, event.sample) == (0, "r1", 0, 0)
-    assert (event.baseline, event.positions.tolist(), event.rows) == (False, [3, 4], 4)
+    assert (event.baseline, event.positions.tolist(), event.row_count) == (False, [3, 4], 4)
     assert out.activations.positions("resid_post", 2).tolist() == [0, 1, 2]
 
 
@@ -229,7 +230,7 @@ def test_samples_keep_their_own_text_and_rows(client, server):
             response("finished { sample: 0 reason: FINISH_REASON_LENGTH }"),
             response(
                 """receipt { request_id: "r1" captures {
-                     sites { site { point: POINT_RESID_POST layer: 2 } rows: 2 }
+                     sites { site { point: POINT_RESID_POST layer: 2 } row_count: 2 }
                    } }"""
             ),
         ],

@@ -14,23 +14,23 @@ EARLY, LATE = Site(Point.RESID_POST, 2), Site(Point.RESID_POST, 3)
 
 def test_a_receipt_tells_steering_of_every_origin_apart():
     message = text_format.Parse(
-        r"""request_id: "r1" prompt_tokens: 3 generated_tokens: 4
+        r"""request_id: "r1" prompt_token_count: 3 generated_token_count: 4
             interventions {
               intervention { origin: ORIGIN_GLOBAL index: 1 op: OP_CLAMP }
               digests: "\001" digests: "\002"
               sites {
-                site { point: POINT_RESID_POST layer: 2 } rows: 6
+                site { point: POINT_RESID_POST layer: 2 } row_count: 6
                 dose { norm: 0.5 relative_mean: 0.25 relative_max: 0.75 }
               }
               sites {
-                site { point: POINT_RESID_POST layer: 3 } rows: 6
+                site { point: POINT_RESID_POST layer: 3 } row_count: 6
                 dose { norm: 1.5 relative_mean: 0.125 relative_max: 0.5 }
               }
               rows { positions { start: 0 count: 6 } }
             }
             interventions {
               intervention { origin: ORIGIN_REQUEST index: 0 op: OP_NORM_ADD }
-              sites { site { point: POINT_RESID_POST layer: 2 } rows: 2 dose { norm: 2 } }
+              sites { site { point: POINT_RESID_POST layer: 2 } row_count: 2 dose { norm: 2 } }
               rows { sample: 0 positions { start: 0 count: 2 } }
             }
             interventions {
@@ -40,17 +40,17 @@ def test_a_receipt_tells_steering_of_every_origin_apart():
               intervention { origin: ORIGIN_RULE index: 2 op: OP_SCALE rule: "calm" }
             }
             captures {
-              capture_index: 1 sites { site { point: POINT_RESID_POST layer: 2 } rows: 6 }
+              capture_index: 1 sites { site { point: POINT_RESID_POST layer: 2 } row_count: 6 }
               run: "clean"
             }
-            global_version: 5 updates: 1""",
+            global_version: 5 update_count: 1""",
         receipt_pb2.Receipt(),
     )
     found = read_receipt(message)
     assert found == rheostat.Receipt(
         request_id="r1",
-        prompt_tokens=3,
-        generated_tokens=4,
+        prompt_token_count=3,
+        generated_token_count=4,
         interventions=(
             rheostat.AppliedIntervention(
                 origin="global",
@@ -76,7 +76,7 @@ def test_a_receipt_tells_steering_of_every_origin_apart():
         ),
         captures=(rheostat.CaptureReceipt(1, (rheostat.CapturedSite(EARLY, 6, 0),), run="clean"),),
         global_version=5,
-        updates=1,
+        update_count=1,
     )
     lines = [
         "receipt of r1",
@@ -146,10 +146,12 @@ def test_sites_that_need_a_newer_client_are_counted_and_the_rest_is_kept():
             f"""request_id: "r1"
                 interventions {{
                   intervention {{ origin: ORIGIN_GLOBAL op: OP_ADD }}
-                  sites {{ site {{ {known} }} rows: 6 }} sites {{ site {{ {newer} }} rows: 6 }}
+                  sites {{ site {{ {known} }} row_count: 6 }}
+                  sites {{ site {{ {newer} }} row_count: 6 }}
                 }}
                 captures {{
-                  sites {{ site {{ {newer} }} rows: 6 }} sites {{ site {{ {known} }} rows: 6 }}
+                  sites {{ site {{ {newer} }} row_count: 6 }}
+                  sites {{ site {{ {known} }} row_count: 6 }}
                 }}""",
             receipt_pb2.Receipt(),
         )

@@ -15,7 +15,7 @@ from rheostat._proto.v1 import patch_service_pb2 as pb
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 STORED = text_format.Parse(
-    """run: "clean" bytes: 512
+    """run: "clean" size_bytes: 512
        sites { point: POINT_RESID_PRE layer: 0 } sites { point: POINT_RESID_POST layer: 3 }
        sites { point: 99 layer: 3 }
        positions { start: 0 count: 2 } positions { start: 4 count: 1 }
@@ -30,7 +30,7 @@ INFO = rheostat.RunInfo(
     sites=(Site(Point.RESID_PRE, 0), Site(Point.RESID_POST, 3)),
     positions=(range(2), range(4, 5)),
     prompt_token_ids=(5, 6, 7),
-    bytes=512,
+    size_bytes=512,
     create_time=EPOCH + datetime.timedelta(seconds=60.5),
     lease_expire_time=EPOCH + datetime.timedelta(seconds=360),
     labels={"set": "a"},
@@ -128,7 +128,7 @@ def test_what_names_no_run_and_what_is_no_lease_is_not_sent(server, call, path):
 
 
 def test_the_shell_lists_and_deletes_runs(server, capsys):
-    leased = patch_pb2.Run(run="other", bytes=9)
+    leased = patch_pb2.Run(run="other", size_bytes=9)
     leased.lease_expire_time.seconds = 2**33
     server.on("ListRuns", pb.ListRunsResponse(runs=[STORED, leased]))
     server.on("DeleteRun", pb.DeleteRunResponse(freed_bytes=512))

@@ -27,8 +27,8 @@ STARTED = answer('started { request_id: "r1" model: "m" }')
 FIRST = answer('tokens { token_ids: 1 text: "a" }')
 SECOND = answer('tokens { offset: 1 token_ids: 2 text: "b" }')
 THIRD = answer('tokens { offset: 2 token_ids: 3 text: "c" }')
-ABORTED = answer("finished { reason: FINISH_REASON_ABORTED tokens: 3 }")
-RECEIPT = answer('receipt { request_id: "r1" generated_tokens: 3 updates: 1 }')
+ABORTED = answer("finished { reason: FINISH_REASON_ABORTED token_count: 3 }")
+RECEIPT = answer('receipt { request_id: "r1" generated_token_count: 3 update_count: 1 }')
 START = asked('start { text: "x" sampling { max_tokens: 9 } return_prompt_token_ids: true }')
 
 
@@ -94,9 +94,9 @@ def test_a_session_is_steered_and_stopped_while_it_is_read(client, server):
         UpdateRefused(2, "REASON_BANK_FULL", "no rows are free", "steering.interventions[0]"),
         Tokens(0, "c", (3,), ()),
         Finished(0, "aborted", None, 0.0, 0.0),
-        Receipt("r1", 0, 3, updates=1),
+        Receipt("r1", 0, 3, update_count=1),
     ]
-    assert (out.text, out.finish_reason, out.receipt.updates) == ("abc", "aborted", 1)
+    assert (out.text, out.finish_reason, out.receipt.update_count) == ("abc", "aborted", 1)
 
 
 def test_an_update_that_nobody_answered_is_refused_before_the_receipt(client, server):

@@ -48,7 +48,7 @@ while ends:
     event = next(subscription)
     if isinstance(event, rheostat.EndOfRequest):
         ends -= 1
-        print(event.sequence, "end", event.rows, 0, 0, shared, flush=True)
+        print(event.sequence, "end", event.row_count, 0, 0, shared, flush=True)
     else:
         first, count = int(event.positions[0]), len(event.positions)
         crc = zlib.crc32(event.values.tobytes())

@@ -160,7 +160,7 @@ def test_list_reads_every_page(client, server):
     first.vectors.append(
         info(
             r"""digest: "\001" name: "a" dtype: DTYPE_FLOAT32 shape: 1 shape: 8
-                description: "first" users: 2 store_time { seconds: 86400 }
+                description: "first" request_count: 2 store_time { seconds: 86400 }
                 sites { points: POINT_RESID_PRE all {} }"""
         )
     )

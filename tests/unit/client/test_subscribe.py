@@ -34,7 +34,7 @@ def test_every_row_of_every_request_comes_once_and_each_request_ends(running, su
     assert rows_of(events) == expected("a", 0, 1) | expected("b", 0, 1, tokens=5)
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
     assert ends_of(events)["a"].finish_reasons == ("length",)
-    assert ends_of(events)["b"].rows == 14
+    assert ends_of(events)["b"].row_count == 14
     assert running.ask(len) == 0
 
 
@@ -47,7 +47,7 @@ def test_a_request_sends_its_rows_to_a_subscription(running, subscriber):
     assert rows_of(events) == expected("a", 2) | expected("b", 1)
     assert {event.capture for event in events if isinstance(event, CapturedRows)} == {0, 1}
     assert list(out.activations) == [("resid_post", 0)]
-    assert [site.rows for site in out.receipt.captures[1].sites] == [5]
+    assert [site.row_count for site in out.receipt.captures[1].sites] == [5]
     with pytest.raises(KeyError, match=f"they went to the subscription '{subscription.id}'"):
         other.activations["resid_post", 1]
 
@@ -249,7 +249,7 @@ def test_rows_that_are_lost_are_told(running, subscriber, policy):
     gone = sorted(position for event in lost for position in event.positions.tolist())
     have = sorted(position for _, _, position, _ in rows_of(events))
     assert sorted(gone + have) == list(range(22))
-    assert ends_of(events)["a"].dropped_rows == sum(event.rows for event in lost) > 0
+    assert ends_of(events)["a"].dropped_row_count == sum(event.row_count for event in lost) > 0
 
 
 def test_being_too_slow_ends_the_subscription_and_says_so(running, subscriber):

@@ -56,8 +56,8 @@ def end(sequence: int, *chunks: Response, name: str = "a", **fields: object) -> 
     checksums = b"".join(struct.pack("<I", one.captured.tensor.crc32c) for one in chunks)
     told = {
         "request_id": name,
-        "chunks": len(chunks),
-        "rows": 2 * len(chunks),
+        "chunk_count": len(chunks),
+        "row_count": 2 * len(chunks),
         "crc32c": google_crc32c.value(checksums),
         "finish_reasons": [types_pb2.FINISH_REASON_STOP],
     } | fields
@@ -113,7 +113,7 @@ def test_bfloat16_is_widened(subscriber, server):
     chunk = captured(1, values=bits, dtype=tensor_pb2.DTYPE_BFLOAT16)
     chunk.captured.token_ids.pop()
     chunk.captured.positions[0].count = 1
-    server.on("Subscribe", Calls([OPENED, chunk, end(2, chunk, rows=1)]))
+    server.on("Subscribe", Calls([OPENED, chunk, end(2, chunk, row_count=1)]))
     (one, _), error = read(subscriber)
     assert error is None
     assert one.values.dtype == np.float32
@@ -128,9 +128,9 @@ def test_bfloat16_is_widened(subscriber, server):
         ([captured(2)], "event 2 came after event 0"),
         ([FIRST, end(2, FIRST, SECOND)], "of a came 2 rows in 1 chunks"),
         ([FIRST, SECOND, end(3, FIRST)], "of a came 4 rows in 2 chunks"),
-        ([FIRST, end(2, FIRST, rows=3)], "of 3 rows in 1 chunks"),
+        ([FIRST, end(2, FIRST, row_count=3)], "of 3 rows in 1 chunks"),
         ([FIRST, end(2, FIRST, crc32c=1)], "CRC-32C 00000001"),
-        ([FIRST, end(2, FIRST, dropped_rows=1)], "with 1 dropped"),
+        ([FIRST, end(2, FIRST, dropped_row_count=1)], "with 1 dropped"),
         ([end(1, FIRST, name="b")], "of b came 0 rows"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_request_that_began_before_the_cursor_is_checked_as_far_as_it_came(sub
     server.on("Subscribe", Calls([OPENED, SECOND, end(3, FIRST, SECOND), captured(4, "b")]))
     with subscriber.resume(rheostat.Cursor("s1", 1)) as subscription:
         assert next(subscription).sequence == 2
-        assert next(subscription).rows == 4
+        assert next(subscription).row_count == 4
         assert next(subscription).request_id == "b"
 
 

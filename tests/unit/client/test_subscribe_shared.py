@@ -60,7 +60,7 @@ def test_rows_come_through_shared_memory_without_being_asked_for(running, subscr
         subscription.ack()
         until(lambda: not placed(running, subscription))
     assert rows_of(events) == expected("a", 0, 1) | expected("b", 0, 1, tokens=5)
-    assert ends_of(events)["b"].rows == 14
+    assert ends_of(events)["b"].row_count == 14
 
 
 def test_what_a_reader_has_got_is_its_own(running, subscriber):
@@ -285,7 +285,7 @@ def named(path: Path, size: int | None = None) -> capture_service_pb2.SharedMemo
     return capture_service_pb2.SharedMemory(
         namespace=_shared_memory.namespace(),
         name=path.name,
-        bytes=path.stat().st_size if size is None else size,
+        size_bytes=path.stat().st_size if size is None else size,
     )
 
 
@@ -338,12 +338,14 @@ def test_what_is_no_object_of_a_server_is_not_mapped(folder):
         named(an_object(folder, b"RHEOSHM2")),
         named(folder / "rheostat-folder"),
         capture_service_pb2.SharedMemory(
-            namespace=_shared_memory.namespace(), name=f"../{folder.name}/{path.name}", bytes=8192
+            namespace=_shared_memory.namespace(),
+            name=f"../{folder.name}/{path.name}",
+            size_bytes=8192,
         ),
         capture_service_pb2.SharedMemory(
-            namespace=_shared_memory.namespace(), name="rheostat-x/../secret", bytes=8192
+            namespace=_shared_memory.namespace(), name="rheostat-x/../secret", size_bytes=8192
         ),
-        capture_service_pb2.SharedMemory(namespace="a:1", name=path.name, bytes=8192),
+        capture_service_pb2.SharedMemory(namespace="a:1", name=path.name, size_bytes=8192),
     ]
     for one in wrong:
         with pytest.raises(rheostat.Refused):

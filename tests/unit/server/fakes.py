@@ -372,7 +372,9 @@ class ScriptedBackend:
         return WorkerStats(steps={"plain": 3, "active": 2}, captured_rows=5)
 
     def queue_stats(self) -> QueueStats:
-        return QueueStats(running=1, waiting=2, prefix_queried_tokens=30, prefix_hit_tokens=10)
+        return QueueStats(
+            running=1, waiting=2, prefix_queried_token_count=30, prefix_hit_token_count=10
+        )
 
     async def close(self) -> None:
         self.closed = True

@@ -151,11 +151,11 @@ def ends_of(events) -> dict[str, capture_service_pb2.EndOfRequest]:
             rows[name] = rows.get(name, 0) + len(part.sites) * len(part.token_ids)
             checksums[name] = checksums.get(name, b"") + struct.pack("<I", part.tensor.crc32c)
         elif kind == "dropped":
-            lost[name] = lost.get(name, 0) + part.rows
+            lost[name] = lost.get(name, 0) + part.row_count
         else:
             found[name] = part
-            assert (part.chunks, part.rows) == (chunks.get(name, 0), rows.get(name, 0))
-            assert part.dropped_rows == lost.get(name, 0)
+            assert (part.chunk_count, part.row_count) == (chunks.get(name, 0), rows.get(name, 0))
+            assert part.dropped_row_count == lost.get(name, 0)
             assert part.crc32c == google_crc32c.value(checksums.get(name, b""))
     return found
 

@@ -110,7 +110,7 @@ async def test_a_request_that_runs_is_captured_from_its_next_step_on(starter, ow
     assert rows_of(one.events) == from_position(PROMPT, whole)
     end = ends_of(one.events)["a"]
     assert attached(end) == [("a", 0, PROMPT), ("a", 1, PROMPT)]
-    assert (end.dropped_rows, len(end.finish_reasons)) == (0, 2)
+    assert (end.dropped_row_count, len(end.finish_reasons)) == (0, 2)
     got = {event.WhichOneof("event") for event in answer}
     assert got == {"started", "tokens", "finished", "receipt"} | (
         {"captured"} if "captures" in own else set()
@@ -194,7 +194,7 @@ async def test_a_request_that_ends_before_its_next_step_gives_nothing(starter, o
     call.cancel()
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
-    assert (attached(end), end.rows, end.dropped_rows) == ([("a", 0, None)], 0, 0)
+    assert (attached(end), end.row_count, end.dropped_row_count) == ([("a", 0, None)], 0, 0)
     await settled(running)
 
 
@@ -278,7 +278,7 @@ async def test_what_the_engine_cannot_do_is_lost_as_the_policy_says(starter, pol
     else:
         await one.until("end_of_request")
         end = ends_of(one.events)["a"]
-        assert (end.rows, end.dropped_rows) == (0, 4)
+        assert (end.row_count, end.dropped_row_count) == (0, 4)
     assert (await rest(call))[-1].HasField("receipt")
 
 
@@ -309,7 +309,7 @@ async def test_a_change_that_cannot_be_made_is_lost_as_the_policy_says_and_logge
     assert len(rows_of(other.events)) == 4
     if policy != capture_pb2.OVERLOAD_FAIL:
         await one.until("end_of_request")
-        assert ends_of(one.events)["a"].rows == 0
+        assert ends_of(one.events)["a"].row_count == 0
     await settled(running)
 
 

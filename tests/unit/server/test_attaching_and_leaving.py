@@ -135,7 +135,7 @@ async def test_rows_that_come_after_the_last_token_are_not_lost(starter, own) ->
     await one.until("end_of_request")
     assert rows_of(one.events) == from_position(PROMPT, expected("a", 0, tokens=5))
     end = ends_of(one.events)["a"]
-    assert (end.dropped_rows, len(end.finish_reasons)) == (0, 1)
+    assert (end.dropped_row_count, len(end.finish_reasons)) == (0, 1)
     await settled(running)
 
 
@@ -152,7 +152,7 @@ async def test_samples_that_had_ended_before_are_no_loss(starter) -> None:
     running.backend.hold.go(20)
     await rest(call)
     await one.until("end_of_request")
-    assert ends_of(one.events)["a"].dropped_rows == 0
+    assert ends_of(one.events)["a"].dropped_row_count == 0
 
 
 async def test_a_call_that_ends_before_it_was_answered_leaves_no_subscription(
@@ -219,7 +219,7 @@ async def test_observers_for_whom_there_is_no_room_take_none_of_those_who_came_l
     await first.until("end_of_request")
     await second.until("end_of_request")
     assert rows_of(second.events) == expected("a", 0, tokens=5)
-    assert ends_of(first.events)["a"].dropped_rows == 3 * (PROMPT + 4)
+    assert ends_of(first.events)["a"].dropped_row_count == 3 * (PROMPT + 4)
 
 
 async def test_a_change_that_is_too_much_is_missed_and_why_is_said(
@@ -259,7 +259,7 @@ async def test_what_is_refused_is_lost_though_the_request_itself_has_the_rows(st
     one = await asked
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
-    assert (end.rows, end.dropped_rows) == (0, 4)
+    assert (end.row_count, end.dropped_row_count) == (0, 4)
     await rest(call)
 
 
@@ -327,7 +327,7 @@ async def test_what_there_is_no_room_for_is_lost_where_nobody_was_told_of_the_re
     assert events[-1].HasField("receipt")
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
-    assert (end.rows, end.dropped_rows) == (0, PROMPT + 4)
+    assert (end.row_count, end.dropped_row_count) == (0, PROMPT + 4)
     await settled(running)
 
 

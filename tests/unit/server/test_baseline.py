@@ -65,7 +65,7 @@ async def test_a_request_also_runs_without_its_steering_and_events_say_which_is_
     assert Counter((t.baseline, *t.token_ids) for t in of_kind(events, "tokens")) == Counter(
         [(False, 13), (False, 14), (True, 13), (True, 14)]
     )
-    assert sorted((f.baseline, f.tokens) for f in of_kind(events, "finished")) == [
+    assert sorted((f.baseline, f.token_count) for f in of_kind(events, "finished")) == [
         (False, 2),
         (True, 2),
     ]
@@ -199,10 +199,10 @@ async def test_the_receipt_is_about_the_requests_own_samples(running) -> None:
     await set_global(running, add(scale=0.5))
     events = await running.client.generate(compared(captures=[capture()]))
     receipt = events[-1].receipt
-    assert receipt.generated_tokens == 2
-    assert [one.sites[0].rows for one in receipt.interventions] == [4, 4]
+    assert receipt.generated_token_count == 2
+    assert [one.sites[0].row_count for one in receipt.interventions] == [4, 4]
     assert [rows.sample for rows in receipt.interventions[0].rows] == [0]
-    assert receipt.captures[0].sites[0].rows == 4
+    assert receipt.captures[0].sites[0].row_count == 4
 
 
 async def test_captured_rows_of_the_baseline_are_marked(running) -> None:
@@ -221,7 +221,7 @@ async def test_room_is_reserved_for_both_at_once(starter) -> None:
     assert (refusal.reason, refusal.retry) == ("REASON_BANK_FULL", False)
     assert running.backend.jobs == []
     stats = await settled(running)
-    assert (stats.leaked, running.host.ledger.requests) == (0, 0)
+    assert (stats.leaked_count, running.host.ledger.requests) == (0, 0)
 
 
 async def test_what_the_baseline_reads_with_keeps_its_room_until_the_end(starter) -> None:
@@ -244,7 +244,7 @@ async def test_a_client_that_leaves_ends_both(starter) -> None:
     call.cancel()
     stats = await settled(running)
     assert sorted(plan_id.split("@")[0] for plan_id in running.backend.aborted) == ["r#0", "r#0b"]
-    assert (stats.leaked, stats.requests.aborted) == (0, 1)
+    assert (stats.leaked_count, stats.requests.aborted_count) == (0, 1)
 
 
 class Reading(ScriptedBackend):
@@ -268,7 +268,7 @@ async def test_a_client_that_leaves_while_the_baseline_reads_ends_that_too(start
     call.cancel()
     stats = await settled(running)
     assert [plan_id.split("@")[0] for plan_id in running.backend.aborted] == ["r#0s"]
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, aborted=1)
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=1, aborted_count=1)
 
 
 @pytest.mark.parametrize("server_wide", [[], [add(scale=0.5)]])
@@ -287,7 +287,7 @@ async def test_a_request_that_is_aborted_while_the_baseline_reads_goes_without_i
         types_pb2.FINISH_REASON_LENGTH
     ] * 2
     assert of_kind(events, "divergence") == []
-    assert events[-1].receipt.generated_tokens == 2
+    assert events[-1].receipt.generated_token_count == 2
 
 
 async def test_samples_that_are_aborted_are_not_measured(starter) -> None:
@@ -314,4 +314,4 @@ async def test_a_baseline_that_fails_fails_the_request(starter) -> None:
     refusal = await running.client.refusal(compared())
     assert refusal.brief == (Code.INTERNAL, "REASON_INTERNAL", "")
     stats = await settled(running)
-    assert (stats.leaked, stats.requests.failed) == (0, 1)
+    assert (stats.leaked_count, stats.requests.failed_count) == (0, 1)

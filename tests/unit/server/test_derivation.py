@@ -117,7 +117,7 @@ async def test_each_point_gets_a_vector_with_a_row_per_layer(starter, wire, meth
             figures_expected = (*expected[1:2], norms.mean(), *expected[2:])
             assert figures(told) == pytest.approx(figures_expected, rel=1e-6)
     stats = await settled(running)
-    assert (stats.requests.completed, stats.leaked) == (4, 0)
+    assert (stats.requests.completed_count, stats.leaked_count) == (4, 0)
 
 
 async def test_rows_of_a_prompt_are_averaged_and_norms_are_of_single_rows(starter) -> None:
@@ -304,7 +304,7 @@ async def test_a_caller_that_leaves_aborts_every_request(starter) -> None:
     await until(lambda: len(running.backend.jobs) == 16)
     call.cancel()
     stats = await settled(running)
-    assert (len(running.backend.aborted), stats.requests.aborted) == (16, 16)
+    assert (len(running.backend.aborted), stats.requests.aborted_count) == (16, 16)
     assert (len(running.backend.jobs), len(running.host.store)) == (16, 0)
     assert running.host.ledger.requests == 0
 

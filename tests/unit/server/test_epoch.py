@@ -53,7 +53,11 @@ async def test_requests_that_may_have_read_a_spoilt_block_are_told_to_come_again
     for call in (plain, captured):
         assert (await rest(call))[-1].HasField("receipt")
     stats = await settled(running)
-    assert (stats.requests.failed, stats.requests.completed, stats.leaked) == (2, 2, 0)
+    assert (stats.requests.failed_count, stats.requests.completed_count, stats.leaked_count) == (
+        2,
+        2,
+        0,
+    )
 
 
 async def test_later_requests_look_under_other_keys(starter) -> None:

@@ -102,16 +102,16 @@ async def test_ids_are_not_told_where_no_generated_token_is_an_input(running) ->
 async def test_bytes_of_a_capture_are_those_of_the_tokens_that_are_known(running) -> None:
     answer = await explained(running, captures=[capture(where=selector(token_range(10, 12, 99)))])
     (one,) = answer.captures
-    assert (one.bytes, list(one.selection.token_ids)) == (2 * 4 * 4, [10, 12, 99])
+    assert (one.payload_bytes, list(one.selection.token_ids)) == (2 * 4 * 4, [10, 12, 99])
 
 
 async def test_bank_rows_that_others_hold_are_not_new(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     steer = [add(scale=2.0), add(where=selector(PROMPT))]
-    assert (await explained(running, steer=steer)).new_bank_rows == 2
+    assert (await explained(running, steer=steer)).new_bank_row_count == 2
     call = running.client.generation.Generate(request(steer=[add(scale=2.0)]))
     await call.read()
-    assert (await explained(running, steer=steer)).new_bank_rows == 1
+    assert (await explained(running, steer=steer)).new_bank_row_count == 1
     running.backend.hold.set()
     await rest(call)
 

@@ -41,7 +41,7 @@ async def test_a_plain_request_streams_tokens_and_ends_with_a_receipt(running) -
     assert events[0].started == generation_pb2.Started(
         request_id="r",
         model="toy",
-        prompt_tokens=3,
+        prompt_token_count=3,
         prompt_token_ids=types_pb2.TokenIds(ids=[10, 11, 12]),
     )
     assert [e.tokens for e in events[1:3]] == [
@@ -49,11 +49,11 @@ async def test_a_plain_request_streams_tokens_and_ends_with_a_receipt(running) -
         generation_pb2.Tokens(offset=1, token_ids=[14], text="\x0e"),
     ]
     finished = events[3].finished
-    assert (finished.reason, finished.tokens) == (types_pb2.FINISH_REASON_LENGTH, 2)
+    assert (finished.reason, finished.token_count) == (types_pb2.FINISH_REASON_LENGTH, 2)
     assert not finished.HasField("cumulative_logprob")
     assert finished.finished_after.ToNanoseconds() >= finished.first_token_after.ToNanoseconds() > 0
     assert events[4].receipt == receipt_pb2.Receipt(
-        request_id="r", prompt_tokens=3, generated_tokens=2
+        request_id="r", prompt_token_count=3, generated_token_count=2
     )
 
 
@@ -78,9 +78,9 @@ async def test_samples_run_with_plans_and_seeds_of_their_own(running) -> None:
     assert [plan_id.split("@")[0] for plan_id in ids] == ["r#0", "r#1", "r#2"]
     assert [job.sampling.seed_of(job.sample) for job in jobs] == [7, 8, 9]
     receipt = events[-1].receipt
-    assert receipt.generated_tokens == 9
+    assert receipt.generated_token_count == 9
     assert [rows.sample for rows in receipt.interventions[0].rows] == [0, 1, 2]
-    assert receipt.interventions[0].sites[0].rows == 3 * 5
+    assert receipt.interventions[0].sites[0].row_count == 3 * 5
 
 
 async def test_logprobs_come_if_asked_for_and_the_prompts_first(running) -> None:
@@ -113,7 +113,7 @@ async def test_the_receipt_says_what_was_touched_where_and_how_strongly(running)
             digests=[digest],
             sites=[
                 receipt_pb2.AppliedSite(
-                    site=types_pb2.Site(point=point, layer=layer), rows=rows, dose=dose
+                    site=types_pb2.Site(point=point, layer=layer), row_count=rows, dose=dose
                 )
                 for point, layer, rows, dose in sites
             ],
@@ -158,7 +158,7 @@ async def test_inline_captures_bring_every_selected_row_once_with_its_label(runn
     labels = [list(e.captured.token_ids) for e in events if e.WhichOneof("event") == "captured"]
     assert {token for part in labels for token in part} == {10, 11, 12, 13, 14}
     receipt = events[-1].receipt
-    assert [[site.rows for site in c.sites] for c in receipt.captures] == [[10] * 4, [6]]
+    assert [[site.row_count for site in c.sites] for c in receipt.captures] == [[10] * 4, [6]]
 
 
 async def test_rows_beyond_the_last_token_are_not_rows_of_the_request(starter) -> None:
@@ -187,7 +187,7 @@ async def test_vectors_are_loaded_once_and_pinned_while_they_are_used(starter) -
     for call in calls:
         assert (await rest(call))[-1].HasField("receipt")
     stats = await settled(running)
-    assert (running.host.store.pins, stats.vectors, stats.leaked) == (0, 1, 0)
+    assert (running.host.store.pins, stats.vector_count, stats.leaked_count) == (0, 1, 0)
 
 
 async def test_a_vector_that_left_the_store_leaves_the_workers_and_can_come_back(starter) -> None:
@@ -216,8 +216,8 @@ async def test_a_step_too_many_does_not_count(starter) -> None:
     running = await starter(ScriptedBackend(overrun=1, recomputed=7))
     events = await running.client.generate(request(steer=[add()]))
     receipt = events[-1].receipt
-    assert receipt.recomputed_tokens == 7
-    assert [site.rows for site in receipt.interventions[0].sites] == [4]
+    assert receipt.recomputed_token_count == 7
+    assert [site.row_count for site in receipt.interventions[0].sites] == [4]
     assert list(receipt.interventions[0].rows[0].positions) == [
         types_pb2.PositionRun(start=0, count=4)
     ]

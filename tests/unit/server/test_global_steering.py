@@ -138,7 +138,7 @@ async def test_every_request_is_steered_and_says_by_which_version(running) -> No
         )
     ]
     assert [one.intervention for one in receipt.interventions] == refs
-    assert [one.sites[0].rows for one in receipt.interventions] == [4, 1, 4]
+    assert [one.sites[0].row_count for one in receipt.interventions] == [4, 1, 4]
     assert [one.sites[0].dose.norm for one in receipt.interventions] == [6, 8, 10]
     answer = await explained(running, request(steer=[add(scale=5.0)]))
     assert [one.intervention for one in answer.interventions] == refs
@@ -277,7 +277,7 @@ async def test_windows_that_a_prompt_does_not_have_select_nothing(running) -> No
         [((2, 6),)],
     ]
     receipt = (await running.client.generate(request()))[-1].receipt
-    assert [one.sites[0].rows for one in receipt.interventions] == [0, 0]
+    assert [one.sites[0].row_count for one in receipt.interventions] == [0, 0]
 
 
 async def test_token_ids_are_looked_for_in_every_prompt(running) -> None:
@@ -395,6 +395,6 @@ async def test_it_holds_nothing_that_counts_as_leaked(running) -> None:
     await set_global(running, add())
     await running.client.generate(request())
     stats = await settled(running)
-    assert (stats.leaked, stats.vectors) == (0, 1)
+    assert (stats.leaked_count, stats.vector_count) == (0, 1)
     (vector,) = (await running.client.steering.ListVectors(pb.ListVectorsRequest())).vectors
-    assert vector.users == 0
+    assert vector.request_count == 0

@@ -79,9 +79,11 @@ async def test_rows_that_find_no_room_are_lost_and_said(starter, policy: int) ->
         else list(range(len(there)))
     )
     (receipt,) = events[-1].receipt.captures
-    assert [(one.rows, one.dropped_rows) for one in receipt.sites] == [(len(there), len(gone))] * 2
+    assert [(one.row_count, one.dropped_row_count) for one in receipt.sites] == [
+        (len(there), len(gone))
+    ] * 2
     stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
-    assert stats.dropped_rows == 2 * len(gone)
+    assert stats.dropped_row_count == 2 * len(gone)
 
 
 async def test_where_no_row_may_be_lost_the_request_fails(starter) -> None:
@@ -131,7 +133,10 @@ async def test_captures_of_one_request_keep_their_own_policies(starter, tmp_path
     for number in (0, 2):
         assert sorted(kept(events, number) + lost(events, number)) == list(range(POSITIONS))
         assert lost(events, number)
-    found = [[(one.rows, one.dropped_rows) for one in c.sites] for c in events[-1].receipt.captures]
+    found = [
+        [(one.row_count, one.dropped_row_count) for one in c.sites]
+        for c in events[-1].receipt.captures
+    ]
     assert found[1] == [(POSITIONS, 0)] * 2
     assert {sum(one) for sites in found for one in sites} == {POSITIONS}
 
@@ -165,7 +170,7 @@ async def test_an_observer_s_losses_are_not_the_response_s(starter) -> None:
     assert (kept(events), lost(events)) == (list(range(POSITIONS)), [])
     await one.credit(1 << 20)
     await one.until("end_of_request")
-    assert one.events[-1].end_of_request.dropped_rows > 0
+    assert one.events[-1].end_of_request.dropped_row_count > 0
 
 
 async def test_a_stalled_client_holds_no_rows_after_it_has_gone(starter) -> None:

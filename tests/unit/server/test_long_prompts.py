@@ -108,10 +108,10 @@ def test_what_captures_reach_is_united_once_for_all_sites_that_they_share(monkey
 def test_a_long_explanation_is_written_off_the_event_loop(on_threads) -> None:
     writing = on_threads(explain, "add_runs")
     got = admitted(asked(steer=[add(where=FREQUENT)], captures=[capture(where=FREQUENT)]), roomy())
-    host = SimpleNamespace(epoch=0, sites=roomy().sites, new_bank_rows=lambda admitted: 3)
+    host = SimpleNamespace(epoch=0, sites=roomy().sites, new_bank_row_count=lambda admitted: 3)
     answer = asyncio.run(explain.explain(got, host))
     assert writing == [True, True]
-    assert answer.new_bank_rows == 3
+    assert answer.new_bank_row_count == 3
     for told in (*answer.interventions, *answer.captures):
         runs = [(run.start, run.start + run.count) for run in told.selection.positions]
         assert tuple(runs[: len(EVERY_OTHER)]) == EVERY_OTHER
@@ -142,7 +142,7 @@ def test_a_receipt_of_many_spans_is_written_off_the_event_loop() -> None:
     cached = [(run.start, run.start + run.count) for run in told.rows[0].cached_positions]
     generated = [(TOKENS, TOKENS + 1)]
     assert cached + positions == [*EVERY_OTHER, *generated][: len(cached) + len(positions)]
-    assert told.sites[0].rows == len(positions)
+    assert told.sites[0].row_count == len(positions)
 
 
 def test_a_receipt_finds_the_positions_of_a_sample_once_for_all_sites(monkeypatch) -> None:

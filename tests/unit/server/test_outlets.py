@@ -210,7 +210,7 @@ async def test_a_receipt_counts_rows_that_a_subscriber_did_not_wait_for(starter)
     await one.rest()
     running.backend.hold.set()
     (site,) = (await rest(call))[-1].receipt.captures[0].sites
-    assert (site.rows + site.dropped_rows, site.rows > 0) == (8, True)
+    assert (site.row_count + site.dropped_row_count, site.row_count > 0) == (8, True)
 
 
 async def test_a_call_that_is_cancelled_while_it_ends_is_left(running) -> None:

@@ -199,4 +199,4 @@ async def test_explain_counts_the_bytes_of_the_numbers(running) -> None:
     )
     positions = answer.captures[0].selection.positions
     rows = sum(one.count for one in positions) * LAYERS
-    assert answer.captures[0].bytes == rows * (8 + 2)
+    assert answer.captures[0].payload_bytes == rows * (8 + 2)

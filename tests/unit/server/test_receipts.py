@@ -69,14 +69,14 @@ async def test_every_op_has_rows_and_doses_as_they_were_measured(running) -> Non
     post1 = types_pb2.Site(point=POST, layer=1)
     site = receipt_pb2.AppliedSite
     assert [list(one.sites) for one in got.interventions] == [
-        [site(site=post1, rows=4, dose=dose(0.5 * STREAM_NORM))],
+        [site(site=post1, row_count=4, dose=dose(0.5 * STREAM_NORM))],
         [site(site=post1)],
-        [site(site=post1, rows=2, dose=dose(PULLED))],
+        [site(site=post1, row_count=2, dose=dose(PULLED))],
         [
-            site(site=types_pb2.Site(point=PRE, layer=layer), rows=4, dose=dose(PULLED))
+            site(site=types_pb2.Site(point=PRE, layer=layer), row_count=4, dose=dose(PULLED))
             for layer in (0, 1)
         ],
-        [site(site=post1, rows=1, dose=dose(PULLED))],
+        [site(site=post1, row_count=1, dose=dose(PULLED))],
     ]
     assert [list(one.rows) for one in got.interventions] == [
         [receipt_pb2.AppliedRows(positions=[Run(start=0, count=4)])],
@@ -99,7 +99,7 @@ async def test_rows_of_token_ids_are_those_of_the_tokens_that_came(running) -> N
         [Run(start=1, count=1), Run(start=4, count=2)],
         [Run(start=3, count=1), Run(start=5, count=2)],
     ]
-    assert [one.sites[0].rows for one in got.interventions] == [3, 3]
+    assert [one.sites[0].row_count for one in got.interventions] == [3, 3]
 
 
 async def test_cached_positions_are_told_apart_from_computed_ones(starter) -> None:
@@ -111,7 +111,7 @@ async def test_cached_positions_are_told_apart_from_computed_ones(starter) -> No
             positions=[Run(start=2, count=2)], cached_positions=[Run(start=0, count=2)]
         )
     ]
-    assert everywhere.sites[0].rows == 2
+    assert everywhere.sites[0].row_count == 2
     assert list(first.rows) == [receipt_pb2.AppliedRows(cached_positions=[Run(start=0, count=1)])]
     assert list(first.sites) == [receipt_pb2.AppliedSite(site=types_pb2.Site(point=POST, layer=1))]
 
@@ -123,9 +123,9 @@ async def test_rows_that_were_not_measured_are_counted_without_a_dose(starter) -
     got = await receipt(running, steer=steer)
     site = receipt_pb2.AppliedSite
     assert [list(one.sites) for one in got.interventions] == [
-        [site(site=types_pb2.Site(point=POST, layer=1), rows=4)],
+        [site(site=types_pb2.Site(point=POST, layer=1), row_count=4)],
         [
-            site(site=types_pb2.Site(point=POST, layer=1), rows=4),
+            site(site=types_pb2.Site(point=POST, layer=1), row_count=4),
             site(site=types_pb2.Site(point=POST, layer=2)),
         ],
     ]
@@ -136,7 +136,7 @@ async def test_rows_beyond_the_last_token_are_not_counted(starter) -> None:
     running = await starter(ScriptedBackend(overrun=2))
     steer = [norm_add(), norm_add(where=selector(token_range(13, 14)))]
     got = await receipt(running, steer=steer)
-    assert [one.sites[0].rows for one in got.interventions] == [4, 1]
+    assert [one.sites[0].row_count for one in got.interventions] == [4, 1]
     assert [one.sites[0].dose for one in got.interventions] == [dose(STREAM_NORM)] * 2
 
 
@@ -155,14 +155,14 @@ async def test_captures_by_token_id_bring_the_rows_of_these_tokens(running) -> N
         (1, 6),
     ]
     got = events[-1].receipt
-    assert [[site.rows for site in one.sites] for one in got.captures] == [[3], [3]]
+    assert [[site.row_count for site in one.sites] for one in got.captures] == [[3], [3]]
 
 
 async def test_a_lost_row_of_a_token_that_nobody_selected_is_no_loss(starter) -> None:
     running = await starter(ScriptedBackend(lost_positions=frozenset({4})))
     spec = capture(where=selector(token_range(13)))
     got = await receipt(running, captures=[spec], sampling=Sampling(max_tokens=4))
-    assert got.captures[0].sites[0].rows == 1
+    assert got.captures[0].sites[0].row_count == 1
 
 
 AT = Site(Point.RESID_POST, 1).index
@@ -196,7 +196,7 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
         ref(origin=receipt_pb2.ORIGIN_UPDATE, index=0, op=receipt_pb2.OP_SCALE, update_id=7),
         ref(origin=receipt_pb2.ORIGIN_UPDATE, index=1, op=receipt_pb2.OP_SCALE, update_id=7),
     ]
-    assert [one.sites[0].rows for one in got.interventions] == [5, 5, 0, 1]
+    assert [one.sites[0].row_count for one in got.interventions] == [5, 5, 0, 1]
     assert [one.sites[0].dose.norm for one in got.interventions] == [2, 1, 0, 3]
     runs = [Run(start=1, count=4)]
     cached = [Run(start=0, count=1)]

@@ -51,7 +51,7 @@ async def test_rows_have_a_value_for_each_expert(mixture) -> None:
     values = np.frombuffer(first.tensor.inline, "<f4").reshape(-1, EXPERTS)
     for position, value in enumerate(values):
         assert value.tolist() == row(ROUTERS + 1, position)[:EXPERTS].tolist()
-    assert events[-1].receipt.captures[0].sites[0].rows == 4
+    assert events[-1].receipt.captures[0].sites[0].row_count == 4
 
 
 async def test_a_subscriber_gets_them_too(mixture) -> None:
@@ -67,7 +67,7 @@ async def test_explain_counts_their_bytes(mixture) -> None:
     answer = await mixture.client.generation.Explain(
         generation_service_pb2.ExplainRequest(request=wish)
     )
-    sizes = [one.bytes for one in answer.captures]
+    sizes = [one.payload_bytes for one in answer.captures]
     assert sizes[0] * WIDTH == sizes[1] * EXPERTS > 0
 
 

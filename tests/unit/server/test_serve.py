@@ -102,7 +102,7 @@ async def test_a_drain_lets_requests_finish_and_admits_none(starter) -> None:
     assert refusal.brief == (Code.UNAVAILABLE, "REASON_DRAINING", "")
     running.backend.hold.set()
     assert (await rest(call))[-1].HasField("receipt")
-    assert await draining == engine_service_pb2.DrainResponse(finished=1)
+    assert await draining == engine_service_pb2.DrainResponse(finished_request_count=1)
     assert running.server.readiness.ended.is_set()
 
 
@@ -112,11 +112,11 @@ async def test_a_drain_with_a_timeout_aborts_the_rest_with_a_receipt(starter) ->
     await call.read()
     await call.read()
     answer = await drain(running.client, timeout=duration_pb2.Duration(nanos=10_000_000))
-    assert answer == engine_service_pb2.DrainResponse(aborted=1)
+    assert answer == engine_service_pb2.DrainResponse(aborted_request_count=1)
     events = await rest(call)
     assert [e.WhichOneof("event") for e in events] == ["finished", "receipt"]
     assert events[0].finished.reason == types_pb2.FINISH_REASON_ABORTED
-    assert events[1].receipt.generated_tokens == 1
+    assert events[1].receipt.generated_token_count == 1
 
 
 async def test_a_drain_whose_caller_leaves_goes_on_to_the_end(starter) -> None:

@@ -51,7 +51,7 @@ async def test_explain_says_what_generate_would_do_and_does_nothing(running) -> 
     one = answer.interventions[0].digests[0]
     pb = generation_service_pb2
     assert answer == pb.ExplainResponse(
-        prompt_tokens=3,
+        prompt_token_count=3,
         prompt_token_ids=types_pb2.TokenIds(ids=[10, 11, 12]),
         interventions=[
             pb.ResolvedIntervention(
@@ -71,11 +71,11 @@ async def test_explain_says_what_generate_would_do_and_does_nothing(running) -> 
             pb.ResolvedCapture(
                 sites=[site(point=POST, layer=0)],
                 selection=pb.ResolvedSelection(positions=[run(start=2, count=4)]),
-                bytes=4 * WIDTH * 4,
+                payload_bytes=4 * WIDTH * 4,
             )
         ],
         cache_keys=[key],
-        new_bank_rows=1,
+        new_bank_row_count=1,
     )
     assert (running.backend.jobs, len(running.host.store), running.host.ledger.requests) == (
         [],
@@ -86,7 +86,7 @@ async def test_explain_says_what_generate_would_do_and_does_nothing(running) -> 
 
 async def test_a_plain_request_has_the_engines_own_cache_keys(running) -> None:
     answer = await explained(running, request(captures=[capture()]))
-    assert (list(answer.cache_keys), answer.new_bank_rows) == ([], 0)
+    assert (list(answer.cache_keys), answer.new_bank_row_count) == ([], 0)
 
 
 async def test_explain_refuses_what_generate_would_with_its_own_path(running) -> None:
@@ -131,7 +131,7 @@ async def test_tokenize_needs_a_tokenizer(starter) -> None:
 async def test_the_model_says_what_can_be_done_at_every_layer_of_every_point(starter) -> None:
     running = await starter(ScriptedBackend(sites=PARALLEL))
     model = await running.client.engine.GetModel(engine_service_pb2.GetModelRequest())
-    assert (model.model, model.architecture, model.layers, model.width) == (
+    assert (model.model, model.architecture, model.layer_count, model.width) == (
         "toy",
         "ToyForCausalLM",
         LAYERS,
@@ -179,19 +179,19 @@ async def test_stats_join_what_server_scheduler_and_workers_count(running) -> No
     assert stats.uptime.ToNanoseconds() > 0
     stats.ClearField("uptime")
     assert stats == engine_service_pb2.GetStatsResponse(
-        running=1,
-        waiting=2,
+        running_request_count=1,
+        waiting_request_count=2,
         requests=engine_service_pb2.RequestCounts(),
         steps=[
-            receipt_pb2.VariantSteps(variant="active", steps=2),
-            receipt_pb2.VariantSteps(variant="plain", steps=3),
+            receipt_pb2.VariantSteps(variant="active", step_count=2),
+            receipt_pb2.VariantSteps(variant="plain", step_count=3),
         ],
-        bank_rows=8,
-        captured_rows=5,
+        bank_row_count=8,
+        captured_row_count=5,
         captured_bytes=5 * WIDTH * 4,
-        prefix_queried_tokens=30,
-        prefix_hit_tokens=10,
-        vectors=1,
+        prefix_queried_token_count=30,
+        prefix_hit_token_count=10,
+        vector_count=1,
     )
 
 

@@ -60,14 +60,14 @@ async def test_an_update_replaces_the_steering_from_the_next_step_on(starter) ->
     running.backend.hold.set()
     events = await talk.end()
     receipt = events[-1].receipt
-    assert receipt.updates == 1
+    assert receipt.update_count == 1
     found = [
         (
             one.intervention.origin,
             one.intervention.index,
             one.intervention.update_id,
             [(run.start, run.count) for rows in one.rows for run in rows.positions],
-            one.sites[0].rows,
+            one.sites[0].row_count,
         )
         for one in receipt.interventions
     ]
@@ -127,9 +127,9 @@ async def test_updates_follow_each_other(starter) -> None:
     ]
     running.backend.hold.set()
     receipt = (await talk.end())[-1].receipt
-    assert receipt.updates == 2
+    assert receipt.update_count == 2
     assert [
-        (one.intervention.update_id, one.sites[0].rows, one.sites[0].dose.norm)
+        (one.intervention.update_id, one.sites[0].row_count, one.sites[0].dose.norm)
         for one in receipt.interventions
     ] == [(1, 0, 0.0), (2, 4, 8.0)]
 
@@ -155,7 +155,7 @@ async def test_server_wide_steering_stays_whatever_an_update_says(starter) -> No
     receipt = (await talk.end())[-1].receipt
     origins = [one.intervention.origin for one in receipt.interventions]
     assert origins.count(receipt_pb2.ORIGIN_GLOBAL) == 1
-    assert receipt.interventions[0].sites[0].rows == P + 5
+    assert receipt.interventions[0].sites[0].row_count == P + 5
 
 
 async def test_an_update_waits_until_its_sample_begins_and_leaves_the_prompt_alone(starter) -> None:
@@ -222,9 +222,9 @@ async def test_stop_ends_every_sample_and_the_receipt_still_comes(starter) -> No
         (1, types_pb2.FINISH_REASON_ABORTED),
     ]
     assert [e.applied for e in events if e.WhichOneof("event") == "applied"] == [applied(4)]
-    assert (kinds(events)[-1], events[-1].receipt.updates) == ("receipt", 0)
+    assert (kinds(events)[-1], events[-1].receipt.update_count) == ("receipt", 0)
     stats = await settled(running)
-    assert (stats.leaked, stats.requests.aborted) == (0, 1)
+    assert (stats.leaked_count, stats.requests.aborted_count) == (0, 1)
 
 
 async def test_stop_does_not_wait_behind_updates(starter, monkeypatch) -> None:
@@ -258,8 +258,8 @@ async def test_a_client_that_leaves_aborts_its_session_and_frees_everything(star
     talk.call.cancel()
     stats = await settled(running)
     assert len(running.backend.aborted) == 1
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, aborted=1)
-    assert (stats.leaked, running.host.ledger.requests, running.host.store.pins) == (0, 0, 0)
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=1, aborted_count=1)
+    assert (stats.leaked_count, running.host.ledger.requests, running.host.store.pins) == (0, 0, 0)
 
 
 async def test_updates_do_not_touch_the_baseline(starter) -> None:

@@ -62,8 +62,8 @@ async def test_a_wrong_update_is_refused_by_field_and_the_request_goes_on(
     assert running.backend.updates == []
     running.backend.hold.set()
     receipt = (await talk.end())[-1].receipt
-    assert receipt.updates == 0
-    assert receipt.interventions[0].sites[0].rows == P + 5
+    assert receipt.update_count == 0
+    assert receipt.interventions[0].sites[0].row_count == P + 5
 
 
 async def test_an_update_without_room_is_refused_and_the_request_goes_on(starter) -> None:
@@ -81,7 +81,7 @@ async def test_an_update_without_room_is_refused_and_the_request_goes_on(starter
     assert (await talk.hear("refused")).update_id == 3
     running.backend.hold.set()
     receipt = (await talk.end())[-1].receipt
-    assert receipt.updates == 1
+    assert receipt.update_count == 1
     await rest(other)
     await settled(running)
     assert running.host.ledger.requests == 0
@@ -148,7 +148,7 @@ async def test_update_ids_rise_from_one(starter, numbers) -> None:
         "update_id",
     )
     running.backend.hold.set()
-    assert (await talk.end())[-1].receipt.updates == len(numbers) - 1
+    assert (await talk.end())[-1].receipt.update_count == len(numbers) - 1
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ async def test_a_session_begins_with_a_sound_request(running, messages, field) -
     refusal = Refusal.of(caught.value)
     assert (refusal.code, refusal.field) == (Code.INVALID_ARGUMENT, field)
     stats = await settled(running)
-    assert stats.requests == engine_service_pb2.RequestCounts(refused=1)
+    assert stats.requests == engine_service_pb2.RequestCounts(refused_count=1)
 
 
 async def test_an_update_that_finds_every_sample_ended_is_refused_before_the_receipt(
@@ -239,7 +239,7 @@ async def test_an_update_that_a_worker_cannot_take_up_fails_the_request(starter)
         await talk.end()
     assert Refusal.of(caught.value).brief == (Code.INTERNAL, "REASON_INTERNAL", "")
     stats = await settled(running)
-    assert (stats.leaked, stats.requests.failed) == (0, 1)
+    assert (stats.leaked_count, stats.requests.failed_count) == (0, 1)
 
 
 async def test_an_unforeseen_failure_of_an_update_fails_the_request(starter, caplog) -> None:
@@ -263,7 +263,7 @@ async def test_a_session_takes_only_so_many_updates(starter, monkeypatch) -> Non
     refusal = await talk.hear("refused")
     assert (refusal.update_id, refusal.reason) == (3, "REASON_INVALID_VALUE")
     running.backend.hold.set()
-    assert (await talk.end())[-1].receipt.updates == 2
+    assert (await talk.end())[-1].receipt.update_count == 2
 
 
 async def test_only_so_many_updates_wait(starter, monkeypatch) -> None:

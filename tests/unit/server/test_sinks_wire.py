@@ -72,8 +72,8 @@ def test_an_artifact_travels_with_everything(sinks: Sinks) -> None:
         ref=tensor_pb2.ArtifactRef(sink="disk", path="default/requests/a/rows.safetensors"),
         media_type="application/x-safetensors",
         state=capture_service_pb2.ARTIFACT_STATE_COMPLETE,
-        bytes=made.length,
-        rows=made.rows,
+        size_bytes=made.length,
+        row_count=made.rows,
         sites=[
             types_pb2.Site(point=types_pb2.POINT_RESID_POST, layer=0),
             types_pb2.Site(point=types_pb2.POINT_RESID_PRE, layer=1),

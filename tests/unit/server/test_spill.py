@@ -72,7 +72,7 @@ async def test_a_reader_that_stands_still_gets_every_row_in_order(spooling, tmp_
         for key, value in expected(f"r{number}", 0, 1, tokens=9).items()
     }
     ends = ends_of(one.events)
-    assert {end.dropped_rows for end in ends.values()} == {0}
+    assert {end.dropped_row_count for end in ends.values()} == {0}
     assert [event.sequence for event in one.numbered] == list(range(1, len(one.numbered) + 1))
     assert files(tmp_path) == []
 
@@ -163,7 +163,7 @@ async def test_a_full_spool_ends_the_request_that_sends_to_it(starter, tmp_path)
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
     assert list(end.finish_reasons) == [types_pb2.FINISH_REASON_ERROR]
-    assert (end.rows > 0, end.dropped_rows > 0) == (True, True)
+    assert (end.row_count > 0, end.dropped_row_count > 0) == (True, True)
 
 
 def failing(monkeypatch, call: str, number: int = errno.EIO) -> None:
@@ -246,7 +246,7 @@ async def test_rows_wait_on_disk_for_a_slow_sink(starter, tmp_path) -> None:
     spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), sink=sink, overload=SPILL)
     events = await generate(running, "a", tokens=20, captures=[spec])
     (receipt,) = events[-1].receipt.captures
-    assert [(part.rows, part.dropped_rows) for part in receipt.sites] == [(22, 0)] * 2
+    assert [(part.row_count, part.dropped_row_count) for part in receipt.sites] == [(22, 0)] * 2
     assert files(folder) == []
 
 

@@ -62,8 +62,8 @@ async def test_stored_rows_are_read_back_as_the_engine_made_them(disk, layout) -
     events = await generate(running, "a", stored(0, 2, layout=kind, tag="probe"), capture())
     assert len(captured(events)) == 5
     (kept, inline) = events[-1].receipt.captures
-    assert [(site.rows, site.dropped_rows) for site in kept.sites] == [(5, 0)] * 2
-    assert [site.rows for site in inline.sites] == [5]
+    assert [(site.row_count, site.dropped_row_count) for site in kept.sites] == [(5, 0)] * 2
+    assert [site.row_count for site in inline.sites] == [5]
     store = captures.open_captures(root, tag="probe")
     for layer in (0, 2):
         found = store.rows_of("a", "resid_post", layer)
@@ -72,7 +72,7 @@ async def test_stored_rows_are_read_back_as_the_engine_made_them(disk, layout) -
         assert np.array_equal(found.values, expected(layer, range(5)))
     written = await artifacts(running, "a")
     assert {one.state for one in written} == {capture_service_pb2.ARTIFACT_STATE_COMPLETE}
-    assert sum(one.rows for one in written) == 10
+    assert sum(one.row_count for one in written) == 10
 
 
 async def test_samples_and_what_was_selected_are_kept_apart(disk) -> None:
@@ -113,7 +113,7 @@ async def test_a_request_whose_rows_cannot_be_kept_fails_and_says_so(disk) -> No
     assert len(found.positions) == 5
     await generate(running, "b", stored(1))
     stats = await settled(running)
-    assert stats.leaked == 0
+    assert stats.leaked_count == 0
 
 
 async def test_rows_that_wait_for_a_slow_sink_are_lost_under_a_policy_that_says_so(
@@ -125,7 +125,7 @@ async def test_rows_that_wait_for_a_slow_sink_are_lost_under_a_policy_that_says_
     spec = stored(1, overload=capture_pb2.OVERLOAD_DROP_NEWEST)
     events = await generate(running, "a", spec, sampling=sampled(8))
     (kept,) = events[-1].receipt.captures
-    rows, lost = kept.sites[0].rows, kept.sites[0].dropped_rows
+    rows, lost = kept.sites[0].row_count, kept.sites[0].dropped_row_count
     assert rows + lost == 10
     assert lost > 0
     (request_,) = captures.open_captures(tmp_path)

@@ -92,15 +92,15 @@ async def test_a_run_holds_the_rows_that_an_inline_capture_gets(running) -> None
     )
     kept, inline = events[-1].receipt.captures
     assert (kept.run, inline.run) == ("clean", "")
-    assert [(site.rows, site.dropped_rows) for site in kept.sites] == [(3, 0), (3, 0)]
+    assert [(site.row_count, site.dropped_row_count) for site in kept.sites] == [(3, 0), (3, 0)]
     answer = await listed(running)
     (run,) = answer.runs
     assert run.lease_expire_time.ToNanoseconds() - run.create_time.ToNanoseconds() == pytest.approx(
         60e9, abs=1e3
     )
-    assert run.bytes == answer.used_bytes >= 6 * ROW
+    assert run.size_bytes == answer.used_bytes >= 6 * ROW
     assert answer.capacity_bytes == 1 << 30
-    run.ClearField("bytes")
+    run.ClearField("size_bytes")
     run.ClearField("create_time")
     run.ClearField("lease_expire_time")
     assert run == patch_pb2.Run(
@@ -150,7 +150,7 @@ async def test_an_id_in_use_is_refused_by_generate_and_by_explain(running) -> No
 async def test_explain_stores_nothing(running) -> None:
     explained = generation_service_pb2.ExplainRequest(request=request(captures=[into("a")]))
     answer = await running.client.generation.Explain(explained)
-    assert answer.captures[0].bytes == 4 * ROW
+    assert answer.captures[0].payload_bytes == 4 * ROW
     assert await names(running) == []
 
 
@@ -166,7 +166,7 @@ async def test_an_aborted_request_leaves_no_run_and_frees_its_id(starter) -> Non
     assert (await listed(running)).used_bytes > 0
     call.cancel()
     stats = await settled(running)
-    assert (stats.runs, stats.run_bytes, stats.leaked) == (0, 0, 0)
+    assert (stats.run_count, stats.run_bytes, stats.leaked_count) == (0, 0, 0)
     running.backend.hold.set()
     await generate(running, into("a"))
     assert await names(running) == ["a"]
@@ -180,7 +180,7 @@ async def test_a_session_that_is_stopped_leaves_no_run_and_its_receipt_names_non
     await talk.say(stop(1))
     events = await talk.end()
     assert events[-1].receipt.captures[0].run == ""
-    assert (await settled(running)).runs == 0
+    assert (await settled(running)).run_count == 0
 
 
 async def test_a_request_that_fails_once_its_run_is_complete_leaves_none(
@@ -207,7 +207,7 @@ async def test_a_request_that_fails_once_its_run_is_complete_leaves_none(
     refusal = await running.client.refusal(request(captures=[into("r"), mem]))
     assert refusal.reason == "REASON_ROWS_LOST"
     stats = await settled(running)
-    assert (stats.runs, stats.run_bytes, stats.leaked) == (0, 0, 0)
+    assert (stats.run_count, stats.run_bytes, stats.leaked_count) == (0, 0, 0)
 
 
 async def test_a_run_that_lost_rows_under_a_policy_has_the_others(starter) -> None:
@@ -216,9 +216,9 @@ async def test_a_run_that_lost_rows_under_a_policy_has_the_others(starter) -> No
     events = await generate(running, spec, sampling=sampled(8))
     (kept,) = events[-1].receipt.captures
     assert kept.run == "a"
-    assert kept.sites[0].dropped_rows > 0
+    assert kept.sites[0].dropped_row_count > 0
     (run,) = (await listed(running)).runs
-    assert sum(one.count for one in run.positions) == kept.sites[0].rows
+    assert sum(one.count for one in run.positions) == kept.sites[0].row_count
     refusal = await running.client.refusal(request(sampling=sampled(8), captures=[into("b")]))
     assert refusal.reason == "REASON_CAPTURE_OVERFLOW"
     assert await names(running) == ["a"]
@@ -235,9 +235,9 @@ async def test_rows_of_a_run_may_wait_on_disk(starter, tmp_path) -> None:
 async def test_a_run_that_is_made_for_no_request_is_a_leak(running) -> None:
     about = CaptureAbout(0, (Site(Point.RESID_POST, 1),), FloatType.FLOAT32, WIDTH)
     draft = running.host.runs.begin(RunTarget("a", 1.0), about, (), {}, "", lossless=True)
-    assert (await settled(running)).leaked == 1
+    assert (await settled(running)).leaked_count == 1
     draft.drop()
-    assert (await settled(running)).leaked == 0
+    assert (await settled(running)).leaked_count == 0
 
 
 async def test_a_run_whose_rows_the_engine_had_no_room_for_is_none(starter) -> None:
@@ -250,7 +250,7 @@ async def test_a_run_whose_rows_the_engine_had_no_room_for_is_none(starter) -> N
     events = await generate(running, lossy)
     (run,) = (await listed(running)).runs
     assert [(one.start, one.count) for one in run.positions] == [(0, 1), (2, 3)]
-    assert events[-1].receipt.captures[0].sites[0].dropped_rows == 1
+    assert events[-1].receipt.captures[0].sites[0].dropped_row_count == 1
 
 
 async def test_a_run_that_finds_no_room_fails_its_request(starter) -> None:
@@ -263,7 +263,7 @@ async def test_a_run_that_finds_no_room_fails_its_request(starter) -> None:
     refusal = await running.client.refusal(request(sampling=sampled(8), captures=[into("b")]))
     assert refusal.brief[:2] == full
     stats = await settled(running)
-    assert (stats.runs, stats.run_bytes, stats.leaked) == (0, 0, 0)
+    assert (stats.run_count, stats.run_bytes, stats.leaked_count) == (0, 0, 0)
     await generate(running, into("b"), sampling=sampled(2))
     assert await names(running) == ["b"]
 
@@ -387,6 +387,6 @@ async def test_the_server_says_how_many_runs_there_are_and_may_be(starter) -> No
     running = await starter(runs_bytes=1 << 20)
     await generate(running, into("a"))
     stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
-    assert (stats.runs, stats.run_bytes) == (1, (await listed(running)).used_bytes)
+    assert (stats.run_count, stats.run_bytes) == (1, (await listed(running)).used_bytes)
     model = await running.client.engine.GetModel(engine_service_pb2.GetModelRequest())
     assert model.limits.run_bytes == 1 << 20

@@ -103,7 +103,7 @@ async def test_a_request_sends_rows_to_a_subscription_and_its_receipt_says_so(ru
     spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), subscription=one.name)
     events = await generate(running, "a", captures=[capture(), spec])
     (_, receipt) = events[-1].receipt.captures
-    assert [(part.rows, part.dropped_rows) for part in receipt.sites] == [(5, 0), (5, 0)]
+    assert [(part.row_count, part.dropped_row_count) for part in receipt.sites] == [(5, 0), (5, 0)]
     await one.until("end_of_request")
     assert rows_of(one.events) == expected("a", 0, 1)
     assert {e.captured.capture_index for e in one.events if e.HasField("captured")} == {1}
@@ -130,7 +130,7 @@ async def test_an_aborted_request_ends_with_the_rows_that_it_had(starter) -> Non
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
     assert list(end.finish_reasons) == [types_pb2.FINISH_REASON_ABORTED]
-    assert len(rows_of(one.events)) == end.rows > 0
+    assert len(rows_of(one.events)) == end.row_count > 0
     await settled(running)
 
 
@@ -278,7 +278,7 @@ async def test_a_request_that_is_watched_and_sends_rows_ends_once(running) -> No
     spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[2]), subscription=one.name)
     events = await generate(running, "a", captures=[capture(), spec])
     (_, receipt) = events[-1].receipt.captures
-    assert [part.rows for part in receipt.sites] == [5]
+    assert [part.row_count for part in receipt.sites] == [5]
     await one.rest()
     assert rows_of(one.events) == expected("a", 0, 2)
     assert set(ends_of(one.events)) == {"a"}

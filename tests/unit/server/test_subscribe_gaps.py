@@ -90,7 +90,7 @@ async def test_ended_requests_that_wait_on_disk_weigh_little(tmp_path, monkeypat
                 one.acknowledge(message.sequence)
             if len(ends) == 400:
                 break
-    assert {(end.rows, end.dropped_rows, end.chunks) for end in ends} == {(2, 0, 1)}
+    assert {(end.row_count, end.dropped_row_count, end.chunk_count) for end in ends} == {(2, 0, 1)}
     one.fail(Defect("by the test"))
     spool.close()
 
@@ -139,4 +139,4 @@ async def test_a_slow_sink_keeps_no_room_of_the_engine(starter, monkeypatch, lea
     sink.gate.set()
     if not leaves:
         assert (await rest(call))[-1].HasField("receipt")
-    assert (await settled(running)).leaked == 0
+    assert (await settled(running)).leaked_count == 0

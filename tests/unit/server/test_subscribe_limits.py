@@ -97,7 +97,7 @@ async def test_rows_that_are_lost_are_counted_and_said(starter, policy) -> None:
         list(range(10 - len(kept), 10)) if policy == "DROP_OLDEST" else list(range(len(kept)))
     )
     end = ends_of(one.events)["a"]
-    assert (end.rows, end.dropped_rows) == (len(kept), len(lost))
+    assert (end.row_count, end.dropped_row_count) == (len(kept), len(lost))
 
 
 async def test_rows_that_find_no_room_in_the_engine_are_lost_and_the_request_runs(starter) -> None:
@@ -109,7 +109,7 @@ async def test_rows_that_find_no_room_in_the_engine_are_lost_and_the_request_run
     assert (await generate(running, "a"))[-1].HasField("receipt")
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
-    assert (end.rows, end.dropped_rows) == (0, 10)
+    assert (end.row_count, end.dropped_row_count) == (0, 10)
 
 
 async def test_rows_that_the_ring_lost_are_said(starter) -> None:
@@ -120,7 +120,7 @@ async def test_rows_that_the_ring_lost_are_said(starter) -> None:
     )
     await generate(running, "a")
     await one.until("end_of_request")
-    assert ends_of(one.events)["a"].dropped_rows == 2
+    assert ends_of(one.events)["a"].dropped_row_count == 2
     assert sorted(key[3] for key in rows_of(one.events)) == [0, 2, 4]
 
 

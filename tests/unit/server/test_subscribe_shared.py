@@ -306,8 +306,8 @@ async def test_a_full_buffer_has_its_policy_all_the_same(running) -> None:
     await one.credit(1 << 20)
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
-    assert end.rows + end.dropped_rows == 14
-    assert end.dropped_rows > 0
+    assert end.row_count + end.dropped_row_count == 14
+    assert end.dropped_row_count > 0
     assert rows_of(read(one)).items() <= expected("a", 0, tokens=12).items()
 
 

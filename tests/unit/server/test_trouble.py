@@ -35,8 +35,8 @@ async def test_a_client_that_leaves_aborts_its_request_and_frees_everything(star
     call.cancel()
     stats = await settled(running)
     assert [plan_id.split("@")[0] for plan_id in running.backend.aborted] == ["r#0"]
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, aborted=1)
-    assert (stats.leaked, running.host.ledger.requests) == (0, 0)
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=1, aborted_count=1)
+    assert (stats.leaked_count, running.host.ledger.requests) == (0, 0)
 
 
 async def test_a_deadline_aborts_the_request(starter) -> None:
@@ -46,7 +46,7 @@ async def test_a_deadline_aborts_the_request(starter) -> None:
     assert caught.value.code() is Code.DEADLINE_EXCEEDED
     stats = await settled(running)
     assert [plan_id.split("@")[0] for plan_id in running.backend.aborted] == ["r#0"]
-    assert stats.requests.aborted == 1
+    assert stats.requests.aborted_count == 1
 
 
 async def test_an_aborted_request_that_was_never_scheduled_is_freed(starter, monkeypatch) -> None:
@@ -97,7 +97,7 @@ async def test_a_request_that_the_engine_cannot_take_up_fails_alone(starter) -> 
     assert "no such vector" not in refusal.message
     assert kinds(await running.client.generate(request()))[-1] == "receipt"
     stats = await settled(running)
-    assert (stats.requests.failed, stats.requests.completed) == (1, 1)
+    assert (stats.requests.failed_count, stats.requests.completed_count) == (1, 1)
 
 
 async def test_no_token_goes_out_before_the_plan_is_in_force(starter) -> None:
@@ -138,7 +138,7 @@ async def test_lost_rows_are_named_and_the_call_fails(starter) -> None:
     assert refusal.metadata == (("rows", "4"),)
     assert "--capture-mib" in refusal.message
     (dropped,) = [e.dropped for e in events if e.WhichOneof("event") == "dropped"]
-    assert (dropped.rows, list(dropped.positions)) == (
+    assert (dropped.row_count, list(dropped.positions)) == (
         4,
         [types_pb2.PositionRun(start=1, count=2)],
     )
@@ -269,7 +269,7 @@ async def test_what_nobody_foresaw_is_an_incident_without_details(starter, caplo
     assert "secret" not in refusal.message
     assert "secret" in caplog.text
     stats = await settled(running)
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, failed=1)
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=1, failed_count=1)
 
 
 async def test_a_refusal_is_typed_and_one_short_line_of_the_log_whatever_it_says(
@@ -298,7 +298,9 @@ async def test_a_refused_request_is_counted_and_harms_no_other(running) -> None:
     )
     await running.client.generate(request())
     stats = await settled(running)
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=1, completed=1, refused=1)
+    assert stats.requests == engine_service_pb2.RequestCounts(
+        admitted_count=1, completed_count=1, refused_count=1
+    )
 
 
 async def test_a_message_that_is_too_large_is_refused_by_grpc(running) -> None:

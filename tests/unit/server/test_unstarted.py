@@ -52,7 +52,7 @@ async def leaked(running) -> int:
     if running.host.open_requests:
         return -1
     stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
-    return stats.leaked
+    return stats.leaked_count
 
 
 async def test_one_whose_second_sink_group_collides(starter, tmp_path) -> None:
@@ -215,4 +215,4 @@ async def test_a_subscription_that_had_joined_it_hears_nothing_and_holds_nothing
     assert await leaked(running) == 0
     await takes_everything(running, "b")
     await one.rest()
-    assert [name for name, end in ends_of(one.events).items() if end.rows] == ["b"]
+    assert [name for name, end in ends_of(one.events).items() if end.row_count] == ["b"]

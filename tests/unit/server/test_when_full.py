@@ -59,11 +59,11 @@ async def test_waiting_is_the_default_and_ends_when_room_comes_free(starter, fie
     (second,) = await in_line(running, steered(2.0, **fields))
     assert started(running) == ["first"]
     stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
-    assert stats.waiting == running.backend.queue_stats().waiting + 1
+    assert stats.waiting_request_count == running.backend.queue_stats().waiting + 1
     running.backend.hold.set()
     assert kinds(await rest(first))[-1] == "receipt"
     receipt = (await second)[-1].receipt
-    assert receipt.interventions[0].sites[0].rows == 4
+    assert receipt.interventions[0].sites[0].row_count == 4
 
 
 async def test_requests_enter_in_the_order_in_which_they_came(starter) -> None:
@@ -167,8 +167,8 @@ async def test_one_that_leaves_the_line_holds_nothing_and_lets_the_next_one_up(s
     await rest(first)
     await rest(second)
     stats = await settled(running)
-    assert (stats.leaked, running.host.ledger.requests, running.host.store.pins) == (0, 0, 0)
-    assert stats.requests == engine_service_pb2.RequestCounts(admitted=2, completed=2)
+    assert (stats.leaked_count, running.host.ledger.requests, running.host.store.pins) == (0, 0, 0)
+    assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=2, completed_count=2)
 
 
 async def test_a_deadline_ends_the_wait(starter) -> None:
@@ -226,7 +226,7 @@ async def test_nothing_ever_runs_without_the_steering_that_it_asked_for(starter)
     await rest(first)
     for call in calls:
         receipt = (await call)[-1].receipt
-        assert receipt.interventions[0].sites[0].rows == 4
+        assert receipt.interventions[0].sites[0].row_count == 4
     assert [[act.scale for act in job.plan.acts] for job in running.backend.jobs] == [
         [1.0],
         [2.0],

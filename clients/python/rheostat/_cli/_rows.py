@@ -16,10 +16,11 @@ def check_layers(vector: Vector, model: ModelInfo) -> None:
     """Raise CommandError where the model lacks its layers, or the rows are not one for each."""
     if vector.layers is None or vector.shape is None:
         return
-    layers = _numbers(vector.layers, model.layers)
-    if layers[-1] >= model.layers:
+    layers = _numbers(vector.layers, model.layer_count)
+    if layers[-1] >= model.layer_count:
         raise CommandError(
-            f"{model.name} has the layers 0 to {model.layers - 1}, and no layer {layers[-1]}", 2
+            f"{model.name} has the layers 0 to {model.layer_count - 1}, and no layer {layers[-1]}",
+            2,
         )
     if vector.shape[0] not in (1, len(layers)):
         raise CommandError(

@@ -74,7 +74,7 @@ class Trace(NamedTuple):
 
 def logprobs_for(model: ModelInfo) -> int:
     """How many log-probabilities to ask for, so that both answers are among them."""
-    return min(model.limits.logprobs, model.vocabulary, _MOST_LOGPROBS)
+    return min(model.limits.logprobs, model.vocabulary_size, _MOST_LOGPROBS)
 
 
 async def find_pair(engine: aio.Engine, model: ModelInfo) -> Pair:
@@ -82,7 +82,7 @@ async def find_pair(engine: aio.Engine, model: ModelInfo) -> Pair:
 
     Raises CommandError where no subject gives a pair.
     """
-    points = [point for point in _STREAM if len(model.captured(point)) == model.layers]
+    points = [point for point in _STREAM if len(model.captured(point)) == model.layer_count]
     if Point.RESID_POST not in points:
         raise CommandError("the trace needs resid_post at every layer, which this model lacks")
 
@@ -119,7 +119,7 @@ def sites_of(pair: Pair, model: ModelInfo) -> tuple[Site, ...]:
     """The stream from the embedding on: what enters layer 0, then what leaves each layer."""
     first = Site(Point.RESID_PRE, 0)
     entry = (first,) if first in pair.clean_run.activations else ()
-    return entry + tuple(Site(Point.RESID_POST, layer) for layer in range(model.layers))
+    return entry + tuple(Site(Point.RESID_POST, layer) for layer in range(model.layer_count))
 
 
 async def trace(

@@ -59,7 +59,7 @@ async def _show(target: str, out: Path) -> None:
         print(f"\n{model}\n")
 
         with Phase("1. tone: making a vector and continuing three prompts with it"):
-            tone = await _tone.make_tone(engine, model.layers, limit)
+            tone = await _tone.make_tone(engine, model.layer_count, limit)
         print(
             f"\n{tone.vector.name} = mean(joyful) - mean(gloomy) of resid_post[{tone.layer}], "
             f"norm {tone.norm:.3g} where the stream has {tone.stream_norm:.3g}\n"
@@ -72,7 +72,7 @@ async def _show(target: str, out: Path) -> None:
         print(f"\nclean:   {pair.clean!r} -> {pair.answers[0]!r}")
         print(f"corrupt: {pair.corrupt!r} -> {pair.answers[1]!r}")
         for (point, layer), rows in pair.clean_run.activations.items():
-            if layer in (0, model.layers - 1):
+            if layer in (0, model.layer_count - 1):
                 print(f"  {point}[{layer}]: {rows.dtype} {list(rows.shape)}")
         print(f"\n{pair.clean_run.receipt}\n")
 

@@ -25,8 +25,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _told(stats: Stats) -> str:
     told = (
-        f"{stats.running} running, {stats.waiting} waiting, {stats.completed} completed, "
-        f"{stats.failed} failed, {stats.bank_rows_used} of {stats.bank_rows} bank rows, "
-        f"{stats.vectors} vectors, up {stats.uptime:.0f} s"
+        f"{stats.running_request_count} running, {stats.waiting_request_count} waiting, "
+        f"{stats.completed_count} completed, {stats.failed_count} failed, "
+        f"{stats.used_bank_row_count} of {stats.bank_row_count} bank rows, "
+        f"{stats.vector_count} vectors, up {stats.uptime:.0f} s"
     )
-    return f"{told}, {stats.leaked} LEAKED" if stats.leaked else told
+    return f"{told}, {stats.leaked_count} LEAKED" if stats.leaked_count else told

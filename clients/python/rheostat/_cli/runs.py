@@ -47,7 +47,7 @@ def _line(run: RunInfo, now: datetime) -> str:
         run.id,
         f"{len(run.sites)} {'site' if len(run.sites) == 1 else 'sites'}",
         f"positions {show_runs(run.positions)}",
-        f"{run.bytes} bytes",
+        f"{run.size_bytes} bytes",
         f"leased for {left:.0f} s" if left > 0 else "not leased",
         *(f"{key}={value}" for key, value in sorted(run.labels.items())),
     ]

@@ -118,11 +118,11 @@ def _line(event: SubscriptionEvent) -> str:
             sites = " ".join(map(str, event.sites))
             return f"{_whose(event)} {sites} at {_shown(event.positions)}: mean norm {norm:.4g}"
         case DroppedRows():
-            return f"{_whose(event)} lost {event.rows} rows at {_shown(event.positions)}"
+            return f"{_whose(event)} lost {event.row_count} rows at {_shown(event.positions)}"
         case EndOfRequest():
-            lost = f", {event.dropped_rows} lost" if event.dropped_rows else ""
+            lost = f", {event.dropped_row_count} lost" if event.dropped_row_count else ""
             how = ", ".join(event.finish_reasons) or "still running"
-            return f"{event.request_id} end: {event.rows} rows{lost}; {how}"
+            return f"{event.request_id} end: {event.row_count} rows{lost}; {how}"
 
 
 def _whose(event: CapturedRows | DroppedRows) -> str:

@@ -462,11 +462,11 @@ class Shard(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
+    RANK_COUNT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Tensor-parallel rank, from 0."""
-    ranks: _builtins.int
+    rank_count: _builtins.int
     """Number of ranks."""
     offset: _builtins.int
     """First dimension that this part holds."""
@@ -474,12 +474,12 @@ class Shard(_message.Message):
         self,
         *,
         rank: _builtins.int = ...,
-        ranks: _builtins.int = ...,
+        rank_count: _builtins.int = ...,
         offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "rank", b"rank", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "rank", b"rank", "rank_count", b"rank_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -494,7 +494,7 @@ class Dropped(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CAPTURE_INDEX_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     BASELINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -503,7 +503,7 @@ class Dropped(_message.Message):
     """Index of the CaptureSpec."""
     sample: _builtins.int
     """Sample, 0 to n - 1."""
-    rows: _builtins.int
+    row_count: _builtins.int
     """Rows lost here: positions times sites."""
     baseline: _builtins.bool
     """Whether the rows are of the baseline (GenerateRequest.with_baseline)."""
@@ -517,13 +517,13 @@ class Dropped(_message.Message):
         request_id: _builtins.str = ...,
         capture_index: _builtins.int = ...,
         sample: _builtins.int = ...,
-        rows: _builtins.int = ...,
+        row_count: _builtins.int = ...,
         positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
         baseline: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "capture_index", b"capture_index", "positions", b"positions", "request_id", b"request_id", "rows", b"rows", "sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "capture_index", b"capture_index", "positions", b"positions", "request_id", b"request_id", "row_count", b"row_count", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

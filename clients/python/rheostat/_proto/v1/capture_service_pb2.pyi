@@ -632,23 +632,23 @@ class SharedMemory(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
-    BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """As in `ShmRef`."""
     name: _builtins.str
     """As in `ShmRef`."""
-    bytes: _builtins.int
+    size_bytes: _builtins.int
     """Its length. It never shrinks."""
     def __init__(
         self,
         *,
         namespace: _builtins.str = ...,
         name: _builtins.str = ...,
-        bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "namespace", b"namespace", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,19 +661,19 @@ class EndOfRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    CHUNKS_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    DROPPED_ROWS_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
+    DROPPED_ROW_COUNT_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
-    chunks: _builtins.int
+    chunk_count: _builtins.int
     """Captured events sent for it."""
-    rows: _builtins.int
+    row_count: _builtins.int
     """Rows sent for it: positions times sites, over all events."""
-    dropped_rows: _builtins.int
+    dropped_row_count: _builtins.int
     """Rows selected and lost."""
     crc32c: _builtins.int
     """CRC-32C over the crc32c of every Captured event of this request, each as 4 little-endian
@@ -693,16 +693,16 @@ class EndOfRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        chunks: _builtins.int = ...,
-        rows: _builtins.int = ...,
-        dropped_rows: _builtins.int = ...,
+        chunk_count: _builtins.int = ...,
+        row_count: _builtins.int = ...,
+        dropped_row_count: _builtins.int = ...,
         crc32c: _builtins.int = ...,
         finish_reasons: _abc.Iterable[_types_pb2.FinishReason.ValueType] | None = ...,
         attached: _abc.Iterable[Global___Attached] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "chunks", b"chunks", "crc32c", b"crc32c", "dropped_rows", b"dropped_rows", "finish_reasons", b"finish_reasons", "request_id", b"request_id", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "chunk_count", b"chunk_count", "crc32c", b"crc32c", "dropped_row_count", b"dropped_row_count", "finish_reasons", b"finish_reasons", "request_id", b"request_id", "row_count", b"row_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -896,8 +896,8 @@ class Artifact(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    BYTES_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     WRITE_TIME_FIELD_NUMBER: _builtins.int
@@ -905,9 +905,9 @@ class Artifact(_message.Message):
     """Media type: "application/x-safetensors", "application/x-npz", "application/json"."""
     state: Global___ArtifactState.ValueType
     """Whether it is complete."""
-    bytes: _builtins.int
+    size_bytes: _builtins.int
     """Size in bytes."""
-    rows: _builtins.int
+    row_count: _builtins.int
     """Rows in it, positions times sites."""
     sha256: _builtins.bytes
     """SHA-256 of the file, 32 bytes, once complete."""
@@ -929,15 +929,15 @@ class Artifact(_message.Message):
         ref: _tensor_pb2.ArtifactRef | None = ...,
         media_type: _builtins.str = ...,
         state: Global___ArtifactState.ValueType = ...,
-        bytes: _builtins.int = ...,
-        rows: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        row_count: _builtins.int = ...,
         sites: _abc.Iterable[_types_pb2.Site] | None = ...,
         sha256: _builtins.bytes = ...,
         write_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "write_time", b"write_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "media_type", b"media_type", "ref", b"ref", "rows", b"rows", "sha256", b"sha256", "sites", b"sites", "state", b"state", "write_time", b"write_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["media_type", b"media_type", "ref", b"ref", "row_count", b"row_count", "sha256", b"sha256", "sites", b"sites", "size_bytes", b"size_bytes", "state", b"state", "write_time", b"write_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,9 +72,9 @@ class GetModelResponse(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
+    LAYER_COUNT_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
-    VOCABULARY_FIELD_NUMBER: _builtins.int
+    VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
@@ -88,11 +88,11 @@ class GetModelResponse(_message.Message):
     """Name under which the model was loaded."""
     architecture: _builtins.str
     """Class of the model: "LlamaForCausalLM", "Qwen3ForCausalLM", ..."""
-    layers: _builtins.int
+    layer_count: _builtins.int
     """Number of decoder blocks."""
     width: _builtins.int
     """W."""
-    vocabulary: _builtins.int
+    vocabulary_size: _builtins.int
     """Number of token ids."""
     dtype: _tensor_pb2.Dtype.ValueType
     """Element type of the stream."""
@@ -125,9 +125,9 @@ class GetModelResponse(_message.Message):
         *,
         model: _builtins.str = ...,
         architecture: _builtins.str = ...,
-        layers: _builtins.int = ...,
+        layer_count: _builtins.int = ...,
         width: _builtins.int = ...,
-        vocabulary: _builtins.int = ...,
+        vocabulary_size: _builtins.int = ...,
         dtype: _tensor_pb2.Dtype.ValueType = ...,
         sites: _abc.Iterable[Global___SiteGroup] | None = ...,
         has_tokenizer: _builtins.bool = ...,
@@ -140,7 +140,7 @@ class GetModelResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "engine", b"engine", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layers", b"layers", "limits", b"limits", "loras", b"loras", "model", b"model", "sites", b"sites", "vocabulary", b"vocabulary", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "engine", b"engine", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "loras", b"loras", "model", b"model", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -258,8 +258,8 @@ class Engine(_message.Message):
 
     VLLM_VERSION_FIELD_NUMBER: _builtins.int
     RUNNER_FIELD_NUMBER: _builtins.int
-    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
-    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     COMPILED_FIELD_NUMBER: _builtins.int
     VARIANTS_FIELD_NUMBER: _builtins.int
@@ -269,9 +269,9 @@ class Engine(_message.Message):
     """vLLM's version."""
     runner: Global___Runner.ValueType
     """Which of vLLM's model runners."""
-    tensor_parallel: _builtins.int
+    tensor_parallel_size: _builtins.int
     """Tensor-parallel ranks."""
-    pipeline_parallel: _builtins.int
+    pipeline_parallel_size: _builtins.int
     """Pipeline-parallel stages."""
     device: _builtins.str
     """Device: "cpu", "cuda"."""
@@ -290,8 +290,8 @@ class Engine(_message.Message):
         *,
         vllm_version: _builtins.str = ...,
         runner: Global___Runner.ValueType = ...,
-        tensor_parallel: _builtins.int = ...,
-        pipeline_parallel: _builtins.int = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
         device: _builtins.str = ...,
         compiled: _builtins.bool = ...,
         variants: _abc.Iterable[_builtins.str] | None = ...,
@@ -300,7 +300,7 @@ class Engine(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compiled", b"compiled", "device", b"device", "pipeline_parallel", b"pipeline_parallel", "prefix_caching", b"prefix_caching", "runner", b"runner", "tensor_parallel", b"tensor_parallel", "torch_version", b"torch_version", "variants", b"variants", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compiled", b"compiled", "device", b"device", "pipeline_parallel_size", b"pipeline_parallel_size", "prefix_caching", b"prefix_caching", "runner", b"runner", "tensor_parallel_size", b"tensor_parallel_size", "torch_version", b"torch_version", "variants", b"variants", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -421,68 +421,68 @@ class GetStatsResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUNNING_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    WAITING_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
-    BANK_ROWS_USED_FIELD_NUMBER: _builtins.int
-    BANK_ROWS_FIELD_NUMBER: _builtins.int
-    CAPTURED_ROWS_FIELD_NUMBER: _builtins.int
+    USED_BANK_ROW_COUNT_FIELD_NUMBER: _builtins.int
+    BANK_ROW_COUNT_FIELD_NUMBER: _builtins.int
+    CAPTURED_ROW_COUNT_FIELD_NUMBER: _builtins.int
     CAPTURED_BYTES_FIELD_NUMBER: _builtins.int
-    DROPPED_ROWS_FIELD_NUMBER: _builtins.int
-    PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
-    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
-    SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
-    VECTORS_FIELD_NUMBER: _builtins.int
-    RUNS_FIELD_NUMBER: _builtins.int
+    DROPPED_ROW_COUNT_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERIED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_COUNT_FIELD_NUMBER: _builtins.int
+    VECTOR_COUNT_FIELD_NUMBER: _builtins.int
+    RUN_COUNT_FIELD_NUMBER: _builtins.int
     RUN_BYTES_FIELD_NUMBER: _builtins.int
     GLOBAL_VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_FIELD_NUMBER: _builtins.int
-    LEAKED_FIELD_NUMBER: _builtins.int
+    LEAKED_COUNT_FIELD_NUMBER: _builtins.int
     LEFT_BYTES_FIELD_NUMBER: _builtins.int
-    PLAIN_ROWS_FIELD_NUMBER: _builtins.int
+    PLAIN_ROW_COUNT_FIELD_NUMBER: _builtins.int
     RING_BYTES_FIELD_NUMBER: _builtins.int
     ENCODE_BYTES_FIELD_NUMBER: _builtins.int
-    SPOOLED_ROWS_FIELD_NUMBER: _builtins.int
-    OVERRUN_ROWS_FIELD_NUMBER: _builtins.int
+    SPOOLED_ROW_COUNT_FIELD_NUMBER: _builtins.int
+    OVERRUN_ROW_COUNT_FIELD_NUMBER: _builtins.int
     STAGING_BYTES_FIELD_NUMBER: _builtins.int
-    running: _builtins.int
+    running_request_count: _builtins.int
     """Requests that run now."""
-    waiting: _builtins.int
+    waiting_request_count: _builtins.int
     """Requests that wait now."""
-    bank_rows_used: _builtins.int
+    used_bank_row_count: _builtins.int
     """Bank rows in use now, at the fullest site."""
-    bank_rows: _builtins.int
+    bank_row_count: _builtins.int
     """Bank rows of each site."""
-    captured_rows: _builtins.int
+    captured_row_count: _builtins.int
     """Rows captured."""
     captured_bytes: _builtins.int
     """Bytes captured, as they are in the stream."""
-    dropped_rows: _builtins.int
+    dropped_row_count: _builtins.int
     """Rows that readers have lost (`Dropped`, a sink's manifest), one for each reader that lost it,
     whether it has read so already or not.
     """
-    prefix_queried_tokens: _builtins.int
+    prefix_queried_token_count: _builtins.int
     """Prompt tokens looked up in the prefix cache."""
-    prefix_hit_tokens: _builtins.int
+    prefix_hit_token_count: _builtins.int
     """Prompt tokens found there."""
-    subscriptions: _builtins.int
+    subscription_count: _builtins.int
     """Subscriptions open or resumable now."""
-    vectors: _builtins.int
+    vector_count: _builtins.int
     """Stored vectors."""
-    runs: _builtins.int
+    run_count: _builtins.int
     """Stored runs."""
     run_bytes: _builtins.int
     """Bytes of stored runs and of those being made."""
     global_version: _builtins.int
     """Version of the server-wide steering."""
-    leaked: _builtins.int
+    leaked_count: _builtins.int
     """Buffers and bank rows that are held though no request holds them. Anything but 0 is a defect."""
     left_bytes: _builtins.int
     """Bytes of captured rows that have left the device, of all workers: fewer than captured_bytes where
     rows were made smaller there.
     """
-    plain_rows: _builtins.int
+    plain_row_count: _builtins.int
     """Rows that left the device whole although they were to be made smaller there: its memory for
     that did not suffice. The server made them smaller.
     """
@@ -492,9 +492,9 @@ class GetStatsResponse(_message.Message):
     """Device memory for making rows smaller: the directions and matrices that are there now, and what
     the work takes at most. Of the fullest worker.
     """
-    spooled_rows: _builtins.int
+    spooled_row_count: _builtins.int
     """Captured rows that wait on disk now, for readers that are too slow (OVERLOAD_SPILL)."""
-    overrun_rows: _builtins.int
+    overrun_row_count: _builtins.int
     """Rows for which a worker had no room, in its ring or in the memory that it shares with the server,
     or whose copy failed.
     """
@@ -515,35 +515,35 @@ class GetStatsResponse(_message.Message):
     def __init__(
         self,
         *,
-        running: _builtins.int = ...,
-        waiting: _builtins.int = ...,
+        running_request_count: _builtins.int = ...,
+        waiting_request_count: _builtins.int = ...,
         requests: Global___RequestCounts | None = ...,
         steps: _abc.Iterable[_receipt_pb2.VariantSteps] | None = ...,
-        bank_rows_used: _builtins.int = ...,
-        bank_rows: _builtins.int = ...,
-        captured_rows: _builtins.int = ...,
+        used_bank_row_count: _builtins.int = ...,
+        bank_row_count: _builtins.int = ...,
+        captured_row_count: _builtins.int = ...,
         captured_bytes: _builtins.int = ...,
-        dropped_rows: _builtins.int = ...,
-        prefix_queried_tokens: _builtins.int = ...,
-        prefix_hit_tokens: _builtins.int = ...,
-        subscriptions: _builtins.int = ...,
-        vectors: _builtins.int = ...,
-        runs: _builtins.int = ...,
+        dropped_row_count: _builtins.int = ...,
+        prefix_queried_token_count: _builtins.int = ...,
+        prefix_hit_token_count: _builtins.int = ...,
+        subscription_count: _builtins.int = ...,
+        vector_count: _builtins.int = ...,
+        run_count: _builtins.int = ...,
         run_bytes: _builtins.int = ...,
         global_version: _builtins.int = ...,
         uptime: _duration_pb2.Duration | None = ...,
-        leaked: _builtins.int = ...,
+        leaked_count: _builtins.int = ...,
         left_bytes: _builtins.int = ...,
-        plain_rows: _builtins.int = ...,
+        plain_row_count: _builtins.int = ...,
         ring_bytes: _builtins.int = ...,
         encode_bytes: _builtins.int = ...,
-        spooled_rows: _builtins.int = ...,
-        overrun_rows: _builtins.int = ...,
+        spooled_row_count: _builtins.int = ...,
+        overrun_row_count: _builtins.int = ...,
         staging_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "bank_rows_used", b"bank_rows_used", "captured_bytes", b"captured_bytes", "captured_rows", b"captured_rows", "dropped_rows", b"dropped_rows", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked", b"leaked", "left_bytes", b"left_bytes", "overrun_rows", b"overrun_rows", "plain_rows", b"plain_rows", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_queried_tokens", b"prefix_queried_tokens", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "running", b"running", "runs", b"runs", "spooled_rows", b"spooled_rows", "staging_bytes", b"staging_bytes", "steps", b"steps", "subscriptions", b"subscriptions", "uptime", b"uptime", "vectors", b"vectors", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_row_count", b"bank_row_count", "captured_bytes", b"captured_bytes", "captured_row_count", b"captured_row_count", "dropped_row_count", b"dropped_row_count", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked_count", b"leaked_count", "left_bytes", b"left_bytes", "overrun_row_count", b"overrun_row_count", "plain_row_count", b"plain_row_count", "prefix_hit_token_count", b"prefix_hit_token_count", "prefix_queried_token_count", b"prefix_queried_token_count", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "run_count", b"run_count", "running_request_count", b"running_request_count", "spooled_row_count", b"spooled_row_count", "staging_bytes", b"staging_bytes", "steps", b"steps", "subscription_count", b"subscription_count", "uptime", b"uptime", "used_bank_row_count", b"used_bank_row_count", "vector_count", b"vector_count", "waiting_request_count", b"waiting_request_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -555,33 +555,33 @@ class RequestCounts(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ADMITTED_FIELD_NUMBER: _builtins.int
-    COMPLETED_FIELD_NUMBER: _builtins.int
-    ABORTED_FIELD_NUMBER: _builtins.int
-    REFUSED_FIELD_NUMBER: _builtins.int
-    FAILED_FIELD_NUMBER: _builtins.int
-    admitted: _builtins.int
+    ADMITTED_COUNT_FIELD_NUMBER: _builtins.int
+    COMPLETED_COUNT_FIELD_NUMBER: _builtins.int
+    ABORTED_COUNT_FIELD_NUMBER: _builtins.int
+    REFUSED_COUNT_FIELD_NUMBER: _builtins.int
+    FAILED_COUNT_FIELD_NUMBER: _builtins.int
+    admitted_count: _builtins.int
     """Admitted."""
-    completed: _builtins.int
+    completed_count: _builtins.int
     """Ended with a receipt."""
-    aborted: _builtins.int
+    aborted_count: _builtins.int
     """Ended from outside, deadline and lost connection included."""
-    refused: _builtins.int
+    refused_count: _builtins.int
     """Refused before admission."""
-    failed: _builtins.int
+    failed_count: _builtins.int
     """Failed after admission."""
     def __init__(
         self,
         *,
-        admitted: _builtins.int = ...,
-        completed: _builtins.int = ...,
-        aborted: _builtins.int = ...,
-        refused: _builtins.int = ...,
-        failed: _builtins.int = ...,
+        admitted_count: _builtins.int = ...,
+        completed_count: _builtins.int = ...,
+        aborted_count: _builtins.int = ...,
+        refused_count: _builtins.int = ...,
+        failed_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "admitted", b"admitted", "completed", b"completed", "failed", b"failed", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_count", b"aborted_count", "admitted_count", b"admitted_count", "completed_count", b"completed_count", "failed_count", b"failed_count", "refused_count", b"refused_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,21 +617,21 @@ class DrainResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FINISHED_FIELD_NUMBER: _builtins.int
-    ABORTED_FIELD_NUMBER: _builtins.int
-    finished: _builtins.int
+    FINISHED_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    ABORTED_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    finished_request_count: _builtins.int
     """Requests that ended by themselves since the call."""
-    aborted: _builtins.int
+    aborted_request_count: _builtins.int
     """Requests that were aborted."""
     def __init__(
         self,
         *,
-        finished: _builtins.int = ...,
-        aborted: _builtins.int = ...,
+        finished_request_count: _builtins.int = ...,
+        aborted_request_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "finished", b"finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_request_count", b"aborted_request_count", "finished_request_count", b"finished_request_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -489,16 +489,16 @@ class ExplainResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     INTERVENTIONS_FIELD_NUMBER: _builtins.int
     CAPTURES_FIELD_NUMBER: _builtins.int
     CACHE_KEYS_FIELD_NUMBER: _builtins.int
-    NEW_BANK_ROWS_FIELD_NUMBER: _builtins.int
+    NEW_BANK_ROW_COUNT_FIELD_NUMBER: _builtins.int
     GLOBAL_VERSION_FIELD_NUMBER: _builtins.int
-    prompt_tokens: _builtins.int
+    prompt_token_count: _builtins.int
     """P."""
-    new_bank_rows: _builtins.int
+    new_bank_row_count: _builtins.int
     """Bank rows that the request needs, beyond those that equal configurations already hold."""
     global_version: _builtins.int
     """Version of the server-wide steering that it would run under."""
@@ -521,17 +521,17 @@ class ExplainResponse(_message.Message):
     def __init__(
         self,
         *,
-        prompt_tokens: _builtins.int = ...,
+        prompt_token_count: _builtins.int = ...,
         prompt_token_ids: _types_pb2.TokenIds | None = ...,
         interventions: _abc.Iterable[Global___ResolvedIntervention] | None = ...,
         captures: _abc.Iterable[Global___ResolvedCapture] | None = ...,
         cache_keys: _abc.Iterable[Global___CacheKey] | None = ...,
-        new_bank_rows: _builtins.int = ...,
+        new_bank_row_count: _builtins.int = ...,
         global_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_keys", b"cache_keys", "captures", b"captures", "global_version", b"global_version", "interventions", b"interventions", "new_bank_rows", b"new_bank_rows", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_keys", b"cache_keys", "captures", b"captures", "global_version", b"global_version", "interventions", b"interventions", "new_bank_row_count", b"new_bank_row_count", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,10 +660,10 @@ class ResolvedCapture(_message.Message):
     CAPTURE_INDEX_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     SELECTION_FIELD_NUMBER: _builtins.int
-    BYTES_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     capture_index: _builtins.int
     """Index in the request's captures."""
-    bytes: _builtins.int
+    payload_bytes: _builtins.int
     """Bytes of payload, if every token known in advance is computed."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
@@ -679,11 +679,11 @@ class ResolvedCapture(_message.Message):
         capture_index: _builtins.int = ...,
         sites: _abc.Iterable[_types_pb2.Site] | None = ...,
         selection: Global___ResolvedSelection | None = ...,
-        bytes: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_index", b"capture_index", "selection", b"selection", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_index", b"capture_index", "payload_bytes", b"payload_bytes", "selection", b"selection", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -283,13 +283,13 @@ class Run(_message.Message):
     SITES_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Its id."""
-    bytes: _builtins.int
+    size_bytes: _builtins.int
     """Bytes that it takes."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
@@ -322,14 +322,14 @@ class Run(_message.Message):
         sites: _abc.Iterable[_types_pb2.Site] | None = ...,
         positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
         prompt_token_ids: _types_pb2.TokenIds | None = ...,
-        bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "lease_expire_time", b"lease_expire_time", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "create_time", b"create_time", "labels", b"labels", "lease_expire_time", b"lease_expire_time", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run", b"run", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "labels", b"labels", "lease_expire_time", b"lease_expire_time", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run", b"run", "sites", b"sites", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

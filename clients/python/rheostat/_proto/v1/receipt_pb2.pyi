@@ -105,33 +105,33 @@ class Receipt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     INTERVENTIONS_FIELD_NUMBER: _builtins.int
     CAPTURES_FIELD_NUMBER: _builtins.int
-    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
-    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     GLOBAL_VERSION_FIELD_NUMBER: _builtins.int
-    UPDATES_FIELD_NUMBER: _builtins.int
+    UPDATE_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
-    prompt_tokens: _builtins.int
+    prompt_token_count: _builtins.int
     """P."""
-    generated_tokens: _builtins.int
+    generated_token_count: _builtins.int
     """Tokens generated, all samples together."""
-    cached_prompt_tokens: _builtins.int
+    cached_prompt_token_count: _builtins.int
     """Prompt tokens whose KV came from the prefix cache."""
-    recomputed_tokens: _builtins.int
+    recomputed_token_count: _builtins.int
     """Tokens computed more than once, after preemption, and prompt tokens computed for a capture
     though they were cached.
     """
-    preemptions: _builtins.int
+    preemption_count: _builtins.int
     """How often the request was preempted."""
     global_version: _builtins.int
     """Version of the server-wide steering that it ran under."""
-    updates: _builtins.int
+    update_count: _builtins.int
     """Changes of steering by a session or watch that were carried out."""
     @_builtins.property
     def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppliedIntervention]:
@@ -151,20 +151,20 @@ class Receipt(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        prompt_tokens: _builtins.int = ...,
-        generated_tokens: _builtins.int = ...,
+        prompt_token_count: _builtins.int = ...,
+        generated_token_count: _builtins.int = ...,
         interventions: _abc.Iterable[Global___AppliedIntervention] | None = ...,
         captures: _abc.Iterable[Global___CaptureReceipt] | None = ...,
-        cached_prompt_tokens: _builtins.int = ...,
-        recomputed_tokens: _builtins.int = ...,
-        preemptions: _builtins.int = ...,
+        cached_prompt_token_count: _builtins.int = ...,
+        recomputed_token_count: _builtins.int = ...,
+        preemption_count: _builtins.int = ...,
         steps: _abc.Iterable[Global___VariantSteps] | None = ...,
         global_version: _builtins.int = ...,
-        updates: _builtins.int = ...,
+        update_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "captures", b"captures", "generated_tokens", b"generated_tokens", "global_version", b"global_version", "interventions", b"interventions", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "request_id", b"request_id", "steps", b"steps", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "steps", b"steps", "update_count", b"update_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,9 +257,9 @@ class AppliedSite(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SITE_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
     DOSE_FIELD_NUMBER: _builtins.int
-    rows: _builtins.int
+    row_count: _builtins.int
     """Rows changed here, each computation of a token counted: samples and recomputation add up."""
     @_builtins.property
     def site(self) -> _types_pb2.Site:
@@ -273,12 +273,12 @@ class AppliedSite(_message.Message):
         self,
         *,
         site: _types_pb2.Site | None = ...,
-        rows: _builtins.int = ...,
+        row_count: _builtins.int = ...,
         dose: Global___Dose | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dose", b"dose", "site", b"site"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dose", b"dose", "rows", b"rows", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dose", b"dose", "row_count", b"row_count", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,11 +396,11 @@ class CapturedSite(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SITE_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    DROPPED_ROWS_FIELD_NUMBER: _builtins.int
-    rows: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
+    DROPPED_ROW_COUNT_FIELD_NUMBER: _builtins.int
+    row_count: _builtins.int
     """Rows handed over, all samples."""
-    dropped_rows: _builtins.int
+    dropped_row_count: _builtins.int
     """Rows selected and lost under the overload policy."""
     @_builtins.property
     def site(self) -> _types_pb2.Site:
@@ -410,12 +410,12 @@ class CapturedSite(_message.Message):
         self,
         *,
         site: _types_pb2.Site | None = ...,
-        rows: _builtins.int = ...,
-        dropped_rows: _builtins.int = ...,
+        row_count: _builtins.int = ...,
+        dropped_row_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["site", b"site"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_rows", b"dropped_rows", "rows", b"rows", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_row_count", b"dropped_row_count", "row_count", b"row_count", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -428,20 +428,20 @@ class VariantSteps(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VARIANT_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
+    STEP_COUNT_FIELD_NUMBER: _builtins.int
     variant: _builtins.str
     """The variant's name, as GetStats lists them: "plain", "light", "full", "eager", ..."""
-    steps: _builtins.int
+    step_count: _builtins.int
     """Steps."""
     def __init__(
         self,
         *,
         variant: _builtins.str = ...,
-        steps: _builtins.int = ...,
+        step_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps", "variant", b"variant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_count", b"step_count", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

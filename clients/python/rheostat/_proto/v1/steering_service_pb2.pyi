@@ -257,7 +257,7 @@ class VectorInfo(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     STORE_TIME_FIELD_NUMBER: _builtins.int
-    USERS_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """Its digest, 32 bytes."""
     name: _builtins.str
@@ -266,7 +266,7 @@ class VectorInfo(_message.Message):
     """Element type."""
     description: _builtins.str
     """As in VectorHeader."""
-    users: _builtins.int
+    request_count: _builtins.int
     """Running requests that use it."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -290,11 +290,11 @@ class VectorInfo(_message.Message):
         description: _builtins.str = ...,
         sites: _types_pb2.SiteSet | None = ...,
         store_time: _timestamp_pb2.Timestamp | None = ...,
-        users: _builtins.int = ...,
+        request_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sites", b"sites", "store_time", b"store_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "digest", b"digest", "dtype", b"dtype", "name", b"name", "shape", b"shape", "sites", b"sites", "store_time", b"store_time", "users", b"users"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "digest", b"digest", "dtype", b"dtype", "name", b"name", "request_count", b"request_count", "shape", b"shape", "sites", b"sites", "store_time", b"store_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
