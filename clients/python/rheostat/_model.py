@@ -135,7 +135,7 @@ class ModelInfo:
 
     def __repr__(self) -> str:
         """Name and size."""
-        return f"ModelInfo({self.name!r}, {self.layers} layers, width {self.width})"
+        return f"ModelInfo({self.name!r}, {self.layer_count} layers, width {self.width})"
 
     def __str__(self) -> str:
         """One line per fact."""
@@ -299,10 +299,10 @@ class Stats:
     def __repr__(self) -> str:
         """The counters of requests."""
         told = (
-            f"{self.running} running, {self.waiting} waiting, {self.completed} completed, "
-            f"{self.failed} failed, up {self.uptime:.0f} s"
+            f"{self.running_request_count} running, {self.waiting_request_count} waiting, "
+            f"{self.completed_count} completed, {self.failed_count} failed, up {self.uptime:.0f} s"
         )
-        return f"Stats({told}{f', {self.leaked} LEAKED' if self.leaked else ''})"
+        return f"Stats({told}{f', {self.leaked_count} LEAKED' if self.leaked_count else ''})"
 
     def __str__(self) -> str:
         """One line per counter."""

@@ -130,7 +130,7 @@ class Receipt:
         """Id, tokens, and how many interventions and captures there were."""
         parts = [
             repr(self.request_id),
-            f"{self.prompt_tokens} + {self.generated_tokens} tokens",
+            f"{self.prompt_token_count} + {self.generated_token_count} tokens",
             *_counted(len(self.interventions), "intervention"),
             *_counted(len(self.captures), "capture"),
         ]

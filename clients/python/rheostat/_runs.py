@@ -61,8 +61,8 @@ class RunInfo:
         """Id, sites, positions, size and lease."""
         return (
             f"RunInfo({self.id!r}, {show_sites(self.sites)}, positions "
-            f"{show_runs(self.positions)}, {self.bytes} bytes, leased until "
-            f"{self.lease_until:%Y-%m-%d %H:%M:%S %Z})"
+            f"{show_runs(self.positions)}, {self.size_bytes} bytes, leased until "
+            f"{self.lease_expire_time:%Y-%m-%d %H:%M:%S %Z})"
         )
 
 

@@ -189,7 +189,7 @@ class VectorInfo:
             parts.append(f"{vector.dtype} {list(vector.shape)}")
         if vector.points is not None and vector.layers is not None:
             parts.append(f"{'+'.join(vector.points)} {show_layers(vector.layers)}")
-        parts += [f"{self.users} users"] if self.users else []
+        parts += [f"{self.request_count} users"] if self.request_count else []
         parts += [repr(self.description)] if self.description else []
         return f"VectorInfo({', '.join(parts)})"
 

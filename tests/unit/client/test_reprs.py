@@ -41,14 +41,18 @@ def test_a_receipt_is_a_line_and_prints_as_more():
 
 
 def test_counters_are_a_line_and_print_one_by_one():
-    stats = read_stats(engine_service_pb2.GetStatsResponse(running=1, waiting=2, leaked=3))
+    stats = read_stats(
+        engine_service_pb2.GetStatsResponse(
+            running_request_count=1, waiting_request_count=2, leaked_count=3
+        )
+    )
     assert repr(stats) == "Stats(1 running, 2 waiting, 0 completed, 0 failed, up 0 s, 3 LEAKED)"
     lines = str(stats).splitlines()
-    assert lines[:2] == ["running: 1", "waiting: 2"]
-    assert "leaked: 3" in lines
+    assert lines[:2] == ["running_request_count: 1", "waiting_request_count: 2"]
+    assert "leaked_count: 3" in lines
 
 
 def test_a_model_is_a_line_and_prints_as_more():
-    model = read_model(engine_service_pb2.GetModelResponse(model="demo", layers=6, width=128))
+    model = read_model(engine_service_pb2.GetModelResponse(model="demo", layer_count=6, width=128))
     assert repr(model) == "ModelInfo('demo', 6 layers, width 128)"
     assert len(str(model).splitlines()) > 3

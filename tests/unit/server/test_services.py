@@ -213,7 +213,7 @@ async def test_many_callers_of_stats_ask_the_workers_once(starter) -> None:
         answers = await asyncio.gather(
             *(running.client.engine.GetStats(message) for _ in range(16))
         )
-        assert {answer.captured_rows for answer in answers} == {5}
+        assert {answer.captured_row_count for answer in answers} == {5}
     periods = 1 + (time.monotonic() - began) // STATS_SECONDS
     assert running.backend.asked <= periods + 1
     call.cancel()
