@@ -9,7 +9,16 @@ from rheostat_engine.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.channel import WorkerChannel
 from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS, compose
 from rheostat_engine.effort import MAX_EFFORT, effort
-from rheostat_engine.events import Attached, Dose, Event, Installed, Released, Rows
+from rheostat_engine.events import (
+    Attached,
+    Dose,
+    Dropped,
+    Event,
+    Installed,
+    Released,
+    Report,
+    Rows,
+)
 from rheostat_engine.front_end import prepare_front_end
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.plan import (
@@ -47,6 +56,7 @@ __all__ = [
     "Condition",
     "Directions",
     "Dose",
+    "Dropped",
     "EngineSettings",
     "Event",
     "Installed",
@@ -55,6 +65,7 @@ __all__ = [
     "Plan",
     "Point",
     "Released",
+    "Report",
     "RowForm",
     "Rows",
     "Shortage",

@@ -2,16 +2,18 @@
 
 Invariant: a request's events are handed over in order, and all but rows only once every
 reporting worker has said them, so that no row of the request can come before the one nor follow the
-other. A frame that can't be read is logged and skipped; rows that can't be read are lost and
-counted. Rows are copied out of the workers' memory once, and only while the loop has room for them.
-vLLM's step outputs are not involved.
+other. An event that fails is logged and counted, its request is told, and all other events arrive.
+A frame that can't be read is logged and skipped; rows that can't be read are lost and counted. Rows
+are copied out of the workers' memory once, and only while the loop has room for them. vLLM's step
+outputs are not involved.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +24,7 @@ from rheostat_engine.events import (
     Attached,
     AttachedHead,
     Dose,
+    Dropped,
     Event,
     Head,
     Installed,
@@ -47,6 +50,9 @@ _FRAMES = 16
 _PATIENCE = 0.2
 """Seconds between two looks at whether to stop, while the loop has no room."""
 
+_EVENTS_PER_TURN = 64
+"""Events that are delivered in one turn of the event loop. A frame may hold thousands, and other
+clients' tokens must not wait for all of them."""
 
 _COPIERS = 4
 """Threads that copy large frames out of the workers' memory: one is far slower than a device."""
@@ -97,6 +103,20 @@ class EventMerger:
         if isinstance(head, AttachedHead):
             return self._attach(head)
         return self._release(head)
+
+    def skip(self, head: Head | None) -> list[Event]:
+        """What follows from a frame that `feed` refused, so that nobody waits for it.
+
+        Args:
+            head: its head; None: that can't be read either.
+        """
+        if isinstance(head, RowsHead):
+            with contextlib.suppress(LookupError, OverflowError, ValueError):
+                return self._lose(head)
+        if isinstance(head, ReleasedHead):
+            nothing = Released(head.request_id, (), False, {}, 0, 0, (0, 0))
+            return [Dropped(nothing)]
+        return []
 
     def _pass_on(self, rows: list[Rows]) -> list[Event]:
         ready: list[Event] = []
@@ -170,6 +190,62 @@ def _corrected(head: ReleasedHead, lost: Counter[int]) -> ReleasedHead:
     )
 
 
+class EventQueue:
+    """Delivers events on the event loop, in order, a bounded number in each turn of the loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[Event], None],
+        taken: Callable[[], None],
+    ) -> None:
+        """An empty queue.
+
+        Args:
+            loop: the loop on which all methods are called.
+            deliver: receives each event.
+            taken: called once for each frame, after its last event.
+        """
+        self.failed = 0
+        """Events that `deliver` raised an exception for."""
+        self._loop = loop
+        self._deliver = deliver
+        self._taken = taken
+        self._waiting: deque[Event | None] = deque()
+        self._scheduled = False
+
+    def put(self, events: Sequence[Event]) -> None:
+        """Adds a frame's events."""
+        self._waiting.extend(events)
+        self._waiting.append(None)
+        if not self._scheduled:
+            self._turn()
+
+    def _turn(self) -> None:
+        for _ in range(min(_EVENTS_PER_TURN, len(self._waiting))):
+            event = self._waiting.popleft()
+            if event is None:
+                self._taken()
+            else:
+                self._hand_over(event)
+        self._scheduled = bool(self._waiting)
+        if self._scheduled:
+            self._loop.call_soon(self._turn)
+
+    def _hand_over(self, event: Event) -> None:
+        try:
+            self._deliver(event)
+        except Exception:  # whatever it is, the other events belong to other requests
+            self.failed += 1
+            _LOG.exception(
+                "an event of %s could not be taken in, the %d. since the start",
+                event.request_id,
+                self.failed,
+            )
+            if not isinstance(event, Dropped):
+                self._hand_over(Dropped(event))
+
+
 class WorkerChannel:
     """Receives from the workers on a thread of its own; hands events to an event loop."""
 
@@ -210,9 +286,13 @@ class WorkerChannel:
         self._areas = readers_of(reports)
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
-        """Calls `deliver` on `loop` for every event from now on."""
+        """Calls `deliver` on `loop` for every event from now on.
+
+        If `deliver` raises, it is called again with `Dropped`, which names the event.
+        """
+        events = EventQueue(loop, deliver, self._room.release)
         self._thread = threading.Thread(
-            target=self._receive, args=(loop, deliver), name="rheostat-channel", daemon=True
+            target=self._receive, args=(loop, events), name="rheostat-channel", daemon=True
         )
         self._thread.start()
 
@@ -232,7 +312,7 @@ class WorkerChannel:
             if os.path.exists(path):
                 os.unlink(path)
 
-    def _receive(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
+    def _receive(self, loop: asyncio.AbstractEventLoop, events: EventQueue) -> None:
         stop = self._context.socket(zmq.PAIR)
         stop.connect(self._stop_address)
         poller = zmq.Poller()
@@ -247,21 +327,15 @@ class WorkerChannel:
                 while not self._room.acquire(timeout=_PATIENCE):
                     if stop.poll(0):
                         return
-                loop.call_soon_threadsafe(self._hand_over, self._events_of(frame), deliver)
+                loop.call_soon_threadsafe(events.put, self._events_of(frame))
         except RuntimeError:
             _LOG.info("the event loop has closed; the side channel stops")
             stop.recv()
         finally:
             stop.close()
 
-    def _hand_over(self, events: list[Event], deliver: Callable[[Event], None]) -> None:
-        try:
-            for event in events:
-                deliver(event)
-        finally:
-            self._room.release()
-
     def _events_of(self, frame: list[bytes]) -> list[Event]:
+        head = None
         try:
             (data,) = frame
             head = decode_head(data)
@@ -270,7 +344,7 @@ class WorkerChannel:
             return self._merger.feed(head)
         except (msgspec.MsgspecError, LookupError, OverflowError, ValueError):
             _LOG.exception("a frame of the side channel is malformed and was skipped")
-            return []
+            return self._merger.skip(head)
 
     def _copies(self, arrays: Sequence[RowArray]) -> list[RowArray]:
         if len(arrays) < _COPIERS or sum(array.nbytes for array in arrays) < _COPIERS * _LARGE:

@@ -103,7 +103,26 @@ class Released:
     """Tokens computed again after a preemption, and cached ones computed for a capture."""
 
 
-Event = Installed | Attached | Rows | Released
+Report = Installed | Attached | Rows | Released
+"""What a worker says of a request."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A report that the server could not take in.
+
+    The request must fail at once: nothing else tells whoever waits for this report.
+    """
+
+    report: Report
+
+    @property
+    def request_id(self) -> str:
+        """The request that the report was about."""
+        return self.report.request_id
+
+
+Event = Report | Dropped
 
 
 class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rheostat._proto.v1 import monitor_pb2, types_pb2
-from rheostat_engine import Attached, Event, Installed, Plan, Released
+from rheostat_engine import Attached, Dropped, Event, Installed, Plan, Released, Report
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
 from rheostat_server.capture.inline import Inline
@@ -176,6 +176,9 @@ class Flight:
             life.tell(event)
             self._close_outlets()
             return
+        elif isinstance(event, Dropped):
+            self._drop(life, event.report)
+            return
         else:
             self.outlets.feed(life.track, event)
             return
@@ -245,6 +248,21 @@ class Flight:
             life.known.set()
             if life.task is not None:
                 life.task.cancel()
+
+    def _drop(self, life: Life, report: Report) -> None:
+        """Fails the request because a report of the engine could not be taken in.
+
+        Whoever waits for that report is released, because the engine does not repeat it.
+        """
+        if isinstance(report, Installed):
+            life.installed = True
+        elif isinstance(report, Released):
+            life.released.set()
+            life.let_go()
+        elif isinstance(report, Attached):
+            life.tell(replace(report, error="the server could not take in the engine's answer"))
+        self.fail(Defect("the server could not take in a report of the engine"))
+        self._close_outlets()
 
     def _close_outlets(self) -> None:
         """Closes the outlets once everything that can fill them has ended by itself."""

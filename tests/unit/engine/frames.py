@@ -10,6 +10,7 @@ import torch
 
 from rheostat_engine import (
     Dose,
+    Dropped,
     EngineSettings,
     Event,
     Rows,
@@ -106,6 +107,8 @@ class Server:
         self.channel = WorkerChannel(EngineSettings(channel=address), ranks=1)
         self.channel.attach([{"staging": self.area.report(0)}])
         self.events: list[Event] = []
+        self.refused: set[str] = set()
+        """Requests whose events can't be taken in."""
         self._news = threading.Condition()
         self.channel.start(self.loop, self._deliver)
 
@@ -120,6 +123,8 @@ class Server:
         return msgspec.structs.replace(head, place=place), staged
 
     def _deliver(self, event: Event) -> None:
+        if event.request_id in self.refused and not isinstance(event, Dropped):
+            raise RuntimeError(event.request_id)
         with self._news:
             self.events.append(event)
             self._news.notify_all()

@@ -1,8 +1,9 @@
 """What is handed over on a worker reaches the server's loop, whatever else arrives there."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,12 +11,15 @@ import torch
 import zmq
 
 from rheostat_engine import (
+    Dropped,
     EngineSettings,
+    Event,
     Installed,
     Released,
     Rows,
     WorkerChannel,
 )
+from rheostat_engine.channel import EventQueue
 from rheostat_engine.core.delivery import Delivery, Frame
 from rheostat_engine.core.outlet import Outlet
 from rheostat_engine.events import (
@@ -222,6 +226,9 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "released by nobody": [encode_head(released(rank=9))],
 }
 
+DROPPED = (Dropped(Released("r", (), False, {}, 0, 0, (0, 0))),)
+"""What is said of a request whose end could not be read: it must not wait for another."""
+
 BAD_ROWS = {
     "torn rows": (rows(), b"abc"),
     "rows of nobody": (rows(number=99), payload()),
@@ -256,11 +263,98 @@ def test_a_bad_frame_is_logged_and_skipped_and_holds_no_room(
             socket.send_multipart(BAD_FRAMES[name])
         good, _ = server.stage(rows(), payload())
         socket.send(encode_head(good))
-        assert server.wait_for(2) == [(Installed("r", ""),), ROWS_OF_2]
+        gone = [DROPPED] if name == "released by nobody" else []
+        assert server.wait_for(2 + len(gone)) == [(Installed("r", ""),), *gone, ROWS_OF_2]
     assert [record.message for record in caplog.records] == [
         "a frame of the side channel is malformed and was skipped"
     ]
     assert server.area.free_bytes == server.area.size
+
+
+@pytest.mark.parametrize(("name", "lost"), [("torn rows", 2), ("torn labels", 0)])
+def test_rows_of_a_malformed_frame_are_counted_as_lost_where_its_labels_can_be_read(
+    server: Server, name: str, lost: int
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(server.address)
+        for head in (installed(), server.stage(*BAD_ROWS[name])[0], released()):
+            socket.send(encode_head(head))
+        ended = server.wait_for(2)[1]
+    assert ended == (Released("r", (DOSE,), True, {}, lost, 0, (2, 9)),)
+
+
+def test_an_event_that_cannot_be_taken_in_is_named_and_takes_no_other_with_it(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.refused = {"second"}
+    names = ["first", "second", "third"]
+    delivery = Delivery(server.address)
+    for number, name in enumerate(names):
+        delivery.send(Frame(installed(name, number=number)))
+    zeros, ones = int64(0, 0, 0), int64(1, 1, 1)
+    head = RowsHead(0, "float32", 2, [[2]], int64(0, 1, 2), zeros, zeros, ones)
+    delivery.send(Frame(server.stage(head, bytes(24))[0]))
+    delivery.send(Frame(released("second", number=1)))
+    delivery.close()
+    server.wait_for(7)
+    told = [(type(event), event.request_id) for event in server.events]
+    assert told == [
+        (Installed, "first"),
+        (Dropped, "second"),
+        (Installed, "third"),
+        (Rows, "first"),
+        (Dropped, "second"),
+        (Rows, "third"),
+        (Dropped, "second"),
+    ]
+    dropped = [event.report for event in server.events if isinstance(event, Dropped)]
+    assert [type(report) for report in dropped] == [Installed, Rows, Released]
+    assert [one.message for one in caplog.records] == [
+        f"an event of second could not be taken in, the {count}. since the start"
+        for count in (1, 2, 3)
+    ]
+
+
+class Loop:
+    """An event loop that runs nothing by itself."""
+
+    def __init__(self) -> None:
+        self.turns: list[Callable[[], None]] = []
+
+    def call_soon(self, turn: Callable[[], None]) -> None:
+        self.turns.append(turn)
+
+
+def test_the_events_of_a_large_frame_are_spread_over_turns_of_the_loop_in_their_order() -> None:
+    loop: Any = Loop()  # in place of asyncio's
+    came: list[str] = []
+    frames: list[int] = []
+    events = EventQueue(loop, lambda event: came.append(event.request_id), lambda: frames.append(0))
+    large = [Installed(f"{number}", "") for number in range(1000)]
+    events.put(large)
+    events.put([Installed("next", "")])
+    at_once = [len(came)]
+    while loop.turns:
+        loop.turns.pop(0)()
+        at_once.append(len(came) - sum(at_once))
+        assert len(frames) == (len(came) >= 1000) + (len(came) > 1000)
+    assert max(at_once) <= 64
+    assert came == [*(one.request_id for one in large), "next"]
+
+
+def test_an_event_of_which_nobody_can_be_told_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    def deliver(event: Event) -> None:
+        came.append(event)
+        if event.request_id == "bad":
+            raise RuntimeError
+
+    came: list[Event] = []
+    loop: Any = Loop()  # as above
+    events = EventQueue(loop, deliver, lambda: None)
+    bad = Installed("bad", "")
+    events.put([bad, Installed("good", "")])
+    assert came == [bad, Dropped(bad), Installed("good", "")]
+    assert events.failed == len(caplog.records) == 2
 
 
 MISPLACED = {

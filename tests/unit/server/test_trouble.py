@@ -13,7 +13,7 @@ from rheostat._proto.v1 import (
     steering_pb2,
     types_pb2,
 )
-from rheostat_engine import Installed
+from rheostat_engine import Dropped, Installed, Released, Rows
 from rheostat_server import admission, errors, generation, release
 from rheostat_server.errors import EngineLost
 
@@ -55,6 +55,31 @@ async def test_an_aborted_request_that_was_never_scheduled_is_freed(starter, mon
     call = running.client.generation.Generate(request(steer=[add()]))
     await call.read()
     call.cancel()
+    await settled(running)
+    assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", [Installed, Rows, Released])
+async def test_a_request_one_of_whose_events_is_lost_fails_at_once_and_alone(starter, kind) -> None:
+    class Lossy(ScriptedBackend):
+        """Cannot bring one kind of event of one request to the server."""
+
+        def start(self, deliver, lost) -> None:
+            def lossily(event) -> None:
+                victim = event.request_id.startswith("victim") and isinstance(event, kind)
+                deliver(Dropped(event) if victim else event)
+
+            super().start(lossily, lost)
+
+    running = await starter(Lossy())
+    names = ["before", "victim", "after"]
+    asked = [request(request_id=n, steer=[add()], captures=[capture()]) for n in names]
+    calls = [asyncio.ensure_future(running.client.generate(one)) for one in asked]
+    before, victim, after = await asyncio.wait_for(
+        asyncio.gather(*calls, return_exceptions=True), timeout=10
+    )
+    assert kinds(before)[-1] == kinds(after)[-1] == "receipt"
+    assert Refusal.of(victim).brief == (Code.INTERNAL, "REASON_INTERNAL", "")
     await settled(running)
     assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
 
