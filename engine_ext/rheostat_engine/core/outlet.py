@@ -191,29 +191,44 @@ class Outlet:
         """The frame of rows whose copies have been launched."""
         head = leaving.head
         try:
-            if self._stream is not None and leaving.written is not None:
-                self._stream.wait_event(leaving.written)
             try:
-                place = self._pack(leaving.rows, leaving.groups)
-            except Exception:  # the device has no room, most likely; rows as they are need none
-                if all(group.form is None for group in leaving.groups):
-                    raise
-                self._complain("captured rows could not be encoded and leave as they are")
-                self.plain_rows += sum(group.rows for group in leaving.groups if group.form)
-                head = head.as_they_are
-                place = self._pack(leaving.rows, [Group(None, len(leaving.rows))])
+                head = self._launch(leaving)
+            finally:
+                # Copies that were launched read the rows, whatever failed after them.
+                leaving.left = self._fence()
         except Exception:  # whatever it is, their requests hear of it and the engine lives
             self._complain("captured rows could not leave the device and are lost")
             self._lost_rows += len(leaving.rows)
             return Frame(head.without_rows)
         finally:
-            if self._stream is not None:
-                leaving.left = torch.cuda.Event()
-                leaving.left.record(self._stream)
-            leaving.handled.set()
-        self.left_bytes += place.size
-        head = msgspec.structs.replace(head, place=place)
+            leaving.handled.set()  # the step thread may wait for it in `Ring.reserve`
+        assert head.place is not None
+        self.left_bytes += head.place.size
         return Frame(head, leaving.left, (head.without_rows,), len(leaving.rows))
+
+    def _launch(self, leaving: _Leaving) -> RowsHead:
+        """Launches the copies of rows; their head, with their place."""
+        head = leaving.head
+        if self._stream is not None and leaving.written is not None:
+            self._stream.wait_event(leaving.written)
+        try:
+            place = self._pack(leaving.rows, leaving.groups)
+        except Exception:  # the device has no room, most likely; rows as they are need none
+            if all(group.form is None for group in leaving.groups):
+                raise
+            self._complain("captured rows could not be encoded and leave as they are")
+            self.plain_rows += sum(group.rows for group in leaving.groups if group.form)
+            head = head.as_they_are
+            place = self._pack(leaving.rows, [Group(None, len(leaving.rows))])
+        return msgspec.structs.replace(head, place=place)
+
+    def _fence(self) -> Fence | None:
+        """When what was launched so far has happened; None: it has."""
+        if self._stream is None:
+            return None
+        launched = torch.cuda.Event()
+        launched.record(self._stream)
+        return launched
 
     def _complain(self, what: str) -> None:
         """Logs the exception at hand; a device that stays full would fill the log."""

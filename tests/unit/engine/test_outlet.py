@@ -1,5 +1,6 @@
 """Rows leave the worker in their forms, whatever fails on the way; no step waits for a reader."""
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.events import Head, RowsHead, encode_head
 
 from .formed import check_formed
-from .frames import Server, installed
+from .frames import DOSE, Server, installed, int64, released
 from .strategies import EVERYWHERE, SITES
 from .tables import CPU, WIDTH
 
@@ -208,6 +209,54 @@ def test_rows_whose_copy_fails_later_are_counted_as_lost(
     assert (released.captured, released.lost_rows) == ({}, 5)
     assert device.outlet.lost_rows == 5
     device.outlet.close()
+
+
+class FakeStream:
+    """Stands for a CUDA stream on a machine without one."""
+
+    def __init__(self, device: object = None) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+
+class FakeEvent:
+    """Stands for a CUDA event; only the first few can be recorded."""
+
+    left = 0
+
+    def record(self, stream: object = None) -> None:
+        FakeEvent.left -= 1
+        if FakeEvent.left < 0:
+            raise RuntimeError("CUDA error")
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_ring_never_waits_for_rows_whose_event_cannot_be_recorded(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(FakeEvent, "left", 1)  # the rows are written; that they left is not known
+    outlet = Outlet(Delivery(server.address), torch.device("cuda"), server.area, scratch=64)
+    outlet.send(Frame(installed()))
+    head = RowsHead(0, "float32", WIDTH, [[2]], int64(1), int64(0), int64(5), int64(3))
+    fence = outlet.send_rows(head, torch.zeros(3, WIDTH), [Group(None, 3)])
+    waiting = threading.Thread(target=fence.synchronize, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    outlet.send(Frame(released()))
+    ended = server.wait_for(2)[1]
+    assert ended == (Released("r", (DOSE,), True, {}, 3, 0, (2, 9)),)
+    assert outlet.lost_rows == 3
+    assert server.area.free_bytes == server.area.size
+    assert [one.message for one in caplog.records] == [LOST]
+    outlet.close()
 
 
 def test_rows_whose_labels_cannot_be_sent_are_counted_as_lost(
