@@ -7,7 +7,7 @@ tokenizer is never used twice at once.
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -184,20 +184,61 @@ class Prompts:
         opens = not continue_final
         if chat.HasField("add_generation_prompt"):
             opens = chat.add_generation_prompt
-        try:
-            return await self._run(
-                lambda: tokenizer.render(
-                    messages,
-                    add_generation_prompt=opens,
-                    continue_final_message=continue_final,
-                    variables=variables,
-                )
+
+        def render(those: list[dict[str, str]]) -> str:
+            return tokenizer.render(
+                those,
+                add_generation_prompt=opens,
+                continue_final_message=continue_final,
+                variables=variables,
             )
+
+        try:
+            text, left_out = await self._run(lambda: _rendered(render, messages))
         except ChatTemplateError as error:
             _LOG.info("the chat template refuses a chat: %s", error)
+            why = " ".join(str(error).split())[:_TEMPLATE_WORDS]
             raise InvalidValue(
-                "the model's chat template does not take these messages", field="chat"
+                f"the model's chat template does not take these messages: {why}", field="chat"
             ) from error
+        if left_out is not None:
+            raise InvalidValue(
+                "the model's chat template leaves out messages of the role "
+                f'"{messages[left_out]["role"][:_SHOWN_ROLE]}"; it is for roles such as "system", '
+                '"user" and "assistant"',
+                field=f"chat.messages[{left_out}].role",
+            )
+        return text
+
+
+def _rendered(
+    render: Callable[[list[dict[str, str]]], str], messages: list[dict[str, str]]
+) -> tuple[str, int | None]:
+    """The text of a chat, and the first message of a role that the template leaves out, if any.
+
+    Most templates write nothing for a role that they do not know, so that its messages would be
+    lost without a word. Whether a role is left out shows when its messages grow by a character.
+    """
+    text = render(messages)
+    rare: dict[str, int] = {}
+    for index, message in enumerate(messages):
+        if message["role"] not in _COMMON_ROLES:
+            rare.setdefault(message["role"], index)
+    longer = sum(message["role"] in rare for message in messages)
+    if not rare or len(render(_grown(messages, rare))) >= len(text) + longer:
+        return text, None
+    for role, index in [*rare.items()][:_TRIED_ROLES]:
+        if render(_grown(messages, [role])) == text:
+            return text, index
+    return text, None
+
+
+def _grown(messages: list[dict[str, str]], roles: Collection[str]) -> list[dict[str, str]]:
+    """The messages, those of some roles a character longer."""
+    return [
+        {**one, "content": one["content"] + "."} if one["role"] in roles else one
+        for one in messages
+    ]
 
 
 def _messages(chat: types_pb2.Chat) -> list[dict[str, str]]:
@@ -210,6 +251,18 @@ def _messages(chat: types_pb2.Chat) -> list[dict[str, str]]:
             raise MissingField("a role is required", field=f"{path}[{index}].role")
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
+
+_COMMON_ROLES = frozenset({"user", "assistant"})
+"""Every template has these, so nothing need be tried."""
+
+_TRIED_ROLES = 8
+"""Roles that are tried one by one, each of which renders the whole chat."""
+
+_SHOWN_ROLE = 64
+"""Characters of a role that an error shows."""
+
+_TEMPLATE_WORDS = 200
+"""Characters of a template's own message that an error passes on."""
 
 _TAKEN = frozenset(
     {

@@ -80,23 +80,22 @@ def resolve_sampling(
     temperature = _temperature(sampling)
     samples = _samples(sampling, prompt_len, temperature)
     if sampling.min_tokens > max_tokens:
-        raise InvalidValue(
-            f"must be at most max_tokens, {max_tokens}", field=join(_PATH, "min_tokens")
-        )
+        limits = f"at most max_tokens, which is {max_tokens}"
+        raise _refused("min_tokens", limits, sampling.min_tokens)
     if sampling.seed >= _SEED_END:
-        raise InvalidValue("must be below 2^63", field=join(_PATH, "seed"))
-    top_p = _number(sampling, "top_p", 1.0, low=0.0, high=1.0)
-    if top_p == 0:
-        raise InvalidValue("must be above 0", field=join(_PATH, "top_p"))
-    repetition = _number(sampling, "repetition_penalty", 1.0, low=0.0)
-    if repetition == 0:
-        raise InvalidValue("must be above 0", field=join(_PATH, "repetition_penalty"))
+        raise _refused("seed", "below 2^63", sampling.seed)
+    top_p = _number(sampling, "top_p", 1.0)
+    if not 0 < top_p <= 1:
+        raise _refused("top_p", "above 0 and at most 1", top_p)
+    repetition = _number(sampling, "repetition_penalty", 1.0)
+    if repetition <= 0:
+        raise _refused("repetition_penalty", "above 0", repetition)
     return SamplingSettings(
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=_top_k(sampling, model.vocabulary),
-        min_p=_number(sampling, "min_p", 0.0, low=0.0, high=1.0),
+        min_p=_within(sampling, "min_p", 0.0, 1.0),
         min_tokens=sampling.min_tokens,
         stop=_stop(sampling, has_tokenizer),
         stop_token_ids=_stop_token_ids(sampling, model.vocabulary),
@@ -105,8 +104,8 @@ def resolve_sampling(
         logprobs=_logprobs(sampling, "logprobs", model.logprobs),
         prompt_logprobs=_prompt_logprobs(sampling, prompt_len, model.logprobs),
         repetition_penalty=repetition,
-        presence_penalty=_number(sampling, "presence_penalty", 0.0, low=-2.0, high=2.0),
-        frequency_penalty=_number(sampling, "frequency_penalty", 0.0, low=-2.0, high=2.0),
+        presence_penalty=_within(sampling, "presence_penalty", -2.0, 2.0),
+        frequency_penalty=_within(sampling, "frequency_penalty", -2.0, 2.0),
         ignore_eos=sampling.ignore_eos,
     )
 
@@ -125,7 +124,7 @@ def _max_tokens(
         return left
     field = join(_PATH, "max_tokens")
     if sampling.max_tokens < 1:
-        raise InvalidValue("must be at least 1", field=field)
+        raise _refused("max_tokens", "at least 1", sampling.max_tokens)
     if sampling.max_tokens > left:
         raise PromptTooLong(
             f"the prompt has {prompt_len} tokens and the context holds {limit}: at most {left} "
@@ -139,7 +138,7 @@ def _samples(sampling: generation_pb2.Sampling, prompt_len: int, temperature: fl
     field = join(_PATH, "n")
     samples = sampling.n if sampling.HasField("n") else 1
     if not 1 <= samples <= SAMPLES:
-        raise InvalidValue(f"must be 1 to {SAMPLES}", field=field)
+        raise _refused("n", f"1 to {SAMPLES}", samples)
     if samples > 1 and temperature == 0:
         raise InvalidValue("greedy sampling gives one sample only", field=field)
     copied = samples * prompt_len
@@ -153,31 +152,32 @@ def _samples(sampling: generation_pb2.Sampling, prompt_len: int, temperature: fl
 
 
 def _temperature(sampling: generation_pb2.Sampling) -> float:
-    temperature = _number(sampling, "temperature", 1.0, low=0.0, high=2.0)
-    if 0 < temperature < np.float32(_LEAST_TEMPERATURE):
-        raise InvalidValue(
-            f"must be 0, which is greedy, or {_LEAST_TEMPERATURE:g} to 2",
-            field=join(_PATH, "temperature"),
-        )
+    temperature = _number(sampling, "temperature", 1.0)
+    if temperature != 0 and not np.float32(_LEAST_TEMPERATURE) <= temperature <= 2:
+        limits = f"0, which is greedy, or {_LEAST_TEMPERATURE:g} to 2"
+        raise _refused("temperature", limits, temperature)
     return max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0
 
 
-def _number(
-    sampling: generation_pb2.Sampling,
-    name: str,
-    default: float,
-    *,
-    low: float,
-    high: float = float("inf"),
-) -> float:
+def _refused(name: str, limits: str, value: float) -> InvalidValue:
+    """The error of a number that is outside its limits."""
+    given = f"{value:g}" if isinstance(value, float) else str(value)
+    return InvalidValue(f"{name} must be {limits}, not {given}", field=join(_PATH, name))
+
+
+def _within(sampling: generation_pb2.Sampling, name: str, low: float, high: float) -> float:
+    """A number from `low` to `high`; 0 if absent."""
+    value = _number(sampling, name, 0.0)
+    if not low <= value <= high:
+        raise _refused(name, f"{low:g} to {high:g}", value)
+    return value
+
+
+def _number(sampling: generation_pb2.Sampling, name: str, default: float) -> float:
+    """A finite number."""
     if not sampling.HasField(name):  # type: ignore[arg-type]  # the callers' names are fields
         return default
-    field = join(_PATH, name)
-    value = checks.finite(float(getattr(sampling, name)), field)
-    if not low <= value <= high:
-        limits = f"at least {low:g}" if high == float("inf") else f"{low:g} to {high:g}"
-        raise InvalidValue(f"must be {limits}", field=field)
-    return value
+    return checks.finite(float(getattr(sampling, name)), join(_PATH, name))
 
 
 def _top_k(sampling: generation_pb2.Sampling, vocabulary: int) -> int:
@@ -189,7 +189,7 @@ def _logprobs(sampling: generation_pb2.Sampling, name: str, limit: int) -> int |
         return None
     value = int(getattr(sampling, name))
     if value > limit:
-        raise InvalidValue(f"must be at most {limit}", field=join(_PATH, name))
+        raise _refused(name, f"at most {limit}", value)
     return value
 
 

@@ -29,6 +29,9 @@ from rheostat_server.prompt_index import PromptIndex
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.spans import Edges, clipped, edges, joined, subtracted, united
 
+_SHOWN_TEXT = 40
+"""Characters of a span's text that an error shows."""
+
 _TYPICAL_PROMPT = 4096
 """Tokens of the prompt that stands for all those to come, at most."""
 
@@ -293,10 +296,11 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
     starts = index.occurrences(span.text)
     wanted = span.occurrence if span.HasField("occurrence") else 0
     if wanted >= len(starts):
-        raise SpanNotFound(f"the prompt holds the text {len(starts)} times", field=path)
+        raise SpanNotFound(_not_found(span.text, len(starts), wanted), field=path)
     if len(starts) > 1 and not span.HasField("occurrence"):
         raise SpanAmbiguous(
-            f"the prompt holds the text {len(starts)} times; choose an occurrence",
+            f"the prompt holds the text {_quoted(span.text)} {len(starts)} times; choose an "
+            f"occurrence, 0 to {len(starts) - 1}",
             field=path,
             metadata={"occurrences": str(len(starts))},
         )
@@ -305,3 +309,19 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
     if held is None:
         raise SpanNotFound("no token of the prompt holds a character of the text", field=path)
     return held
+
+
+def _not_found(text: str, occurrences: int, wanted: int) -> str:
+    if not occurrences:
+        return f"the prompt does not hold the text {_quoted(text)}"
+    if occurrences == 1:
+        return f"the prompt holds the text {_quoted(text)} once; its occurrence is 0, not {wanted}"
+    return (
+        f"the prompt holds the text {_quoted(text)} {occurrences} times; occurrences are 0 to "
+        f"{occurrences - 1}, not {wanted}"
+    )
+
+
+def _quoted(text: str) -> str:
+    """The text of a span, or its beginning."""
+    return f'"{text}"' if len(text) <= _SHOWN_TEXT else f'"{text[:_SHOWN_TEXT]}..."'

@@ -35,6 +35,10 @@ NO_STREAM = "router_logits is no part of the stream: it can be captured, and not
 _WIRE_POINTS = {point: wire for wire, point in ENGINE_POINTS.items()}
 
 
+_SHOWN_RUNS = 8
+"""Runs of layers that an error lists for a point."""
+
+
 class SiteSelection(NamedTuple):
     """A SiteSet, resolved."""
 
@@ -147,11 +151,7 @@ def _check_served(sites: Sequence[Site], model: ModelSites, path: str) -> None:
         if why is not None:
             refused.setdefault(why, []).append(site)
     if refused:
-        parts = [
-            f"{', '.join(_label(site) for site in unserved[:8])}"
-            f"{f' and {len(unserved) - 8} more' if len(unserved) > 8 else ''}: {why}"
-            for why, unserved in refused.items()
-        ]
+        parts = [f"{_show(unserved)}: {why}" for why, unserved in refused.items()]
         lacking = {*model.refused, *(() if model.experts else [Point.ROUTER_LOGITS])}
         served = [point.value for point in Point if point not in lacking]
         raise SiteNotServed(
@@ -159,6 +159,23 @@ def _check_served(sites: Sequence[Site], model: ModelSites, path: str) -> None:
             f"It serves {', '.join(served)}",
             field=path,
         )
+
+
+def _show(sites: Sequence[Site]) -> str:
+    """As "resid_mid 0, 2" or "router_logits 0-35"; the first runs of layers, if there are many."""
+    layers: dict[Point, list[list[int]]] = {}
+    for site in sites:
+        runs = layers.setdefault(site.point, [])
+        if runs and runs[-1][-1] == site.layer - 1:
+            runs[-1].append(site.layer)
+        else:
+            runs.append([site.layer])
+    parts = []
+    for point, runs in layers.items():
+        shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+        more = f" and {len(shown) - _SHOWN_RUNS} more" if len(shown) > _SHOWN_RUNS else ""
+        parts.append(f"{point.value} {', '.join(shown[:_SHOWN_RUNS])}{more}")
+    return ", ".join(parts)
 
 
 def _label(site: Site) -> str:

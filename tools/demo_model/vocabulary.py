@@ -21,6 +21,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
     "{{ 'Assistant: ' + message['content'] + eos_token }}"
+    "{% elif message['role'] not in ['system', 'user'] %}"
+    "{{ raise_exception('roles are system, user and assistant, not ' + message['role']) }}"
     "{% else %}"
     "{{ message['role'] | capitalize + ': ' + message['content'] + '\\n' }}"
     "{% endif %}"

@@ -134,6 +134,11 @@ def test_text_token_ids_and_chat_prompts_are_served(
     assert chat.finish_reason == "stop"
 
 
+def test_a_role_that_the_demo_model_does_not_know_is_refused(engine: rheostat.Engine) -> None:
+    with pytest.raises(rheostat.InvalidRequest, match="roles are system, user and assistant, not"):
+        engine.generate([{"role": "usr", "content": "hi"}], max_tokens=1)
+
+
 def test_a_stop_string_ends_a_steered_request_and_cuts_its_rows(engine: rheostat.Engine) -> None:
     vector = engine.vectors.put(VECTOR, points="resid_post", layers=2)
     out = engine.generate(

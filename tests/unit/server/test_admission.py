@@ -189,7 +189,7 @@ def test_a_point_that_the_architecture_lacks_is_refused_by_name() -> None:
     with pytest.raises(errors.SiteNotServed) as caught:
         admitted(request(captures=[capture(site_set(MID, layers=[0, 2]))]), desk(PARALLEL))
     assert caught.value.message == (
-        "ToyForCausalLM does not serve resid_mid 0, resid_mid 2: attention and MLP run in "
+        "ToyForCausalLM does not serve resid_mid 0, 2: attention and MLP run in "
         "parallel. It serves resid_pre, resid_post, attn_out, mlp_out"
     )
 
