@@ -123,6 +123,9 @@ WAITING_REQUESTS = 1024
 SUBSCRIPTIONS = 64
 """Most subscriptions at the same time."""
 
+DEFAULT_SUBSCRIPTIONS = 16
+"""Subscriptions that ask for no buffer size and fit into the server's memory for subscriptions."""
+
 MISSED_REQUESTS = 1024
 """Most requests of which a subscription is told that they began before it."""
 

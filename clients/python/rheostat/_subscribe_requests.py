@@ -55,7 +55,7 @@ class SubscribeOptions(ResumeOptions, total=False):
     tells; "spill" lets rows wait on the server's disk, if it has a spool. Default: "fail"."""
     buffer_bytes: int | None
     """Bytes that the server holds, what is not acknowledged included; at least one position of
-    ``capture``. Default: a quarter of what it has for all subscriptions."""
+    ``capture``. Default: a sixteenth of what it has for all subscriptions."""
 
 
 @builds_message

@@ -38,6 +38,7 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import (
     CAPTURES,
+    DEFAULT_SUBSCRIPTIONS,
     LABELS,
     SUBSCRIBED_REQUESTS,
     SUBSCRIPTIONS,
@@ -46,7 +47,7 @@ from rheostat_server.line import RETRY
 from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.selection import SelectionContext, selector_work, typical_context
-from rheostat_server.subscriptions.room import check_room
+from rheostat_server.subscriptions.room import check_room, position_bytes
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 from rheostat_server.vector_lookup import FoundVector
@@ -161,7 +162,10 @@ class Subscriptions:
             raise InvalidValue(
                 f"a subscription has at most {self.buffer_bytes} bytes", field="open.buffer_bytes"
             )
-        size = size or self.buffer_bytes // 4
+        size = size or max(
+            self.buffer_bytes // DEFAULT_SUBSCRIPTIONS,
+            position_bytes(captures, FloatType(self._sites.dtype)),
+        )
         if len(self._open) >= SUBSCRIPTIONS or size > free:
             raise QueueFull(
                 f"{len(self._open)} subscriptions are open; {max(0, free)} of "

@@ -77,10 +77,18 @@ def check_room(
             "least so many, or 0 and more later",
             field="open.credit_bytes",
         )
-    # Rows may come as they are, whatever is asked for: readers may want them in several forms.
-    least = sum(len(one.indices) * one.width * held.itemsize for one in captures)
+    least = position_bytes(captures, held)
     if wish.HasField("buffer_bytes") and wish.buffer_bytes < least:
         raise InvalidValue(
             f"one position of these captures takes {least} bytes: a buffer has at least so many",
             field="open.buffer_bytes",
         )
+
+
+def position_bytes(captures: Sequence[ResolvedCapture], held: FloatType) -> int:
+    """Bytes of all rows of one position.
+
+    Rows are counted in the engine's element type whatever their encoding, because rows that several
+    readers want in different forms leave the engine as they are.
+    """
+    return sum(len(one.indices) * one.width * held.itemsize for one in captures)

@@ -207,6 +207,24 @@ async def test_all_subscriptions_together_have_a_limit(starter) -> None:
     await Subscriber.open(running, opening(EVERY, buffer_bytes=400))
 
 
+async def test_sixteen_subscriptions_that_ask_for_no_size_share_the_memory(starter) -> None:
+    running = await starter(subscriptions_bytes=16 * ROW)
+    ones = [await Subscriber.open(running, opening(EVERY, [wanted(0)])) for _ in range(16)]
+    more = Subscriber(running)
+    await more.call.write(Message(open=opening(EVERY, [wanted(0)])))
+    refusal = await failure(more)
+    assert (refusal.reason, refusal.retry) == ("REASON_QUEUE_FULL", True)
+    await ones[0].rest()
+    await Subscriber.open(running, opening(EVERY, [wanted(0)]))
+
+
+async def test_the_default_buffer_holds_a_position_of_what_is_captured(starter) -> None:
+    running = await starter(subscriptions_bytes=16 * ROW)
+    await Subscriber.open(running, opening(EVERY, [wanted(0, 1, 2)]))
+    rest = await Subscriber.open(running, opening(EVERY, [wanted(0)], buffer_bytes=13 * ROW))
+    assert rest.name
+
+
 async def test_a_lost_engine_ends_subscriptions(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))

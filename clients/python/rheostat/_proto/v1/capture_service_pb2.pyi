@@ -149,8 +149,8 @@ class SubscribeOpen(_message.Message):
     buffer_bytes: _builtins.int
     """Bytes the server buffers for this subscription, sent and unacknowledged ones included.
     At least a position of captures. Limit: Limits.subscription_buffer_bytes, which all subscriptions
-    share. Default: a quarter of
-    it. Too little left: REASON_QUEUE_FULL.
+    share. Default: a sixteenth of it, or a position of captures if that is more. Too little left:
+    REASON_QUEUE_FULL.
     """
     shared_memory: _builtins.bool
     """Ask for shared memory in place of inline payloads, where the client is on the server's host.
