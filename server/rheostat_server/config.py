@@ -1,8 +1,54 @@
 """How a server is configured: one frozen object, complete before anything starts."""
 
+import math
+import os
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from rheostat_server.errors import InvalidConfig
 
 _MIB = 1 << 20
+
+_MOST_BYTES = 1 << 44
+"""16 TiB: more memory than any machine that this runs on has."""
+
+
+class _Bounds(NamedTuple):
+    """What a number may be, both ends included."""
+
+    least: float
+    most: float = math.inf
+
+
+_BYTES = _Bounds(1, _MOST_BYTES)
+_COUNT = _Bounds(1, 1 << 31)
+_SECONDS = _Bounds(0, 7 * 24 * 3600)
+
+_BOUNDS = {
+    "port": _Bounds(0, 65535),
+    "max_model_len": _COUNT,
+    "max_num_seqs": _COUNT,
+    "max_num_batched_tokens": _COUNT,
+    "gpu_memory_utilization": _Bounds(0.01, 1.0),
+    "kv_cache_memory_bytes": _BYTES,
+    "block_size": _COUNT,
+    "tensor_parallel_size": _Bounds(1, 1024),
+    "seed": _Bounds(0, (1 << 63) - 1),
+    "bank_bytes": _BYTES,
+    "capture_bytes": _BYTES,
+    "encode_bytes": _Bounds(0, _MOST_BYTES),
+    "staging_bytes": _Bounds(0, _MOST_BYTES),
+    "vector_store_bytes": _BYTES,
+    "runs_bytes": _BYTES,
+    "inline_capture_bytes": _BYTES,
+    "spool_bytes": _BYTES,
+    "subscriptions_bytes": _BYTES,
+    "resume_window": _SECONDS,
+    "heartbeat": _Bounds(0.001, 3600),
+    "capacity_wait": _SECONDS,
+    "drain_grace": _SECONDS,
+}
+"""Of every field that is a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +158,35 @@ class ServerConfig:
 
     drain_grace: float = 30.0
     """Seconds that running requests get to finish when the server is told to end."""
+
+
+def check_config(config: ServerConfig) -> None:
+    """Checks every number of a configuration, before anything is loaded.
+
+    Raises:
+        InvalidConfig: one is outside its bounds. The message names the flag.
+    """
+    for name, bounds in _BOUNDS.items():
+        value: float | None = getattr(config, name)
+        if value is not None and not bounds.least <= value <= bounds.most:
+            raise InvalidConfig(_out_of_bounds(name, value, bounds))
+    held = max(config.staging_bytes, config.capture_bytes)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if held > there:
+        raise InvalidConfig(
+            f"--staging-mib and --capture-mib ask for {held // _MIB} MiB of host memory in each "
+            f"worker; this machine has {there // _MIB} MiB"
+        )
+
+
+def _out_of_bounds(name: str, value: float, bounds: _Bounds) -> str:
+    flag, unit = f"--{name.replace('_', '-')}", 1
+    if name.endswith("_bytes"):
+        flag, unit = f"{flag.removesuffix('-bytes')}-mib", _MIB
+    least, most, given = (_number(one, unit) for one in (*bounds, value))
+    return f"{flag} must be {least} to {most}, not {given}"
+
+
+def _number(value: float, unit: int) -> str:
+    whole = value if unit == 1 else math.ceil(value / unit)
+    return f"{whole:d}" if isinstance(whole, int) else f"{whole:g}"

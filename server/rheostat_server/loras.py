@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rheostat_server.errors import EngineFailed
+from rheostat_server.errors import InvalidConfig, ModelNotFound
 
 _CONFIG = "adapter_config.json"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -37,12 +37,13 @@ def read_loras(named: Sequence[tuple[str, str]]) -> tuple[Lora, ...]:
         named: (name, folder) of each.
 
     Raises:
-        EngineFailed: a folder holds no adapter, or a name comes twice.
+        ModelNotFound: a folder holds no adapter that vLLM serves.
+        InvalidConfig: a name comes twice.
     """
     names = [name for name, _ in named]
     for name in names:
         if names.count(name) > 1:
-            raise EngineFailed(f"two adapters are named {name}")
+            raise InvalidConfig(f"two adapters are named {name}")
     return tuple(
         Lora(name, number, str(Path(folder).expanduser()), _rank(name, Path(folder).expanduser()))
         for number, (name, folder) in enumerate(named, start=1)
@@ -69,9 +70,9 @@ def _rank(name: str, folder: Path) -> int:
     try:
         rank = json.loads((folder / _CONFIG).read_text())["r"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineFailed(
+        raise ModelNotFound(
             f"the adapter {name}: {folder} holds no {_CONFIG} that names a rank r"
         ) from error
     if not isinstance(rank, int) or not 1 <= rank <= _RANKS[-1]:
-        raise EngineFailed(f"the adapter {name} has rank {rank}; vLLM serves 1 to {_RANKS[-1]}")
+        raise ModelNotFound(f"the adapter {name} has rank {rank}; vLLM serves 1 to {_RANKS[-1]}")
     return rank

@@ -17,6 +17,9 @@ _LOG = logging.getLogger(__name__)
 
 _WARM_UP_RETRY = 5.0
 
+LOST_GRACE = 5.0
+"""Seconds for which a server whose engine is lost still answers that it is."""
+
 
 class Readiness:
     """State of a server: warming up, serving, draining or lost."""
@@ -41,6 +44,11 @@ class Readiness:
         await self._set(HealthCheckResponse.SERVING)
         _LOG.info("serving %s", host.info.name)
 
+    @property
+    def lost(self) -> str:
+        """Why the engine is gone; empty while it is there."""
+        return self._host.lost if self._host is not None else ""
+
     def host(self) -> EngineHost:
         """The engine's host.
 
@@ -48,10 +56,14 @@ class Readiness:
             WarmingUp: the model is being loaded.
             EngineLost: the engine is gone.
         """
+        host = self._loaded()
+        if host.lost:
+            raise EngineLost(host.lost)
+        return host
+
+    def _loaded(self) -> EngineHost:
         if self._host is None:
             raise WarmingUp("the model is being loaded", retry_after=_WARM_UP_RETRY)
-        if self._host.lost:
-            raise EngineLost(self._host.lost)
         return self._host
 
     async def drain(self, timeout: float | None) -> Drained:
@@ -62,7 +74,14 @@ class Readiness:
         return await self._host.drain(timeout)
 
     async def drain_and_end(self, timeout: float | None) -> Drained:
-        """Drains, then ends the server; once begun it does both whoever stops waiting for it."""
+        """Drains, then ends the server; once begun it does both whoever stops waiting for it.
+
+        A server whose engine is lost ends too.
+
+        Raises:
+            WarmingUp: the model is being loaded.
+        """
+        self._loaded()
         task = asyncio.create_task(self._drain_and_end(timeout))
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)
@@ -79,8 +98,18 @@ class Readiness:
         self.ended.set()
 
     def _lose(self) -> None:
-        """The engine is gone; health says NOT_SERVING."""
-        self._losing = asyncio.create_task(self._set(HealthCheckResponse.NOT_SERVING))
+        """The engine is gone; health says NOT_SERVING, and the server ends soon."""
+        self._losing = asyncio.create_task(self._end_without_engine())
+
+    async def _end_without_engine(self) -> None:
+        """Ends the server once its clients had time to read why.
+
+        No engine can be started in this process again, so a server that stayed would keep its
+        supervisor from starting another.
+        """
+        await self._set(HealthCheckResponse.NOT_SERVING)
+        await asyncio.sleep(LOST_GRACE)
+        self.end()
 
     async def _set(self, status: int) -> None:
         for service in self._services:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import multiprocessing
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -33,11 +34,18 @@ from rheostat._proto.v1 import (
     steering_service_pb2_grpc,
 )
 from rheostat_server.capture.spool import Spool
-from rheostat_server.config import ServerConfig
+from rheostat_server.config import ServerConfig, check_config
 from rheostat_server.engine import EngineHost
-from rheostat_server.errors import PortInUse, SinksFailed, StartupError
+from rheostat_server.errors import (
+    EngineDied,
+    InvalidConfig,
+    PortInUse,
+    ServerFailed,
+    SinksFailed,
+)
 from rheostat_server.host import Backend
 from rheostat_server.limits import TENSOR_MESSAGE_BYTES
+from rheostat_server.loras import read_loras
 from rheostat_server.prompts import Prompts
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Calls, ErrorInterceptor
@@ -119,6 +127,7 @@ class RunningServer:
         """
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         address = f"{host}:{self._config.port}"
+        _check_address(self._config.host, self._config.port)
         try:
             self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -199,6 +208,45 @@ class RunningServer:
         _LOG.info("ended")
 
 
+def _check_address(host: str, port: int) -> None:
+    """Checks that the address can be listened on.
+
+    gRPC would find the same, but writes lines of its own to stderr first.
+
+    Raises:
+        PortInUse: it cannot.
+    """
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family is socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise PortInUse(f"cannot listen on {host}, port {port}: {why}") from error
+
+
+def check_start(config: ServerConfig) -> None:
+    """Checks what can be checked before the server listens.
+
+    Raises:
+        InvalidConfig: a number is outside its bounds, or a sink is not written as sinks are.
+        ModelNotFound: there is no such model or adapter.
+    """
+    check_config(config)
+    try:
+        for text in config.sinks:
+            parse_sink(text)
+    except SinkSettingsError as error:
+        raise InvalidConfig(f"--sink: {error}") from error
+    model_path(config.model)
+    read_loras(config.loras)
+
+
 def _make_sinks(config: ServerConfig) -> Sinks:
     """The sinks of a server.
 
@@ -215,9 +263,10 @@ async def start(config: ServerConfig, bring_up: BackendFactory = start_backend) 
     """A server that serves.
 
     Raises:
-        StartupError: the address is taken, there is no such model, or the engine fails.
+        StartupError: a setting cannot be used, the address is taken, there is no such model, or the
+            engine fails.
     """
-    model_path(config.model)
+    check_start(config)
     server = RunningServer(config)
     await server.bind()
     try:
@@ -229,22 +278,28 @@ async def start(config: ServerConfig, bring_up: BackendFactory = start_backend) 
 
 
 def run(config: ServerConfig) -> int:
-    """Serves until a signal or the Drain rpc ends it; the exit status.
+    """Serves until a signal, the Drain rpc or the engine's end ends it; the exit status.
 
-    0: ended as told. Otherwise the `exit_code` of the `StartupError`, which is printed.
+    0: ended as told. Otherwise the `exit_code` of the `ServerFailed`, which is printed.
     """
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     try:
         asyncio.run(_serve(config))
-    except StartupError as error:
-        _LOG.debug("startup failed", exc_info=error)
+    except ServerFailed as error:
+        _LOG.debug("the server failed", exc_info=error)
         print(f"rheostat: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
 async def _serve(config: ServerConfig) -> None:
-    model_path(config.model)
+    """Serves until told to end.
+
+    Raises:
+        StartupError: the server cannot start.
+        EngineDied: the engine was lost.
+    """
+    check_start(config)
     server = RunningServer(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -262,6 +317,8 @@ async def _serve(config: ServerConfig) -> None:
     finally:
         ending.cancel()
         await server.stop()
+    if server.readiness.lost:
+        raise EngineDied(f"the server has ended: {server.readiness.lost}")
 
 
 async def _abandon(loading: asyncio.Task[None]) -> None:

@@ -1,12 +1,22 @@
-"""Why a server does not start."""
+"""Why a server does not start, or does not go on. Each class has an exit code of its own."""
 
 from typing import ClassVar
 
 
-class StartupError(Exception):
-    """The server cannot start; the message says why and what to do."""
+class ServerFailed(Exception):
+    """The server has to end; the message says why and what to do."""
 
     exit_code: ClassVar[int] = 1
+
+
+class StartupError(ServerFailed):
+    """The server cannot start."""
+
+
+class InvalidConfig(StartupError):
+    """A setting cannot be used."""
+
+    exit_code = 2
 
 
 class PortInUse(StartupError):
@@ -16,7 +26,7 @@ class PortInUse(StartupError):
 
 
 class ModelNotFound(StartupError):
-    """There is no such model, or it cannot be read."""
+    """There is no such model or adapter, or it cannot be read."""
 
     exit_code = 4
 
@@ -43,3 +53,9 @@ class SpoolFailed(StartupError):
     """The folder of rows that wait on disk cannot be used."""
 
     exit_code = 8
+
+
+class EngineDied(ServerFailed):
+    """The engine was lost while the server served. A new process can serve again."""
+
+    exit_code = 9

@@ -81,7 +81,6 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self, request: engine_service_pb2.DrainRequest, context: Context
     ) -> engine_service_pb2.DrainResponse:
         """Stops admitting, waits, and ends the server."""
-        self._readiness.host()
         timeout = None
         if request.HasField("timeout"):
             timeout = _seconds(request.timeout)

@@ -1,6 +1,7 @@
 """How a server ends: what runs is finished, what comes is refused, nothing hangs."""
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -77,6 +78,26 @@ def test_a_server_that_is_killed_takes_its_engine_and_what_it_runs_with_it(
         while any(Path(f"/proc/{one}").exists() for one in ours):
             assert time.monotonic() < deadline, server.log.read_text()[-2000:]
             time.sleep(0.2)
+
+
+def test_a_server_whose_engine_is_killed_ends_its_requests_and_then_itself(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-model-len=2048") as server, rheostat.connect(server.target) as at:
+        stream = at.stream("My day was", max_tokens=2000, ignore_eos=True)
+        next(event for event in stream if isinstance(event, rheostat.Tokens))
+        (engine,) = (one for one in descendants(server.process.pid) if is_engine(one))
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(rheostat.Unavailable) as lost:
+            stream.result()
+        assert lost.value.reason == "REASON_ENGINE_LOST"
+        with pytest.raises(rheostat.Unavailable):
+            at.generate("My day was", max_tokens=1)
+        assert server.process.wait(60) == 9, server.log.read_text()[-2000:]
+        assert "\nrheostat: the server has ended: " in server.log.read_text()
+
+
+def is_engine(pid: int) -> bool:
+    """Whether a process is vLLM's engine core."""
+    return b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def descendants(pid: int) -> set[int]:

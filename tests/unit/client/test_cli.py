@@ -21,6 +21,7 @@ from rheostat._proto.v1 import (
     generation_service_pb2,
     steering_service_pb2,
 )
+from rheostat_server.config import ServerConfig
 
 
 def generation(*texts: str) -> list[generation_service_pb2.GenerateResponse]:
@@ -271,12 +272,9 @@ def test_what_no_request_can_hold_is_a_wrong_command_line(
 
 def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     seen = []
-    package = types.ModuleType("rheostat_server")
-    config = types.ModuleType("rheostat_server.config")
-    config.ServerConfig = dict
     serve = types.ModuleType("rheostat_server.serve")
     serve.run = lambda config: seen.append(config) or 3
-    for module in (package, config, serve, types.ModuleType("vllm")):
+    for module in (serve, types.ModuleType("vllm")):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main(["serve", "demo"]) == 3
@@ -287,27 +285,27 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     line += " --vector-dir vectors"
     assert main(line.split()) == 3
     assert seen == [
-        {"model": "demo"},
-        {
-            "model": "some/model",
-            "host": "0.0.0.0",
-            "port": 0,
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 64,
-            "enforce_eager": True,
-            "seed": 3,
-            "gpu_memory_utilization": 0.5,
-            "tensor_parallel_size": 2,
-            "load_format": "dummy",
-            "bank_bytes": 4 * 2**20,
-            "capture_bytes": 8 * 2**20,
-            "staging_bytes": 9 * 2**20,
-            "vector_store_bytes": 16 * 2**20,
-            "runs_bytes": 5 * 2**20,
-            "vector_dir": "vectors",
-        },
+        ServerConfig(model="demo"),
+        ServerConfig(
+            model="some/model",
+            host="0.0.0.0",
+            port=0,
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            enforce_eager=True,
+            seed=3,
+            gpu_memory_utilization=0.5,
+            tensor_parallel_size=2,
+            load_format="dummy",
+            bank_bytes=4 * 2**20,
+            capture_bytes=8 * 2**20,
+            staging_bytes=9 * 2**20,
+            vector_store_bytes=16 * 2**20,
+            runs_bytes=5 * 2**20,
+            vector_dir="vectors",
+        ),
     ]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rheostat_server.errors import EngineFailed
+from rheostat_server.errors import InvalidConfig, ModelNotFound
 from rheostat_server.loras import Lora, lora_arguments, read_loras
 
 
@@ -39,16 +39,16 @@ def test_without_adapters_vllm_is_told_nothing() -> None:
 def test_an_adapter_without_a_rank_that_vllm_serves_stops_the_start(
     tmp_path: Path, rank: object
 ) -> None:
-    with pytest.raises(EngineFailed, match="the adapter odd"):
+    with pytest.raises(ModelNotFound, match="the adapter odd"):
         read_loras([("odd", adapter(tmp_path / "a", rank))])
 
 
 def test_a_folder_without_an_adapter_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(EngineFailed, match=r"holds no adapter_config\.json"):
+    with pytest.raises(ModelNotFound, match=r"holds no adapter_config\.json"):
         read_loras([("none", str(tmp_path))])
 
 
 def test_a_name_that_comes_twice_stops_the_start(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a", 8)
-    with pytest.raises(EngineFailed, match="two adapters are named twin"):
+    with pytest.raises(InvalidConfig, match="two adapters are named twin"):
         read_loras([("twin", folder), ("twin", folder)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 
 import grpc
 import pytest
@@ -10,9 +11,9 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rheostat._proto.v1 import engine_service_pb2, types_pb2
-from rheostat_server import vllm_engine
+from rheostat_server import readiness, serve, vllm_engine
 from rheostat_server.config import ServerConfig
-from rheostat_server.errors import EngineFailed, ModelNotFound, PortInUse
+from rheostat_server.errors import EngineDied, EngineFailed, ModelNotFound, PortInUse
 from rheostat_server.serve import RunningServer, run, start
 from rheostat_server.vllm_engine import engine_arguments, model_path
 
@@ -82,6 +83,42 @@ async def test_a_lost_engine_turns_health_not_serving(running) -> None:
         if answer.status == NOT_SERVING:
             break
     watch.cancel()
+
+
+async def test_a_lost_server_ends_once_its_clients_had_time_to_read_why(
+    starter, monkeypatch
+) -> None:
+    monkeypatch.setattr(readiness, "LOST_GRACE", 0.2)
+    running = await starter()
+    running.backend.die()
+    refusal = await running.client.refusal(request())
+    assert refusal.brief == (Code.UNAVAILABLE, "REASON_ENGINE_LOST", "")
+    await asyncio.wait_for(running.server.readiness.ended.wait(), 10)
+
+
+async def test_a_drain_ends_a_lost_server_at_once(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    call = running.client.generation.Generate(request(steer=[add()]))
+    await call.read()
+    running.backend.die()
+    assert await drain(running.client) in (
+        engine_service_pb2.DrainResponse(finished_request_count=1),
+        engine_service_pb2.DrainResponse(),
+    )
+    assert running.server.readiness.ended.is_set()
+
+
+def test_the_process_of_a_lost_server_ends_with_a_status_of_its_own(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(readiness, "LOST_GRACE", 0.01)
+
+    async def bring_up(_: ServerConfig) -> ScriptedBackend:
+        backend = ScriptedBackend()
+        asyncio.get_running_loop().call_later(0.1, backend.die)
+        return backend
+
+    monkeypatch.setattr(serve, "start_backend", bring_up)
+    assert run(config()) == EngineDied.exit_code == 9
+    assert capsys.readouterr().err.endswith("rheostat: the server has ended: the engine died\n")
 
 
 async def drain(client: Client, **fields: object) -> engine_service_pb2.DrainResponse:
@@ -194,6 +231,56 @@ def test_the_demo_model_is_the_bundled_one(tmp_path, monkeypatch) -> None:
 def test_a_failed_start_is_said_in_one_line_with_its_exit_status(capsys) -> None:
     assert run(config(model="/nowhere/model")) == ModelNotFound.exit_code == 4
     assert capsys.readouterr().err == "rheostat: there is no model folder /nowhere/model\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({"sinks": ("disk",)}, 2, '--sink: "disk" is not of the form name=plugin:key=value'),
+        ({"sinks": ("disk=filesystem:root",)}, 2, "--sink: "),
+        (
+            {"kv_cache_memory_bytes": -4 << 20},
+            2,
+            "--kv-cache-memory-mib must be 1 to 16777216, not -4",
+        ),
+        ({"bank_bytes": 0}, 2, "--bank-mib must be 1 to 16777216, not 0"),
+        ({"subscriptions_bytes": 1 << 50}, 2, "--subscriptions-mib must be"),
+        ({"staging_bytes": 1 << 43}, 2, "--staging-mib and --capture-mib ask for"),
+        ({"max_num_seqs": 0}, 2, "--max-num-seqs must be 1 to"),
+        ({"gpu_memory_utilization": 1.5}, 2, "--gpu-memory-utilization must be 0.01 to 1, not 1.5"),
+        ({"resume_window": -1.0}, 2, "--resume-window must be 0 to 604800, not -1"),
+        ({"seed": -1}, 2, "--seed must be 0 to 9223372036854775807, not -1"),
+        (
+            {"loras": (("poet", "/nope"),)},
+            4,
+            "the adapter poet: /nope holds no adapter_config.json",
+        ),
+        ({"loras": (("poet", "/a"), ("poet", "/b"))}, 2, "two adapters are named poet"),
+    ],
+)
+def test_what_is_wrong_in_a_configuration_is_said_before_the_server_listens(
+    fields, code, words, capsys
+) -> None:
+    assert run(config(**fields)) == code
+    said = capsys.readouterr().err
+    assert said.startswith(f"rheostat: {words}")
+    assert said.count("\n") == 1
+
+
+def test_a_port_in_use_is_said_in_one_line(capfd) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run(config(port=port)) == PortInUse.exit_code == 3
+    assert capfd.readouterr().err == (
+        f"rheostat: cannot listen on 127.0.0.1, port {port}: address already in use\n"
+    )
+
+
+def test_a_host_that_is_none_is_said_in_one_line(capfd) -> None:
+    assert run(config(host="203.0.113.7", port=1)) == PortInUse.exit_code
+    assert capfd.readouterr().err.startswith("rheostat: cannot listen on 203.0.113.7, port 1: ")
 
 
 def test_what_the_config_leaves_open_is_left_to_vllm() -> None:

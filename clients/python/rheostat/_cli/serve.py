@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeAlias
 
 from rheostat._cli._common import Subparsers, need_server
+
+Group: TypeAlias = "argparse._ArgumentGroup"
 
 _MIB = 1024 * 1024
 
@@ -13,94 +16,173 @@ _MIB = 1024 * 1024
 def add(commands: Subparsers) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "serve", help="serve a model", description="Serve a model until interrupted."
+        "serve",
+        help="serve a model",
+        description="Serve a model until interrupted.",
+        epilog="exit codes: 0 ended as told, 2 a setting is wrong, 3 the port cannot be listened "
+        "on, 4 the model or an adapter cannot be read, 5 vLLM did not start, 6 --vector-dir cannot "
+        "be used, 7 --sink, 8 --spool, 9 the engine was lost while the server served",
     )
     parser.add_argument(
         "model", metavar="MODEL", help='a model folder, a hub name, or "demo" for the bundled one'
     )
-    # Every flag is named as the field of the server's configuration that it sets, and one that is
-    # not given leaves that field's own default.
+    defaults = _defaults()
+
+    def flag(group: Group, name: str, help: str, *, default: str = "", **options: Any) -> None:
+        """Add a flag that sets the configuration's field of its name.
+
+        A flag that is not given leaves the field's default, which `help` ends with. `default` says
+        in words what a field of None means.
+        """
+        field = name.removeprefix("--").replace("-", "_")
+        if field.endswith("_mib"):
+            field = field.removesuffix("_mib") + "_bytes"
+            options = {"type": int, "metavar": "MIB", **options}
+        value = defaults.get(options.get("dest", field))
+        if isinstance(value, float):
+            value = f"{value:g}"
+        elif field.endswith("_bytes") and isinstance(value, int):
+            value //= _MIB
+        group.add_argument(
+            name, help=f"{help} (default: {default or value})".replace("%", "%%"), **options
+        )
+
     text = parser.add_argument_group("where it listens")
-    text.add_argument("--host", help="address (default: 127.0.0.1)")
-    text.add_argument("--port", type=_port, help="port; 0: any free one (default: 50051)")
+    flag(text, "--host", "address", metavar="ADDRESS")
+    flag(text, "--port", "port; 0: any free one", type=_port, metavar="PORT")
     engine = parser.add_argument_group("how the model runs")
-    engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
-    engine.add_argument("--max-model-len", type=int, metavar="TOKENS")
-    engine.add_argument("--max-num-seqs", type=int, metavar="SAMPLES")
-    engine.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS")
-    engine.add_argument("--enforce-eager", action="store_true", default=None)
-    engine.add_argument("--gpu-memory-utilization", type=float, metavar="FRACTION")
-    engine.add_argument("--tensor-parallel-size", type=int, metavar="DEVICES")
-    engine.add_argument("--seed", type=int)
-    engine.add_argument(
+    flag(
+        engine,
+        "--dtype",
+        "element type of weights and stream",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    tokens = {"type": int, "metavar": "TOKENS"}
+    flag(
+        engine,
+        "--max-model-len",
+        "tokens of prompt and generation together",
+        default="what the model allows",
+        **tokens,
+    )
+    flag(
+        engine,
+        "--max-num-seqs",
+        "samples that run at once",
+        default="vLLM's choice",
+        type=int,
+        metavar="SAMPLES",
+    )
+    flag(
+        engine,
+        "--max-num-batched-tokens",
+        "tokens that one step computes",
+        default="vLLM's choice",
+        **tokens,
+    )
+    flag(
+        engine,
+        "--enforce-eager",
+        "run the model uncompiled and without graphs",
+        default="off",
+        action="store_true",
+    )
+    flag(
+        engine,
+        "--gpu-memory-utilization",
+        "fraction of the device's memory that vLLM may take",
+        default="vLLM's choice",
+        type=float,
+        metavar="FRACTION",
+    )
+    flag(
+        engine,
+        "--tensor-parallel-size",
+        "devices that share each layer",
+        type=int,
+        metavar="DEVICES",
+    )
+    flag(engine, "--seed", "seed of samples that bring none", type=int, metavar="SEED")
+    flag(
+        engine,
         "--lora",
+        "an adapter that requests may name; may be repeated",
+        default="none",
         dest="loras",
         action="append",
         type=_lora,
         metavar="NAME=FOLDER",
-        help="an adapter that requests may name; may be repeated",
     )
-    engine.add_argument("--load-format", help='"dummy" makes random weights')
+    flag(
+        engine, "--load-format", 'how weights are read; "dummy" makes random ones', metavar="FORMAT"
+    )
     memory = parser.add_argument_group("memory, in MiB")
-    memory.add_argument("--kv-cache-memory-mib", type=int, metavar="MIB", help="KV cache")
-    memory.add_argument("--bank-mib", type=int, metavar="MIB", help="vectors of steering")
-    memory.add_argument("--capture-mib", type=int, metavar="MIB", help="ring of captured rows")
-    memory.add_argument(
-        "--encode-mib",
-        type=int,
-        metavar="MIB",
-        help="on the device, to encode and project captured rows there",
+    flag(
+        memory,
+        "--kv-cache-memory-mib",
+        "KV cache",
+        default="vLLM's choice on a GPU, up to 4096 on a CPU",
     )
-    memory.add_argument(
+    flag(memory, "--bank-mib", "on the device, vectors of steering")
+    flag(memory, "--capture-mib", "on the device, ring of captured rows")
+    flag(memory, "--encode-mib", "on the device, to encode and project captured rows there")
+    flag(
+        memory,
         "--staging-mib",
-        type=int,
-        metavar="MIB",
-        help="on the host, of each worker, where captured rows wait for the server",
+        "on the host, of each worker, where captured rows wait for the server",
     )
-    memory.add_argument(
-        "--inline-capture-mib",
-        type=int,
-        metavar="MIB",
-        help="captured rows of one request that may wait to be read",
-    )
-    memory.add_argument(
+    flag(memory, "--inline-capture-mib", "captured rows of one request that may wait to be read")
+    flag(
+        memory,
         "--subscriptions-mib",
-        type=int,
-        metavar="MIB",
-        help="captured rows that subscribers have not read and acknowledged, all together",
+        "captured rows that subscribers have not read and acknowledged, all together",
     )
-    memory.add_argument("--vector-store-mib", type=int, metavar="MIB", help="stored vectors")
-    memory.add_argument("--runs-mib", type=int, metavar="MIB", help="stored runs")
+    flag(memory, "--vector-store-mib", "stored vectors and their names")
+    flag(memory, "--runs-mib", "stored runs")
     sinks = parser.add_argument_group("where captured rows can be kept")
-    sinks.add_argument(
+    flag(
+        sinks,
         "--sink",
+        'a sink that requests may name, e.g. "disk=filesystem:root=/data"; may be repeated',
+        default="none",
         dest="sinks",
         action="append",
         metavar="NAME=PLUGIN:KEY=VALUE,...",
-        help='a sink that requests may name, e.g. "disk=filesystem:root=/data"; may be repeated',
     )
     waits = parser.add_argument_group("how long it waits, in seconds")
-    waits.add_argument(
+    flag(
+        waits,
         "--resume-window",
+        "for the client of a subscription whose connection broke",
         type=float,
         metavar="SECONDS",
-        help="for the client of a subscription whose connection broke",
     )
     folders = parser.add_argument_group("folders")
-    folders.add_argument(
+    flag(
+        folders,
         "--spool",
+        "where captured rows wait, under the policy spill; one server per folder",
+        default="none",
         metavar="FOLDER",
-        help="where captured rows wait, under the policy spill; one server per folder",
     )
-    folders.add_argument(
-        "--spool-mib", type=int, metavar="MIB", help="how much may wait there (default: 16384)"
-    )
-    folders.add_argument(
+    flag(folders, "--spool-mib", "how much may wait there")
+    flag(
+        folders,
         "--vector-dir",
+        "keeps stored vectors and their names over restarts; one server per folder",
+        default="none",
         metavar="FOLDER",
-        help="keeps stored vectors and their names over restarts; one server per folder",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, enforce_eager=None)
+
+
+def _defaults() -> dict[str, object]:
+    """Every default of the server's configuration; nothing where the server is not installed."""
+    try:
+        from rheostat_server.config import ServerConfig
+    except ImportError:
+        return {}
+    return {field.name: field.default for field in fields(ServerConfig)}
 
 
 def _lora(text: str) -> tuple[str, str]:

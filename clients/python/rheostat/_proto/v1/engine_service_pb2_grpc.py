@@ -73,7 +73,7 @@ class EngineServiceServicer(object):
 
     def Drain(self, request, context):
         """Stops admitting (REASON_DRAINING) and answers when nothing runs or the timeout has passed.
-        Health turns NOT_SERVING at once. The server then ends.
+        Health turns NOT_SERVING at once. The server then ends, also one whose engine is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,7 @@ class EngineServiceStub:
     """Counters and gauges. What the workers count may be 250 ms old while requests run."""
     Drain: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.DrainRequest, _engine_service_pb2.DrainResponse]
     """Stops admitting (REASON_DRAINING) and answers when nothing runs or the timeout has passed.
-    Health turns NOT_SERVING at once. The server then ends.
+    Health turns NOT_SERVING at once. The server then ends, also one whose engine is lost.
     """
 
 @_typing.type_check_only
@@ -57,7 +57,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Counters and gauges. What the workers count may be 250 ms old while requests run."""
     Drain: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.DrainRequest, _engine_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops admitting (REASON_DRAINING) and answers when nothing runs or the timeout has passed.
-    Health turns NOT_SERVING at once. The server then ends.
+    Health turns NOT_SERVING at once. The server then ends, also one whose engine is lost.
     """
 
 class EngineServiceServicer:
@@ -85,7 +85,7 @@ class EngineServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.DrainResponse, _abc.Awaitable[_engine_service_pb2.DrainResponse]]:
         """Stops admitting (REASON_DRAINING) and answers when nothing runs or the timeout has passed.
-        Health turns NOT_SERVING at once. The server then ends.
+        Health turns NOT_SERVING at once. The server then ends, also one whose engine is lost.
         """
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
