@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from rheostat_engine.points import Point
@@ -38,7 +39,7 @@ from rheostat_engine.sites.calls import (
     streams,
 )
 from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
-from rheostat_engine.sites.replay import LOUD, AttentionNoise, Replay, equal, near, whole
+from rheostat_engine.sites.replay import LOUD, AttentionNoise, Replay, equal, whole
 
 PARALLEL = "attention and MLP run in parallel on the same stream"
 NOWHERE = "no module is given the stream after attention"
@@ -90,9 +91,9 @@ def _carrier(replay: Replay, following: Replay, *, alone: bool) -> Carrier:
             following.exit_parts(following.run(given=parts))
             for parts in ([one, other], [other, one], [one, third])
         )
-        if near(whole(left), whole(swapped), whole(left)):
+        if following.near(whole(left), whole(swapped), whole(left)):
             return Carrier.PAIR
-        if near(left[0], changed[0], left[0]):
+        if following.near(left[0], changed[0], left[0]):
             return Carrier.SINGLE
     elif not alone:
         return Carrier.SINGLE
@@ -130,6 +131,8 @@ def _form(replay: Replay) -> BlockForm:
 def _find_mid(replay: Replay) -> tuple[nn.Module | None, bool]:
     """The module at `resid_mid`, and whether one was given the stream before attention instead."""
     base, other = replay.run(), replay.run(seed=2, scale=LOUD)
+    empty = [torch.zeros_like(part) for part in replay.given]
+    alone, changed = replay.run(given=empty), replay.run(given=empty, seed=2)
     parallel = False
     runs = Counter(call.module for call in base.calls)
     for candidate in _after_attention(replay.block, base):
@@ -137,15 +140,22 @@ def _find_mid(replay: Replay) -> tuple[nn.Module | None, bool]:
             continue
         if not _carries(replay, candidate, base):
             continue
-        twin = next((c for c in other.calls if c.module is candidate.module), None)
-        if twin is None or equal(
-            streams(candidate.args, candidate.kwargs, replay.width),
-            streams(twin.args, twin.kwargs, replay.width),
-        ):
+        given, twin, only, other_only = (
+            _given(replay, trace, candidate.module) for trace in (base, other, alone, changed)
+        )
+        # A stream may round a small branch away, so what attention changes is also looked for
+        # without a stream. There nothing may be left of a branch that the stream gates.
+        if equal(given, twin) and not replay.differ(only, other_only):
             parallel = True
             continue
         return candidate.module, False
     return None, parallel
+
+
+def _given(replay: Replay, trace: Trace, module: nn.Module) -> list[torch.Tensor]:
+    """The parts of the stream that a module was given in its only call."""
+    call = next(call for call in trace.calls if call.module is module)
+    return streams(call.args, call.kwargs, replay.width)
 
 
 def _after_attention(block: Block, trace: Trace) -> list[Call]:
@@ -181,4 +191,4 @@ def _carries(replay: Replay, seen: Call, base: Trace) -> bool:
     before, after = replay.exit(base), replay.exit(changed)
     if before.shape != after.shape or before.shape != added.shape:
         return False
-    return near(after - before, added, added)
+    return replay.near(after - before, added, added)

@@ -25,9 +25,17 @@ from rheostat_engine.sites.calls import (
 from rheostat_engine.sites.forms import Block, Carrier, SiteError
 
 LOUD = 1000.0
-"""How much larger attention's other noise is: a stream rounds small branches away."""
-TOLERANCE = 0.05
-"""Relative; bfloat16 rounds sums to 0.4 %, a wrong site is off by 100 %."""
+"""How much larger attention's other noise is, because a stream rounds small branches away."""
+_ROUNDINGS = 8
+"""Tolerance of a comparison, in epsilons of the stream's dtype. Noise is as large as the stream, so
+that every addition up to the block's exit rounds by half an epsilon of it or little more. At most
+five additions lie between the noise and the exit, in the run with it and in the run without it."""
+_LEAST_TOLERANCE = 1e-4
+"""Tolerance of a comparison in float32. A wrong site is off by 1."""
+_LEAST_SIZE = 1e-2
+"""Least standard deviation of noise, because dummy weights give next to no stream."""
+_HEADROOM = 64
+"""How far noise stays below the largest number of its dtype, because float16 ends at 65,504."""
 
 Arounds = Mapping[nn.Module, Around]
 
@@ -76,6 +84,16 @@ class Replay:
         self._attention = AttentionNoise(block.attention)
         self.parts = self.parts_of(call.out)
         """What it returned: the stream, or two parts."""
+        if not all(bool(part.isfinite().all()) for part in self.parts):
+            raise SiteError(
+                f"layer {block.layer} ({type(block.module).__name__}) returns numbers that are not "
+                f"finite in {self.parts[0].dtype}; its sites can't be found"
+            )
+        entering = [part for part in self.given if part.shape == self.parts[0].shape]
+        epsilon = max(torch.finfo(part.dtype).eps for part in (*entering, *self.parts))
+        self._tolerance = max(_ROUNDINGS * epsilon, _LEAST_TOLERANCE)
+        ends = [parts for parts in (entering, self.parts) if parts]
+        self._size = max(_LEAST_SIZE, *(float(whole(p).square().mean().sqrt()) for p in ends))
 
     def run(
         self,
@@ -141,29 +159,47 @@ class Replay:
             "stream nor a pair that sums to it"
         )
 
-    def loud(self, like: torch.Tensor, seed: int, *, apart: bool = False) -> torch.Tensor:
-        """Noise as large as the stream, which may be far larger than a branch.
+    def loud(
+        self, like: torch.Tensor, seed: int, *, times: float = 1.0, apart: bool = False
+    ) -> torch.Tensor:
+        """Noise as large as the stream that enters the block or the one that leaves it.
+
+        The larger of the two counts: the first block of a trained model adds branches that are far
+        larger than the embedding, and noise of the embedding's size would be rounded away.
 
         Args:
             like: whose shape and dtype it has.
             seed: of the noise.
+            times: factor on its size; the dtype's range may reduce it.
             apart: whether ranks that split matrices get different noise: what adds up over them
                 is then told from what each of them holds.
         """
-        scale = whole(self.given).pow(2).mean().sqrt().clamp(min=1e-2)
+        scale = min(times * self._size, torch.finfo(like.dtype).max / _HEADROOM)
         noise = noise_like(like, seed + 1000 * self._rank * apart)
         return (noise.float() * scale).to(like.dtype)
+
+    def near(self, one: torch.Tensor, other: torch.Tensor, size: torch.Tensor) -> bool:
+        """Whether two tensors differ by no more than the dtype rounds a tensor like `size`."""
+        difference = one.float() - other.float()
+        return bool(difference.norm() <= self._tolerance * size.float().norm())
+
+    def differ(self, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+        """Whether any two tensors differ by more than the dtype rounds.
+
+        A number that is finite in one of the two is a difference: float16 overflows easily.
+        """
+        return len(ones) != len(others) or any(map(self._differ, ones, others))
+
+    def _differ(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        if one.shape != other.shape or bool((one.isfinite() != other.isfinite()).any()):
+            return True
+        one, other = (t.float().nan_to_num(0.0, 0.0, 0.0) for t in (one, other))
+        return not self.near(one, other, one)
 
 
 def whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of some parts, float32."""
     return torch.stack([part.float() for part in parts]).sum(0)
-
-
-def near(one: torch.Tensor, other: torch.Tensor, size: torch.Tensor) -> bool:
-    """Whether two tensors differ by little of `size`."""
-    difference = one.float() - other.float()
-    return bool(difference.norm() <= TOLERANCE * size.float().norm())
 
 
 def equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
