@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,9 @@ from pathlib import Path
 from uuid import uuid4
 
 from rheostat_server.sinks.protocol import Collision, SinkError, SinkSettingsError
+
+REQUEST = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Ids of requests."""
 
 _PARTS = ".parts"
 _LOCK = ".lock"
@@ -37,6 +41,7 @@ class Root:
         Raises:
             SinkSettingsError: another process has it, or it cannot be used.
         """
+        self.path = path
         self._lock: int | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -114,19 +119,25 @@ class Scratch:
     def __init__(self, root: Root) -> None:
         """Makes it."""
         self._root = root
-        self._name = uuid4().hex
+        self.name = uuid4().hex
         with root.folder(_PARTS) as parts:
-            os.mkdir(self._name, 0o755, dir_fd=parts)
-            self._folder = os.open(self._name, _FOLDER, dir_fd=parts)
+            os.mkdir(self.name, 0o755, dir_fd=parts)
         self._open = True
 
     def create(self, name: str) -> int:
         """The descriptor of a new file."""
-        return os.open(name, _NEW, 0o644, dir_fd=self._folder)
+        with self._root.folder(_PARTS, self.name) as folder:
+            return os.open(name, _NEW, 0o644, dir_fd=folder)
+
+    def reopen(self, name: str) -> int:
+        """The descriptor of a file that was created, for reading and writing."""
+        with self._root.folder(_PARTS, self.name) as folder:
+            return reopen_file(name, folder)
 
     def remove(self, name: str) -> None:
         """Deletes a file."""
-        os.unlink(name, dir_fd=self._folder)
+        with self._root.folder(_PARTS, self.name) as folder:
+            os.unlink(name, dir_fd=folder)
 
     def publish(self, name: str, *folder: str) -> None:
         """Gives the folder a name that none has; its files are on the disk already.
@@ -134,10 +145,11 @@ class Scratch:
         Raises:
             Collision: the name is taken.
         """
-        os.fsync(self._folder)
+        with self._root.folder(_PARTS, self.name) as itself:
+            os.fsync(itself)
         with self._root.folder(*folder, make=True) as above, self._root.folder(_PARTS) as parts:
             try:
-                os.rename(self._name, name, src_dir_fd=parts, dst_dir_fd=above)
+                os.rename(self.name, name, src_dir_fd=parts, dst_dir_fd=above)
             except OSError as error:
                 if error.errno in _TAKEN:
                     raise taken(name) from error
@@ -145,20 +157,16 @@ class Scratch:
             try:
                 os.fsync(above)
             except OSError:
-                os.rename(name, self._name, src_dir_fd=above, dst_dir_fd=parts)
+                os.rename(name, self.name, src_dir_fd=above, dst_dir_fd=parts)
                 raise
-        self._leave()
+        self._open = False
 
     def discard(self) -> None:
         """Deletes it; what cannot be deleted goes when the server next starts."""
         if self._open:
-            self._leave()
+            self._open = False
             with suppress(OSError, SinkError), self._root.folder(_PARTS) as parts:
-                _remove(self._name, parts)
-
-    def _leave(self) -> None:
-        self._open = False
-        os.close(self._folder)
+                _remove(self.name, parts)
 
 
 class Writer:
@@ -219,6 +227,12 @@ def exists(name: str, folder: int) -> bool:
 def file_name(request_id: str) -> str:
     """A request's id as the name of a file: its own alone, and never "." or ".." or hidden."""
     return f"%2E{request_id[1:]}" if request_id.startswith(".") else request_id
+
+
+def request_of(name: str) -> str | None:
+    """The request whose `file_name` this is; None: no request's."""
+    request = f".{name[3:]}" if name.startswith("%2E") else name
+    return request if REQUEST.fullmatch(request) and file_name(request) == name else None
 
 
 def taken(name: str) -> Collision:

@@ -4,54 +4,55 @@ Invariants: a request is there with all of its files and its manifest, or not at
 is there is ever replaced; nothing is written outside the folder, whatever requests are called.
 """
 
-import hashlib
+import logging
 import os
-import re
-import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
+from rheostat_server.open_files import OpenFiles
 from rheostat_server.sinks.disk import (
+    REQUEST,
     NoFolder,
     Root,
-    Scratch,
-    Writer,
     exists,
     file_name,
     read_file,
+    reopen_file,
     taken,
 )
-from rheostat_server.sinks.formats import Format, write_tables
+from rheostat_server.sinks.file_recording import FileRecording, own_artifacts
+from rheostat_server.sinks.formats import Format
+from rheostat_server.sinks.index import ArtifactIndex, Place
 from rheostat_server.sinks.manifest import (
     MANIFEST,
-    Stored,
     artifacts_of,
-    encoded,
-    make_manifest,
 )
 from rheostat_server.sinks.protocol import (
     Artifact,
     Layout,
-    Outcome,
     RequestAbout,
-    RowBlock,
     SinkError,
     SinkRefusal,
     SinkSettingsError,
     Target,
 )
+from rheostat_server.sinks.recovery import REQUESTS, TAG, note_listed, recover
 from rheostat_server.sinks.settings import only_known, size_setting
-from rheostat_server.sinks.shards import Shards
-from rheostat_server.sinks.tables import Table, Tables
+from rheostat_server.sinks.shards import SHARDS, Shards, index_name
 
-REQUESTS = "requests"
-"""The folder of a tag's requests that have files of their own."""
+_LOG = logging.getLogger(__name__)
 
-_REQUEST = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SETTINGS = ("root", "layout", "format", "buffer", "shard")
 _MIB = 1 << 20
+
+_DESCRIPTORS = 64
+"""Files of shards and of recordings that stay open while nobody uses them."""
+
+_TAGS = 64
+"""Tags of which the shards are remembered while nobody writes to them."""
 
 
 def make(name: str, settings: Mapping[str, str]) -> "Filesystem":
@@ -111,9 +112,17 @@ class Filesystem:
         self._buffer = buffer_bytes
         self._shard = shard_bytes
         self._root = Root(root)
+        self.files = OpenFiles(_DESCRIPTORS)
+        """Files of shards and of recordings."""
+        try:
+            self._index = _index_of(self._root)
+        except (OSError, SinkError) as error:
+            self._root.close()
+            raise SinkSettingsError(f"{root} cannot be written to: {error}") from error
         self._lock = Lock()
-        self._shards: dict[str, Shards] = {}
+        self._shards: OrderedDict[str, _Used] = OrderedDict()
         self._begun: set[tuple[str, str]] = set()
+        self._closed = False
 
     def check(self, target: Target) -> None:
         """Refuses formats that there are not."""
@@ -130,8 +139,9 @@ class Filesystem:
             OSError: the folder cannot be written.
         """
         tag, request = about.target.tag, about.request_id
-        if not _TAG.fullmatch(tag) or not _REQUEST.fullmatch(request):
+        if not TAG.fullmatch(tag) or not REQUEST.fullmatch(request):
             raise SinkError("the request's id or tag cannot be the name of a file")
+        self._index.check_writable()
         key = (tag, request)
         with self._lock:
             if key in self._begun:
@@ -148,27 +158,55 @@ class Filesystem:
 
     def artifacts(self, request_id: str) -> list[Artifact]:
         """What is there of a request, under any tag."""
-        if not _REQUEST.fullmatch(request_id):
+        if not REQUEST.fullmatch(request_id):
             return []
         found: list[Artifact] = []
-        for tag in filter(_TAG.fullmatch, self._root.names()):
-            found += self._own_files(tag, request_id)
-            found += self.shards(tag).artifacts(request_id)
+        for place in self._index.find(request_id):
+            with suppress(FileNotFoundError, NoFolder):  # somebody has deleted it
+                found += (
+                    self._line(place) if place.shard else self._own_files(place.tag, request_id)
+                )
         return found
 
     def close(self) -> None:
         """Gives the folder up."""
         with self._lock:
-            for shards in self._shards.values():
-                shards.close()
+            if self._closed:
+                return
+            self._closed = True
+            self._shards.clear()
+            self.files.close()
+            note_listed(self._root, self._index)
+            self._index.close()
         self._root.close()
 
-    def shards(self, tag: str) -> Shards:
-        """The shards of a tag. Raises OSError, SinkError."""
+    @contextmanager
+    def shards(self, tag: str) -> Iterator[Shards]:
+        """The shards of a tag, the same ones for all who use them now. Raises SinkError."""
         with self._lock:
-            if tag not in self._shards:
-                self._shards[tag] = Shards(self._root, tag, self._shard)
-            return self._shards[tag]
+            used = self._shards.get(tag)
+            if used is None:
+                used = _Used(Shards(self._root, self._index, self.files, tag, self._shard))
+                self._shards[tag] = used
+            used.users += 1
+            self._shards.move_to_end(tag)
+        try:
+            yield used.shards
+        finally:
+            with self._lock:
+                used.users -= 1
+                self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Forgets tags that nobody writes to, once the index holds all that is known of them."""
+        unused = [tag for tag, one in self._shards.items() if not one.users]
+        if not self._index.behind:
+            for tag in unused[: max(0, len(unused) - _TAGS)]:
+                del self._shards[tag]
+
+    def entered(self, tag: str, request_id: str) -> None:
+        """A request has a folder of its own from now on."""
+        self._index.enter(request_id, Place(tag))
 
     def ended(self, about: RequestAbout) -> None:
         """A recording is over."""
@@ -182,123 +220,47 @@ class Filesystem:
                     return True
         except FileNotFoundError:
             pass
-        return self.shards(tag).holds(request_id)
+        with self.shards(tag):  # raises where an index of theirs is damaged
+            return self._index.in_shards(tag, request_id)
 
     def _own_files(self, tag: str, request_id: str) -> list[Artifact]:
         name = file_name(request_id)
-        try:
-            with self._root.folder(tag, REQUESTS, name) as folder:
-                data = read_file(MANIFEST, folder)
-        except (FileNotFoundError, NoFolder):
-            return []
+        with self._root.folder(tag, REQUESTS, name) as folder:
+            data = read_file(MANIFEST, folder)
         return own_artifacts(data, f"{tag}/{REQUESTS}/{name}")
 
-
-class FileRecording:
-    """A request on its way into the folder."""
-
-    def __init__(
-        self, sink: Filesystem, about: RequestAbout, kind: Format, scratch: Scratch, buffer: int
-    ) -> None:
-        """A recording that writes to `scratch` what must not wait in memory."""
-        self._sink = sink
-        self._about = about
-        self._kind = kind
-        self._scratch = scratch
-        self._tables = Tables(about.captures, buffer, lambda: scratch.create("spool"))
-        self._layout = about.target.layout or sink.layouts[0]
-
-    @property
-    def pending(self) -> Sequence[str]:
-        """The files that will be there; which shard it will be is known at the end."""
-        if self._layout is Layout.SHARDED:
-            return ()
-        return [f"{self._folder}/{name}" for name in (*self._files(), MANIFEST)]
-
-    def write(self, block: RowBlock) -> None:
-        """Takes rows. Raises SinkError, OSError."""
-        self._tables.write(block)
-
-    def finish(self, outcome: Outcome) -> list[Artifact]:
-        """Publishes the request. Raises Collision, OSError."""
-        shared = self._layout is Layout.SHARDED
-        found = self._append(outcome) if shared else self._publish(outcome)
-        self._end()
-        return found
-
-    def abandon(self, error: BaseException) -> None:
-        """Deletes what there is."""
-        self._end()
-
-    def _end(self) -> None:
-        self._tables.close()
-        self._scratch.discard()
-        self._sink.ended(self._about)
-
-    @property
-    def _folder(self) -> str:
-        return f"{self._about.target.tag}/{REQUESTS}/{file_name(self._about.request_id)}"
-
-    def _files(self) -> dict[str, list[Table]]:
-        """Which table goes to which file."""
-        if self._layout is Layout.PACKED:
-            return {f"rows.{self._kind}": list(self._tables.all)}
-        files: dict[str, list[Table]] = {}
-        for table in self._tables.all:
-            site = f"{table.site.point.value}.{table.site.layer}.{self._kind}"
-            files.setdefault(site, []).append(table)
-        return files
-
-    def _write(self, out: Writer, tables: Sequence[Table]) -> None:
-        write_tables(out, self._kind, self._about, tables, self._tables.spool)
-
-    def _manifest(self, outcome: Outcome, files: Sequence[Stored]) -> bytes:
-        return encoded(make_manifest(self._about, outcome, self._kind, files, time.time()))
-
-    def _publish(self, outcome: Outcome) -> list[Artifact]:
-        stored = []
-        for name, tables in self._files().items():
-            writer = self._file(name, tables)
-            stored.append(Stored(name, 0, writer.count, writer.sha256, tables))
-        manifest = self._manifest(outcome, stored)
-        self._file(MANIFEST, manifest)
-        if self._tables.spool is not None:
-            self._scratch.remove("spool")
-        tag = self._about.target.tag
-        self._scratch.publish(file_name(self._about.request_id), tag, REQUESTS)
-        return own_artifacts(manifest, self._folder)
-
-    def _file(self, name: str, content: "Sequence[Table] | bytes") -> Writer:
-        file = self._scratch.create(name)
+    def _line(self, place: Place) -> list[Artifact]:
+        with self._root.folder(place.tag, SHARDS) as folder:
+            file = reopen_file(index_name(place.shard), folder)
         try:
-            writer = Writer(file)
-            if isinstance(content, bytes):
-                writer.write(content)
-            else:
-                self._write(writer, content)
-            os.fsync(file)
+            line = os.pread(file, place.length, place.offset)
         finally:
             os.close(file)
-        return writer
-
-    def _append(self, outcome: Outcome) -> list[Artifact]:
-        return self._sink.shards(self._about.target.tag).append(
-            self._about.request_id,
-            self._tables.all,
-            lambda out: self._write(out, self._tables.all),
-            lambda stored: self._manifest(outcome, [stored]),
-        )
+        return artifacts_of(line, f"{place.tag}/{SHARDS}")
 
 
-def own_artifacts(manifest: bytes, folder: str) -> list[Artifact]:
-    """The artefacts of a request with files of its own, the manifest last."""
-    files = artifacts_of(manifest, folder)
-    itself = Artifact(
-        path=f"{folder}/{MANIFEST}",
-        media_type="application/json",
-        state=files[0].state,
-        length=len(manifest),
-        sha256=hashlib.sha256(manifest).digest(),
-        write_time=files[0].write_time,
-    )
-    return [*files, itself]
+class _Used:
+    """The shards of a tag, and how many use them."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self.users = 0
+
+
+def _index_of(root: Root) -> ArtifactIndex:
+    """The index of a root, in step with its files. Raises OSError, SinkError."""
+    index = ArtifactIndex(root.path)
+    try:
+        recover(root, index)
+    except SinkError as error:
+        _LOG.warning("the index of %s is made anew: %s", root.path, error)
+        index.clear()
+        try:
+            recover(root, index)
+        except BaseException:
+            index.close()
+            raise
+    except BaseException:
+        index.close()
+        raise
+    return index

@@ -7,6 +7,7 @@ file, from which they are read back in order.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -116,15 +117,26 @@ class Tables:
     """All tables of a recording."""
 
     def __init__(
-        self, captures: Sequence[CaptureAbout], buffer_bytes: int, new_spool: Callable[[], int]
+        self,
+        captures: Sequence[CaptureAbout],
+        buffer_bytes: int,
+        spool: Callable[[], AbstractContextManager[int]],
     ) -> None:
-        """Empty tables; `new_spool` makes the file that they overflow to."""
+        """Empty tables.
+
+        Args:
+            captures: what they hold.
+            buffer_bytes: bytes that wait in memory.
+            spool: opens the file that they overflow to, which it makes the first time.
+        """
         self.all = tuple(Table(about, site) for about in captures for site in about.sites)
-        self.spool: int | None = None
+        self.spooled = False
+        """Whether they have overflowed."""
+        self.spool = spool
+        """Opens the file."""
         self._captures = {about.capture_index: about for about in captures}
         self._found = {(table.about.capture_index, table.site): table for table in self.all}
         self._limit = buffer_bytes
-        self._new_spool = new_spool
         self._held = 0
         self._end = 0
 
@@ -156,21 +168,25 @@ class Tables:
             table.rows += count
         self._held += block.size + _OVERHEAD * len(block.sites)
         if self._held > self._limit:
-            self._overflow()
+            self.overflow()
 
-    def _overflow(self) -> None:
-        if self.spool is None:
-            self.spool = self._new_spool()
-        for table in self.all:
-            for filled in table.columns:
-                self._end = filled.spool(self.spool, self._end)
+    @property
+    def memory(self) -> int:
+        """Bytes that wait in memory, about."""
+        return self._held
+
+    def overflow(self) -> None:
+        """Moves what waits in memory to the file. Raises OSError."""
+        with self.spool() as file:
+            self.spooled = True
+            os.lseek(file, self._end, os.SEEK_SET)
+            for table in self.all:
+                for filled in table.columns:
+                    self._end = filled.spool(file, self._end)
         self._held = 0
 
     def close(self) -> None:
         """Frees everything."""
-        if self.spool is not None:
-            os.close(self.spool)
-            self.spool = None
         self.all = ()
         self._found = {}
 

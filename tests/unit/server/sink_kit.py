@@ -125,7 +125,7 @@ def visible(root: Path) -> set[str]:
     return {
         path.relative_to(root).as_posix()
         for path in root.rglob("*")
-        if path.is_file() and path.name != ".lock"
+        if path.is_file() and not path.name.startswith((".lock", ".index."))
     }
 
 
