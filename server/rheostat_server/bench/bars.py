@@ -144,7 +144,21 @@ def _capture(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     )
 
 
+def _isolation(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    waits = {
+        name: {
+            "longest": Bar(row["longest_ms"], row["p99_ms"] or row["longest_ms"], row["longest_ms"])
+        }
+        for name, row in content["summary"].items()
+    }
+    return (
+        Panel("ms, longest wait for a token; whiskers: from p99 on", waits),
+        _series("tokens/s", content["summary"], {"tokens_per_s": "neighbour"}),
+    )
+
+
 _PANELS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Panel, ...]]] = {
+    "isolation": _isolation,
     "stream": _stream,
     "stalled": _stalled,
     "streamed": _streamed,

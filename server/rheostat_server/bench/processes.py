@@ -61,6 +61,10 @@ class Worker(Generic[State]):
             raise answer
         return answer
 
+    def answered(self, timeout: float) -> bool:
+        """Waits so many seconds at most; returns whether `answer` has something at once."""
+        return self._told.poll(timeout)
+
     def do(self, order: Callable[[State], Awaitable[Answer]]) -> Answer:
         """An order and its answer."""
         self.tell(order)

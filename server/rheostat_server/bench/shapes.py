@@ -62,6 +62,24 @@ SHAPES: dict[str, dict[str, object]] = {
         "torch_dtype": "float32",
         "vocab_size": 1024,
     },
+    # As many layers as Qwen3-8B, next to no arithmetic, and the vocabulary of the bundled model,
+    # so that the bundled tokenizer serves it.
+    "tiny-36": {
+        **_QWEN3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "head_dim": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "max_position_embeddings": 16384,
+        "max_window_layers": 36,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "vocab_size": 1984,
+    },
 }
 
 

@@ -4,6 +4,7 @@ Invariant: arms are pooled over the starts, and every repeat counts alike; the s
 serve only to say how far apart they are.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -52,3 +53,9 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so large a share of all values does not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0

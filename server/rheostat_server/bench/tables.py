@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rheostat_server.bench.results import Comparison, PrefixCache, read
-from rheostat_server.bench.summaries import Table
+from rheostat_server.bench.summaries import Figures, Table
 
 
 def tables(path: Path) -> list[str]:
@@ -24,6 +24,10 @@ def tables(path: Path) -> list[str]:
         return [table(found)]
     content = json.loads(path.read_text())
     about = content.get("benchmark") if isinstance(content, dict) else None
+    if about == "isolation":
+        before = path.with_name("isolation-before.json")
+        earlier = json.loads(before.read_text())["summary"] if before.is_file() else {}
+        return [] if path == before else [_isolation(content["summary"], earlier)]
     return _streamed(content["summary"]) if about == "streamed" else []
 
 
@@ -79,6 +83,33 @@ def _prefix_cache(found: PrefixCache) -> str:
         for arm, row in found.figures.items()
     ]
     return _markdown(heads, rows)
+
+
+def _isolation(summary: Figures, before: Figures) -> str:
+    """Waits and memory by scenario, with those of an earlier version where they are known."""
+    columns = {
+        "longest wait, ms": ("longest_ms", ".0f"),
+        "p99, ms": ("p99_ms", ".0f"),
+        "tokens/s": ("tokens_per_s", ".0f"),
+        "MiB more": ("memory_growth_mib", ".0f"),
+    }
+    heads = [""]
+    for head, (key, _) in columns.items():
+        heads += [f"{head}, before", "now"] if before and key != "p99_ms" else [head]
+    rows = []
+    for name, row in summary.items():
+        cells = [name]
+        for key, form in columns.values():
+            if before and key != "p99_ms":
+                cells.append(_waited(before[name], key, form) if name in before else "")
+            cells.append(_waited(row, key, form))
+        rows.append(cells)
+    return _markdown(heads, rows)
+
+
+def _waited(row: Mapping[str, float], key: str, form: str) -> str:
+    dead = row["died"] and key == "longest_ms"
+    return "the server died" if dead else format(row[key], form)
 
 
 def _streamed(summary: Mapping[str, Table]) -> list[str]:

@@ -1,0 +1,233 @@
+"""A client that streams short greedy generations over and over, and times every token.
+
+It stands for everybody who shares a server with a hostile client. It looks at its answers too: each
+must be the text, and the rows, that it got while nobody else was there.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple, TypeAlias
+
+import grpc
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+
+import rheostat
+
+_PING_EVERY = 0.1
+"""Seconds between two health checks."""
+_WARM_UPS = 3
+"""Generations of each prompt before anything is timed: the first ones load and allocate."""
+_ROWS_DIFFER = 1e-3
+"""Largest difference of a row, over the row's norm, that the order of float32 sums explains."""
+
+
+Ping: TypeAlias = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+
+
+class Job(NamedTuple):
+    """What the neighbour asks for."""
+
+    prompts: tuple[str, ...]
+    tokens: int
+    capture: rheostat.Capture | None
+    """Rows that come with the answer."""
+
+
+class Heard(NamedTuple):
+    """What the neighbour got in a window of time. Seconds."""
+
+    seconds: float
+    gaps: tuple[float, ...]
+    """Between two messages with tokens of one generation."""
+    firsts: tuple[float, ...]
+    """From a call to its first token."""
+    open_wait: float
+    """How long the neighbour has waited for a token at the end of the window."""
+    tokens: int
+    generations: int
+    """That ended in the window."""
+    different_texts: int
+    """Generations whose text is not the undisturbed one."""
+    different_rows: int
+    """Generations of which a row is wrong, missing or doubled."""
+    failures: dict[str, int]
+    """Generations that failed, by the error."""
+    pings: tuple[float, ...]
+    """How long health checks took, those that are open at the end included."""
+
+    @property
+    def longest(self) -> float:
+        """The longest wait for a token, that for the first one of a generation included."""
+        return max((*self.gaps, *self.firsts, self.open_wait))
+
+
+class _Undisturbed(NamedTuple):
+    token_ids: tuple[int, ...]
+    rows: npt.NDArray[np.float32] | None
+
+
+class _Log:
+    """Events with their times, by `time.monotonic`, which all processes of a host share."""
+
+    def __init__(self) -> None:
+        self.gaps: list[tuple[float, float]] = []
+        self.firsts: list[tuple[float, float]] = []
+        self.ends: list[tuple[float, bool, bool]] = []
+        self.failures: list[tuple[float, str]] = []
+        self.pings: list[tuple[float, float]] = []
+        self.tokens: list[tuple[float, int]] = []
+
+
+class Neighbour:
+    """One client. Its methods are orders of a `Worker`."""
+
+    def __init__(self, target: str) -> None:
+        """Does nothing yet."""
+        self._target = target
+        self._log = _Log()
+        self._undisturbed: list[_Undisturbed] = []
+        self._waits_since: float | None = None
+        self._ping_since: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, job: Job, *, check: bool = True) -> None:
+        """Notes what an undisturbed server answers, then streams until the process ends.
+
+        Args:
+            job: what to ask for.
+            check: whether answers are compared with the undisturbed ones.
+        """
+        engine = await self._engine()
+        for _ in range(_WARM_UPS):
+            self._undisturbed = [
+                await self._generation(engine, job, prompt) for prompt in job.prompts
+            ]
+        self._tasks = [
+            asyncio.create_task(self._stream(engine, job, check)),
+            asyncio.create_task(self._ping()),
+        ]
+
+    async def now(self) -> float:
+        """The time, on the clock that `heard` uses."""
+        return time.monotonic()
+
+    async def heard(self, since: float) -> Heard:
+        """What came from `since` until now."""
+        now, log = time.monotonic(), self._log
+        waits = 0.0 if self._waits_since is None else now - self._waits_since
+        pings = [took for at, took in log.pings if at >= since]
+        if self._ping_since is not None:
+            pings.append(now - self._ping_since)
+        failures: dict[str, int] = {}
+        for at, name in log.failures:
+            if at >= since:
+                failures[name] = failures.get(name, 0) + 1
+        ends = [end for end in log.ends if end[0] >= since]
+        return Heard(
+            now - since,
+            tuple(gap for at, gap in log.gaps if at >= since),
+            tuple(gap for at, gap in log.firsts if at >= since),
+            waits,
+            sum(count for at, count in log.tokens if at >= since),
+            len(ends),
+            sum(not text for _, text, _ in ends),
+            sum(not rows for _, _, rows in ends),
+            failures,
+            tuple(pings),
+        )
+
+    async def close(self) -> None:
+        """Stops streaming."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    async def _engine(self) -> rheostat.aio.Engine:
+        self._connection = rheostat.aio.connect(self._target)
+        engine = await self._connection.__aenter__()
+        await engine.wait_until_ready()
+        return engine
+
+    async def _stream(self, engine: rheostat.aio.Engine, job: Job, check: bool) -> None:
+        number = 0
+        while True:
+            index = number % len(job.prompts)
+            number += 1
+            try:
+                found = await self._generation(engine, job, job.prompts[index])
+            except rheostat.RheostatError as error:
+                label = f"{error.code.name} {error.reason}".rstrip()
+                self._log.failures.append((time.monotonic(), label))
+                await asyncio.sleep(0.02)
+                continue
+            finally:
+                self._waits_since = None
+            text = not check or found.token_ids == self._undisturbed[index].token_ids
+            rows = not check or not text or _alike(found.rows, self._undisturbed[index].rows)
+            self._log.ends.append((time.monotonic(), text, rows))
+
+    async def _generation(self, engine: rheostat.aio.Engine, job: Job, prompt: str) -> _Undisturbed:
+        self._waits_since = last = time.monotonic()
+        first = True
+        stream = engine.stream(
+            prompt, max_tokens=job.tokens, temperature=0, ignore_eos=True, capture=job.capture
+        )
+        async for event in stream:
+            if not isinstance(event, rheostat.Tokens):
+                continue
+            now = time.monotonic()
+            (self._log.firsts if first else self._log.gaps).append((now, now - last))
+            self._log.tokens.append((now, len(event.token_ids)))
+            self._waits_since = last = now
+            first = False
+        out = await stream.result()
+        return _Undisturbed(tuple(out.token_ids), _rows(out.activations, job.capture))
+
+    async def _ping(self) -> None:
+        channel = grpc.aio.insecure_channel(
+            self._target, options=[("grpc.use_local_subchannel_pool", 1)]
+        )
+        async with channel:
+            check: Ping = channel.unary_unary("/grpc.health.v1.Health/Check")
+            while True:
+                self._ping_since = began = time.monotonic()
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await check(b"")
+                now = time.monotonic()
+                self._ping_since = None
+                self._log.pings.append((now, now - began))
+                await asyncio.sleep(_PING_EVERY)
+
+
+def _rows(
+    activations: rheostat.Activations, capture: rheostat.Capture | None
+) -> npt.NDArray[np.float32] | None:
+    """All rows, [sites x positions, W], site by site."""
+    if capture is None:
+        return None
+    return np.concatenate([np.asarray(rows, np.float32) for rows in activations.values()])
+
+
+def _alike(found: npt.NDArray[np.float32] | None, wanted: npt.NDArray[np.float32] | None) -> bool:
+    if found is None or wanted is None:
+        return found is wanted
+    if found.shape != wanted.shape:
+        return False
+    norms = np.linalg.norm(wanted, axis=1)
+    return bool((np.linalg.norm(found - wanted, axis=1) <= _ROWS_DIFFER * norms).all())
+
+
+@asynccontextmanager
+async def neighbouring(target: str) -> AsyncIterator[Neighbour]:
+    """A neighbour with connections of its own."""
+    neighbour = Neighbour(target)
+    try:
+        yield neighbour
+    finally:
+        await neighbour.close()

@@ -1,0 +1,78 @@
+"""What a hostile client does: calls that are expensive, long, many, abandoned or wrong.
+
+Each scenario is one way in which a client could hold up the others. Its calls are made from a
+random generator and a size: 1 is as much as the contract ever allowed, and a soak takes less.
+A server may refuse any of them; no other client may notice.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rheostat_server.bench import abuse, abuse_captures, abuse_control
+from rheostat_server.bench.abuse import Target
+from rheostat_server.bench.calls import Call
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to be a burden."""
+
+    name: str
+    """What the table calls it."""
+    make: Callable[[Target, random.Random, float], Call]
+    """One call of a given size, above 0 and at most 1."""
+    at_once: int = 1
+    """How many calls are open at a time."""
+    variants: int = 16
+    """How many different calls are prepared; they are made in turn."""
+    pause: float = 0.0
+    """Seconds between two calls."""
+
+
+SCENARIOS: Sequence[Scenario] = (
+    Scenario("ordinary requests", abuse.ordinary, at_once=4),
+    Scenario("64 plain samples", abuse.plain_samples, pause=0.5, variants=1),
+    Scenario("fragmented captures", abuse_captures.fragmented, variants=8),
+    Scenario("fragmented steering", abuse.fragmented_steering, variants=4),
+    Scenario("sessions with updates", abuse.session, at_once=2, variants=4),
+    Scenario("long stop texts", abuse.stop_texts, variants=3),
+    Scenario("long texts to tokenize", abuse.tokenize, at_once=2, variants=6),
+    Scenario("long prompts to generate from", abuse.long_prompt, at_once=2, variants=4),
+    Scenario("expensive subscriptions", abuse_captures.expensive_subscription, 2, 2),
+    Scenario("observers that join late", abuse_captures.late_observer, at_once=6, variants=16),
+    Scenario("a tag for each request", abuse_captures.new_tag, at_once=4, variants=2000),
+    Scenario("sink collisions", abuse_captures.sink_collision, at_once=4, variants=64),
+    Scenario("log-probabilities unread", abuse.unread_logprobs, variants=2),
+    Scenario("inline rows unread", abuse_captures.unread_rows, at_once=4, variants=8),
+    Scenario("subscriptions unread", abuse_captures.unread_subscription, at_once=4, variants=8),
+    Scenario("GetStats storm", abuse_control.stats, at_once=16, variants=1),
+    Scenario("GetModel storm", abuse_control.model, at_once=16, variants=1),
+    Scenario("Explain storm", abuse.explain, at_once=8, variants=4),
+    Scenario("lists and artifacts storm", abuse_control.lists, at_once=16, variants=16),
+    Scenario("new vectors", abuse.new_vectors, at_once=2, variants=8),
+    Scenario("contrasts", abuse_control.contrast, at_once=2, variants=2),
+    Scenario("server-wide steering", abuse_control.set_global, at_once=2, variants=4),
+    Scenario("idle uploads", abuse_control.idle_upload, at_once=16, variants=1),
+    Scenario("many names", abuse_control.new_name, at_once=4, variants=4000),
+    Scenario("many calls at once", abuse.many_calls, at_once=256, variants=8),
+    Scenario("many connections", abuse.new_connection, at_once=64, variants=1),
+    Scenario("unknown fields", abuse_control.unknown_fields, at_once=8, variants=8),
+    Scenario("labels", abuse.labels, at_once=8, variants=4),
+    Scenario("large and deep messages", abuse_control.large_message, at_once=4, variants=6),
+    Scenario("cancelled at once", abuse.cancelled, at_once=32, variants=8),
+    Scenario("runs", abuse_captures.run, at_once=2, variants=256),
+    Scenario("baselines", abuse.baseline, at_once=2, variants=4),
+)
+"""Every way that is tried."""
+
+
+def prepared(name: str, target: Target, seed: int, size: float = 1.0) -> list[Call]:
+    """The calls of the scenario with a name, serialized.
+
+    Raises:
+        KeyError: there is no such scenario.
+    """
+    one = {scenario.name: scenario for scenario in SCENARIOS}[name]
+    rng = random.Random(f"{name} {seed}")
+    return [one.make(target, rng, size) for _ in range(one.variants)]

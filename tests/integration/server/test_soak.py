@@ -1,0 +1,26 @@
+"""A short soak: hostile and ordinary calls at random leave nothing, and change nobody's answer."""
+
+import pytest
+
+import rheostat
+from rheostat_server.bench.abuse import Target
+from rheostat_server.bench.soak import soak
+
+from .conftest import Server
+
+pytestmark = pytest.mark.integration
+
+CALLS = 300
+
+
+def test_a_mixture_of_hostile_calls_leaves_nothing_and_changes_no_answer(
+    server: Server, engine: rheostat.Engine
+) -> None:
+    info = engine.model()
+    facts = Target(
+        info.layer_count, info.width, info.vocabulary_size, info.limits.model_tokens, "disk"
+    )
+    found = soak(server.target, facts, server.log, CALLS, seed=0)
+    assert found.problems() == []
+    assert found.outcome.calls == CALLS
+    assert found.outcome.endings["OK"] > CALLS / 10
