@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve test lint types unit integration breaking generate format lock clean
+.PHONY: help setup demo serve test lint types unit integration soak breaking generate format lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,11 @@ unit: setup ## Tests without an engine
 
 integration: setup ## Tests on the real vLLM engine
 	$(BIN)/pytest tests/integration
+
+soak: setup ## Half an hour of hostile calls, and of requests whose rows are compared with a replay
+	$(BIN)/python -m rheostat_server.bench.soak --out build/soak
+	$(BIN)/python -m tests.soak.replay --seeds 12
+	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled
 
 generate: ## Make the generated code from proto/
 	$(PYTHON) tools/generate

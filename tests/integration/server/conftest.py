@@ -89,7 +89,9 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server of nearly all tests."""
-    with serving(tmp_path_factory.mktemp("server"), "--capture-mib", "64") as one:
+    with serving(
+        tmp_path_factory.mktemp("server"), "--capture-mib", "64", "--resume-window", "15"
+    ) as one:
         yield one
 
 
@@ -104,10 +106,14 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def small_server(
     tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Path]
 ) -> Iterator[Server]:
-    """A server with the smallest bank that can be asked for, little KV, and two adapters."""
+    """A server with the smallest bank that can be asked for, little KV, and two adapters.
+
+    Its steps take so few tokens that longer prompts are cut in pieces.
+    """
     options = [f"--lora={name}={path}" for name, path in adapters.items()]
     folder = tmp_path_factory.mktemp("small")
     memory = ["--bank-mib=1", "--capture-mib=16", "--kv-cache-memory-mib=6"]
+    memory.append("--max-num-batched-tokens=160")
     with serving(folder, *memory, *options) as one:
         yield one
 
