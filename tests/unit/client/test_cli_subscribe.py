@@ -111,7 +111,7 @@ def test_an_interruption_ends_it_at_the_server_and_keeps_what_came(running, tmp_
         (["--every", "--label", "a=b"], "not allowed with"),
         (["--label", "team"], "'team' is no KEY=VALUE"),
         (["--every", "--limit", "0"], "'0' is no number of requests"),
-        (["--every", "--where", "nowhere"], "invalid choice"),
+        (["--every", "--where", "nowhere"], "'nowhere' is neither prompt, generated, all nor"),
     ],
 )
 def test_a_wrong_line_exits_with_2(line, told, capsys):

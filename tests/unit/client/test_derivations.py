@@ -216,7 +216,7 @@ def test_the_command_derives_from_two_files_and_prints_the_table(server, tmp_pat
         "-: not defined; it takes two prompts or more in each set, and sets that differ\n"
         "01  joy/resid_post\n02  joy/resid_pre\n",
         "running 2 + 1 prompts ...\n"
-        "rheostat: the sets do not differ at resid_pre[1]: rows of zeros, which steer nothing\n",
+        "rheostat: the two sets do not differ at resid_pre 1: its rows are zero\n",
     )
     assert server.asked[1:] == [
         wire(
@@ -243,8 +243,9 @@ def test_the_command_tells_a_vector_of_zeros_and_a_name_that_moves(server, tmp_p
     files = ["--positive", str(tmp_path / "same"), "--negative", str(tmp_path / "same")]
     assert main([*command, *files]) == 0
     assert capsys.readouterr().err.splitlines()[1:] == [
+        "rheostat: the two sets do not differ at resid_post 2: "
+        "the vector is zero and steers nothing",
         f"rheostat: joy was on {'02' * 32} before, which lost the name",
-        "rheostat: the sets do not differ at any site: rows of zeros, which steer nothing",
     ]
 
 

@@ -1,10 +1,11 @@
 """The command ``rheostat``: one module per subcommand, errors as one line, never a traceback.
 
-Exit codes: 0 done, 1 failed, 2 wrongly asked, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrongly asked, 130 interrupted, 141 nobody reads the output.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,20 +17,25 @@ from rheostat._cli._words import told
 from rheostat._errors import InvalidRequest, RheostatError
 
 _INTERRUPTED = 130
+_BROKEN_PIPE = 141
+"""What a shell reports of a program that SIGPIPE ended, as it ends most."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and give its exit code; argparse itself exits with 2 on a wrong one."""
+    _print_warnings()
     try:
         args, unknown = _parser().parse_known_args(arguments)
         if unknown:
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return int(args.run(args))
+            args.parser.unknown(unknown)
+        code = int(args.run(args))
+        sys.stdout.flush()  # a closed pipe shows here, not when Python exits
+        return code
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:  # nobody reads our output: say nothing more, not at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _BROKEN_PIPE
     except InvalidRequest as error:
         return _failed(told(error), 2)
     except RheostatError as error:
@@ -40,13 +46,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="rheostat", description="Steer and read out language models while vLLM serves them."
+        prog="rheostat",
+        description="Steer and read out language models while vLLM serves them.",
+        example="""\
+rheostat serve demo
+rheostat generate "My day was" --max-tokens 16
+rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_post --layers 3 \\
+    --name joy
+rheostat generate "My day was" --max-tokens 16 --steer joy:0.5
+
+The guide is docs/client.md of the project.""",
     )
     parser.add_argument("--version", action="version", version=f"rheostat {rheostat.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (serve, generate, vectors, runs, steering, subscribe, info, demo):
         module.add(commands)
     return parser
+
+
+def _print_warnings() -> None:
+    """Print what the client warns of on stderr, as the command's own words."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("rheostat: %(message)s"))
+    logging.getLogger("rheostat").handlers = [handler]
 
 
 def _failed(message: str, code: int) -> int:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from rheostat._cli._progress import Phase
 from rheostat._engine import Engine, connect
+from rheostat._fields import did_you_mean
 from rheostat._points import LayersLike
 from rheostat._readiness import READY_TIMEOUT
 
@@ -24,15 +27,57 @@ DEFAULT_TARGET = "localhost:50051"
 
 
 _MOST_LAYERS = 1024
+_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+_NAMED = {"COMMAND": "command", "ACTION": "action"}
+_HELP_WIDTH = 90
 
 
 class Parser(argparse.ArgumentParser):
-    """Leaves itself in what it parses, so that the usage of the command given can be shown."""
+    """Explains itself: a description, an example, and one line for what is wrongly typed.
 
-    def __init__(self, **options: Any) -> None:
-        """Takes what argparse takes."""
-        super().__init__(**options)
-        self.set_defaults(parser=self)
+    It leaves itself in what it parses, so that the command that was meant can be named. A command
+    without an action prints its help.
+    """
+
+    def __init__(self, *, description: str = "", example: str = "", **options: Any) -> None:
+        """Takes what argparse takes, and example lines."""
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=textwrap.fill(description, _HELP_WIDTH),
+            epilog=f"example:\n{textwrap.indent(example, '  ')}" if example else None,
+            **options,
+        )
+        self.set_defaults(parser=self, run=print_help)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2, the cause in one line and where help is in another."""
+        self.exit(
+            2, f"{self.prog}: {self._told(message)}\n  {self.prog} --help shows what there is\n"
+        )
+
+    def unknown(self, words: Sequence[str]) -> NoReturn:
+        """Exit with 2, for words that no command takes."""
+        flag = words[0].partition("=")[0]
+        if flag.startswith("-"):
+            self.error(f"there is no {flag}{did_you_mean(flag, self._option_string_actions)}")
+        self.error(f"nothing is expected after them: {' '.join(words)}")
+
+    def _told(self, message: str) -> str:
+        found = _CHOICE.fullmatch(message)
+        if found is None:
+            return message.removeprefix("argument ")
+        what, word, listed = found.groups()
+        known = re.findall(r"[\w-]+", listed)
+        hint = did_you_mean(word, known)
+        if what in _NAMED:
+            return f"there is no {_NAMED[what]} {word!r}{hint or '; there are ' + ', '.join(known)}"
+        return f"{what} cannot be {word!r}{hint or '; it is one of ' + ', '.join(known)}"
+
+
+def print_help(args: argparse.Namespace) -> int:
+    """Run a command without an action."""
+    args.parser.print_help()
+    return 0
 
 
 class CommandError(Exception):

@@ -1,7 +1,7 @@
 """Signs of life during long waits, on stderr.
 
-A terminal gets one line that counts the seconds and is rewritten; anything else gets one line per
-phase, so that logs stay readable.
+A terminal gets one line that counts the seconds and is rewritten. Anything else gets one line per
+phase and one more every 15 seconds, so that logs stay readable.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Self, TextIO
 
 _FRAMES = "|/-\\"
 _INTERVAL = 0.2
+_LOGGED = 15.0
+"""Seconds between two lines of one phase where there is no terminal."""
 
 
 class Phase:
@@ -26,19 +28,21 @@ class Phase:
         self._note = ""
         self._done = threading.Event()
         self._painter: threading.Thread | None = None
+        self._terminal = False
         self._began = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Show ``text`` behind the title from now on, on a terminal."""
+        """Show ``text`` behind the title from now on."""
         self._note = text
 
     def __enter__(self) -> Self:
         """Begin."""
-        if self._stream.isatty():
-            self._painter = threading.Thread(target=self._paint, daemon=True)
-            self._painter.start()
-        else:
+        terminal = self._stream.isatty()
+        if not terminal:
             print(f"{self._title} ...", file=self._stream, flush=True)
+        self._painter = threading.Thread(target=self._paint if terminal else self._log, daemon=True)
+        self._painter.start()
+        self._terminal = terminal
         return self
 
     def __exit__(
@@ -51,6 +55,7 @@ class Phase:
         self._done.set()
         if self._painter is not None:
             self._painter.join()
+        if self._terminal:
             state = "done" if error is None else "failed"
             self._write(f"{self._title}: {state} after {self._seconds()} s\n")
 
@@ -60,6 +65,11 @@ class Phase:
             frame = (frame + 1) % len(_FRAMES)
             note = f", {self._note}" if self._note else ""
             self._write(f"{_FRAMES[frame]} {self._title}: {self._seconds()} s{note}")
+
+    def _log(self) -> None:
+        while not self._done.wait(_LOGGED):
+            note = f", {self._note}" if self._note else ""
+            print(f"{self._title}: {self._seconds()} s{note}", file=self._stream, flush=True)
 
     def _write(self, line: str) -> None:
         self._stream.write(f"\r\x1b[K{line}")

@@ -25,6 +25,7 @@ def add(commands: Subparsers) -> None:
         "demo",
         help="show steering, capture and a causal trace",
         description="Turn the tone of texts, show captured rows, and draw where a fact sits.",
+        example="rheostat demo --out demo.png",
     )
     parser.add_argument(
         "--target",

@@ -17,6 +17,7 @@ from rheostat._cli._common import (
 from rheostat._cli._progress import Phase
 from rheostat._cli._stored import names, tell_moved
 from rheostat._derivations import METHODS
+from rheostat._receipts import show_sites
 
 
 def add(actions: Subparsers) -> None:
@@ -24,8 +25,12 @@ def add(actions: Subparsers) -> None:
     derive = actions.add_parser(
         "derive",
         help="make vectors that tell two sets of prompts apart",
-        description="Contrasts the last tokens of two sets of prompts and shows how well the "
-        "vector of each layer tells them apart.",
+        description="Contrast the last tokens of two sets of prompts, and show how well the "
+        "vector of each layer separates them.",
+        example="""\
+rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_post --layers all
+rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_post --layers 3 \\
+    --name joy""",
     )
     for which in ("positive", "negative"):
         derive.add_argument(
@@ -65,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
     for vector in derivation.vectors:
         print(f"{vector.digest}  {vector.name or '-'}")
         tell_moved(before, vector)
-    zeros = [str(row.site) for row in derivation.rows if row.norm == 0]
-    if zeros:
-        where = "any site" if len(zeros) == len(derivation.rows) else ", ".join(zeros)
-        warn(f"the sets do not differ at {where}: rows of zeros, which steer nothing")
+    # The client itself warns of a vector that is zero altogether.
+    differing = {row.site.point for row in derivation.rows if row.norm}
+    rows = [row.site for row in derivation.rows if not row.norm and row.site.point in differing]
+    if rows:
+        warn(f"the two sets do not differ at {show_sites(rows)}: its rows are zero")
     return 0
 
 

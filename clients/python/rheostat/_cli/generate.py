@@ -14,8 +14,16 @@ _MAX_TOKENS = 128
 
 def add(commands: Subparsers) -> None:
     """Register the command."""
-    parser = commands.add_parser("generate", help="continue a prompt, steered or not")
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt, steered or not",
+        description="Continue a prompt, steered or not. The text comes on stdout as it is "
+        "generated, the receipt on stderr.",
+        example="""\
+rheostat generate "My day was" --max-tokens 16 --temperature 0
+rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 --baseline""",
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from stdin")
     add_target(parser)
     parser.add_argument(
         "--max-tokens", type=int, default=_MAX_TOKENS, help=f"default: {_MAX_TOKENS}"
@@ -47,10 +55,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the continuation as it comes, then the baseline's, then what was done."""
     if args.baseline and args.seed is None and args.temperature != 0:
         warn("without --seed the two draw differently")
+    prompt = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     with connected(args) as engine:
         steered = steering(engine, args)
         with engine.stream(
-            args.prompt,
+            prompt,
             steering=steered,
             max_tokens=args.max_tokens,
             temperature=args.temperature,

@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 
 from rheostat._cli._common import Subparsers, add_target, connected
+from rheostat._cli._listing import add_json, print_json
 from rheostat._model import Stats
 
 
 def add(commands: Subparsers) -> None:
     """Register the command."""
-    parser = commands.add_parser("info", help="show a server's model, sites and counters")
+    parser = commands.add_parser(
+        "info",
+        help="show a server's model, sites and counters",
+        description="Show the model that a server runs, where it can be steered and captured, "
+        "its limits, and how many requests run.",
+        example="rheostat info --target localhost:50051",
+    )
+    add_json(parser)
     add_target(parser)
     parser.set_defaults(run=run)
 
@@ -18,8 +26,12 @@ def add(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the model and the counters."""
     with connected(args) as engine:
-        print(engine.model())
-        print(f"  now: {_told(engine.stats())}")
+        model, stats = engine.model(), engine.stats()
+    if args.json:
+        print_json({"model": model, "stats": stats})
+    else:
+        print(model)
+        print(f"  now: {_told(stats)}")
     return 0
 
 

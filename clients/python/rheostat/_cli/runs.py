@@ -6,19 +6,36 @@ import argparse
 from datetime import UTC, datetime
 
 from rheostat._cli._common import Subparsers, add_target, connected
-from rheostat._receipts import show_runs
+from rheostat._cli._listing import add_json, print_json, print_table
+from rheostat._receipts import show_runs, show_sites
 from rheostat._runs import RunInfo
 
 
 def add(commands: Subparsers) -> None:
     """Register the command and its own subcommands."""
-    parser = commands.add_parser("runs", help="list and delete stored runs")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    parser = commands.add_parser(
+        "runs",
+        help="list and delete stored runs",
+        description="List and delete stored runs: captured rows that the server keeps in memory.",
+        example="rheostat runs list\nrheostat runs delete clean",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
 
-    listing = actions.add_parser("list", help="show what is stored, oldest first")
+    listing = actions.add_parser(
+        "list",
+        help="show what is stored, oldest first",
+        description="Show the stored runs, oldest first.",
+        example="rheostat runs list --json",
+    )
+    add_json(listing)
     listing.set_defaults(run=run_list)
 
-    delete = actions.add_parser("delete", help="delete a run, leased or not")
+    delete = actions.add_parser(
+        "delete",
+        help="delete a run, leased or not",
+        description="Delete a run, leased or not, unless it is in use.",
+        example="rheostat runs delete clean",
+    )
     delete.add_argument("id", metavar="ID")
     delete.set_defaults(run=run_delete)
 
@@ -29,26 +46,32 @@ def add(commands: Subparsers) -> None:
 def run_list(args: argparse.Namespace) -> int:
     """Print one line per run."""
     with connected(args) as engine:
-        for run in engine.runs():
-            print(_line(run, datetime.now(UTC)))
+        runs = engine.runs()
+    if args.json:
+        print_json(runs)
+    else:
+        now = datetime.now(UTC)
+        print_table(_HEAD, [_cells(run, now) for run in runs], "runs")
     return 0
 
 
 def run_delete(args: argparse.Namespace) -> int:
     """Print how many bytes became free."""
     with connected(args) as engine:
-        print(f"{engine.delete_run(args.id)} bytes  {args.id}")
+        print(f"{args.id} is deleted: {engine.delete_run(args.id)} bytes are free")
     return 0
 
 
-def _line(run: RunInfo, now: datetime) -> str:
+_HEAD = ("ID", "SITES", "POSITIONS", "BYTES", "LEASE", "LABELS")
+
+
+def _cells(run: RunInfo, now: datetime) -> tuple[str, ...]:
     left = (run.lease_expire_time - now).total_seconds()
-    parts = [
+    return (
         run.id,
-        f"{len(run.sites)} {'site' if len(run.sites) == 1 else 'sites'}",
-        f"positions {show_runs(run.positions)}",
-        f"{run.size_bytes} bytes",
-        f"leased for {left:.0f} s" if left > 0 else "not leased",
-        *(f"{key}={value}" for key, value in sorted(run.labels.items())),
-    ]
-    return "  ".join(parts)
+        show_sites(run.sites),
+        show_runs(run.positions),
+        str(run.size_bytes),
+        f"{left:.0f} s" if left > 0 else "-",
+        " ".join(f"{key}={value}" for key, value in sorted(run.labels.items())),
+    )

@@ -19,9 +19,13 @@ def add(commands: Subparsers) -> None:
         "serve",
         help="serve a model",
         description="Serve a model until interrupted.",
-        epilog="exit codes: 0 ended as told, 2 a setting is wrong, 3 the port cannot be listened "
-        "on, 4 the model or an adapter cannot be read, 5 vLLM did not start, 6 --vector-dir cannot "
-        "be used, 7 --sink, 8 --spool, 9 the engine was lost while the server served",
+        example="""\
+rheostat serve demo
+rheostat serve Qwen/Qwen3-8B --port 50052 --vector-dir vectors
+
+Exit codes: 0 ended as told, 2 a setting is wrong, 3 the port cannot be listened on,
+4 the model or an adapter cannot be read, 5 vLLM did not start, 6 --vector-dir cannot be
+used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
     )
     parser.add_argument(
         "model", metavar="MODEL", help='a model folder, a hub name, or "demo" for the bundled one'

@@ -5,22 +5,44 @@ from __future__ import annotations
 import argparse
 
 from rheostat._cli._common import CommandError, Subparsers, add_target, connected
+from rheostat._cli._listing import add_json, print_json
 from rheostat._cli._ops import add_ops, steering
 
 
 def add(commands: Subparsers) -> None:
     """Register the command and its own subcommands."""
-    parser = commands.add_parser("global", help="set, get and clear the server-wide steering")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    parser = commands.add_parser(
+        "global",
+        help="set, get and clear the server-wide steering",
+        description="Set, get and clear the server-wide steering, under which every request runs.",
+        example="rheostat global set --scale joy:0\nrheostat global get\nrheostat global clear",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
 
-    setting = actions.add_parser("set", help="replace it by these ops, for requests from now on")
+    setting = actions.add_parser(
+        "set",
+        help="replace it by these ops, for requests from now on",
+        description="Replace the server-wide steering by these ops, for requests from now on.",
+        example="rheostat global set --scale joy:0 --expected-version 3",
+    )
     add_ops(setting)
     setting.set_defaults(run=run_set)
 
-    getting = actions.add_parser("get", help="show it and its version")
+    getting = actions.add_parser(
+        "get",
+        help="show it and its version",
+        description="Show the server-wide steering and its version.",
+        example="rheostat global get --json",
+    )
+    add_json(getting)
     getting.set_defaults(run=run_get)
 
-    clearing = actions.add_parser("clear", help="replace it by none")
+    clearing = actions.add_parser(
+        "clear",
+        help="replace it by none",
+        description="Replace the server-wide steering by none.",
+        example="rheostat global clear",
+    )
     clearing.set_defaults(run=run_clear)
 
     for action in (setting, clearing):
@@ -47,7 +69,12 @@ def run_set(args: argparse.Namespace) -> int:
 def run_get(args: argparse.Namespace) -> int:
     """Print one line per intervention."""
     with connected(args) as engine:
-        print(engine.steering.get_global())
+        steering = engine.steering.get_global()
+    if args.json:
+        interventions = [str(one) for one in steering.interventions]
+        print_json({**vars(steering), "interventions": interventions})
+    else:
+        print(steering)
     return 0
 
 

@@ -23,7 +23,7 @@ from rheostat._cli._common import (
     points,
 )
 from rheostat._results import DroppedRows
-from rheostat._selectors import PhaseName
+from rheostat._selectors import PhaseName, Selector, positions
 from rheostat._subscribed import CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat._subscription import Subscription
 
@@ -33,7 +33,13 @@ _Columns = dict[str, list[npt.NDArray[np.generic]]]
 def add(commands: Subparsers) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "subscribe", help="show rows of requests that others run, as they are made"
+        "subscribe",
+        help="show rows of requests that others run, as they are made",
+        description="Show rows of requests that others run, as they are made: a line per event, "
+        "with the mean norm of the rows.",
+        example="""\
+rheostat subscribe --every --points resid_post --layers 3 --limit 10 --out rows.npz
+rheostat subscribe --label team=red --points resid_post --where -1""",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
@@ -50,7 +56,11 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--points", type=points, required=True, help="e.g. resid_post")
     parser.add_argument("--layers", type=layers, default="all", help="e.g. 3, 2-5 (default: all)")
     parser.add_argument(
-        "--where", choices=get_args(PhaseName), default="all", help="default: %(default)s"
+        "--where",
+        type=_where,
+        default="all",
+        help="prompt, generated or all tokens, or positions as -1 (the last of the prompt) and "
+        "--where=0,-1 (default: all)",
     )
     parser.add_argument(
         "--overload",
@@ -149,6 +159,17 @@ def _keep(event: CapturedRows, columns: _Columns) -> None:
             ("baseline", np.full(count, rows.baseline, np.uint8)),
         ):
             columns.setdefault(f"{table}.{name}", []).append(column)
+
+
+def _where(text: str) -> Selector | str:
+    if text in get_args(PhaseName):
+        return text
+    try:
+        return positions(*(int(one) for one in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither prompt, generated, all nor positions such as -1 or 0,5"
+        ) from None
 
 
 def _count(text: str) -> int:

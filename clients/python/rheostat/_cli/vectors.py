@@ -20,6 +20,7 @@ from rheostat._cli._common import (
     may_write,
     points,
 )
+from rheostat._cli._listing import add_json, print_json, print_table
 from rheostat._cli._progress import Phase
 from rheostat._cli._rows import check_layers, part
 from rheostat._cli._stored import fetched, names, shown, tell_moved
@@ -33,15 +34,31 @@ _WRITTEN = tuple(format for format in FORMATS if format != "sae")
 def add(commands: Subparsers) -> None:
     """Register the command and its own subcommands."""
     parser = commands.add_parser(
-        "vectors", help="list, put, get, import, export, derive and delete vectors"
+        "vectors",
+        help="list, put, get, import, export, derive and delete vectors",
+        description="List, put, get, import, export, derive and delete vectors of the server.",
+        example="""\
+rheostat vectors list
+rheostat vectors put joy.npy --points resid_post --layers 3""",
     )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
 
-    listing = actions.add_parser("list", help="show what is stored")
+    listing = actions.add_parser(
+        "list",
+        help="show what is stored",
+        description="Show the stored vectors: by name, then those without one.",
+        example="rheostat vectors list --prefix demo/",
+    )
+    add_json(listing)
     listing.add_argument("--prefix", default="", help="only names that begin so")
     listing.set_defaults(run=run_list)
 
-    put = actions.add_parser("put", help="store the array of a .npy file, [width] or [rows, width]")
+    put = actions.add_parser(
+        "put",
+        help="store the array of a .npy file, [width] or [rows, width]",
+        description="Store the array of a .npy file: one row, or one for each of the layers.",
+        example="rheostat vectors put joy.npy --name joy --points resid_post --layers 3",
+    )
     put.add_argument("file", metavar="FILE.npy", type=Path)
     put.add_argument("--name", help="default: the file's name without .npy")
     put.add_argument("--points", type=points, help="where it is meant to act, e.g. resid_post")
@@ -49,13 +66,26 @@ def add(commands: Subparsers) -> None:
     put.add_argument("--description", default="")
     put.set_defaults(run=run_put)
 
-    get = actions.add_parser("get", help="save a vector to a .npy file, as float32")
+    get = actions.add_parser(
+        "get",
+        help="save a vector to a .npy file, as float32",
+        description="Save a vector to a .npy file, as float32.",
+        example="rheostat vectors get joy joy.npy",
+    )
     get.add_argument("name", metavar="NAME|DIGEST", help="8 digits of a digest or more")
-    get.add_argument("--out", type=Path, metavar="FILE.npy", help="default: NAME.npy")
+    get.add_argument(
+        "file", type=Path, nargs="?", metavar="FILE.npy", help="default: NAME.npy, here"
+    )
     get.set_defaults(run=run_get)
 
     take = actions.add_parser(
-        "import", help="store the vector of a .safetensors, .npz or .gguf file, or of an SAE"
+        "import",
+        help="store the vector of a .safetensors, .npz or .gguf file, or of an SAE",
+        description="Store the vector of a .safetensors, .npz or .gguf file, or a row of an SAE's "
+        "decoder.",
+        example="""\
+rheostat vectors import joy.gguf --name joy
+rheostat vectors import gpt2-res-jb/blocks.8.hook_resid_pre --feature 1234 --name cats""",
     )
     take.add_argument("file", metavar="FILE", type=Path, help="or the folder of an SAE")
     take.add_argument("--name", help="default: the file's own, else the file's name")
@@ -63,7 +93,13 @@ def add(commands: Subparsers) -> None:
     take.add_argument("--description", help="default: the file's own")
     take.set_defaults(run=run_import)
 
-    give = actions.add_parser("export", help="save a vector to a .safetensors, .npz or .gguf file")
+    give = actions.add_parser(
+        "export",
+        help="save a vector to a .safetensors, .npz or .gguf file",
+        description="Save a vector to a .safetensors, .npz or .gguf file, with what is known of "
+        "it.",
+        example="rheostat vectors export joy joy.safetensors",
+    )
     give.add_argument("name", metavar="NAME|DIGEST", help="8 digits of a digest or more")
     give.add_argument("file", metavar="FILE", type=Path)
     give.set_defaults(run=run_export)
@@ -77,7 +113,12 @@ def add(commands: Subparsers) -> None:
     for action in (get, give):
         add_force(action)
 
-    delete = actions.add_parser("delete", help="take a name off its vector")
+    delete = actions.add_parser(
+        "delete",
+        help="take a name off its vector",
+        description="Take a name off its vector; running requests keep what they started with.",
+        example="rheostat vectors delete joy",
+    )
     delete.add_argument("name", metavar="NAME")
     delete.set_defaults(run=run_delete)
 
@@ -90,8 +131,11 @@ def add(commands: Subparsers) -> None:
 def run_list(args: argparse.Namespace) -> int:
     """Print one line per vector."""
     with connected(args) as engine:
-        for info in engine.vectors.list(args.prefix):
-            print(_line(info))
+        infos = engine.vectors.list(args.prefix)
+    if args.json:
+        print_json([_fields(info) for info in infos])
+    else:
+        print_table(_HEAD, [_cells(info) for info in infos], "vectors")
     return 0
 
 
@@ -103,7 +147,7 @@ def run_put(args: argparse.Namespace) -> int:
 
 def run_get(args: argparse.Namespace) -> int:
     """Save a vector's numbers."""
-    path = args.out or Path(args.name.rpartition("/")[2] + ".npy")
+    path = args.file or Path(args.name.rpartition("/")[2] + ".npy")
     may_write(path, args.force)
     with connected(args) as engine, Phase(f"fetching {args.name}"):
         vector = fetched(engine, args.name)
@@ -185,7 +229,7 @@ def _put(args: argparse.Namespace, vector: Vector) -> int:
 def run_delete(args: argparse.Namespace) -> int:
     """Take a name off its vector."""
     with connected(args) as engine:
-        print(f"{engine.vectors.delete(args.name)}  {args.name}")
+        print(f"{args.name} is no longer a name of {engine.vectors.delete(args.name)}")
     return 0
 
 
@@ -194,11 +238,30 @@ def _shape(vector: Vector) -> str:
     return f"{vector.dtype} [{rows}, {width}]"
 
 
-def _line(info: VectorInfo) -> str:
-    vector = info.vector
-    parts = [shown(vector), vector.name or "-", _shape(vector)]
+_HEAD = ("DIGEST", "NAME", "TYPE", "SHAPE", "SITES", "DESCRIPTION")
+
+
+def _cells(info: VectorInfo) -> tuple[str, ...]:
+    vector, sites = info.vector, "-"
     if vector.points and vector.layers:
-        parts.append(f"{','.join(vector.points)} {show_layers(vector.layers)}")
-    if info.description:
-        parts.append(info.description)
-    return "  ".join(parts)
+        sites = f"{','.join(vector.points)} {show_layers(vector.layers)}"
+    shape = str(list(vector.shape or ()))
+    return (
+        shown(vector), vector.name or "-", vector.dtype or "-", shape, sites, info.description
+    )  # fmt: skip
+
+
+def _fields(info: VectorInfo) -> dict[str, object]:
+    """What is known, by the words of Python; layers by number, or "all"."""
+    vector = info.vector
+    return {
+        "digest": vector.digest,
+        "name": vector.name,
+        "dtype": vector.dtype,
+        "shape": vector.shape,
+        "points": vector.points,
+        "layers": [*vector.layers] if isinstance(vector.layers, range) else vector.layers,
+        "description": info.description,
+        "request_count": info.request_count,
+        "store_time": info.store_time,
+    }

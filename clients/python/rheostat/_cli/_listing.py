@@ -1,0 +1,60 @@
+"""Listings: a table below a head for people, one JSON document for programs (``--json``)."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TypeAlias
+
+from rheostat._cli._common import warn
+from rheostat._points import Site
+
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+"""What JSON has."""
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Give a command ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+
+
+def print_json(value: object) -> None:
+    """Print a result as JSON: dataclasses as objects, ranges by start and stop, times in ISO."""
+    print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], what: str) -> None:
+    """Print rows of as many cells as the head has. No row: say on stderr that ``what`` is none."""
+    if not rows:
+        warn(f"no {what} are stored")
+        return
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def plain(value: object) -> Plain:
+    """The value in what JSON has; what JSON cannot say is said in words."""
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case str():
+            return str(value)
+        case Site():
+            return {"point": str(value.point), "layer": value.layer}
+        case range():
+            return {"start": value.start, "stop": value.stop}
+        case datetime.datetime():
+            return value.isoformat()
+        case Mapping():
+            return {str(key): plain(one) for key, one in value.items()}
+        case list() | tuple():
+            return [plain(one) for one in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    return str(value)
