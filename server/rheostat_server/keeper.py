@@ -10,13 +10,18 @@ import errno
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from rheostat_server.errors import NotSupported, RheostatError, StoreFull, VectorDirFailed
+from rheostat_server.offload import on_pool
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vectors import Name, PutResult, Vector, VectorStore
 
 _LOG = logging.getLogger(__name__)
+
+_THREADS = ThreadPoolExecutor(2, "vector-files")
+"""Threads for the folder's disk alone: one that hangs holds up no request."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +48,7 @@ class VectorKeeper:
             VectorDirFailed: the folder cannot be read, is another model's, or has more vectors
                 with names than the store has room for.
         """
-        vectors, names = await asyncio.to_thread(files.read)
+        vectors, names = await on_pool(_THREADS, files.read)
         by_digest: defaultdict[bytes, dict[str, Name]] = defaultdict(dict)
         for name, label in names.items():
             by_digest[label.digest][name] = label
@@ -152,7 +157,7 @@ class VectorKeeper:
             for digest in [digest for digest in self._saved if digest not in self._store]:
                 self._saved.discard(digest)
                 try:
-                    await asyncio.to_thread(files.remove, digest)
+                    await on_pool(_THREADS, files.remove, digest)
                 except OSError as error:
                     _LOG.warning("the evicted vector %s stays on disk: %s", digest.hex(), error)
 
@@ -168,7 +173,7 @@ class VectorKeeper:
 
 async def _on_disk(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
     try:
-        await asyncio.to_thread(work, *args, **kwargs)
+        await on_pool(_THREADS, work, *args, **kwargs)
     except OSError as error:
         _LOG.error("vectors cannot be written: %s", error)
         raise _failure(error) from error

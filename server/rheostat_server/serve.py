@@ -46,6 +46,7 @@ from rheostat_server.errors import (
 from rheostat_server.host import Backend
 from rheostat_server.limits import TENSOR_MESSAGE_BYTES
 from rheostat_server.loras import read_loras
+from rheostat_server.open_files import raise_descriptor_limit
 from rheostat_server.prompts import Prompts
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Calls, ErrorInterceptor
@@ -283,6 +284,7 @@ def run(config: ServerConfig) -> int:
     0: ended as told. Otherwise the `exit_code` of the `ServerFailed`, which is printed.
     """
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    _LOG.debug("up to %d descriptors", raise_descriptor_limit())
     try:
         asyncio.run(_serve(config))
     except ServerFailed as error:

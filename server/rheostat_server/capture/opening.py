@@ -1,6 +1,7 @@
 """Opens what a request's rows go to, before it starts."""
 
 from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2
@@ -22,6 +23,9 @@ from rheostat_server.runs.store import Runs
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tensors import FloatType
+
+_RUN_WRITERS = ThreadPoolExecutor(4, "run-writer")
+"""Threads that copy rows into runs: they wait for no disk."""
 
 
 class Openers(Protocol):
@@ -67,7 +71,7 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
         recording = await open_recording(
             host.sinks, admitted, target, captures, model=host.info.name
         )
-        _write(recording, captures, flight, host)
+        _write(recording, captures, flight, host, host.sinks.threads(target.sink))
     for index, capture in enumerate(admitted.captures):
         if capture.run is not None:
             draft = host.runs.begin(
@@ -79,7 +83,7 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
                 lossless=capture.overload in LOSSLESS,
             )
             flight.outlets.add_run(index, draft)
-            _write(draft, {index: capture}, flight, host)
+            _write(draft, {index: capture}, flight, host, _RUN_WRITERS)
     for wish in admitted.wishes:
         subscription = wish.subscription
         if wish.own:
@@ -100,7 +104,11 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
 
 
 def _write(
-    recording: Recording, captures: Mapping[int, ResolvedCapture], flight: Flight, host: Openers
+    recording: Recording,
+    captures: Mapping[int, ResolvedCapture],
+    flight: Flight,
+    host: Openers,
+    threads: Executor,
 ) -> None:
     """Lets the rows of some captures go to a recording."""
     writer = start_writer(
@@ -112,5 +120,6 @@ def _write(
         losses=host.losses,
         spillway=host.spillway,
         fail=flight.fail,
+        threads=threads,
     )
     flight.outlets.add_writer(writer)

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
+from functools import partial
 from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
@@ -46,9 +47,6 @@ _REASONS = {
     types_pb2.FINISH_REASON_ERROR: "error",
 }
 
-_POOL = ThreadPoolExecutor(32, "rheostat-sink")
-"""Threads for sinks alone: one that hangs holds up nothing else."""
-
 _WHOLE = {"stop", "length", "rule"}
 
 
@@ -79,6 +77,7 @@ class SinkWriter:
         tap: Tap,
         reservoir: Reservoir,
         fail: Callable[[RheostatError], None],
+        threads: Executor,
     ) -> None:
         """A writer that works from now on; see `start_writer`.
 
@@ -88,12 +87,14 @@ class SinkWriter:
             tap: through which they come.
             reservoir: where they wait.
             fail: hears of a failure.
+            threads: where the recording may block.
         """
         self.tap = tap
         self._recording = recording
         self._reservoir = reservoir
         self._fail = fail
         self._abouts = abouts
+        self._threads = threads
         self._dropped = 0
         self.failure: RheostatError | None = None
         self.task = asyncio.create_task(self._run())
@@ -112,7 +113,7 @@ class SinkWriter:
             while self.failure is None:
                 item = self._reservoir.take()
                 if isinstance(item, End):
-                    await on_pool(_POOL, self._recording.finish, self._outcome())
+                    await on_pool(self._threads, self._recording.finish, self._outcome())
                     return
                 if item is None:
                     await self._reservoir.news.wait()
@@ -126,11 +127,11 @@ class SinkWriter:
         finally:
             self._reservoir.close()
         if self.failure is not None:
-            await on_pool(_POOL, self._recording.abandon, self.failure)
+            await on_pool(self._threads, self._recording.abandon, self.failure)
 
     async def _take(self, item: Item) -> None:
         if isinstance(item, Chunk | Sealed):
-            await on_pool(_POOL, self._write, item)
+            await on_pool(self._threads, self._write, item)
         elif isinstance(item, Loss):
             self._dropped += item.rows
 
@@ -154,10 +155,10 @@ class SinkWriter:
             self._fail(error)
 
 
-def _abandon(opening: asyncio.Future[GuardedRecording]) -> None:
+def _abandon(threads: Executor, opening: asyncio.Future[GuardedRecording]) -> None:
     """Gives up what was opened for a request that has gone meanwhile."""
     if not opening.cancelled() and opening.exception() is None:
-        _POOL.submit(opening.result().abandon, Defect("the request went away"))
+        threads.submit(opening.result().abandon, Defect("the request went away"))
 
 
 def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
@@ -205,11 +206,12 @@ async def open_recording(
         labels=admitted.labels,
         started_at=time.time(),
     )
-    opening = asyncio.ensure_future(on_pool(_POOL, sinks.open, about))
+    threads = sinks.threads(target.sink)
+    opening = asyncio.ensure_future(on_pool(threads, sinks.open, about))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
-        opening.add_done_callback(_abandon)
+        opening.add_done_callback(partial(_abandon, threads))
         raise
 
 
@@ -223,6 +225,7 @@ def start_writer(
     losses: Losses,
     spillway: Spillway | None,
     fail: Callable[[RheostatError], None],
+    threads: Executor,
 ) -> SinkWriter:
     """Begins to write some captures of a request, all with the same policy, to one recording.
 
@@ -235,6 +238,7 @@ def start_writer(
         losses: counts what is lost on the way.
         spillway: where more may wait.
         fail: ends the request.
+        threads: where the recording may block.
     """
     reservoir = Reservoir(limit, lambda _, error: writer.overflow(error), losses, advice=ADVICE)
     policy = next(iter(captures.values())).overload
@@ -242,5 +246,5 @@ def start_writer(
         spillway.open(reservoir, lambda error: writer.overflow(error))
     tap = Tap(admitted.request_id, admitted.prompt.token_ids, captures, held, policy, reservoir)
     abouts = {index: about_capture(index, one) for index, one in captures.items()}
-    writer = SinkWriter(recording, abouts, tap, reservoir, fail)
+    writer = SinkWriter(recording, abouts, tap, reservoir, fail, threads)
     return writer

@@ -2,7 +2,8 @@
 
 Invariants: what is read is what was written, in the order in which it was written, or an error; an
 append takes all of its records or none; a file goes as soon as all of it was read; all files
-together stay within the limit. A folder belongs to one server. Everything here blocks.
+together stay within the limit, and few of them are open. A folder belongs to one server. Everything
+here blocks.
 """
 
 import fcntl
@@ -11,18 +12,22 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import google_crc32c
 
 from rheostat_server.errors import SpoolFailed
+from rheostat_server.open_files import OpenFiles
 
 _FILES = 256
-"""Files into which the limit is divided: room comes back file by file, and each that is there is
-open."""
+"""Files into which the limit is divided: room comes back file by file."""
 
+_DESCRIPTORS = 64
+"""Files that stay open while nobody uses them. Each reader that spills has one at least."""
+
+_OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = ".lock"
 _SUFFIX = ".spool"
 _HEAD = struct.Struct("<II")
@@ -56,6 +61,8 @@ class Spool:
         """Bytes of all files."""
         self.file_bytes = limit // _FILES
         """Size from which on a file takes no further record."""
+        self.files = OpenFiles(_DESCRIPTORS)
+        """Those of all readers."""
         self._guard = threading.Lock()
         self._made = 0
         try:
@@ -96,17 +103,28 @@ class Spool:
         with self._guard:
             self.used -= size
 
-    def create(self) -> tuple[Path, int]:
-        """A new file: its path, and a descriptor to write to. Raises OSError."""
+    def create(self) -> Path:
+        """Makes a file; its path. Raises OSError."""
         with self._guard:
             self._made += 1
             path = self.folder / f"{self._made:08}{_SUFFIX}"
-        return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return path
+
+    def open(self, path: Path) -> AbstractContextManager[int]:
+        """The descriptor of a file that was made. Raises OSError."""
+        return self.files.use(path, lambda: os.open(path, _OLD))
+
+    def remove(self, path: Path) -> None:
+        """Deletes a file. Raises OSError."""
+        self.files.forget(path)
+        path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Removes all files and gives the folder up."""
         if self._open:
             self._open = False
+            self.files.close()
             with suppress(OSError):
                 self._sweep()
             # Closing alone would leave it locked while a process that was forked from ours lives.
@@ -123,15 +141,10 @@ class _File:
     """A file of records."""
 
     path: Path
-    descriptor: int
     end: int = 0
     """Bytes that were written."""
     begin: int = 0
     """Bytes that were read."""
-
-    def remove(self) -> None:
-        os.close(self.descriptor)
-        self.path.unlink(missing_ok=True)
 
 
 class Records:
@@ -154,7 +167,8 @@ class Records:
         self._spool.claim(len(data))
         try:
             file = self._last()
-            _write(file.descriptor, data, file.end)
+            with self._spool.open(file.path) as descriptor:
+                _write(descriptor, data, file.end)
         except BaseException:
             self._spool.release(len(data))
             raise
@@ -168,23 +182,8 @@ class Records:
             OSError: they cannot be read.
         """
         file = self._files[0]
-        data, at = _read(file, max(most, _HEAD.size)), 0
-        found: list[bytes] = []
-        while len(data) - at >= _HEAD.size:
-            length, checksum = _HEAD.unpack_from(data, at)
-            past = at + _HEAD.size + length
-            if past > len(data):
-                if found:
-                    break
-                data = _read(file, past)
-            record = data[at + _HEAD.size : past]
-            if len(record) < length or google_crc32c.value(record) != checksum:
-                raise SpoolDamaged
-            found.append(record)
-            at = past
-        if not found:
-            raise SpoolDamaged
-        file.begin += at
+        with self._spool.open(file.path) as descriptor:
+            found = _next(file, descriptor, most)
         if file.begin == file.end:
             self._drop(self._files.popleft())
         return found
@@ -198,12 +197,12 @@ class Records:
     def _last(self) -> _File:
         """The file that takes records."""
         if not self._files or self._files[-1].end >= self._spool.file_bytes:
-            self._files.append(_File(*self._spool.create()))
+            self._files.append(_File(self._spool.create()))
         return self._files[-1]
 
     def _drop(self, file: _File) -> None:
         self._spool.release(file.end)
-        file.remove()
+        self._spool.remove(file.path)
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:
@@ -221,10 +220,37 @@ def _write(descriptor: int, data: bytes, offset: int) -> None:
         raise
 
 
-def _read(file: _File, most: int) -> bytes:
+def _next(file: _File, descriptor: int, most: int) -> list[bytes]:
+    """The next records of a file, of about so many bytes, at least one.
+
+    Raises:
+        SpoolDamaged: they are not what was written.
+        OSError: they cannot be read.
+    """
+    data, at = _read(file, descriptor, max(most, _HEAD.size)), 0
+    found: list[bytes] = []
+    while len(data) - at >= _HEAD.size:
+        length, checksum = _HEAD.unpack_from(data, at)
+        past = at + _HEAD.size + length
+        if past > len(data):
+            if found:
+                break
+            data = _read(file, descriptor, past)
+        record = data[at + _HEAD.size : past]
+        if len(record) < length or google_crc32c.value(record) != checksum:
+            raise SpoolDamaged
+        found.append(record)
+        at = past
+    if not found:
+        raise SpoolDamaged
+    file.begin += at
+    return found
+
+
+def _read(file: _File, descriptor: int, most: int) -> bytes:
     """What comes next of a file, as much as there is of so many bytes."""
     size = min(most, file.end - file.begin)
-    data = os.pread(file.descriptor, size, file.begin)
+    data = os.pread(descriptor, size, file.begin)
     if len(data) < size:
         raise SpoolDamaged
     return data

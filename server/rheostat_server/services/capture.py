@@ -1,6 +1,5 @@
 """CaptureService: rows of requests that others run, sinks and what they wrote."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -13,6 +12,9 @@ from rheostat_server.sinks import to_artifact, to_wire_layout
 from rheostat_server.subscriptions.call import subscribe
 
 _pb = capture_service_pb2
+
+_ARTIFACTS = 1 << 16
+"""Most artefacts of an answer."""
 
 
 class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
@@ -57,5 +59,5 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         if not request.request_id:
             raise MissingField("a request id is required", field="request_id")
         checks.matches(request.request_id, checks.REQUEST_ID, "request_id")
-        found = await asyncio.to_thread(sinks.artifacts, request.request_id, request.sink)
-        return _pb.GetArtifactsResponse(artifacts=[to_artifact(one) for one in found])
+        page = await sinks.lookup(request.request_id, request.sink, most=_ARTIFACTS)
+        return _pb.GetArtifactsResponse(artifacts=[to_artifact(one) for one in page.found])

@@ -5,7 +5,7 @@ request writes to.
 """
 
 from rheostat_engine import Point, Site
-from rheostat_server.sinks.guarded import Found, GuardedRecording, SinkFailed
+from rheostat_server.sinks.guarded import ArtifactKey, Found, GuardedRecording, SinkFailed
 from rheostat_server.sinks.protocol import (
     LABELS,
     Artifact,
@@ -28,7 +28,7 @@ from rheostat_server.sinks.protocol import (
     State,
     Target,
 )
-from rheostat_server.sinks.registry import GROUP, Listing, Sinks, find_plugins
+from rheostat_server.sinks.registry import GROUP, Listing, Page, Sinks, find_plugins
 from rheostat_server.sinks.settings import SinkConfig, parse_sink
 from rheostat_server.sinks.wire import (
     block_of,
@@ -44,6 +44,7 @@ __all__ = [
     "GROUP",
     "LABELS",
     "Artifact",
+    "ArtifactKey",
     "CaptureAbout",
     "Collision",
     "Column",
@@ -56,6 +57,7 @@ __all__ = [
     "Layout",
     "Listing",
     "Outcome",
+    "Page",
     "Point",
     "Recording",
     "RequestAbout",

@@ -7,7 +7,7 @@ failed. Callers keep to one call at a time per recording.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
@@ -26,9 +26,22 @@ from rheostat_server.sinks.protocol import (
 
 _LOG = logging.getLogger(__name__)
 
+_ENTRY_BYTES = 512
+_ARTIFACT_BYTES = 512
+_SITE_BYTES = 80
+"""What a request and each of its targets take in `Written`, an artefact, and a site of one."""
+
 
 class SinkFailed(RowsLost):
     """A sink could not keep a request's rows; none of them can be found in it."""
+
+
+class ArtifactKey(NamedTuple):
+    """The order of a request's artefacts."""
+
+    sink: str
+    path: str
+    offset: int
 
 
 class Found(NamedTuple):
@@ -37,34 +50,68 @@ class Found(NamedTuple):
     sink: str
     artifact: Artifact
 
+    @property
+    def key(self) -> ArtifactKey:
+        """Its place in the order."""
+        return ArtifactKey(self.sink, self.artifact.path, self.artifact.offset)
+
+
+_Target = tuple[str, str]
+"""A sink and a tag."""
+
+
+class _Entry(NamedTuple):
+    """What was written for a request."""
+
+    by_target: dict[_Target, tuple[Artifact, ...]]
+    size: int
+
 
 class Written:
-    """What was written for the last requests."""
+    """What was written for the last requests, in bounded memory.
 
-    def __init__(self, most: int) -> None:
-        """Remembers so many (request, sink, tag)."""
-        self._most = most
+    A sink that can be asked for its artefacts knows those that are published. What is remembered
+    here are those that are not, and those of sinks that remember nothing.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        """Remembers about so many bytes, and always the request that was written last."""
+        self._most = most_bytes
         self._lock = Lock()
-        self._entries: OrderedDict[tuple[str, str, str], tuple[Artifact, ...]] = OrderedDict()
+        self._size = 0
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def note(self, about: RequestAbout, artifacts: Sequence[Artifact]) -> None:
         """Takes the place of what was known of a request's target."""
-        key = (about.request_id, about.target.sink, about.target.tag)
+        name, target = about.request_id, (about.target.sink, about.target.tag)
         with self._lock:
-            self._entries[key] = tuple(artifacts)
-            self._entries.move_to_end(key)
-            while len(self._entries) > self._most:
-                self._entries.popitem(last=False)
+            known = self._entries.pop(name, _Entry({}, 0))
+            by_target = {**known.by_target, target: tuple(artifacts)}
+            entry = _Entry(by_target, _size(by_target))
+            self._entries[name] = entry
+            self._size += entry.size - known.size
+            while self._size > self._most and len(self._entries) > 1:
+                self._size -= self._entries.popitem(last=False)[1].size
 
     def of(self, request_id: str) -> list[Found]:
         """What is known of a request."""
         with self._lock:
-            return [
-                Found(sink, artifact)
-                for (request, sink, _), artifacts in self._entries.items()
-                if request == request_id
-                for artifact in artifacts
-            ]
+            entry = self._entries.get(request_id)
+        if entry is None:
+            return []
+        return [
+            Found(sink, artifact)
+            for (sink, _), artifacts in entry.by_target.items()
+            for artifact in artifacts
+        ]
+
+
+def _size(by_target: Mapping[_Target, Sequence[Artifact]]) -> int:
+    """Bytes that an entry takes, about."""
+    artifacts = [one for some in by_target.values() for one in some]
+    return _ENTRY_BYTES * (1 + len(by_target)) + sum(
+        _ARTIFACT_BYTES + len(one.path) + _SITE_BYTES * len(one.sites) for one in artifacts
+    )
 
 
 class GuardedRecording:

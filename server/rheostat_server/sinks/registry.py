@@ -5,8 +5,11 @@ a name means one sink. What a request may say of its target is decided here and 
 `check`, before anything runs.
 """
 
+import asyncio
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, NoReturn
 
@@ -17,11 +20,13 @@ from rheostat_server.errors import (
     ArtifactNotFound,
     Defect,
     InvalidValue,
+    QueueFull,
     Resource,
     SinkNotFound,
     SinksFailed,
 )
-from rheostat_server.sinks.guarded import Found, GuardedRecording, Written
+from rheostat_server.offload import offload, on_pool
+from rheostat_server.sinks.guarded import ArtifactKey, Found, GuardedRecording, Written
 from rheostat_server.sinks.protocol import (
     Artifact,
     Layout,
@@ -49,7 +54,19 @@ TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Tags of targets."""
 
 _OPTIONS = 32
-_REMEMBERED = 4096
+_REMEMBERED_BYTES = 16 << 20
+"""Memory for what was written for the last requests."""
+
+_WRITERS = 16
+_READERS = 2
+"""Threads of a sink that write, and that look artefacts up."""
+
+_LOOKUPS = 64
+"""Lookups that may wait for the disks of all sinks."""
+
+_ARTIFACT_BYTES = 512
+"""What `offload` counts for an artefact."""
+
 _METHODS = ("check", "open", "artifacts", "close")
 
 
@@ -62,9 +79,22 @@ class Listing(NamedTuple):
     options: Mapping[str, str]
 
 
+class Page(NamedTuple):
+    """Some of a request's artefacts."""
+
+    found: list[Found]
+    """By sink, path and offset."""
+    more: bool
+    """Whether others follow."""
+
+
 class _Made(NamedTuple):
+    """A sink, and threads that wait for its disk alone."""
+
     plugin: str
     sink: Sink
+    writers: Executor
+    readers: Executor
 
 
 def find_plugins() -> dict[str, EntryPoint]:
@@ -98,14 +128,21 @@ class Sinks:
         Raises:
             SinksFailed: one cannot be made.
         """
-        self._written = Written(_REMEMBERED)
+        self._written = Written(_REMEMBERED_BYTES)
+        self._lookups = 0
+        """Those that wait."""
         self._made: dict[str, _Made] = {}
         known = plugins() if configs else {}
         try:
             for config in configs:
                 if config.name in self._made:
                     raise SinksFailed(f"two sinks are called {config.name}")
-                self._made[config.name] = _Made(config.plugin, _make(config, known))
+                self._made[config.name] = _Made(
+                    config.plugin,
+                    _make(config, known),
+                    ThreadPoolExecutor(_WRITERS, f"sink-{config.name}"),
+                    ThreadPoolExecutor(_READERS, f"sink-{config.name}-read"),
+                )
         except SinksFailed:
             self.close()
             raise
@@ -163,30 +200,83 @@ class Sinks:
         """
         return GuardedRecording(self._made[about.target.sink].sink, about, self._written)
 
+    def threads(self, name: str) -> Executor:
+        """The threads that a sink's recordings are opened and written on."""
+        return self._made[name].writers
+
     def artifacts(self, request_id: str, sink: str = "") -> list[Found]:
-        """What was written for a request, by sink and path; unfinished and failed files too.
+        """What was written for a request, by sink, path and offset. Waits for the sinks' disks.
+
+        Files that are not finished or have failed are among them.
 
         Raises:
             SinkNotFound: `sink` is not empty, and there is none of this name.
             ArtifactNotFound: there is nothing.
         """
-        if sink:
-            self._get(sink, "sink")
-        names = [sink] if sink else list(self._made)
-        found: dict[tuple[str, str, int], Artifact] = {}
-        for name in names:
-            for artifact in self._known(name, request_id):
-                found[name, artifact.path, artifact.offset] = artifact
+        names = self._named(sink)
+        return self._merged(request_id, {name: self._known(name, request_id) for name in names})
+
+    def page(
+        self, request_id: str, sink: str = "", *, after: ArtifactKey | None = None, most: int
+    ) -> Page:
+        """At most so many of `artifacts`, those after a key. Raises as `artifacts` does."""
+        return _page(self.artifacts(request_id, sink), after, most)
+
+    async def lookup(
+        self, request_id: str, sink: str = "", *, after: ArtifactKey | None = None, most: int
+    ) -> Page:
+        """The same as `page`, for the event loop. Each sink is asked on threads of its own.
+
+        Raises:
+            SinkNotFound, ArtifactNotFound: as for `artifacts`.
+            QueueFull: too many lookups wait for slow sinks.
+        """
+        if self._lookups >= _LOOKUPS:
+            raise QueueFull(f"{self._lookups} lookups wait for the disks of sinks", retry_after=1.0)
+        names = self._named(sink)
+        self._lookups += 1
+        try:
+            known = await asyncio.gather(
+                *(
+                    on_pool(self._made[name].readers, self._known, name, request_id)
+                    for name in names
+                )
+            )
+            by_name = dict(zip(names, known, strict=True))
+            size = sum(_ARTIFACT_BYTES * len(some) for some in known)
+            return await offload(size, self._selected, request_id, by_name, after, most)
+        finally:
+            self._lookups -= 1
+
+    def _selected(
+        self,
+        request_id: str,
+        known: Mapping[str, Sequence[Artifact]],
+        after: ArtifactKey | None,
+        most: int,
+    ) -> Page:
+        return _page(self._merged(request_id, known), after, most)
+
+    def _named(self, sink: str) -> list[str]:
+        """The sinks that are meant."""
+        if not sink:
+            return list(self._made)
+        self._get(sink, "sink")
+        return [sink]
+
+    def _merged(self, request_id: str, known: Mapping[str, Sequence[Artifact]]) -> list[Found]:
+        """What sinks know of a request, and what is remembered for them, in order."""
+        found = {one.key: one for name, some in known.items() for one in _all_found(name, some)}
         for one in self._written.of(request_id):
-            key = (one.sink, one.artifact.path, one.artifact.offset)
-            if one.sink in names and (key not in found or one.artifact.state is State.COMPLETE):
-                found[key] = one.artifact
+            complete = one.artifact.state is State.COMPLETE
+            if one.sink in known and (one.key not in found or complete):
+                found[one.key] = one
         if not found:
             raise ArtifactNotFound(
                 f"nothing was written for the request {request_id}",
                 resource=Resource("artifact", request_id),
             )
-        return [Found(key[0], artifact) for key, artifact in sorted(found.items())]
+        return [found[key] for key in sorted(found)]
 
     def _known(self, name: str, request_id: str) -> list[Artifact]:
         try:
@@ -198,6 +288,8 @@ class Sinks:
         """Closes every sink, once their recordings are over."""
         for made in self._made.values():
             made.sink.close()
+            for threads in (made.writers, made.readers):
+                threads.shutdown(wait=False)
 
     def _get(self, name: str, field: str) -> _Made:
         if name not in self._made:
@@ -210,6 +302,15 @@ class Sinks:
                 f'there is no sink "{name}"; {there}', field=field, resource=Resource("sink", name)
             )
         return self._made[name]
+
+
+def _all_found(sink: str, artifacts: Sequence[Artifact]) -> list[Found]:
+    return [Found(sink, artifact) for artifact in artifacts]
+
+
+def _page(found: Sequence[Found], after: ArtifactKey | None, most: int) -> Page:
+    start = 0 if after is None else bisect_right(found, after, key=lambda one: one.key)
+    return Page([*found[start : start + most]], start + most < len(found))
 
 
 def _make(config: SinkConfig, known: Mapping[str, EntryPoint]) -> Sink:

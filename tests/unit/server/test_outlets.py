@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, generation_service_pb2
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2, generation_service_pb2
 from rheostat_server.sinks import (
     Artifact,
     Layout,
@@ -19,7 +19,7 @@ from rheostat_server.sinks import (
 )
 from rheostat_server.subscriptions.call import subscribe
 
-from .conftest import rest
+from .conftest import Refusal, rest
 from .fakes import ScriptedBackend, sites_with
 from .messages import capture, request, selector, site_set, window
 from .sink_plugins import Plugin
@@ -124,6 +124,64 @@ async def test_sinks_that_hang_hold_up_nothing_else(starter, monkeypatch) -> Non
         await one
         await rest(call)
     await settled(running)
+
+
+async def test_a_sink_that_hangs_holds_up_no_other_sink_no_run_and_no_lookup(
+    starter, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [Plugin(Slow)])
+    running = await starter(sinks=("slow=theirs", f"disk=filesystem:root={tmp_path}"))
+    Slow.made.at = "open"
+    calls = [
+        running.client.generation.Generate(
+            request(request_id=f"slow{k}", captures=[stored(1, sink="slow")])
+        )
+        for k in range(48)
+    ]
+    reading = [asyncio.create_task(call.read()) for call in calls]
+    await until(lambda: running.host.open_requests == 48)
+    run = capture_pb2.CaptureSpec(
+        sites=site_set(POST, layers=[0]), run=capture_pb2.RunTarget(run="run")
+    )
+    async with asyncio.timeout(10):
+        events = await generate(running, "a", captures=[stored(1, sink="disk"), run])
+        assert events[-1].HasField("receipt")
+        found = await running.client.capture.GetArtifacts(
+            capture_service_pb2.GetArtifactsRequest(request_id="a", sink="disk")
+        )
+        assert len(found.artifacts) == 2
+    Slow.made.gate.set()
+    for call, one in zip(calls, reading, strict=True):
+        await one
+        await rest(call)
+    await settled(running)
+
+
+async def test_lookups_that_hang_hold_up_no_request_and_are_refused_beyond_a_number(
+    starter, monkeypatch
+) -> None:
+    gate = threading.Event()
+
+    class Hanging(Slow):
+        def artifacts(self, request_id: str) -> list[Artifact]:
+            gate.wait(20)
+            return []
+
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [Plugin(Hanging)])
+    running = await starter(sinks=("slow=theirs", "mem=memory"))
+    wish = capture_service_pb2.GetArtifactsRequest(request_id="a")
+    asked = [asyncio.ensure_future(running.client.capture.GetArtifacts(wish)) for _ in range(100)]
+    async with asyncio.timeout(10):
+        assert (await generate(running, "b", captures=[stored(1)]))[-1].HasField("receipt")
+        assert await asyncio.to_thread(lambda: 1) == 1
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    refusal = Refusal.of(done.pop().exception())
+    assert (refusal.reason, refusal.retry) == ("REASON_QUEUE_FULL", True)
+    gate.set()
+    reasons = [
+        Refusal.of(error).reason for error in await asyncio.gather(*asked, return_exceptions=True)
+    ]
+    assert set(reasons) == {"REASON_QUEUE_FULL", "REASON_ARTIFACT_NOT_FOUND"}
 
 
 async def test_a_request_that_never_ran_ends_with_its_sink(starter) -> None:

@@ -1,5 +1,6 @@
 """Recordings keep to their life cycle, whatever plugins do, and what was written is remembered."""
 
+import tracemalloc
 from pathlib import Path
 
 import grpc
@@ -12,9 +13,11 @@ from rheostat_server.sinks import (
     Found,
     Layout,
     Outcome,
+    Point,
     SinkError,
     SinkFailed,
     Sinks,
+    Site,
     State,
     parse_sink,
 )
@@ -85,12 +88,56 @@ def test_a_request_that_is_refused_takes_nothing_from_what_is_remembered() -> No
     assert sinks.artifacts("a") == [Found("s", made)]
 
 
+def artifacts(count: int, state: State = State.COMPLETE) -> list[Artifact]:
+    return [
+        Artifact(
+            path=f"default/requests/x/resid_post.{number}.safetensors",
+            media_type="x/y",
+            state=state,
+            sites=(Site(Point.RESID_POST, number),),
+            sha256=bytes([number % 256]) * 32,
+        )
+        for number in range(count)
+    ]
+
+
 def test_the_last_requests_are_remembered_and_no_more() -> None:
-    written = Written(2)
-    artifact = Artifact(path="p", media_type="x/y", state=State.COMPLETE)
+    written = Written(6000)
     for name in ("a", "b", "a", "c"):
-        written.note(request(name, None), [artifact])
-    assert [len(written.of(name)) for name in "abc"] == [1, 0, 1]
+        written.note(request(name, None), artifacts(3))
+    assert [len(written.of(name)) for name in "abc"] == [3, 0, 3]
+    written.note(request("d", None), artifacts(100))  # more than all may take
+    assert [len(written.of(name)) for name in "abcd"] == [0, 0, 0, 100]
+
+
+def test_what_is_remembered_takes_bounded_memory_however_many_files_requests_have() -> None:
+    written = Written(1 << 20)
+    tracemalloc.start()
+    for number in range(300):
+        written.note(request(f"r{number}", None), artifacts(200, State.PENDING))
+        written.note(request(f"r{number}", None), artifacts(200))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2 << 20
+    assert len(written.of("r299")) == 200
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_artifacts_come_in_pages(sinks: Sinks, size: int) -> None:
+    for tag in ("x", "y"):
+        recorded(sinks, request("a", Layout.PER_FILE, sink="disk", tag=tag))
+    sinks.open(request("a", Layout.PACKED, sink="disk", tag="z"))
+    whole = sinks.artifacts("a")
+    assert {one.artifact.state for one in whole} == {State.COMPLETE, State.PENDING}
+    pages, after = [], None
+    while True:
+        page = sinks.page("a", after=after, most=size)
+        pages.append(page.found)
+        if not page.more:
+            break
+        after = page.found[-1].key
+    assert [one for page in pages for one in page] == whole
+    assert {len(page) for page in pages[:-1]} <= {size}
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,22 @@ def test_records_come_back_in_order_through_many_files(tmp_path: Path) -> None:
     spool.close()
 
 
+def test_many_readers_share_few_descriptors(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 1 << 20)
+    before = len(os.listdir("/proc/self/fd"))
+    readers = [Records(spool) for _ in range(300)]
+    for round_ in range(2):
+        for number, records in enumerate(readers):
+            records.append([f"{round_} of {number}".encode()])
+    assert len(os.listdir("/proc/self/fd")) - before <= 64
+    for number, records in enumerate(readers):
+        found = records.read(1000)
+        assert found == [f"{round_} of {number}".encode() for round_ in range(2)]
+    assert files(tmp_path) == []
+    spool.close()
+    assert len(os.listdir("/proc/self/fd")) < before
+
+
 def test_a_file_goes_as_soon_as_it_was_read(spool: Spool) -> None:
     records = Records(spool)
     for _ in range(3):
