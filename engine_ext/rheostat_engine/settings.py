@@ -30,6 +30,9 @@ class EngineSettings:
     staging_bytes: int = 1024 * _MIB
     """Host memory, pinned on CUDA, in which the captured rows of each worker that reports wait for
     the server; never less than the ring's."""
+    pieces_in_flight: int = 2
+    """Pieces of 16 MiB of captured rows that may be copied off the device at once; 0: all of a
+    step's. The sampled tokens of a step wait for those that are under way."""
     slots: int = 4096
     """How many distinct configurations may be in use at once."""
     steps: int = 65536

@@ -123,6 +123,7 @@ def assemble(
             device,
             StagingArea(max(settings.staging_bytes, buffers.ring.nbytes), device),
             scratch=scratch,
+            in_flight=settings.pieces_in_flight,
         )
         captures = Captures(
             buffers.ring,

@@ -6,6 +6,9 @@ engine: the time to the first token of one request that captures one layer of it
 batch of long prompts that captures every layer, with the rows that found no room. What capturing
 costs per generated token is in `tpot`, suite `capture`.
 
+Sampled tokens leave the device the same way, behind the rows that are under way. So each of this is
+measured with few pieces of rows under way, as the engine does it, and with all of a step's at once.
+
     python -m rheostat_server.bench.capture --shape qwen3-8b --out results
 """
 
@@ -51,6 +54,12 @@ _COPIES = 20
 _SIZES = (1 * _MIB, 32 * _MIB, 256 * _MIB)
 """Bytes that are copied at once: about a step of decoding at one layer, at all, and a prefill."""
 
+UNPACED = 0
+"""Pieces in flight of an engine that launches all copies of a step's rows at once."""
+_TOKENS_BESIDE = 300_000
+"""Rows of a step beside whose copies sampled tokens leave: 2.4 GB at a width of 4,096."""
+_STEPS = 10
+
 Copies = dict[str, dict[str, float]]
 """GB/s by way and bytes of one copy."""
 
@@ -67,6 +76,8 @@ class Arm:
     """Tokens of each prompt."""
     requests: int
     """How many arrive together."""
+    engine: int = 0
+    """Which of the engines with sites runs them; 1: the one that is `UNPACED`."""
 
 
 ARMS = (
@@ -78,6 +89,7 @@ ARMS = (
     Arm("idle, 8 of 1,024 tokens", lambda sites: [], LONG, REQUESTS),
     Arm("one layer, 8 of 1,024 tokens", middle, LONG, REQUESTS),
     Arm("all layers, 8 of 1,024 tokens", posts, LONG, REQUESTS),
+    Arm("all layers, 8 of 1,024 tokens, all pieces at once", posts, LONG, REQUESTS, engine=1),
 )
 """What is measured; the reference of each is the stock arm above it."""
 
@@ -136,6 +148,51 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
     return found
 
 
+def token_delays(width: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """How long sampled tokens take off the device beside the rows of one step, by pieces in flight.
+
+    Milliseconds from the end of the step's computing to the tokens on the host, median and most,
+    and GB/s until the step's last row is on the host.
+    """
+    rows = torch.zeros(_TOKENS_BESIDE, width, device="cuda", dtype=dtype)
+    tokens = torch.zeros(128, device="cuda", dtype=torch.int64)
+    sampled = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    stream = torch.cuda.Stream()
+    found: dict[str, dict[str, float]] = {}
+    for in_flight in (0, 1, 2, 4):
+        area = StagingArea(2 * rows.nbytes, rows.device)
+        outlet = Outlet(_Sent(area), rows.device, area, scratch=1, in_flight=in_flight)  # type: ignore[arg-type]  # all of it that is used
+        head = RowsHead(0, "", width, [], b"", b"", b"", b"")
+        delays, rates = [], []
+        for _ in range(_STEPS):
+            computed, arrived = torch.cuda.Event(), torch.cuda.Event()
+            for _ in range(4):
+                torch.matmul(a, a, out=product)
+            begun = time.perf_counter()
+            fence = outlet.send_rows(head, rows, [Group(None, len(rows))])
+            time.sleep(0.001)  # the sampler's turn; by then the outlet has launched what it may
+            computed.record()
+            stream.wait_event(computed)
+            with torch.cuda.stream(stream):
+                sampled.copy_(tokens, non_blocking=True)
+                arrived.record(stream)
+            computed.synchronize()
+            over = time.perf_counter()
+            arrived.synchronize()
+            delays.append((time.perf_counter() - over) * 1e3)
+            fence.synchronize()
+            rates.append(rows.nbytes / (time.perf_counter() - begun) / 1e9)
+        outlet.close()
+        found[str(in_flight)] = {
+            "median_ms": statistics.median(delays),
+            "most_ms": max(delays),
+            "gb_per_s": statistics.median(rates),
+        }
+    return found
+
+
 def _rate(copy: Callable[[], Fence | None], size: int) -> float:
     """GB/s of the copies themselves, by the device's clock where it computes besides."""
 
@@ -169,7 +226,7 @@ def measure(engines: Engines, repeats: int) -> dict[str, list[dict[str, float]]]
             captures = (Capture(tuple(sites), EVERYWHERE),) if sites else ()
             plans = [Plan("", (), captures) if sites else None] * arm.requests
         begun = time.perf_counter()
-        ran = engines.run(0, prompts, plans, tokens=1)
+        ran = engines.run(arm.engine, prompts, plans, tokens=1)
         return {
             "first_token_ms": statistics.median(ran.first_token) * 1e3,
             "batch_ms": ran.seconds * 1e3,
@@ -207,14 +264,22 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, flo
 _NAMES = ("first_token_ms", "batch_ms", "until_last_row_ms", "bytes", "lost_rows")
 
 
-def show(copied: Copies, table: dict[str, dict[str, float]]) -> None:
+def show(
+    copied: Copies, delays: dict[str, dict[str, float]], table: dict[str, dict[str, float]]
+) -> None:
     """Prints the figures."""
+    for in_flight, row in delays.items():
+        print(
+            f"tokens beside a step's rows, {in_flight} pieces in flight (0: all): "
+            f"{row['median_ms']:.2f} ms, at most {row['most_ms']:.2f} ms; "
+            f"rows {row['gb_per_s']:.1f} GB/s"
+        )
     for name, by_size in copied.items():
         cells = "".join(f"{int(size) // _MIB:>6} MiB {gb:6.1f}" for size, gb in by_size.items())
-        print(f"{name:32} GB/s{cells}")
+        print(f"{name:52} GB/s{cells}")
     for name, row in table.items():
         print(
-            f"{name:32} first token {row['first_token_ms']:8.2f} ms "
+            f"{name:52} first token {row['first_token_ms']:8.2f} ms "
             f"({row['first_token_more_ms']:+6.2f}), batch {row['batch_ms']:8.1f} ms "
             f"({row['batch_to_stock'] * 100 - 100:+6.1f} %), until the last row "
             f"{row['until_last_row_ms']:8.1f} ms, {row['gb_per_s']:5.2f} GB/s, "
@@ -232,21 +297,31 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {}
     copied: Copies = {}
+    delays: dict[str, dict[str, float]] = {}
     if device() == "cuda" and arguments.model is None:
         width = int(str(SHAPES[arguments.shape]["hidden_size"]))
         copied = copies(width, torch.bfloat16)
+        delays = token_delays(width, torch.bfloat16)
         torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as scratch:
         model = chosen(arguments, Path(scratch))
         options = engine_options(
             model,
-            engines=2,
+            engines=3,
             requests=REQUESTS,
             enable_prefix_caching=False,
             disable_log_stats=False,
             max_num_batched_tokens=LONG * REQUESTS,
         )
-        engines = Engines(model.path, scratch, device(), 1, options, capture_bytes=4 << 30)
+        engines = Engines(
+            model.path,
+            scratch,
+            device(),
+            1,
+            options,
+            capture_bytes=4 << 30,
+            pieces_in_flight=[UNPACED],
+        )
         found = measure(engines, arguments.repeats)
         table = summary(found)
         result = {
@@ -254,11 +329,12 @@ def main() -> None:
             **described(model, engines.sites.runner),
             "repeats": arguments.repeats,
             "copies_gb_per_s": copied,
+            "tokens_beside_rows": delays,
             "summary": table,
             "repeated": found,
         }
         (arguments.out / "capture.json").write_text(json.dumps(result, indent=1))
-        show(copied, table)
+        show(copied, delays, table)
     leave()
 
 

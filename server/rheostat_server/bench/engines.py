@@ -91,6 +91,7 @@ class Engines:
         options: dict[str, Any],
         *,
         capture_bytes: int = CAPTURE_BYTES,
+        pieces_in_flight: Sequence[int] = (),
     ) -> None:
         """Starts them all.
 
@@ -101,6 +102,7 @@ class Engines:
             starts: how many of each kind.
             options: vLLM's arguments, the same for all.
             capture_bytes: memory of the ring that captured rows pass through.
+            pieces_in_flight: a setting of further engines with sites, which come after `starts`.
         """
         from vllm import LLM
 
@@ -109,11 +111,15 @@ class Engines:
         self._releases = _Releases()
         self.stock: list[LLM] = []
         self.sited: list[LLM] = []
-        for start in range(starts):
-            self.stock.append(LLM(model=str(model), **options))
+        count = starts + len(pieces_in_flight)
+        for start in range(count):
+            if start < starts:
+                self.stock.append(LLM(model=str(model), **options))
             settings = EngineSettings(
                 channel=f"ipc://{scratch}/channel-{start}", capture_bytes=capture_bytes
             )
+            if start >= starts:
+                settings = replace(settings, pieces_in_flight=pieces_in_flight[start - starts])
             channel = WorkerChannel(settings, ranks=1)
             channel.start(loop, self._releases)
             extension = engine_kwargs(settings, device=device)
@@ -123,7 +129,7 @@ class Engines:
         self.sites = ModelSites.from_reports(reports)
         rng = np.random.default_rng(0)
         vector = rng.normal(0, 0.01, (ROWS, self.sites.width)).astype("<f4")
-        for start in range(starts):
+        for start in range(count):
             self.load(start, {VECTOR: vector})
         self._made = 0
 

@@ -15,7 +15,7 @@ from rheostat_engine.core import delivery
 from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Delivery, Frame
 from rheostat_engine.core.forms import Forms, Made
-from rheostat_engine.core.outlet import Group, Outlet, pack, packed_bytes
+from rheostat_engine.core.outlet import Group, Outlet, PacedCopies, pack, packed_bytes
 from rheostat_engine.core.places import Places
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.events import Head, RowsHead, encode_head
@@ -259,6 +259,70 @@ def test_a_ring_never_waits_for_rows_whose_event_cannot_be_recorded(
     outlet.close()
 
 
+class CopyEngine:
+    """Stands for a device whose copies end only when somebody waits for an event behind them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, copy = self, torch.Tensor.copy_
+        self.launched = 0
+        """Bytes of the copies so far."""
+        self.ended = 0
+        """Bytes of those that are over."""
+        self.most = 0
+        """The most bytes that were under way at once."""
+
+        class Event:
+            def __init__(self, **options: object) -> None:
+                self.bytes = 0
+
+            def record(self, stream: object = None) -> None:
+                self.bytes = engine.launched
+
+            def synchronize(self) -> None:
+                engine.ended = max(engine.ended, self.bytes)
+
+        def launch(target: torch.Tensor, values: torch.Tensor, **options: object) -> torch.Tensor:
+            engine.launched += values.nbytes
+            engine.most = max(engine.most, engine.launched - engine.ended)
+            return copy(target, values)
+
+        monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.Tensor, "copy_", launch)
+
+
+@pytest.mark.parametrize(("in_flight", "pieces"), [(1, 1), (2, 2), (5, 5), (0, 80)])
+def test_few_pieces_of_many_rows_are_copied_at_once_so_that_tokens_get_between(
+    server: Server, monkeypatch: pytest.MonkeyPatch, in_flight: int, pieces: int
+) -> None:
+    raw = WIDTH * 4
+    monkeypatch.setattr("rheostat_engine.core.outlet._PIECE", 4 * raw)
+    engine = CopyEngine(monkeypatch)
+    outlet = Outlet(
+        Delivery(server.address),
+        torch.device("cuda"),
+        server.area,
+        scratch=64,
+        in_flight=in_flight,
+    )
+    outlet.send(Frame(installed()))
+    rows = torch.arange(320 * WIDTH).reshape(320, WIDTH).float()
+    # Two large groups, and many that are smaller than a piece: those wait for nothing each.
+    sizes = [99, 121, *[1] * 100]
+    head = RowsHead(0, "float32", WIDTH, [[2]], int64(1), int64(0), int64(5), int64(320))
+    fence = outlet.send_rows(head, rows, [Group(None, size) for size in sizes])
+    fence.synchronize()
+    assert engine.launched == engine.ended == rows.nbytes
+    assert engine.most == pieces * 4 * raw
+    outlet.send(Frame(released()))
+    server.wait_for(3)
+    delivered = server.events[1]
+    assert isinstance(delivered, Rows)
+    assert delivered.data.tobytes() == rows.numpy().tobytes()
+    outlet.close()
+
+
 def test_rows_whose_labels_cannot_be_sent_are_counted_as_lost(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,8 +368,9 @@ def test_slabs_make_the_same_bytes() -> None:
     forms = Forms(width=WIDTH, itemsize=4, vectors={}, limit=1 << 20)
     groups = [Group(forms[forms.acquire(form)], 11) for form in (EIGHT, TOP, None)]
     whole = torch.zeros(packed_bytes(rows, groups), dtype=torch.uint8)
-    pack(rows, groups, whole, scratch=1 << 30)
+    copies = PacedCopies(None, 2)
+    pack(rows, groups, whole, scratch=1 << 30, copies=copies)
     for scratch in (0, 500, 3000):
         slabs = torch.zeros_like(whole)
-        pack(rows, groups, slabs, scratch=scratch)
+        pack(rows, groups, slabs, scratch=scratch, copies=copies)
         assert torch.equal(slabs, whole)
