@@ -148,7 +148,7 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     if request_id:
         checks.matches(request_id, checks.REQUEST_ID, "request_id")
     _refuse_unserved(request)
-    _check_lora(request.lora, desk.info.loras)
+    _check_lora(request.lora_name, desk.info.loras)
     _check_labels(request.labels)
     waits = _waits(request)
     check_ranges(request.steering, request.captures)
@@ -209,7 +209,7 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
             private_from=context.prompt_len if changeable else None,
         ),
         unobserved=compiled.plan.captures,
-        lora=request.lora,
+        lora=request.lora_name,
         vectors=tuple((vectors | direction_vectors(captures)).values()),
         server_wide=desk.server_wide,
         return_prompt_token_ids=request.return_prompt_token_ids,
@@ -285,7 +285,7 @@ def _directed(captures: Sequence[ResolvedCapture], desk: Desk) -> list[Wish]:
             by_name.setdefault(capture.subscription, {})[index] = capture
     wishes = []
     for name, wanted in by_name.items():
-        path = f"captures[{min(wanted)}].subscription"
+        path = f"captures[{min(wanted)}].subscription_id"
         if desk.subscriptions is None:
             raise NotSupported("nobody can subscribe to this request", field=path)
         found = desk.subscriptions.named(name, path)
@@ -325,7 +325,7 @@ def _check_lora(name: str, known: Sequence[str]) -> None:
     if name and name not in known:
         raise LoraNotFound(
             f"there is no adapter {name!r}: the server has {', '.join(known) or 'none'}",
-            field="lora",
+            field="lora_name",
             resource=Resource("lora", name),
         )
 

@@ -124,7 +124,7 @@ def _check(request: steering_service_pb2.DeriveVectorsRequest, host: EngineHost)
         request.sites,
         selection.sites,
         prompt_selector(request.where if request.HasField("where") else None),
-        request.lora,
+        request.lora_name,
     )
     order = _Order(
         request, reading, selection.layers, _method(request), _names(request), host.sites.width

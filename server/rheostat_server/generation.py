@@ -78,7 +78,7 @@ async def run(
 def _started(admitted: Admitted, host: EngineHost) -> Response:
     started = generation_pb2.Started(
         request_id=admitted.request_id,
-        model=host.info.name,
+        model_name=host.info.name,
         prompt_token_count=admitted.prompt_len,
     )
     if admitted.return_prompt_token_ids:

@@ -23,12 +23,12 @@ def report_model(host: EngineHost) -> engine_service_pb2.GetModelResponse:
     """The model that a host serves."""
     info, sites = host.info, host.sites
     return _pb.GetModelResponse(
-        model=info.name,
+        model_name=info.name,
         architecture=sites.architecture,
         layer_count=sites.num_layers,
         width=sites.width,
         vocabulary_size=info.vocabulary,
-        loras=info.loras,
+        lora_names=info.loras,
         dtype=FloatType(sites.dtype).wire,
         sites=_groups(sites),
         has_tokenizer=host.prompts.has_tokenizer,

@@ -133,7 +133,7 @@ def _request(prompt: types_pb2.Prompt, reading: Reading) -> generation_service_p
                 dtype=tensor_pb2.DTYPE_FLOAT32,
             )
         ],
-        lora=reading.lora,
+        lora_name=reading.lora,
     )
     if prompt.HasField("text"):
         request.text = prompt.text
@@ -211,9 +211,9 @@ def _told_of(path: str) -> Iterator[None]:
             raise
         if field == "captures":
             field = "sites"
-        elif not field.startswith(("where", "sites", "lora", path)):
+        elif not field.startswith(("where", "sites", "lora_name", path)):
             field = path if field else ""
         error.field = field
-        if field not in ("", path, "lora"):
+        if field not in ("", path, "lora_name"):
             error.message = f"{path}: {error.message}"
         raise

@@ -203,5 +203,5 @@ def _captures(
             for site in capture.sites
         ]
         run = runs.get(spec, "")
-        receipts.append(receipt_pb2.CaptureReceipt(capture_index=spec, sites=sites, run=run))
+        receipts.append(receipt_pb2.CaptureReceipt(capture_index=spec, sites=sites, run_id=run))
     return receipts

@@ -20,7 +20,7 @@ class SinkInfo:
 
     name: str
     """What requests call it."""
-    plugin: str
+    plugin_name: str
     """What it is: "filesystem", "memory", "logging", or a plugin's name."""
     layouts: tuple[str, ...]
     """How it can lay out files, its own first; empty where it writes none."""
@@ -32,7 +32,7 @@ class SinkInfo:
 class Artifact:
     """A file that a sink wrote, or a request's part of one."""
 
-    sink: str
+    sink_name: str
     """The sink."""
     path: str
     """Relative to the sink's root."""
@@ -59,7 +59,7 @@ def read_sinks(answer: capture_service_pb2.ListSinksResponse) -> list[SinkInfo]:
     return [
         SinkInfo(
             one.name,
-            one.plugin,
+            one.plugin_name,
             tuple(read_word(_LAYOUT, layout, "LAYOUT_") for layout in one.layouts),
             dict(one.options),
         )
@@ -71,7 +71,7 @@ def read_artifacts(answer: capture_service_pb2.GetArtifactsResponse) -> list[Art
     """The artefacts, by sink and path."""
     return [
         Artifact(
-            one.ref.sink,
+            one.ref.sink_name,
             one.ref.path,
             one.ref.offset,
             one.size_bytes,

@@ -209,14 +209,14 @@ def sinks() -> Unary[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
 
 
 def artifacts(
-    request_id: str, sink: str
+    request_id: str, sink_name: str
 ) -> Unary[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
     """What sinks wrote for a request."""
     return Unary(
         "/rheostat.v1.CaptureService/GetArtifacts",
         capture_service_pb2.GetArtifactsRequest(
             request_id=utf8_text(request_id, "request_id", "a request's id"),
-            sink=utf8_text(sink, "sink", "a sink's name"),
+            sink_name=utf8_text(sink_name, "sink_name", "a sink's name"),
         ),
         capture_service_pb2.GetArtifactsResponse,
         read_artifacts,

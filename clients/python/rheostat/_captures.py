@@ -69,7 +69,7 @@ class Sink:
 
     def to_wire(self) -> capture_pb2.SinkTarget:
         """The target."""
-        target = capture_pb2.SinkTarget(sink=utf8_text(self.name, "captures", "a sink's name"))
+        target = capture_pb2.SinkTarget(sink_name=utf8_text(self.name, "captures", "a sink's name"))
         if not isinstance(self.options, Mapping):
             given = type(self.options).__name__
             raise invalid(
@@ -164,7 +164,7 @@ class Capture:
         elif isinstance(self.to, Run):
             spec.run.CopyFrom(self.to.to_wire())
         else:
-            spec.subscription = utf8_text(self.to, "captures", "a subscription's id")
+            spec.subscription_id = utf8_text(self.to, "captures", "a subscription's id")
         return spec
 
     def to_spec(self) -> capture_pb2.CaptureSpec:

@@ -161,7 +161,7 @@ def derive_request(
         method=METHODS[method],
         name="" if name is None else vector_name(name),
         description=utf8_text(description, "description", "a description"),
-        lora="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
     )
     if where is not None:
         every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])

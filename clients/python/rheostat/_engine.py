@@ -335,21 +335,21 @@ class Engine:
         """The server's sinks, by name."""
         return self._connection.unary(_calls.sinks())
 
-    def artifacts(self, request_id: str, *, sink: str = "") -> list[Artifact]:
+    def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """What sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
-        return self._connection.unary(_calls.artifacts(request_id, sink))
+        return self._connection.unary(_calls.artifacts(request_id, sink_name))
 
     def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""
         return self._connection.script(_run_calls.list_runs())
 
-    def delete_run(self, run: str) -> int:
+    def delete_run(self, run_id: str) -> int:
         """Delete a run, leased or not, and give its bytes. Raises Refused where it is in use."""
-        return self._connection.unary(_run_calls.delete_run(run))
+        return self._connection.unary(_run_calls.delete_run(run_id))
 
-    def renew_lease(self, run: str, seconds: float) -> RunInfo:
+    def renew_lease(self, run_id: str, seconds: float) -> RunInfo:
         """Keep a run for so many seconds from now (1 to 86400), if that is longer than so far."""
-        return self._connection.unary(_run_calls.renew_lease(run, seconds))
+        return self._connection.unary(_run_calls.renew_lease(run_id, seconds))
 
     def stats(self) -> Stats:
         """The server's counters."""

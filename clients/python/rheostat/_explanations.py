@@ -58,7 +58,7 @@ class ResolvedIntervention:
     doses: Mapping[Site, float]
     """By site, the norm of what is added: of "add" in the units of the stream, of "norm_add" in
     norms of the stream. Empty for other ops, whose dose depends on the stream."""
-    rule: str = ""
+    rule_name: str = ""
     """The rule, where ``origin`` is "rule"."""
     unknown_sites: int = 0
     """Further sites, at points of a newer server that this client cannot name."""
@@ -126,7 +126,7 @@ def _told(one: Explanation) -> list[tuple[str, str]]:
             for site in done.sites
         ]
         places = ", ".join([*sites, *unknown_places(done.unknown_sites)])
-        which = Reference(done.origin, done.index, done.op, done.rule)
+        which = Reference(done.origin, done.index, done.op, done.rule_name)
         rows.append((str(which), f"{places}; {done.selection}"))
     for capture in one.captures:
         places = ", ".join([*map(str, capture.sites), *unknown_places(capture.unknown_sites)])
@@ -176,7 +176,7 @@ def _read_intervention(
         origin=which.origin,
         index=which.index,
         op=which.op,
-        rule=which.rule,
+        rule_name=which.rule_name,
         sites=_known(message.sites),
         unknown_sites=len(message.sites) - len(_known(message.sites)),
         selection=_read_selection(message.selection),

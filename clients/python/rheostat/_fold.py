@@ -106,7 +106,7 @@ class GenerationFold:
             case "started":
                 one = message.started
                 ids = tuple(one.prompt_token_ids.ids)
-                self._started = Started(one.request_id, one.model, ids)
+                self._started = Started(one.request_id, one.model_name, ids)
                 return [self._started]
             case "prompt_logprobs":
                 told = message.prompt_logprobs
@@ -164,7 +164,7 @@ class GenerationFold:
             raise ServerError("the stream ended without the baseline that was asked for")
         return Generation(
             request_id=self._started.request_id,
-            model=self._started.model,
+            model_name=self._started.model_name,
             prompt_token_ids=self._started.prompt_token_ids,
             samples=self._closed(False),
             receipt=self._receipt,
@@ -213,11 +213,11 @@ def _target(capture: capture_pb2.CaptureSpec) -> str:
     """Where its rows go that do not come back, for people."""
     match capture.WhichOneof("to"):
         case "sink":
-            return f"the sink {capture.sink.sink!r}"
+            return f"the sink {capture.sink.sink_name!r}"
         case "run":
-            return f"the run {capture.run.run!r}" if capture.run.run else "a run"
+            return f"the run {capture.run.run_id!r}" if capture.run.run_id else "a run"
         case _:
-            return f"the subscription {capture.subscription!r}"
+            return f"the subscription {capture.subscription_id!r}"
 
 
 def _read_logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
@@ -236,7 +236,7 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
         case "stop_token_id":
             stop = message.stop_token_id
         case "rule":
-            stop = message.rule
+            stop = message.rule_name
     reason = read_word(types_pb2.FinishReason.DESCRIPTOR, message.reason, "FINISH_REASON_")
     return Finished(
         sample=message.sample,

@@ -113,7 +113,7 @@ class ModelInfo:
     """Whether text can be tokenised."""
     has_chat_template: bool
     """Whether messages can be rendered."""
-    loras: tuple[str, ...]
+    lora_names: tuple[str, ...]
     """Names of loaded adapters."""
     engine: EngineInfo
     """How it runs."""
@@ -164,7 +164,7 @@ def _told(model: ModelInfo) -> list[tuple[str, str]]:
             f"{model.limits.model_tokens} tokens, {model.limits.running_requests} requests, "
             f"{model.limits.bank_rows} bank rows, {model.limits.logprobs} logprobs",
         ),
-        ("adapters", ", ".join(model.loras) or "none"),
+        ("adapters", ", ".join(model.lora_names) or "none"),
         ("server", f"{model.build_version}, {model.api_version}"),
     ]
     for group in model.sites:
@@ -179,7 +179,7 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
     """The model of a wire message."""
     engine, limits = message.engine, message.limits
     return ModelInfo(
-        name=message.model,
+        name=message.model_name,
         architecture=message.architecture,
         layer_count=message.layer_count,
         width=message.width,
@@ -188,7 +188,7 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         sites=tuple(_read_group(one) for one in message.sites if knows_point(one.point)),
         has_tokenizer=message.has_tokenizer,
         has_chat_template=message.has_chat_template,
-        loras=tuple(message.loras),
+        lora_names=tuple(message.lora_names),
         engine=EngineInfo(
             vllm_version=engine.vllm_version,
             torch_version=engine.torch_version,

@@ -167,7 +167,7 @@ def _in_numbers(layers: str) -> str:
     if re.fullmatch(r"\d+(,\s*\d+)*", layers):
         many = ", ".join(str(int(one)) for one in layers.split(","))
         return f"write [{many}]" if "," in layers else f"write {many}"
-    return "write 3, [0, 4], range(2, 6), or engine.model().layers - 1 for the last"
+    return "write 3, [0, 4], range(2, 6), or engine.model().layer_count - 1 for the last"
 
 
 def _layer(number: int) -> int:
@@ -179,7 +179,7 @@ def _layer(number: int) -> int:
     if found < 0:
         raise invalid(
             "sites.layers",
-            f"layers count from 0, not {found}; engine.model().layers - 1 is the last",
+            f"layers count from 0, not {found}; engine.model().layer_count - 1 is the last",
             "REASON_UNKNOWN_LAYER",
         )
     if found >= UINT32:

@@ -65,7 +65,7 @@ class AppliedIntervention:
     """Where it acted, by layer, then point."""
     rows: tuple[AppliedRows, ...]
     """On which tokens."""
-    rule: str = ""
+    rule_name: str = ""
     """The rule, where ``origin`` is "rule"."""
     update_id: int | None = None
     """The session's update, where ``origin`` is "update"."""
@@ -93,7 +93,7 @@ class CaptureReceipt:
     """Index in the request's captures."""
     sites: tuple[CapturedSite, ...]
     """Rows by site, by layer, then point."""
-    run: str = ""
+    run_id: str = ""
     """Run that the rows were stored in, where they were."""
     unknown_sites: int = 0
     """Further sites, at points of a newer server that this client cannot name."""
@@ -163,14 +163,14 @@ def _told(receipt: Receipt) -> list[tuple[str, str]]:
         )
     ]
     for done in receipt.interventions:
-        which = Reference(done.origin, done.index, done.op, done.rule, done.update_id)
+        which = Reference(done.origin, done.index, done.op, done.rule_name, done.update_id)
         rows.append((str(which), _told_intervention(done)))
     for capture in receipt.captures:
         lost = sum(site.dropped_row_count for site in capture.sites)
         count = sum(site.row_count for site in capture.sites)
         told = f"{count} rows of {_places(capture)}"
         told += f", {lost} lost" if lost else ""
-        told += f", stored in run {capture.run}" if capture.run else ""
+        told += f", stored in run {capture.run_id}" if capture.run_id else ""
         rows.append((f"capture {capture.index}", told))
     if receipt.steps:
         steps = ", ".join(f"{count} {variant}" for variant, count in receipt.steps.items())
@@ -268,12 +268,12 @@ class Reference:
     origin: str
     index: int
     op: str
-    rule: str = ""
+    rule_name: str = ""
     update_id: int | None = None
 
     def __str__(self) -> str:
         """As "add (request 0)", "clamp (update 3, 1)"."""
-        of = self.rule if self.update_id is None else str(self.update_id)
+        of = self.rule_name if self.update_id is None else str(self.update_id)
         return f"{self.op} ({self.origin} {f'{of}, ' if of else ''}{self.index})"
 
 
@@ -283,7 +283,7 @@ def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
         read_word(receipt_pb2.Origin.DESCRIPTOR, message.origin, "ORIGIN_"),
         message.index,
         read_word(receipt_pb2.Op.DESCRIPTOR, message.op, "OP_"),
-        message.rule,
+        message.rule_name,
         message.update_id or None,
     )
 
@@ -303,7 +303,7 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
                     for site in one.sites
                     if knows_point(site.site.point)
                 ),
-                one.run,
+                one.run_id,
                 sum(not knows_point(site.site.point) for site in one.sites),
             )
             for one in message.captures
@@ -323,7 +323,7 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
         origin=which.origin,
         index=which.index,
         op=which.op,
-        rule=which.rule,
+        rule_name=which.rule_name,
         update_id=which.update_id,
         digests=tuple(digest.hex() for digest in message.digests),
         sites=tuple(

@@ -207,7 +207,7 @@ def generate_request(
         sampling=_sampling(numbers, stop, stop_token_ids, ignore_eos),
         steering=steering_to_wire(steering),
         captures=[one.to_wire() for one in captures_of(capture)],
-        lora="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         with_baseline=with_baseline,
         labels=None if labels is None else labels_to_wire(labels, "labels"),
         return_prompt_token_ids=True,

@@ -49,7 +49,7 @@ class Started:
 
     request_id: str
     """The id, given or made."""
-    model: str
+    model_name: str
     """The model's name."""
     prompt_token_ids: tuple[int, ...]
     """The prompt's tokens."""
@@ -231,7 +231,7 @@ class Generation(Samples):
 
     request_id: str
     """The request."""
-    model: str
+    model_name: str
     """The model's name."""
     prompt_token_ids: tuple[int, ...]
     """The prompt's tokens."""

@@ -30,7 +30,9 @@ class Run:
     def to_wire(self) -> capture_pb2.RunTarget:
         """The target."""
         path = "captures.run"
-        target = capture_pb2.RunTarget(run="" if self.id is None else run_id(self.id, path))
+        target = capture_pb2.RunTarget(
+            run_id="" if self.id is None else valid_run_id(self.id, path)
+        )
         if self.lease is not None:
             target.lease.CopyFrom(lease_duration(self.lease, f"{path}.lease"))
         return target
@@ -66,7 +68,7 @@ class RunInfo:
         )
 
 
-def run_id(value: object, path: str = "run") -> str:
+def valid_run_id(value: object, path: str = "run_id") -> str:
     """``value``, if it can be a run's id."""
     if not isinstance(value, str) or not _ID.fullmatch(value):
         raise invalid(
@@ -92,7 +94,7 @@ def lease_duration(seconds: float, path: str) -> duration_pb2.Duration:
 def read_run(message: patch_pb2.Run) -> RunInfo:
     """A run of a wire message, without sites that this client cannot name."""
     return RunInfo(
-        message.run,
+        message.run_id,
         tuple(read_site(site) for site in message.sites if knows_point(site.point)),
         read_runs(message.positions),
         tuple(message.prompt_token_ids.ids),

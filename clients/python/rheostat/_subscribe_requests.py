@@ -77,7 +77,7 @@ def opening(
     for number, one in enumerate(captures):
         if one.to is not None:
             raise invalid(
-                f"open.captures[{number}].subscription", "its rows come here: leave out to="
+                f"open.captures[{number}].subscription_id", "its rows come here: leave out to="
             )
     given = [requests is not None, labels is not None, every]
     if sum(given) > 1 or (captures and not any(given)):
@@ -140,8 +140,8 @@ def resuming(
         name, sequence = cursor
     except (TypeError, ValueError):
         raise invalid("open.resume", f"{cursor!r} is no rheostat.Cursor") from None
-    if not utf8_text(name, "open.resume.subscription", "a subscription's id"):
-        raise invalid("open.resume.subscription", "the cursor names no subscription")
+    if not utf8_text(name, "open.resume.subscription_id", "a subscription's id"):
+        raise invalid("open.resume.subscription_id", "the cursor names no subscription")
     sequence = whole_number(
         sequence, "open.resume.after_sequence", "a sequence number", most=UINT64
     )

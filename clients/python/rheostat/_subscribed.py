@@ -30,7 +30,7 @@ from rheostat._results import DroppedRows, FinishReason
 class Cursor(NamedTuple):
     """Where a subscription can be taken up again, by `Engine.resume`."""
 
-    subscription: str
+    subscription_id: str
     """Id of the subscription."""
     sequence: int
     """Number of the last event that is not wanted again; 0: all are."""

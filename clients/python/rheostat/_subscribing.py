@@ -103,7 +103,7 @@ class Intake:
         self.patience = PATIENCE
         """Seconds for which the server waits for its client once a connection has broken."""
         self._wish = wish
-        self._name = "" if cursor is None else cursor.subscription
+        self._name = "" if cursor is None else cursor.subscription_id
         self._window = whole_number(credit, "credit", "the credit", least=1, most=2**62)
         self._automatic = ack == "auto"
         after = 0 if cursor is None else cursor.sequence
@@ -140,7 +140,7 @@ class Intake:
         self._told = self._dealt
         wish = _Open()
         if self._name:
-            wish.resume.subscription = self._name
+            wish.resume.subscription_id = self._name
             wish.resume.after_sequence = self._dealt.sequence
         elif self._wish is not None:
             wish.CopyFrom(self._wish)
@@ -151,7 +151,7 @@ class Intake:
         """Take what came. Raises DataLoss where something is missing before it."""
         match message.WhichOneof("event"):
             case "opened":
-                self.id = self._name = message.opened.subscription
+                self.id = self._name = message.opened.subscription_id
                 self.missed = {one.request_id: one.reason for one in message.opened.missed}
                 self.attached = to_attached(message.opened.attached)
                 if message.opened.HasField("resume_window"):

@@ -282,21 +282,21 @@ class Engine:
         """The server's sinks, by name."""
         return await self._connection.unary(_calls.sinks())
 
-    async def artifacts(self, request_id: str, *, sink: str = "") -> list[Artifact]:
+    async def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """What sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
-        return await self._connection.unary(_calls.artifacts(request_id, sink))
+        return await self._connection.unary(_calls.artifacts(request_id, sink_name))
 
     async def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""
         return await self._connection.script(_run_calls.list_runs())
 
-    async def delete_run(self, run: str) -> int:
+    async def delete_run(self, run_id: str) -> int:
         """Delete a run, leased or not, and give its bytes. Raises Refused where it is in use."""
-        return await self._connection.unary(_run_calls.delete_run(run))
+        return await self._connection.unary(_run_calls.delete_run(run_id))
 
-    async def renew_lease(self, run: str, seconds: float) -> RunInfo:
+    async def renew_lease(self, run_id: str, seconds: float) -> RunInfo:
         """Keep a run for so many seconds from now (1 to 86400), if that is longer than so far."""
-        return await self._connection.unary(_run_calls.renew_lease(run, seconds))
+        return await self._connection.unary(_run_calls.renew_lease(run_id, seconds))
 
     async def stats(self) -> Stats:
         """The server's counters."""

@@ -130,7 +130,9 @@ def unread_rows(target: Target, rng: random.Random, size: float) -> Call:
 def new_tag(target: Target, rng: random.Random, size: float) -> Call:
     """A request whose rows a sink keeps under a tag that nobody has used."""
     layout = rng.choice(capture_pb2.Layout.values()[1:])
-    to = capture_pb2.SinkTarget(sink=target.sink, tag=f"tag-{rng.getrandbits(64)}", layout=layout)
+    to = capture_pb2.SinkTarget(
+        sink_name=target.sink, tag=f"tag-{rng.getrandbits(64)}", layout=layout
+    )
     middle = sites(types_pb2.POINT_RESID_POST, layers=[target.layers // 2])
     request = _request(rng, target, 8, 2, 1, capture_pb2.CaptureSpec(sites=middle, sink=to))
     return Call(GENERATE, (request.SerializeToString(),))
@@ -145,7 +147,7 @@ def sink_collision(target: Target, rng: random.Random, size: float) -> Call:
         capture_pb2.CaptureSpec(
             sites=middle,
             sink=capture_pb2.SinkTarget(
-                sink=target.sink, tag=f"{request_id}-{tag}", layout=capture_pb2.LAYOUT_PACKED
+                sink_name=target.sink, tag=f"{request_id}-{tag}", layout=capture_pb2.LAYOUT_PACKED
             ),
         )
         for tag in tags
@@ -157,7 +159,7 @@ def sink_collision(target: Target, rng: random.Random, size: float) -> Call:
 
 def run(target: Target, rng: random.Random, size: float) -> Call:
     """A request whose rows become a run that stays on the server."""
-    to = capture_pb2.RunTarget(run=f"run-{rng.getrandbits(64)}")
+    to = capture_pb2.RunTarget(run_id=f"run-{rng.getrandbits(64)}")
     to.lease.FromSeconds(1)
     spec = capture_pb2.CaptureSpec(sites=sites(*POINTS), run=to)
     request = _request(rng, target, count(size, 500, 8), 2, 1, spec)

@@ -79,7 +79,7 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
                 about_capture(index, capture),
                 admitted.prompt.token_ids,
                 admitted.labels,
-                f"captures[{index}].run.run",
+                f"captures[{index}].run.run_id",
                 lossless=capture.overload in LOSSLESS,
             )
             flight.outlets.add_run(index, draft)

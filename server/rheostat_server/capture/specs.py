@@ -45,7 +45,7 @@ class Target(Enum):
     """Where a capture's rows go."""
 
     INLINE = "inline"
-    SUBSCRIPTION = "subscription"
+    SUBSCRIPTION = "subscription_id"
     SINK = "sink"
     RUN = "run"
 
@@ -295,8 +295,8 @@ def resolve_capture(
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
-    target = checks.required(spec.WhichOneof("to"), path, "inline, subscription, sink and run")
-    if target == "subscription" and spec.HasField("overload"):
+    target = checks.required(spec.WhichOneof("to"), path, "inline, subscription_id, sink and run")
+    if target == "subscription_id" and spec.HasField("overload"):
         raise InvalidValue("the subscription's own policy holds", field=join(path, "overload"))
     return Target(target)
 
@@ -306,7 +306,7 @@ def _aimed(
 ) -> ResolvedCapture:
     """A capture with where it goes, which is there."""
     if capture.target is Target.SUBSCRIPTION:
-        return replace(capture, subscription=spec.subscription)
+        return replace(capture, subscription=spec.subscription_id)
     if capture.target is Target.INLINE:
         return capture
     if capture.target is Target.RUN:

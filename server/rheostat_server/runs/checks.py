@@ -31,7 +31,7 @@ def check_runs(
                 f"a run is of one sample, not of {samples}: send a request for each",
                 field="sampling.n",
             )
-        path = join(path, "run")
+        path = join(path, "run_id")
         other = seen.setdefault(capture.run.id, index)
         if other != index:
             raise InvalidValue(

@@ -37,8 +37,8 @@ def run_target(spec: capture_pb2.CaptureSpec, path: str) -> RunTarget:
         InvalidValue: there can be no such run, or the capture's rows are not rows of the stream.
     """
     target = spec.run
-    if target.run:
-        checks.matches(target.run, RUN_ID, join(path, "run.run"))
+    if target.run_id:
+        checks.matches(target.run_id, RUN_ID, join(path, "run.run_id"))
     if spec.HasField("encoding") and spec.encoding != tensor_pb2.ENCODING_RAW:
         raise InvalidValue(
             "a run keeps rows as they are: use ENCODING_RAW, or a sink for other encodings",
@@ -50,7 +50,9 @@ def run_target(spec: capture_pb2.CaptureSpec, path: str) -> RunTarget:
             field=join(path, "projection"),
         )
     lease = target.lease if target.HasField("lease") else None
-    return RunTarget(target.run or uuid.uuid4().hex, lease_seconds(lease, join(path, "run.lease")))
+    return RunTarget(
+        target.run_id or uuid.uuid4().hex, lease_seconds(lease, join(path, "run.lease"))
+    )
 
 
 def lease_seconds(duration: duration_pb2.Duration | None, path: str) -> float:

@@ -43,7 +43,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         sinks = [
             _pb.Sink(
                 name=one.name,
-                plugin=one.plugin,
+                plugin_name=one.plugin,
                 layouts=[to_wire_layout(layout) for layout in one.layouts],
                 options=one.options,
             )
@@ -59,5 +59,5 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         if not request.request_id:
             raise MissingField("a request id is required", field="request_id")
         checks.matches(request.request_id, checks.REQUEST_ID, "request_id")
-        page = await sinks.lookup(request.request_id, request.sink, most=_ARTIFACTS)
+        page = await sinks.lookup(request.request_id, request.sink_name, most=_ARTIFACTS)
         return _pb.GetArtifactsResponse(artifacts=[to_artifact(one) for one in page.found])

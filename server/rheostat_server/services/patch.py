@@ -67,17 +67,17 @@ class PatchService(patch_service_pb2_grpc.PatchServiceServicer):
     ) -> patch_service_pb2.DeleteRunResponse:
         """Deletes a run."""
         runs = self._readiness.host().runs
-        checks.matches(request.run, RUN_ID, "run")
-        return _pb.DeleteRunResponse(freed_bytes=runs.delete(request.run, "run"))
+        checks.matches(request.run_id, RUN_ID, "run_id")
+        return _pb.DeleteRunResponse(freed_bytes=runs.delete(request.run_id, "run_id"))
 
     async def RenewLease(
         self, request: patch_service_pb2.RenewLeaseRequest, context: Context
     ) -> patch_service_pb2.RenewLeaseResponse:
         """Extends a run's lease."""
         runs = self._readiness.host().runs
-        checks.matches(request.run, RUN_ID, "run")
+        checks.matches(request.run_id, RUN_ID, "run_id")
         given = request.lease.duration if request.lease.HasField("duration") else None
-        run = runs.renew(request.run, lease_seconds(given, "lease.duration"), "run")
+        run = runs.renew(request.run_id, lease_seconds(given, "lease.duration"), "run_id")
         return _pb.RenewLeaseResponse(run=await offload(_weight(run), _to_wire, run))
 
     async def Sweep(
@@ -115,7 +115,7 @@ def _listed(runs: Sequence[Run]) -> patch_service_pb2.ListRunsResponse:
 
 def _to_wire(run: Run) -> patch_pb2.Run:
     message = patch_pb2.Run(
-        run=run.id,
+        run_id=run.id,
         sites=map(to_wire, run.sites),
         size_bytes=run.size,
         create_time=_timestamp(run.create_time),

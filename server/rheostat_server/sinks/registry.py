@@ -169,7 +169,7 @@ class Sinks:
             SinkNotFound: there is no such sink.
             InvalidArgument: the sink does not take it.
         """
-        sink = self._get(target.sink, join(path, "sink")).sink
+        sink = self._get(target.sink_name, join(path, "sink_name")).sink
         tag = target.tag if target.HasField("tag") else "default"
         checks.matches(tag, TAG, join(path, "tag"))
         layout = layout_of(target, sink.layouts, path)
@@ -181,15 +181,15 @@ class Sinks:
                     f"it has {', '.join(sorted(sink.options))}" if sink.options else "it has none"
                 )
                 raise InvalidValue(
-                    f"{target.sink} has no option {name}; {there}", field=join(field, name)
+                    f"{target.sink_name} has no option {name}; {there}", field=join(field, name)
                 )
-        found = Target(target.sink, tag, layout, dict(target.options))
+        found = Target(target.sink_name, tag, layout, dict(target.options))
         try:
             sink.check(found)
         except SinkRefusal as refusal:
             raise InvalidValue(str(refusal), field=join(path, refusal.field)) from refusal
         except Exception as error:  # a plugin may raise anything
-            raise Defect(f"the sink {target.sink} failed to check its options") from error
+            raise Defect(f"the sink {target.sink_name} failed to check its options") from error
         return found
 
     def open(self, about: RequestAbout) -> GuardedRecording:
@@ -261,7 +261,7 @@ class Sinks:
         """The sinks that are meant."""
         if not sink:
             return list(self._made)
-        self._get(sink, "sink")
+        self._get(sink, "sink_name")
         return [sink]
 
     def _merged(self, request_id: str, known: Mapping[str, Sequence[Artifact]]) -> list[Found]:

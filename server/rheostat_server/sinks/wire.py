@@ -73,7 +73,9 @@ def layout_of(
     layout = _LAYOUTS[target.layout]
     if layout not in layouts:
         there = f"it writes {', '.join(layouts)}" if layouts else "it writes no files"
-        raise InvalidValue(f"{target.sink} does not write {layout.value}; {there}", field=field)
+        raise InvalidValue(
+            f"{target.sink_name} does not write {layout.value}; {there}", field=field
+        )
     return layout
 
 
@@ -87,7 +89,7 @@ def to_artifact(found: Found) -> capture_service_pb2.Artifact:
     artifact = found.artifact
     message = capture_service_pb2.Artifact(
         ref=tensor_pb2.ArtifactRef(
-            sink=found.sink,
+            sink_name=found.sink,
             path=artifact.path,
             offset=artifact.offset,
             length=0 if artifact.whole else artifact.length,

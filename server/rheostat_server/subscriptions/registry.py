@@ -209,10 +209,10 @@ class Subscriptions:
             CursorExpired, InvalidValue: it cannot go on from there.
             RheostatError: it has failed meanwhile.
         """
-        name = point.subscription
+        name = point.subscription_id
         subscription = self._open.get(name) or self._failed.get(name)
         if subscription is None:
-            raise _not_found(name, "open.resume.subscription")
+            raise _not_found(name, "open.resume.subscription_id")
         subscription.resume_after(point.after_sequence)
         self._stay(name)
         return subscription
@@ -232,7 +232,7 @@ class Subscriptions:
     def forsake(self, subscription: Subscription) -> None:
         """One whose reader will not come back, or has never heard of it, is gone."""
         self._remove(subscription)
-        subscription.fail(_not_found(subscription.name, "open.resume.subscription"))
+        subscription.fail(_not_found(subscription.name, "open.resume.subscription_id"))
         self._failed.pop(subscription.name, None)
 
     def named(self, name: str, path: str) -> Subscription:

@@ -268,7 +268,7 @@ class Subscription:
         self._credit.begin(credit)
         self.reservoir.news.set()
         opened = _pb.SubscribeOpened(
-            subscription=self.name, next_sequence=self._replay.acknowledged + 1
+            subscription_id=self.name, next_sequence=self._replay.acknowledged + 1
         )
         tell(opened, self.attached, self.missed)
         opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))

@@ -70,7 +70,7 @@ def _messages(rng: random.Random, method: str, number: int) -> Iterator[Message]
     elif method == ARTIFACTS:
         sink = rng.choice(["", "disk", "none"])
         name = f"rows-{rng.randrange(50)}"
-        yield capture_service_pb2.GetArtifactsRequest(request_id=name, sink=sink)
+        yield capture_service_pb2.GetArtifactsRequest(request_id=name, sink_name=sink)
     else:
         yield capture_service_pb2.ListSinksRequest()
 

@@ -35,7 +35,7 @@ def references(
 
 
 def test_the_model_says_which_adapters_it_has(small: rheostat.Engine) -> None:
-    assert small.model().loras == ("ada", "bob")
+    assert small.model().lora_names == ("ada", "bob")
 
 
 def test_steered_and_plain_requests_with_and_without_adapters_share_a_batch(

@@ -58,8 +58,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
     "CaptureService/GetArtifacts": ({"requestId": "nobody"}, "not_found"),
     "PatchService/CaptureRun": ({}, "failed_precondition"),
-    "PatchService/DeleteRun": ({"run": "nobody"}, "not_found"),
-    "PatchService/RenewLease": ({"run": "nobody"}, "not_found"),
+    "PatchService/DeleteRun": ({"runId": "nobody"}, "not_found"),
+    "PatchService/RenewLease": ({"runId": "nobody"}, "not_found"),
     "PatchService/Sweep": ({}, "failed_precondition"),
 }
 """What is called, with what, and the status it ends with."""

@@ -57,8 +57,8 @@ def test_a_captures_arguments_are_answered_alike():
         ("2-5", "write range(2, 6)"),
         ("3", "write 3"),
         ("0,4", "write [0, 4]"),
-        ("last", "or engine.model().layers - 1 for the last"),
-        (-1, "engine.model().layers - 1 is the last"),
+        ("last", "or engine.model().layer_count - 1 for the last"),
+        (-1, "engine.model().layer_count - 1 is the last"),
     ],
 )
 def test_layers_in_other_words_are_answered_with_how_to_write_them(layers, advice):

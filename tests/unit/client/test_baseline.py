@@ -26,7 +26,7 @@ def rows(value: float, baseline: bool) -> generation_service_pb2.GenerateRespons
 
 
 STREAM = [
-    response('started { request_id: "r1" model: "m" prompt_token_ids { ids: 5 } }'),
+    response('started { request_id: "r1" model_name: "m" prompt_token_ids { ids: 5 } }'),
     response("prompt_logprobs { tokens { token { token_id: 5 logprob: -1 rank: 1 } } }"),
     response(
         "prompt_logprobs { tokens { token { token_id: 5 logprob: -2 rank: 3 } } baseline: true }"

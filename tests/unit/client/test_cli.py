@@ -133,7 +133,7 @@ def test_vectors_go_from_file_to_server_and_back(server, capsys, tmp_path, monke
     np.save("tone.npy", array)
     server.on("PutVector", steering_service_pb2.PutVectorResponse())
     server.on("ListVectors", steering_service_pb2.ListVectorsResponse())
-    server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layer_count=8))
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model_name="demo", layer_count=8))
     line = ["vectors", "put", "tone.npy", "--points", "resid_mid", "--layers", "4,6"]
     assert main([*line, "--name", "my/tone", "--target", server.target]) == 0
     header = server.asked[2].header
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_array_is_a_wrong_command_line(name, content, why, tmp
 
 
 def test_info_prints_model_and_counters(server, capsys):
-    server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layer_count=3))
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model_name="demo", layer_count=3))
     server.on("GetStats", engine_service_pb2.GetStatsResponse(bank_row_count=8, leaked_count=1))
     assert main(["info", "--target", server.target]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -247,7 +247,7 @@ def test_what_no_request_can_hold_is_a_wrong_command_line(
     monkeypatch.chdir(tmp_path)
     np.save("x.npy", np.ones(2))
     server.on("ListVectors", JOY)
-    server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layer_count=8))
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model_name="demo", layer_count=8))
     assert main([*line, "--target", server.target]) == 2
     out, err = capsys.readouterr()
     reading = (engine_service_pb2.GetModelRequest, steering_service_pb2.ListVectorsRequest)

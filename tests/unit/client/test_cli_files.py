@@ -33,7 +33,7 @@ def serve(server, **fields: object) -> None:
 
 def takes_vectors(server, listed: pb.ListVectorsResponse | None = None) -> None:
     """Script what storing a vector asks."""
-    server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", layer_count=8))
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model_name="demo", layer_count=8))
     server.on("ListVectors", listed or pb.ListVectorsResponse())
     server.on("PutVector", pb.PutVectorResponse())
 

@@ -123,7 +123,7 @@ def test_vectors_are_listed_as_json(server, capsys):
 def runs() -> patch_service_pb2.ListRunsResponse:
     answer = patch_service_pb2.ListRunsResponse()
     run = answer.runs.add()
-    run.run = "clean"
+    run.run_id = "clean"
     for layer in (2, 3):
         run.sites.add(point="POINT_RESID_POST", layer=layer)
     run.positions.add(start=0, count=8)
@@ -156,7 +156,7 @@ def test_runs_are_listed_as_json(server, capsys):
 
 
 def test_info_and_the_server_wide_steering_are_there_as_json(server, capsys):
-    server.on("GetModel", engine_service_pb2.GetModelResponse(model="demo", width=128))
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model_name="demo", width=128))
     server.on("GetStats", engine_service_pb2.GetStatsResponse(leaked_count=1))
     assert main(["info", "--json", "--target", server.target]) == 0
     found = json.loads(capsys.readouterr().out)

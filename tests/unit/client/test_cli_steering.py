@@ -150,7 +150,7 @@ def test_the_baseline_follows_the_text_and_their_distance_goes_to_stderr(server,
     assert main(line) == 0
     assert server.asked == [
         text_format.Parse(
-            """text: "x" lora: "poet" with_baseline: true
+            """text: "x" lora_name: "poet" with_baseline: true
                sampling { max_tokens: 128 seed: 1 top_p: 0.5 }
                return_prompt_token_ids: true""",
             generation_service_pb2.GenerateRequest(),

@@ -57,7 +57,7 @@ class Toy:
 
     def on_model(self, _request, _context):
         answer = engine_service_pb2.GetModelResponse(
-            model="toy", layer_count=LAYERS, vocabulary_size=5
+            model_name="toy", layer_count=LAYERS, vocabulary_size=5
         )
         for point in ("POINT_RESID_PRE", "POINT_RESID_POST"):
             group = answer.sites.add(point=point, layers=range(LAYERS))

@@ -79,7 +79,7 @@ def test_derive_sends_two_sets_and_reads_a_vector_per_point(client, server):
                        list { layers: 1 layers: 2 } }
                where { include { text { text: "am" } } include { positions { start: -1 } } }
                method: DERIVE_METHOD_PRINCIPAL_COMPONENT
-               name: "joy" description: "glad" lora: "french" """
+               name: "joy" description: "glad" lora_name: "french" """
         )
     ]
     assert found == DERIVED

@@ -8,9 +8,10 @@ from rheostat import Point, Site
 from rheostat._proto.v1 import engine_service_pb2, generation_service_pb2
 
 MODEL = text_format.Parse(
-    """model: "demo" architecture: "LlamaForCausalLM" layer_count: 3 width: 8
+    """model_name: "demo" architecture: "LlamaForCausalLM" layer_count: 3 width: 8
        vocabulary_size: 100
-       dtype: DTYPE_BFLOAT16 has_tokenizer: true has_chat_template: true loras: "a"
+       dtype: DTYPE_BFLOAT16 has_tokenizer: true has_chat_template: true
+       lora_names: "a"
        sites {
          point: POINT_RESID_PRE layers: 0 layers: 1 layers: 2 form: "pair"
          capture { served: true }
@@ -60,7 +61,7 @@ EXPECTED_MODEL = rheostat.ModelInfo(
     ),
     has_tokenizer=True,
     has_chat_template=True,
-    loras=("a",),
+    lora_names=("a",),
     engine=rheostat.EngineInfo(
         vllm_version="0.32.0",
         torch_version="2.13.0",

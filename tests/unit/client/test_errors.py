@@ -214,7 +214,7 @@ def test_a_timeout_that_passes_is_named(client, server, refusal, events, message
 
 
 def test_a_timeout_that_passed_at_the_server_too_is_named_alike(client, server, refusal):
-    info = error_details_pb2.ErrorInfo(reason="REASON_DEADLINE", domain="rheostat")
+    info = error_details_pb2.ErrorInfo(reason="REASON_DEADLINE", domain="rheostat.dev")
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     server.on("Generate", refusal(code, "Stream removed (Deadline Exceeded)", info))
     with pytest.raises(rheostat.DeadlineExceeded) as raised:
@@ -231,7 +231,9 @@ def test_the_clients_own_timeout_is_named_where_a_call_has_none(client, server, 
 
 def test_reading_the_model_is_tried_again_while_no_server_answers(client, server, refusal):
     unavailable = refusal(grpc.StatusCode.UNAVAILABLE, "warming up")
-    server.on("GetModel", unavailable, unavailable, engine_service_pb2.GetModelResponse(model="m"))
+    server.on(
+        "GetModel", unavailable, unavailable, engine_service_pb2.GetModelResponse(model_name="m")
+    )
     assert client.run(lambda engine: engine.model()).name == "m"
     assert len(server.asked) == 3
 

@@ -35,7 +35,7 @@ def captured(sample: int, layers: list[int], first: int, values: np.ndarray):
 
 
 STARTED = response(
-    'started { request_id: "r1" model: "m" prompt_token_count: 2 '
+    'started { request_id: "r1" model_name: "m" prompt_token_count: 2 '
     "prompt_token_ids { ids: 5 ids: 6 } }"
 )
 PROMPT_ROWS = captured(0, [2, 3], 0, np.arange(12.0).reshape(2, 2, 3))
@@ -169,7 +169,7 @@ def test_a_generation_is_the_whole_of_its_stream(client, server):
     out = client.run(lambda engine: engine.generate("My day was"))
     sample = out.samples[0]
     assert len(out.samples) == 1
-    assert (out.request_id, out.model, out.prompt_token_ids) == ("r1", "m", (5, 6))
+    assert (out.request_id, out.model_name, out.prompt_token_ids) == ("r1", "m", (5, 6))
     assert (out.text, out.token_ids, out.finish_reason) == (" Paris", (7, 9), "stop")
     assert (sample.stop, sample.first_token_after, sample.finished_after) == (".", 0.25, 1.0)
     assert out.logprobs == LOGPROBS

@@ -37,11 +37,11 @@ def test_a_receipt_tells_steering_of_every_origin_apart():
               intervention { origin: ORIGIN_UPDATE index: 0 op: OP_ABLATE update_id: 3 }
             }
             interventions {
-              intervention { origin: ORIGIN_RULE index: 2 op: OP_SCALE rule: "calm" }
+              intervention { origin: ORIGIN_RULE index: 2 op: OP_SCALE rule_name: "calm" }
             }
             captures {
               capture_index: 1 sites { site { point: POINT_RESID_POST layer: 2 } row_count: 6 }
-              run: "clean"
+              run_id: "clean"
             }
             global_version: 5 update_count: 1""",
         receipt_pb2.Receipt(),
@@ -72,9 +72,11 @@ def test_a_receipt_tells_steering_of_every_origin_apart():
                 rows=(rheostat.AppliedRows(0, (range(2),), ()),),
             ),
             rheostat.AppliedIntervention("update", 0, "ablate", (), (), (), update_id=3),
-            rheostat.AppliedIntervention("rule", 2, "scale", (), (), (), rule="calm"),
+            rheostat.AppliedIntervention("rule", 2, "scale", (), (), (), rule_name="calm"),
         ),
-        captures=(rheostat.CaptureReceipt(1, (rheostat.CapturedSite(EARLY, 6, 0),), run="clean"),),
+        captures=(
+            rheostat.CaptureReceipt(1, (rheostat.CapturedSite(EARLY, 6, 0),), run_id="clean"),
+        ),
         global_version=5,
         update_count=1,
     )
@@ -114,7 +116,7 @@ def test_an_explanation_gives_doses_in_the_unit_of_their_op(op, dose):
               doses {{ site {{ point: POINT_RESID_POST layer: 2 }} norm: 0.5 }}
             }}
             interventions {{
-              intervention {{ origin: ORIGIN_RULE index: 1 op: OP_CLAMP rule: "calm" }}
+              intervention {{ origin: ORIGIN_RULE index: 1 op: OP_CLAMP rule_name: "calm" }}
               sites {{ point: POINT_RESID_POST layer: 3 }}
               selection {{ token_ids: 13 token_ids: 42 }}
             }}
@@ -123,7 +125,7 @@ def test_an_explanation_gives_doses_in_the_unit_of_their_op(op, dose):
         generation_service_pb2.ExplainResponse(),
     )
     found = read_explanation(message)
-    assert [one.rule for one in found.interventions] == ["", "calm"]
+    assert [one.rule_name for one in found.interventions] == ["", "calm"]
     assert found.cache_keys == (
         rheostat.CacheKey(0, "0102", False),
         rheostat.CacheKey(16, "", True),

@@ -53,6 +53,8 @@ def test_counters_are_a_line_and_print_one_by_one():
 
 
 def test_a_model_is_a_line_and_prints_as_more():
-    model = read_model(engine_service_pb2.GetModelResponse(model="demo", layer_count=6, width=128))
+    model = read_model(
+        engine_service_pb2.GetModelResponse(model_name="demo", layer_count=6, width=128)
+    )
     assert repr(model) == "ModelInfo('demo', 6 layers, width 128)"
     assert len(str(model).splitlines()) > 3

@@ -41,7 +41,7 @@ def test_what_is_left_out_is_left_to_the_server(client, server, prompt, expected
     ("options", "expected"),
     [
         ({"with_baseline": False, "lora": None, "when_full": None}, ""),
-        ({"lora": "poet"}, 'lora: "poet"'),
+        ({"lora": "poet"}, 'lora_name: "poet"'),
         ({"when_full": "wait"}, "when_full: WHEN_FULL_WAIT"),
         ({"when_full": "refuse"}, "when_full: WHEN_FULL_REFUSE"),
     ],

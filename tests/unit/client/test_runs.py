@@ -15,7 +15,7 @@ from rheostat._proto.v1 import patch_service_pb2 as pb
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 STORED = text_format.Parse(
-    """run: "clean" size_bytes: 512
+    """run_id: "clean" size_bytes: 512
        sites { point: POINT_RESID_PRE layer: 0 } sites { point: POINT_RESID_POST layer: 3 }
        sites { point: 99 layer: 3 }
        positions { start: 0 count: 2 } positions { start: 4 count: 1 }
@@ -41,8 +41,8 @@ INFO = rheostat.RunInfo(
     ("run", "target"),
     [
         (rheostat.Run(), ""),
-        (rheostat.Run("clean"), 'run: "clean"'),
-        (rheostat.Run("a", lease=1.5), 'run: "a" lease { seconds: 1 nanos: 500000000 }'),
+        (rheostat.Run("clean"), 'run_id: "clean"'),
+        (rheostat.Run("a", lease=1.5), 'run_id: "a" lease { seconds: 1 nanos: 500000000 }'),
         (rheostat.Run(lease=86400), "lease { seconds: 86400 }"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_run_that_cannot_be_is_refused_before_it_is_sent(client, server, run, 
 
 
 def test_runs_are_read_page_by_page(client, server):
-    other = patch_pb2.Run(run="other")
+    other = patch_pb2.Run(run_id="other")
     server.on(
         "ListRuns",
         pb.ListRunsResponse(runs=[STORED], next_page_token="7"),
@@ -91,7 +91,7 @@ def test_runs_are_read_page_by_page(client, server):
 def test_a_deleted_run_gives_its_bytes(client, server):
     server.on("DeleteRun", pb.DeleteRunResponse(freed_bytes=512))
     assert client.run(lambda engine: engine.delete_run("clean")) == 512
-    assert server.asked == [pb.DeleteRunRequest(run="clean")]
+    assert server.asked == [pb.DeleteRunRequest(run_id="clean")]
 
 
 def test_a_run_that_is_in_use_is_refused_with_its_reason(client, server, refusal):
@@ -105,17 +105,17 @@ def test_a_run_that_is_in_use_is_refused_with_its_reason(client, server, refusal
 def test_a_lease_is_renewed_in_seconds(client, server):
     server.on("RenewLease", pb.RenewLeaseResponse(run=STORED))
     assert client.run(lambda engine: engine.renew_lease("clean", 90.25)) == INFO
-    wanted = 'run: "clean" lease { duration { seconds: 90 nanos: 250000000 } }'
+    wanted = 'run_id: "clean" lease { duration { seconds: 90 nanos: 250000000 } }'
     assert server.asked == [text_format.Parse(wanted, pb.RenewLeaseRequest())]
 
 
 @pytest.mark.parametrize(
     ("call", "path"),
     [
-        (lambda engine: engine.delete_run(""), "run"),
-        (lambda engine: engine.delete_run("a/b"), "run"),
+        (lambda engine: engine.delete_run(""), "run_id"),
+        (lambda engine: engine.delete_run("a/b"), "run_id"),
         (lambda engine: engine.renew_lease("clean", 0), "lease"),
-        (lambda engine: engine.renew_lease(None, 5), "run"),
+        (lambda engine: engine.renew_lease(None, 5), "run_id"),
     ],
 )
 def test_what_names_no_run_and_what_is_no_lease_is_not_sent(server, call, path):
@@ -128,7 +128,7 @@ def test_what_names_no_run_and_what_is_no_lease_is_not_sent(server, call, path):
 
 
 def test_the_shell_lists_and_deletes_runs(server, capsys):
-    leased = patch_pb2.Run(run="other", size_bytes=9)
+    leased = patch_pb2.Run(run_id="other", size_bytes=9)
     leased.lease_expire_time.seconds = 2**33
     server.on("ListRuns", pb.ListRunsResponse(runs=[STORED, leased]))
     server.on("DeleteRun", pb.DeleteRunResponse(freed_bytes=512))

@@ -23,7 +23,7 @@ def asked(text: str) -> generation_service_pb2.SessionRequest:
     return text_format.Parse(text, generation_service_pb2.SessionRequest())
 
 
-STARTED = answer('started { request_id: "r1" model: "m" }')
+STARTED = answer('started { request_id: "r1" model_name: "m" }')
 FIRST = answer('tokens { token_ids: 1 text: "a" }')
 SECOND = answer('tokens { offset: 1 token_ids: 2 text: "b" }')
 THIRD = answer('tokens { offset: 2 token_ids: 3 text: "c" }')

@@ -272,7 +272,7 @@ def test_being_too_slow_ends_the_subscription_and_says_so(running, subscriber):
         ({"capture": "resid_post", "every": True}, "captures[0]"),
         (
             {"capture": Capture("resid_post", to="x"), "every": True},
-            "open.captures[0].subscription",
+            "open.captures[0].subscription_id",
         ),
         ({"overload": "panic"}, "open.overload"),
         ({"buffer_bytes": 0}, "open.buffer_bytes"),

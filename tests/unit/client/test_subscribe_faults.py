@@ -18,7 +18,7 @@ from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2, typ
 from .rows_server import AioSubscriber, SyncSubscriber
 
 Response = capture_service_pb2.SubscribeResponse
-OPENED = Response(opened={"subscription": "s1", "next_sequence": 1})
+OPENED = Response(opened={"subscription_id": "s1", "next_sequence": 1})
 ROWS = np.arange(8, dtype="<f4").reshape(1, 2, 4)
 
 
@@ -185,7 +185,7 @@ def test_a_broken_connection_goes_on_where_it_was_and_repeats_nothing(subscriber
     assert len(calls.openings) == 4
     assert calls.openings[0].filter.HasField("requests")
     for again in calls.openings[1:]:
-        assert again.resume == capture_service_pb2.ResumePoint(subscription="s1")
+        assert again.resume == capture_service_pb2.ResumePoint(subscription_id="s1")
         assert not again.HasField("filter")
         assert 1000 - 96 <= again.credit_bytes <= 1000
 
@@ -243,7 +243,7 @@ def test_a_connection_is_tried_again_for_as_long_as_the_server_waits(
     subscriber, server, refusal, monkeypatch, window, patience
 ):
     monkeypatch.setattr(_subscribing, "PATIENCE", patience)
-    opened = Response(opened={"subscription": "s1", "next_sequence": 1})
+    opened = Response(opened={"subscription_id": "s1", "next_sequence": 1})
     opened.opened.resume_window.FromMilliseconds(int(1000 * window))
     broken = [[lost(refusal)] for _ in range(50)]
     server.on("Subscribe", Calls([opened, FIRST, lost(refusal)], *broken))

@@ -61,7 +61,7 @@ def opening(
 def resuming(
     subscription: str, after: int = 0, credit: int = PLENTY
 ) -> capture_service_pb2.SubscribeOpen:
-    point = capture_service_pb2.ResumePoint(subscription=subscription, after_sequence=after)
+    point = capture_service_pb2.ResumePoint(subscription_id=subscription, after_sequence=after)
     return capture_service_pb2.SubscribeOpen(resume=point, credit_bytes=credit)
 
 
@@ -79,7 +79,7 @@ class Subscriber:
         one = cls(running)
         await one.call.write(capture_service_pb2.SubscribeRequest(open=wish))
         opened = await one.hear()
-        one.name = opened.opened.subscription
+        one.name = opened.opened.subscription_id
         return one
 
     async def ack(self, sequence: int) -> None:

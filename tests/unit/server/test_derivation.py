@@ -258,8 +258,8 @@ async def test_a_site_that_the_model_lacks_and_an_adapter_are_refused_by_name(st
     mid = site_set(types_pb2.POINT_RESID_MID, layers=[1])
     refusal = await refusal_of(running.client.steering.DeriveVectors(order(sites=mid)))
     assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_SITE_NOT_SERVED", "sites")
-    refusal = await refusal_of(running.client.steering.DeriveVectors(order(lora="nobody")))
-    assert refusal.brief == (Code.NOT_FOUND, "REASON_LORA_NOT_FOUND", "lora")
+    refusal = await refusal_of(running.client.steering.DeriveVectors(order(lora_name="nobody")))
+    assert refusal.brief == (Code.NOT_FOUND, "REASON_LORA_NOT_FOUND", "lora_name")
 
 
 async def test_rows_that_are_not_finite_are_refused_with_their_prompt(starter) -> None:

@@ -55,7 +55,9 @@ async def test_rows_decode_to_what_was_made_within_the_stated_error(starter, nam
 async def test_stored_rows_keep_their_encoding(starter, tmp_path, name) -> None:
     running = await starter(sinks=(f"disk=filesystem:root={tmp_path}",))
     spec = capture_pb2.CaptureSpec(
-        sites=site_set(POST, layers=[1]), sink=capture_pb2.SinkTarget(sink="disk"), **FORMS[name]
+        sites=site_set(POST, layers=[1]),
+        sink=capture_pb2.SinkTarget(sink_name="disk"),
+        **FORMS[name],
     )
     inline = capture(site_set(POST, layers=[1]), **FORMS[name])
     events = await running.client.generate(request(request_id="a", captures=[spec, inline]))

@@ -40,7 +40,7 @@ async def test_a_plain_request_streams_tokens_and_ends_with_a_receipt(running) -
     assert kinds(events) == ["started", "tokens", "tokens", "finished", "receipt"]
     assert events[0].started == generation_pb2.Started(
         request_id="r",
-        model="toy",
+        model_name="toy",
         prompt_token_count=3,
         prompt_token_ids=types_pb2.TokenIds(ids=[10, 11, 12]),
     )

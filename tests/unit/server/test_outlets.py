@@ -42,7 +42,7 @@ LOSING = {"overload": capture_pb2.OVERLOAD_DROP_NEWEST}
 
 
 def stored(*layers: int, **fields: object) -> capture_pb2.CaptureSpec:
-    sink = capture_pb2.SinkTarget(sink=fields.pop("sink", "mem"))
+    sink = capture_pb2.SinkTarget(sink_name=fields.pop("sink", "mem"))
     return capture_pb2.CaptureSpec(sites=site_set(POST, layers=layers or (1,)), sink=sink, **fields)
 
 
@@ -141,13 +141,13 @@ async def test_a_sink_that_hangs_holds_up_no_other_sink_no_run_and_no_lookup(
     reading = [asyncio.create_task(call.read()) for call in calls]
     await until(lambda: running.host.open_requests == 48)
     run = capture_pb2.CaptureSpec(
-        sites=site_set(POST, layers=[0]), run=capture_pb2.RunTarget(run="run")
+        sites=site_set(POST, layers=[0]), run=capture_pb2.RunTarget(run_id="run")
     )
     async with asyncio.timeout(10):
         events = await generate(running, "a", captures=[stored(1, sink="disk"), run])
         assert events[-1].HasField("receipt")
         found = await running.client.capture.GetArtifacts(
-            capture_service_pb2.GetArtifactsRequest(request_id="a", sink="disk")
+            capture_service_pb2.GetArtifactsRequest(request_id="a", sink_name="disk")
         )
         assert len(found.artifacts) == 2
     Slow.made.gate.set()
@@ -243,7 +243,7 @@ async def test_observers_are_no_part_of_an_explanation(starter) -> None:
 async def test_an_observer_without_room_does_not_end_a_request_that_also_sends(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=4)))
     one = await Subscriber.open(running, opening(EVERY, [wanted(0, 1, 2)]))
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription=one.name)
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription_id=one.name)
     assert (await generate(running, "a", captures=[spec]))[-1].HasField("receipt")
 
 
@@ -260,7 +260,7 @@ async def test_rows_of_steps_that_ran_on_do_not_fill_a_subscription(starter) -> 
 async def test_a_receipt_counts_rows_that_a_subscriber_did_not_wait_for(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
     one = await Subscriber.open(running, opening(by_id("nobody")))
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription=one.name)
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription_id=one.name)
     call = running.client.generation.Generate(
         request(request_id="a", sampling=sampled(6), captures=[spec])
     )

@@ -112,7 +112,7 @@ STEER = "steering.interventions[0]"
             errors.InvalidValue,
             "chat.template_variables[tokenize]",
         ),
-        (request(lora="x"), errors.LoraNotFound, "lora"),
+        (request(lora_name="x"), errors.LoraNotFound, "lora_name"),
         (request(when_full=0), errors.UnknownEnum, "when_full"),
         (request(when_full=9), errors.UnknownEnum, "when_full"),
         (request(patches=[patch_pb2.Patch()]), errors.NotSupported, "patches"),
@@ -226,7 +226,7 @@ def test_wrong_steering_is_refused_by_field(intervention, error, field) -> None:
     ("fields", "error", "field"),
     [
         ({"inline": None}, errors.MissingField, ""),
-        ({"inline": None, "subscription": "s"}, errors.NotSupported, "subscription"),
+        ({"inline": None, "subscription_id": "s"}, errors.NotSupported, "subscription_id"),
         ({"inline": None, "sink": capture_pb2.SinkTarget()}, errors.NotSupported, "sink"),
         ({"inline": None, "run": capture_pb2.RunTarget()}, errors.NotSupported, "run"),
         ({"encoding": 0}, errors.UnknownEnum, "encoding"),

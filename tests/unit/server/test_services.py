@@ -131,7 +131,7 @@ async def test_tokenize_needs_a_tokenizer(starter) -> None:
 async def test_the_model_says_what_can_be_done_at_every_layer_of_every_point(starter) -> None:
     running = await starter(ScriptedBackend(sites=PARALLEL))
     model = await running.client.engine.GetModel(engine_service_pb2.GetModelRequest())
-    assert (model.model, model.architecture, model.layer_count, model.width) == (
+    assert (model.model_name, model.architecture, model.layer_count, model.width) == (
         "toy",
         "ToyForCausalLM",
         LAYERS,

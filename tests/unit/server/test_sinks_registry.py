@@ -124,13 +124,13 @@ def wire(**fields: object) -> capture_pb2.SinkTarget:
 
 
 def test_a_target_has_the_sink_s_defaults(sinks: Sinks) -> None:
-    assert sinks.check(wire(sink="disk"), "to") == Target("disk", "default", Layout.PACKED, {})
-    assert sinks.check(wire(sink="m"), "to") == Target("m", "default", None, {})
+    assert sinks.check(wire(sink_name="disk"), "to") == Target("disk", "default", Layout.PACKED, {})
+    assert sinks.check(wire(sink_name="m"), "to") == Target("m", "default", None, {})
 
 
 def test_a_target_has_what_it_says(sinks: Sinks) -> None:
     said = wire(
-        sink="disk", tag="t.1", layout=capture_pb2.LAYOUT_SHARDED, options={"format": "npz"}
+        sink_name="disk", tag="t.1", layout=capture_pb2.LAYOUT_SHARDED, options={"format": "npz"}
     )
     assert sinks.check(said, "") == Target("disk", "t.1", Layout.SHARDED, {"format": "npz"})
 
@@ -138,16 +138,16 @@ def test_a_target_has_what_it_says(sinks: Sinks) -> None:
 @pytest.mark.parametrize(
     ("said", "error", "field"),
     [
-        (wire(sink="x"), errors.SinkNotFound, "to.sink"),
-        (wire(), errors.SinkNotFound, "to.sink"),
-        (wire(sink="disk", tag="../a"), errors.InvalidValue, "to.tag"),
-        (wire(sink="disk", tag=""), errors.InvalidValue, "to.tag"),
-        (wire(sink="disk", layout=0), errors.UnknownEnum, "to.layout"),
-        (wire(sink="disk", layout=9), errors.UnknownEnum, "to.layout"),
-        (wire(sink="m", layout=1), errors.InvalidValue, "to.layout"),
-        (wire(sink="m", options={"a": ""}), errors.InvalidValue, "to.options.a"),
-        (wire(sink="disk", options={"format": "x"}), errors.InvalidValue, "to.options.format"),
-        (wire(sink="disk", options={str(n): "" for n in range(33)}), errors.InvalidValue,
+        (wire(sink_name="x"), errors.SinkNotFound, "to.sink_name"),
+        (wire(), errors.SinkNotFound, "to.sink_name"),
+        (wire(sink_name="disk", tag="../a"), errors.InvalidValue, "to.tag"),
+        (wire(sink_name="disk", tag=""), errors.InvalidValue, "to.tag"),
+        (wire(sink_name="disk", layout=0), errors.UnknownEnum, "to.layout"),
+        (wire(sink_name="disk", layout=9), errors.UnknownEnum, "to.layout"),
+        (wire(sink_name="m", layout=1), errors.InvalidValue, "to.layout"),
+        (wire(sink_name="m", options={"a": ""}), errors.InvalidValue, "to.options.a"),
+        (wire(sink_name="disk", options={"format": "x"}), errors.InvalidValue, "to.options.format"),
+        (wire(sink_name="disk", options={str(n): "" for n in range(33)}), errors.InvalidValue,
          "to.options"),
     ],
 )  # fmt: skip
@@ -161,6 +161,6 @@ def test_a_wrong_target_is_refused_at_its_field(
 
 def test_a_plugin_that_fails_to_check_is_a_defect_and_a_refusal_is_not() -> None:
     with pytest.raises(errors.Defect):
-        with_plugin(failing(check=KeyError("x"))).check(wire(sink="s"), "to")
+        with_plugin(failing(check=KeyError("x"))).check(wire(sink_name="s"), "to")
     with pytest.raises(errors.InvalidValue, match="not today"):
-        with_plugin(failing(check=SinkRefusal("not today"))).check(wire(sink="s"), "to")
+        with_plugin(failing(check=SinkRefusal("not today"))).check(wire(sink_name="s"), "to")

@@ -69,7 +69,7 @@ def test_an_artifact_travels_with_everything(sinks: Sinks) -> None:
     assert found.write_time.ToNanoseconds() == pytest.approx(made.write_time * 1e9, abs=1e6)
     found.ClearField("write_time")
     assert found == capture_service_pb2.Artifact(
-        ref=tensor_pb2.ArtifactRef(sink="disk", path="default/requests/a/rows.safetensors"),
+        ref=tensor_pb2.ArtifactRef(sink_name="disk", path="default/requests/a/rows.safetensors"),
         media_type="application/x-safetensors",
         state=capture_service_pb2.ARTIFACT_STATE_COMPLETE,
         size_bytes=made.length,
@@ -147,7 +147,7 @@ def test_the_log_says_how_much_came_and_how_long_rows_are(caplog: pytest.LogCapt
     caplog.set_level("INFO", "rheostat_server.sinks.log")
     capture = CaptureAbout(0, SITES[:2], FloatType.BFLOAT16, 4)
     sinks = Sinks([parse_sink("l=logging")])
-    target = sinks.check(wire(sink="l", options={"norms": "true"}), "")
+    target = sinks.check(wire(sink_name="l", options={"norms": "true"}), "")
     recording = sinks.open(request("a", None, [capture], sink="l", options=target.options))
     ones = np.full((2, 3, 4), 0x3F80, np.uint16)
     labels = np.array([7, 8, 9], np.int32)
@@ -158,4 +158,4 @@ def test_the_log_says_how_much_came_and_how_long_rows_are(caplog: pytest.LogCapt
         "l: a is aborted: 6 rows, 5 lost",
     ]
     with pytest.raises(errors.InvalidValue):
-        sinks.check(wire(sink="l", options={"norms": "yes"}), "")
+        sinks.check(wire(sink_name="l", options={"norms": "yes"}), "")

@@ -153,7 +153,7 @@ async def test_a_full_spool_ends_the_subscription_and_no_request(starter, tmp_pa
 async def test_a_full_spool_ends_the_request_that_sends_to_it(starter, tmp_path) -> None:
     running = await starter(spool=str(tmp_path), spool_bytes=1200)
     one = await Subscriber.open(running, stalled(by_id("nobody"), layers=()))
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), subscription=one.name)
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), subscription_id=one.name)
     refusal = await running.client.refusal(
         request(request_id="a", sampling=sampled(50), captures=[spec])
     )
@@ -189,7 +189,7 @@ async def test_rows_that_cannot_be_read_back_end_the_subscription_and_who_sends(
     backend = ScriptedBackend(hold=asyncio.Event(), hold_from=9)
     running = await starter(backend, spool=str(tmp_path))
     one = await Subscriber.open(running, stalled(by_id("nobody"), layers=()))
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), subscription=one.name)
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), subscription_id=one.name)
     call = running.client.generation.Generate(
         request(request_id="a", sampling=sampled(30, 4), captures=[spec])
     )
@@ -242,7 +242,7 @@ async def test_rows_wait_on_disk_for_a_slow_sink(starter, tmp_path) -> None:
     running = await starter(
         spool=str(folder), sinks=(f"disk=filesystem:root={kept}",), inline_capture_bytes=3 * ROW
     )
-    sink = capture_pb2.SinkTarget(sink="disk")
+    sink = capture_pb2.SinkTarget(sink_name="disk")
     spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), sink=sink, overload=SPILL)
     events = await generate(running, "a", tokens=20, captures=[spec])
     (receipt,) = events[-1].receipt.captures
@@ -260,7 +260,7 @@ async def test_a_server_whose_spool_another_has_does_not_start(starter, tmp_path
 @pytest.mark.parametrize("target", ["inline", "sink"])
 async def test_without_a_spool_a_request_cannot_spill(starter, target) -> None:
     running = await starter(sinks=("mem=memory",))
-    to = {"sink": capture_pb2.SinkTarget(sink="mem"), "inline": capture_pb2.InlineTarget()}
+    to = {"sink": capture_pb2.SinkTarget(sink_name="mem"), "inline": capture_pb2.InlineTarget()}
     spec = capture_pb2.CaptureSpec(
         sites=site_set(POST, layers=[0]), overload=SPILL, **{target: to[target]}
     )

@@ -23,7 +23,7 @@ POST = types_pb2.POINT_RESID_POST
 def stored(*layers: int, **target: object) -> capture_pb2.CaptureSpec:
     """A capture of resid_post into the sink "disk"."""
     fields = {name: target.pop(name) for name in ("where", "overload") if name in target}
-    sink = capture_pb2.SinkTarget(**{"sink": "disk", **target})
+    sink = capture_pb2.SinkTarget(**{"sink_name": "disk", **target})
     return capture_pb2.CaptureSpec(sites=site_set(POST, layers=layers or (1,)), sink=sink, **fields)
 
 
@@ -46,7 +46,7 @@ async def generate(running, request_id: str, *specs, **fields):
 
 
 async def artifacts(running, request_id: str, sink: str = ""):
-    wish = capture_service_pb2.GetArtifactsRequest(request_id=request_id, sink=sink)
+    wish = capture_service_pb2.GetArtifactsRequest(request_id=request_id, sink_name=sink)
     return (await running.client.capture.GetArtifacts(wish)).artifacts
 
 
@@ -140,7 +140,7 @@ async def test_rows_that_wait_for_a_slow_sink_are_lost_under_a_policy_that_says_
 async def test_sinks_are_listed(disk) -> None:
     running, _ = disk
     answer = await running.client.capture.ListSinks(capture_service_pb2.ListSinksRequest())
-    assert [(one.name, one.plugin, len(one.layouts)) for one in answer.sinks] == [
+    assert [(one.name, one.plugin_name, len(one.layouts)) for one in answer.sinks] == [
         ("disk", "filesystem", 3),
         ("mem", "memory", 0),
     ]
@@ -149,7 +149,7 @@ async def test_sinks_are_listed(disk) -> None:
 @pytest.mark.parametrize(
     ("spec", "reason", "field"),
     [
-        (stored(sink="tape"), "REASON_SINK_NOT_FOUND", "captures[0].sink.sink"),
+        (stored(sink_name="tape"), "REASON_SINK_NOT_FOUND", "captures[0].sink.sink_name"),
         (stored(tag="../up"), "REASON_INVALID_VALUE", "captures[0].sink.tag"),
         (stored(layout=77), "REASON_UNKNOWN_ENUM", "captures[0].sink.layout"),
         (stored(options={"speed": "9"}), "REASON_INVALID_VALUE", "captures[0].sink.options.speed"),

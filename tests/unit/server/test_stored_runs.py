@@ -51,7 +51,7 @@ ROW = WIDTH * 4
 
 def into(run: str = "", *layers: int, lease: float | None = None, **fields: object):
     """A capture of resid_post into a run."""
-    target = capture_pb2.RunTarget(run=run)
+    target = capture_pb2.RunTarget(run_id=run)
     if lease is not None:
         target.lease.FromNanoseconds(round(lease * 1e9))
     sites = site_set(POST, layers=layers or (1,))
@@ -72,7 +72,7 @@ async def listed(running, **fields: object) -> pb.ListRunsResponse:
 
 
 async def names(running) -> list[str]:
-    return [run.run for run in (await listed(running)).runs]
+    return [run.run_id for run in (await listed(running)).runs]
 
 
 def rows(running, run_id: str, layer: int) -> np.ndarray:
@@ -91,7 +91,7 @@ async def test_a_run_holds_the_rows_that_an_inline_capture_gets(running) -> None
         labels={"set": "a"},
     )
     kept, inline = events[-1].receipt.captures
-    assert (kept.run, inline.run) == ("clean", "")
+    assert (kept.run_id, inline.run_id) == ("clean", "")
     assert [(site.row_count, site.dropped_row_count) for site in kept.sites] == [(3, 0), (3, 0)]
     answer = await listed(running)
     (run,) = answer.runs
@@ -104,7 +104,7 @@ async def test_a_run_holds_the_rows_that_an_inline_capture_gets(running) -> None
     run.ClearField("create_time")
     run.ClearField("lease_expire_time")
     assert run == patch_pb2.Run(
-        run="clean",
+        run_id="clean",
         sites=[types_pb2.Site(point=POST, layer=layer) for layer in (0, 2)],
         positions=[
             types_pb2.PositionRun(start=1, count=2),
@@ -122,7 +122,7 @@ async def test_a_run_holds_the_rows_that_an_inline_capture_gets(running) -> None
 async def test_a_run_without_an_id_is_given_one_and_a_lease_of_five_minutes(running) -> None:
     events = await generate(running, into())
     (run,) = (await listed(running)).runs
-    assert run.run == events[-1].receipt.captures[0].run != ""
+    assert run.run_id == events[-1].receipt.captures[0].run_id != ""
     assert run.lease_expire_time.seconds - run.create_time.seconds in (299, 300, 301)
     await generate(running, into())
     assert len(await names(running)) == 2
@@ -139,7 +139,7 @@ async def test_an_id_in_use_is_refused_by_generate_and_by_explain(running) -> No
     await generate(running, into("a"))
     message = request(captures=[capture(), into("a")])
     refusal = await running.client.refusal(message)
-    brief = (Code.ALREADY_EXISTS, "REASON_RUN_EXISTS", "captures[1].run.run")
+    brief = (Code.ALREADY_EXISTS, "REASON_RUN_EXISTS", "captures[1].run.run_id")
     assert (refusal.brief, refusal.resource) == (brief, "a")
     explained = generation_service_pb2.ExplainRequest(request=message)
     refusal = await refusal_of(running.client.generation.Explain(explained))
@@ -161,7 +161,7 @@ async def test_an_aborted_request_leaves_no_run_and_frees_its_id(starter) -> Non
         await call.read()
     refusal = await running.client.refusal(request(captures=[into("a")]))
     assert refusal.reason == "REASON_RUN_EXISTS"
-    refusal = await refusal_of(running.client.patch.DeleteRun(pb.DeleteRunRequest(run="a")))
+    refusal = await refusal_of(running.client.patch.DeleteRun(pb.DeleteRunRequest(run_id="a")))
     assert refusal.brief[:2] == (Code.FAILED_PRECONDITION, "REASON_RUN_IN_USE")
     assert (await listed(running)).used_bytes > 0
     call.cancel()
@@ -179,7 +179,7 @@ async def test_a_session_that_is_stopped_leaves_no_run_and_its_receipt_names_non
     await talk.hear("tokens")
     await talk.say(stop(1))
     events = await talk.end()
-    assert events[-1].receipt.captures[0].run == ""
+    assert events[-1].receipt.captures[0].run_id == ""
     assert (await settled(running)).run_count == 0
 
 
@@ -202,7 +202,7 @@ async def test_a_request_that_fails_once_its_run_is_complete_leaves_none(
     monkeypatch.setattr(RunDraft, "finish", finish_run)
     monkeypatch.setattr(MemoryRecording, "finish", fail)
     mem = capture_pb2.CaptureSpec(
-        sites=site_set(POST, layers=[1]), sink=capture_pb2.SinkTarget(sink="mem")
+        sites=site_set(POST, layers=[1]), sink=capture_pb2.SinkTarget(sink_name="mem")
     )
     refusal = await running.client.refusal(request(captures=[into("r"), mem]))
     assert refusal.reason == "REASON_ROWS_LOST"
@@ -215,7 +215,7 @@ async def test_a_run_that_lost_rows_under_a_policy_has_the_others(starter) -> No
     spec = into("a", overload=capture_pb2.OVERLOAD_DROP_NEWEST)
     events = await generate(running, spec, sampling=sampled(8))
     (kept,) = events[-1].receipt.captures
-    assert kept.run == "a"
+    assert kept.run_id == "a"
     assert kept.sites[0].dropped_row_count > 0
     (run,) = (await listed(running)).runs
     assert sum(one.count for one in run.positions) == kept.sites[0].row_count
@@ -259,7 +259,7 @@ async def test_a_run_that_finds_no_room_fails_its_request(starter) -> None:
     full = (Code.RESOURCE_EXHAUSTED, "REASON_STORE_FULL")
     refusal = await running.client.refusal(request(captures=[into("b")]))
     assert refusal.brief[:2] == full
-    await running.client.patch.DeleteRun(pb.DeleteRunRequest(run="a"))
+    await running.client.patch.DeleteRun(pb.DeleteRunRequest(run_id="a"))
     refusal = await running.client.refusal(request(sampling=sampled(8), captures=[into("b")]))
     assert refusal.brief[:2] == full
     stats = await settled(running)
@@ -274,7 +274,7 @@ async def test_a_prompt_whose_rows_never_fit_is_refused_before_it_runs(starter) 
     assert refusal.brief == (
         Code.RESOURCE_EXHAUSTED,
         "REASON_STORE_FULL",
-        "captures[0].run.run",
+        "captures[0].run.run_id",
     )
     assert running.backend.jobs == []
 
@@ -282,15 +282,15 @@ async def test_a_prompt_whose_rows_never_fit_is_refused_before_it_runs(starter) 
 @pytest.mark.parametrize(
     ("specs", "fields", "field"),
     [
-        ([into("../up")], {}, "captures[0].run.run"),
-        ([into("x" * 129)], {}, "captures[0].run.run"),
+        ([into("../up")], {}, "captures[0].run.run_id"),
+        ([into("x" * 129)], {}, "captures[0].run.run_id"),
         ([into(lease=0.5)], {}, "captures[0].run.lease"),
         ([into(lease=24 * 3600 + 1)], {}, "captures[0].run.lease"),
         ([into(lease=-5)], {}, "captures[0].run.lease"),
         ([into(encoding=tensor_pb2.ENCODING_FULL8)], {}, "captures[0].encoding"),
         ([into(encoding=tensor_pb2.ENCODING_LZ4_PLANES)], {}, "captures[0].encoding"),
         ([into(projection=along(tensor(FIRST)))], {}, "captures[0].projection"),
-        ([into("a"), into("a", 2)], {}, "captures[1].run.run"),
+        ([into("a"), into("a", 2)], {}, "captures[1].run.run_id"),
         ([into("a")], {"sampling": sampled(n=2)}, "sampling.n"),
     ],
 )
@@ -303,10 +303,10 @@ async def test_runs_are_listed_oldest_first_and_page_by_page(running) -> None:
     for run in "cab":
         await generate(running, into(run))
     first = await listed(running, page_size=2)
-    assert [run.run for run in first.runs] == ["c", "a"]
-    await running.client.patch.DeleteRun(pb.DeleteRunRequest(run="a"))
+    assert [run.run_id for run in first.runs] == ["c", "a"]
+    await running.client.patch.DeleteRun(pb.DeleteRunRequest(run_id="a"))
     rest = await listed(running, page_size=2, page_token=first.next_page_token)
-    assert ([run.run for run in rest.runs], rest.next_page_token) == (["b"], "")
+    assert ([run.run_id for run in rest.runs], rest.next_page_token) == (["b"], "")
 
 
 async def test_a_page_ends_early_rather_than_growing_huge(running, monkeypatch) -> None:
@@ -314,15 +314,15 @@ async def test_a_page_ends_early_rather_than_growing_huge(running, monkeypatch) 
     for run in "ab":
         await generate(running, into(run))
     first = await listed(running)
-    assert [run.run for run in first.runs] == ["a"]
+    assert [run.run_id for run in first.runs] == ["a"]
     rest = await listed(running, page_token=first.next_page_token)
-    assert ([run.run for run in rest.runs], rest.next_page_token) == (["b"], "")
+    assert ([run.run_id for run in rest.runs], rest.next_page_token) == (["b"], "")
 
 
 async def test_a_deleted_run_frees_its_bytes_and_its_id(running) -> None:
     await generate(running, into("a"))
     before = (await listed(running)).used_bytes
-    answer = await running.client.patch.DeleteRun(pb.DeleteRunRequest(run="a"))
+    answer = await running.client.patch.DeleteRun(pb.DeleteRunRequest(run_id="a"))
     assert answer.freed_bytes == before > 0
     assert (await listed(running)).used_bytes == 0
     await generate(running, into("a"))
@@ -333,7 +333,7 @@ async def test_a_lease_is_renewed_and_never_shortened(running) -> None:
     await generate(running, into("a", lease=60))
 
     async def renewed(seconds: int | None) -> int:
-        message = pb.RenewLeaseRequest(run="a")
+        message = pb.RenewLeaseRequest(run_id="a")
         if seconds is not None:
             message.lease.duration.seconds = seconds
         run = (await running.client.patch.RenewLease(message)).run
@@ -349,13 +349,17 @@ async def test_a_lease_is_renewed_and_never_shortened(running) -> None:
 @pytest.mark.parametrize(
     ("rpc", "message", "brief"),
     [
-        ("DeleteRun", pb.DeleteRunRequest(run="a"), (Code.NOT_FOUND, "RUN_NOT_FOUND", "run")),
-        ("DeleteRun", pb.DeleteRunRequest(), (Code.INVALID_ARGUMENT, "INVALID_VALUE", "run")),
-        ("RenewLease", pb.RenewLeaseRequest(run="a"), (Code.NOT_FOUND, "RUN_NOT_FOUND", "run")),
+        ("DeleteRun", pb.DeleteRunRequest(run_id="a"), (Code.NOT_FOUND, "RUN_NOT_FOUND", "run_id")),
+        ("DeleteRun", pb.DeleteRunRequest(), (Code.INVALID_ARGUMENT, "INVALID_VALUE", "run_id")),
+        (
+            "RenewLease",
+            pb.RenewLeaseRequest(run_id="a"),
+            (Code.NOT_FOUND, "RUN_NOT_FOUND", "run_id"),
+        ),
         (
             "RenewLease",
             pb.RenewLeaseRequest(
-                run="a", lease=patch_pb2.Lease(duration=duration_pb2.Duration(nanos=5))
+                run_id="a", lease=patch_pb2.Lease(duration=duration_pb2.Duration(nanos=5))
             ),
             (Code.INVALID_ARGUMENT, "INVALID_VALUE", "lease.duration"),
         ),

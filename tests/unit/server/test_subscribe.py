@@ -100,7 +100,7 @@ async def test_several_subscribers_get_what_each_wants_of_one_request(running) -
 
 async def test_a_request_sends_rows_to_a_subscription_and_its_receipt_says_so(running) -> None:
     one = await Subscriber.open(running, opening(by_id("nobody")))
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), subscription=one.name)
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), subscription_id=one.name)
     events = await generate(running, "a", captures=[capture(), spec])
     (_, receipt) = events[-1].receipt.captures
     assert [(part.row_count, part.dropped_row_count) for part in receipt.sites] == [(5, 0), (5, 0)]
@@ -110,12 +110,12 @@ async def test_a_request_sends_rows_to_a_subscription_and_its_receipt_says_so(ru
 
 
 async def test_a_subscription_that_is_not_there_cannot_be_sent_to(running) -> None:
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription="none")
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription_id="none")
     refusal = await running.client.refusal(request(captures=[capture(), spec]))
     assert refusal.brief == (
         Code.NOT_FOUND,
         "REASON_SUBSCRIPTION_NOT_FOUND",
-        "captures[1].subscription",
+        "captures[1].subscription_id",
     )
 
 
@@ -275,7 +275,7 @@ async def test_what_is_acknowledged_while_it_is_sent_again_is_skipped(starter) -
 
 async def test_a_request_that_is_watched_and_sends_rows_ends_once(running) -> None:
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[2]), subscription=one.name)
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[2]), subscription_id=one.name)
     events = await generate(running, "a", captures=[capture(), spec])
     (_, receipt) = events[-1].receipt.captures
     assert [part.row_count for part in receipt.sites] == [5]
@@ -305,7 +305,7 @@ async def test_a_subscription_whose_reader_stays_away_is_gone(starter) -> None:
     assert (await failure(two)).brief == (
         Code.NOT_FOUND,
         "REASON_SUBSCRIPTION_NOT_FOUND",
-        "open.resume.subscription",
+        "open.resume.subscription_id",
     )
     await generate(running, "a")
     await settled(running)

@@ -56,7 +56,7 @@ async def test_a_full_buffer_ends_the_subscription_and_no_request(starter) -> No
 async def test_a_full_buffer_ends_the_request_that_sends_to_it(running) -> None:
     wish = opening(by_id("nobody"), credit=0, buffer_bytes=3 * ROW)
     one = await Subscriber.open(running, wish)
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription=one.name)
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription_id=one.name)
     refusal = await running.client.refusal(
         request(request_id="a", sampling=sampled(9), captures=[spec])
     )
@@ -160,7 +160,7 @@ async def test_rows_that_the_ring_lost_are_said(starter) -> None:
             "REASON_INVALID_VALUE",
             "open.credit_bytes",
         ),
-        (resuming("none"), "REASON_SUBSCRIPTION_NOT_FOUND", "open.resume.subscription"),
+        (resuming("none"), "REASON_SUBSCRIPTION_NOT_FOUND", "open.resume.subscription_id"),
     ],
 )
 async def test_what_is_wrong_is_refused_by_field(running, wish, reason, field) -> None:

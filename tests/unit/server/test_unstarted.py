@@ -21,13 +21,13 @@ REFUSE = generation_service_pb2.WHEN_FULL_REFUSE
 
 
 def to_sink(name: str = "disk", tag: str = "default") -> capture_pb2.CaptureSpec:
-    target = capture_pb2.SinkTarget(sink=name, tag=tag)
+    target = capture_pb2.SinkTarget(sink_name=name, tag=tag)
     return capture_pb2.CaptureSpec(sites=site_set(POST, layers=[1]), sink=target)
 
 
 def to_run(name: str) -> capture_pb2.CaptureSpec:
     return capture_pb2.CaptureSpec(
-        sites=site_set(POST, layers=[1]), run=capture_pb2.RunTarget(run=name)
+        sites=site_set(POST, layers=[1]), run=capture_pb2.RunTarget(run_id=name)
     )
 
 
@@ -94,7 +94,7 @@ async def test_one_for_whose_run_there_is_no_room(starter) -> None:
 async def test_one_that_sends_to_a_subscription_that_ended_meanwhile(starter) -> None:
     running = await starter(small(loading=asyncio.Event()))
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
-    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[1]), subscription=one.name)
+    spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[1]), subscription_id=one.name)
     refused = asyncio.ensure_future(
         running.client.refusal(request(request_id="a", steer=[add()], captures=[spec]))
     )

@@ -129,7 +129,7 @@ class CaptureSpec(_message.Message):
     WHERE_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
-    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
     SINK_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
@@ -140,7 +140,7 @@ class CaptureSpec(_message.Message):
     OVERLOAD_FIELD_NUMBER: _builtins.int
     encoding: _tensor_pb2.Encoding.ValueType
     """Default ENCODING_RAW."""
-    subscription: _builtins.str
+    subscription_id: _builtins.str
     """Into the open subscription with this id. None such: REASON_SUBSCRIPTION_NOT_FOUND."""
     dtype: _tensor_pb2.Dtype.ValueType
     """Element type of delivered rows: a float type. Default: the model's; with a projection float32,
@@ -195,7 +195,7 @@ class CaptureSpec(_message.Message):
         where: _selector_pb2.Selector | None = ...,
         encoding: _tensor_pb2.Encoding.ValueType | None = ...,
         inline: Global___InlineTarget | None = ...,
-        subscription: _builtins.str = ...,
+        subscription_id: _builtins.str = ...,
         sink: Global___SinkTarget | None = ...,
         run: Global___RunTarget | None = ...,
         dtype: _tensor_pb2.Dtype.ValueType | None = ...,
@@ -205,9 +205,9 @@ class CaptureSpec(_message.Message):
         sharding: Global___Sharding.ValueType | None = ...,
         overload: Global___Overload.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dtype", b"_dtype", "_encoding", b"_encoding", "_kept", b"_kept", "_overload", b"_overload", "_seed", b"_seed", "_sharding", b"_sharding", "dtype", b"dtype", "encoding", b"encoding", "inline", b"inline", "kept", b"kept", "overload", b"overload", "projection", b"projection", "run", b"run", "seed", b"seed", "sharding", b"sharding", "sink", b"sink", "sites", b"sites", "subscription", b"subscription", "to", b"to", "where", b"where"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dtype", b"_dtype", "_encoding", b"_encoding", "_kept", b"_kept", "_overload", b"_overload", "_seed", b"_seed", "_sharding", b"_sharding", "dtype", b"dtype", "encoding", b"encoding", "inline", b"inline", "kept", b"kept", "overload", b"overload", "projection", b"projection", "run", b"run", "seed", b"seed", "sharding", b"sharding", "sink", b"sink", "sites", b"sites", "subscription_id", b"subscription_id", "to", b"to", "where", b"where"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dtype", b"_dtype", "_encoding", b"_encoding", "_kept", b"_kept", "_overload", b"_overload", "_seed", b"_seed", "_sharding", b"_sharding", "dtype", b"dtype", "encoding", b"encoding", "inline", b"inline", "kept", b"kept", "overload", b"overload", "projection", b"projection", "run", b"run", "seed", b"seed", "sharding", b"sharding", "sink", b"sink", "sites", b"sites", "subscription", b"subscription", "to", b"to", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dtype", b"_dtype", "_encoding", b"_encoding", "_kept", b"_kept", "_overload", b"_overload", "_seed", b"_seed", "_sharding", b"_sharding", "dtype", b"dtype", "encoding", b"encoding", "inline", b"inline", "kept", b"kept", "overload", b"overload", "projection", b"projection", "run", b"run", "seed", b"seed", "sharding", b"sharding", "sink", b"sink", "sites", b"sites", "subscription_id", b"subscription_id", "to", b"to", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dtype: _TypeAlias = _typing.Literal["dtype"]  # noqa: Y015
     _WhichOneofArgType__dtype: _TypeAlias = _typing.Literal["_dtype", b"_dtype"]  # noqa: Y015
@@ -221,7 +221,7 @@ class CaptureSpec(_message.Message):
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__sharding: _TypeAlias = _typing.Literal["sharding"]  # noqa: Y015
     _WhichOneofArgType__sharding: _TypeAlias = _typing.Literal["_sharding", b"_sharding"]  # noqa: Y015
-    _WhichOneofReturnType_to: _TypeAlias = _typing.Literal["inline", "subscription", "sink", "run"]  # noqa: Y015
+    _WhichOneofReturnType_to: _TypeAlias = _typing.Literal["inline", "subscription_id", "sink", "run"]  # noqa: Y015
     _WhichOneofArgType_to: _TypeAlias = _typing.Literal["to", b"to"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dtype) -> _WhichOneofReturnType__dtype | None: ...
@@ -283,11 +283,11 @@ class SinkTarget(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    SINK_FIELD_NUMBER: _builtins.int
+    SINK_NAME_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
-    sink: _builtins.str
+    sink_name: _builtins.str
     """Name, as ListSinks gives it. Unknown: REASON_SINK_NOT_FOUND."""
     tag: _builtins.str
     """Groups artefacts: becomes a folder. [A-Za-z0-9][A-Za-z0-9._-]{0,127}. Default: "default"."""
@@ -300,14 +300,14 @@ class SinkTarget(_message.Message):
     def __init__(
         self,
         *,
-        sink: _builtins.str = ...,
+        sink_name: _builtins.str = ...,
         tag: _builtins.str | None = ...,
         layout: Global___Layout.ValueType | None = ...,
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_layout", b"_layout", "_tag", b"_tag", "layout", b"layout", "tag", b"tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_layout", b"_layout", "_tag", b"_tag", "layout", b"layout", "options", b"options", "sink", b"sink", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_layout", b"_layout", "_tag", b"_tag", "layout", b"layout", "options", b"options", "sink_name", b"sink_name", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__layout: _TypeAlias = _typing.Literal["layout"]  # noqa: Y015
     _WhichOneofArgType__layout: _TypeAlias = _typing.Literal["_layout", b"_layout"]  # noqa: Y015
@@ -331,9 +331,9 @@ class RunTarget(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
+    run_id: _builtins.str
     """Id of the run to make. In use: REASON_RUN_EXISTS. [A-Za-z0-9][A-Za-z0-9._-]{0,127}.
     Empty: the server makes one, which the receipt names.
     """
@@ -346,12 +346,12 @@ class RunTarget(_message.Message):
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
         lease: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -169,7 +169,7 @@ class SubscribeOpen(_message.Message):
         """What to capture of each request that the filter selects: whole requests from now on, and those
         that run already from their next step on (SubscribeOpened.attached). Windows
         that a prompt does not have select nothing; spans of text are refused. At most 16. Empty: only
-        what requests send here by CaptureSpec.subscription, numbered after these.
+        what requests send here by CaptureSpec.subscription_id, numbered after these.
         """
 
     @_builtins.property
@@ -211,9 +211,9 @@ class ResumePoint(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
-    subscription: _builtins.str
+    subscription_id: _builtins.str
     """Id, from SubscribeOpened. Gone: REASON_SUBSCRIPTION_NOT_FOUND. Still connected: the older
     call ends with ABORTED, REASON_SUPERSEDED.
     """
@@ -225,12 +225,12 @@ class ResumePoint(_message.Message):
     def __init__(
         self,
         *,
-        subscription: _builtins.str = ...,
+        subscription_id: _builtins.str = ...,
         after_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -491,7 +491,7 @@ class SubscribeOpened(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     MISSED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
@@ -500,7 +500,7 @@ class SubscribeOpened(_message.Message):
     INLINE_REASON_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
-    subscription: _builtins.str
+    subscription_id: _builtins.str
     """Its id."""
     next_sequence: _builtins.int
     """Sequence number that comes next."""
@@ -537,7 +537,7 @@ class SubscribeOpened(_message.Message):
     def __init__(
         self,
         *,
-        subscription: _builtins.str = ...,
+        subscription_id: _builtins.str = ...,
         next_sequence: _builtins.int = ...,
         heartbeat_interval: _duration_pb2.Duration | None = ...,
         missed_request_ids: _abc.Iterable[_builtins.str] | None = ...,
@@ -549,7 +549,7 @@ class SubscribeOpened(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "heartbeat_interval", b"heartbeat_interval", "inline_reason", b"inline_reason", "missed", b"missed", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "resume_window", b"resume_window", "shared_memory", b"shared_memory", "subscription", b"subscription"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "heartbeat_interval", b"heartbeat_interval", "inline_reason", b"inline_reason", "missed", b"missed", "missed_request_ids", b"missed_request_ids", "next_sequence", b"next_sequence", "resume_window", b"resume_window", "shared_memory", b"shared_memory", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -806,12 +806,12 @@ class Sink(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     NAME_FIELD_NUMBER: _builtins.int
-    PLUGIN_FIELD_NUMBER: _builtins.int
+    PLUGIN_NAME_FIELD_NUMBER: _builtins.int
     LAYOUTS_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in SinkTarget."""
-    plugin: _builtins.str
+    plugin_name: _builtins.str
     """The plugin that implements it: "filesystem", "memory", "logging", ..."""
     @_builtins.property
     def layouts(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Layout.ValueType]:
@@ -825,13 +825,13 @@ class Sink(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        plugin: _builtins.str = ...,
+        plugin_name: _builtins.str = ...,
         layouts: _abc.Iterable[_capture_pb2.Layout.ValueType] | None = ...,
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layouts", b"layouts", "name", b"name", "options", b"options", "plugin", b"plugin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layouts", b"layouts", "name", b"name", "options", b"options", "plugin_name", b"plugin_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -844,20 +844,20 @@ class GetArtifactsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SINK_FIELD_NUMBER: _builtins.int
+    SINK_NAME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request. Required."""
-    sink: _builtins.str
+    sink_name: _builtins.str
     """Restricts to one sink. Empty: all."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        sink: _builtins.str = ...,
+        sink_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sink", b"sink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sink_name", b"sink_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,7 +70,7 @@ class GetModelResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     LAYER_COUNT_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
@@ -79,12 +79,12 @@ class GetModelResponse(_message.Message):
     SITES_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
-    LORAS_FIELD_NUMBER: _builtins.int
+    LORA_NAMES_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     BUILD_VERSION_FIELD_NUMBER: _builtins.int
     API_VERSION_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
+    model_name: _builtins.str
     """Name under which the model was loaded."""
     architecture: _builtins.str
     """Class of the model: "LlamaForCausalLM", "Qwen3ForCausalLM", ..."""
@@ -109,7 +109,7 @@ class GetModelResponse(_message.Message):
         """Every point, grouped by what can be done there; together they cover every layer of every point."""
 
     @_builtins.property
-    def loras(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def lora_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of loaded adapters."""
 
     @_builtins.property
@@ -123,7 +123,7 @@ class GetModelResponse(_message.Message):
     def __init__(
         self,
         *,
-        model: _builtins.str = ...,
+        model_name: _builtins.str = ...,
         architecture: _builtins.str = ...,
         layer_count: _builtins.int = ...,
         width: _builtins.int = ...,
@@ -132,7 +132,7 @@ class GetModelResponse(_message.Message):
         sites: _abc.Iterable[Global___SiteGroup] | None = ...,
         has_tokenizer: _builtins.bool = ...,
         has_chat_template: _builtins.bool = ...,
-        loras: _abc.Iterable[_builtins.str] | None = ...,
+        lora_names: _abc.Iterable[_builtins.str] | None = ...,
         engine: Global___Engine | None = ...,
         limits: Global___Limits | None = ...,
         build_version: _builtins.str = ...,
@@ -140,7 +140,7 @@ class GetModelResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "engine", b"engine", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "loras", b"loras", "model", b"model", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "engine", b"engine", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "lora_names", b"lora_names", "model_name", b"model_name", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

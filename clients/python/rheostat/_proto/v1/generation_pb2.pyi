@@ -172,12 +172,12 @@ class Started(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id, given or made."""
-    model: _builtins.str
+    model_name: _builtins.str
     """The model's name, as in GetModelResponse."""
     prompt_token_count: _builtins.int
     """P."""
@@ -189,13 +189,13 @@ class Started(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        model: _builtins.str = ...,
+        model_name: _builtins.str = ...,
         prompt_token_count: _builtins.int = ...,
         prompt_token_ids: _types_pb2.TokenIds | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_name", b"model_name", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,7 +356,7 @@ class Finished(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     STOP_TEXT_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    RULE_FIELD_NUMBER: _builtins.int
+    RULE_NAME_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_AFTER_FIELD_NUMBER: _builtins.int
@@ -371,7 +371,7 @@ class Finished(_message.Message):
     """The stop string."""
     stop_token_id: _builtins.int
     """The end or stop token."""
-    rule: _builtins.str
+    rule_name: _builtins.str
     """The rule's name."""
     token_count: _builtins.int
     """Tokens generated."""
@@ -393,19 +393,19 @@ class Finished(_message.Message):
         reason: _types_pb2.FinishReason.ValueType = ...,
         stop_text: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
-        rule: _builtins.str = ...,
+        rule_name: _builtins.str = ...,
         token_count: _builtins.int = ...,
         cumulative_logprob: _builtins.float | None = ...,
         first_token_after: _duration_pb2.Duration | None = ...,
         finished_after: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "rule", b"rule", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "rule_name", b"rule_name", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "baseline", b"baseline", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "reason", b"reason", "rule", b"rule", "sample", b"sample", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "baseline", b"baseline", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "reason", b"reason", "rule_name", b"rule_name", "sample", b"sample", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
-    _WhichOneofReturnType_stop: _TypeAlias = _typing.Literal["stop_text", "stop_token_id", "rule"]  # noqa: Y015
+    _WhichOneofReturnType_stop: _TypeAlias = _typing.Literal["stop_text", "stop_token_id", "rule_name"]  # noqa: Y015
     _WhichOneofArgType_stop: _TypeAlias = _typing.Literal["stop", b"stop"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cumulative_logprob) -> _WhichOneofReturnType__cumulative_logprob | None: ...

@@ -89,7 +89,7 @@ class GenerateRequest(_message.Message):
     CAPTURES_FIELD_NUMBER: _builtins.int
     PATCHES_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
-    LORA_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
     WITH_BASELINE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -100,7 +100,7 @@ class GenerateRequest(_message.Message):
     """
     text: _builtins.str
     """As Prompt.text."""
-    lora: _builtins.str
+    lora_name: _builtins.str
     """Name of a loaded adapter. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
     with_baseline: _builtins.bool
     """Also run the request without its steering, patches and rules, with the same sampling, seed
@@ -160,7 +160,7 @@ class GenerateRequest(_message.Message):
         captures: _abc.Iterable[_capture_pb2.CaptureSpec] | None = ...,
         patches: _abc.Iterable[_patch_pb2.Patch] | None = ...,
         rules: _abc.Iterable[_monitor_pb2.Rule] | None = ...,
-        lora: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
         with_baseline: _builtins.bool = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         return_prompt_token_ids: _builtins.bool = ...,
@@ -168,7 +168,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "labels", b"labels", "lora", b"lora", "patches", b"patches", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "labels", b"labels", "lora_name", b"lora_name", "patches", b"patches", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__when_full: _TypeAlias = _typing.Literal["when_full"]  # noqa: Y015
     _WhichOneofArgType__when_full: _TypeAlias = _typing.Literal["_when_full", b"_when_full"]  # noqa: Y015

@@ -174,11 +174,11 @@ class RunSource(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     ALIGNMENT_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
+    run_id: _builtins.str
     """The run. Gone or unknown: REASON_RUN_NOT_FOUND. Without a needed site or position:
     REASON_RUN_INCOMPLETE.
     """
@@ -197,14 +197,14 @@ class RunSource(_message.Message):
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
         positions: Global___PositionList | None = ...,
         alignment: Global___Alignment.ValueType | None = ...,
         site: _types_pb2.Site | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "alignment", b"alignment", "positions", b"positions", "site", b"site"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "alignment", b"alignment", "positions", b"positions", "run", b"run", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "alignment", b"alignment", "positions", b"positions", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alignment: _TypeAlias = _typing.Literal["alignment"]  # noqa: Y015
     _WhichOneofArgType__alignment: _TypeAlias = _typing.Literal["_alignment", b"_alignment"]  # noqa: Y015
@@ -279,7 +279,7 @@ class Run(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    RUN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -287,7 +287,7 @@ class Run(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
+    run_id: _builtins.str
     """Its id."""
     size_bytes: _builtins.int
     """Bytes that it takes."""
@@ -318,7 +318,7 @@ class Run(_message.Message):
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
         sites: _abc.Iterable[_types_pb2.Site] | None = ...,
         positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
         prompt_token_ids: _types_pb2.TokenIds | None = ...,
@@ -329,7 +329,7 @@ class Run(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "lease_expire_time", b"lease_expire_time", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "labels", b"labels", "lease_expire_time", b"lease_expire_time", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run", b"run", "sites", b"sites", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "labels", b"labels", "lease_expire_time", b"lease_expire_time", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run_id", b"run_id", "sites", b"sites", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

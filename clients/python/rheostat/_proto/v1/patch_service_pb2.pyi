@@ -79,17 +79,17 @@ class CaptureRunRequest(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    RUN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     WHERE_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
-    LORA_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
+    run_id: _builtins.str
     """Id for the run; as RunTarget.run."""
-    lora: _builtins.str
+    lora_name: _builtins.str
     """Adapter. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
     @_builtins.property
     def prompt(self) -> _types_pb2.Prompt:
@@ -118,18 +118,18 @@ class CaptureRunRequest(_message.Message):
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
         prompt: _types_pb2.Prompt | None = ...,
         sites: _types_pb2.SiteSet | None = ...,
         where: _selector_pb2.Selector | None = ...,
         steering: _steering_pb2.Steering | None = ...,
-        lora: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
         lease: _patch_pb2.Lease | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "prompt", b"prompt", "sites", b"sites", "steering", b"steering", "where", b"where"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "lease", b"lease", "lora", b"lora", "prompt", b"prompt", "run", b"run", "sites", b"sites", "steering", b"steering", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "lease", b"lease", "lora_name", b"lora_name", "prompt", b"prompt", "run_id", b"run_id", "sites", b"sites", "steering", b"steering", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,17 +229,17 @@ class DeleteRunRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
     """Its id. Required."""
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,9 +273,9 @@ class RenewLeaseRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
+    run_id: _builtins.str
     """The run's id. Required."""
     @_builtins.property
     def lease(self) -> _patch_pb2.Lease:
@@ -284,12 +284,12 @@ class RenewLeaseRequest(_message.Message):
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
         lease: _patch_pb2.Lease | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -328,7 +328,7 @@ class SweepRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     CLEAN_FIELD_NUMBER: _builtins.int
-    RUN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     VECTOR_FIELD_NUMBER: _builtins.int
     ZEROS_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
@@ -339,12 +339,12 @@ class SweepRequest(_message.Message):
     ALIGNMENT_FIELD_NUMBER: _builtins.int
     ZOOM_FIELD_NUMBER: _builtins.int
     BASELINES_FIELD_NUMBER: _builtins.int
-    LORA_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
     KEEP_RUN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id; as GenerateRequest.request_id."""
-    run: _builtins.str
+    run_id: _builtins.str
     """A run."""
     alpha: _builtins.float
     """As in Patch. Default 1."""
@@ -354,7 +354,7 @@ class SweepRequest(_message.Message):
     """Repeats of the unpatched corrupt prompt among the cells, for the noise floor. 1 to 64.
     Default 4.
     """
-    lora: _builtins.str
+    lora_name: _builtins.str
     """Adapter. Empty: none."""
     @_builtins.property
     def corrupt(self) -> _types_pb2.Prompt:
@@ -406,7 +406,7 @@ class SweepRequest(_message.Message):
         request_id: _builtins.str = ...,
         corrupt: _types_pb2.Prompt | None = ...,
         clean: _types_pb2.Prompt | None = ...,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
         vector: _steering_pb2.VectorRef | None = ...,
         zeros: _patch_pb2.ZeroSource | None = ...,
         sites: _types_pb2.SiteSet | None = ...,
@@ -417,13 +417,13 @@ class SweepRequest(_message.Message):
         alignment: _patch_pb2.Alignment.ValueType | None = ...,
         zoom: _patch_pb2.Zoom | None = ...,
         baselines: _builtins.int | None = ...,
-        lora: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
         steering: _steering_pb2.Steering | None = ...,
         keep_run: _patch_pb2.Lease | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "_alpha", b"_alpha", "_baselines", b"_baselines", "alignment", b"alignment", "alpha", b"alpha", "baselines", b"baselines", "clean", b"clean", "corrupt", b"corrupt", "grade", b"grade", "keep_run", b"keep_run", "mask", b"mask", "run", b"run", "sites", b"sites", "source", b"source", "steering", b"steering", "vector", b"vector", "where", b"where", "zeros", b"zeros", "zoom", b"zoom"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "_alpha", b"_alpha", "_baselines", b"_baselines", "alignment", b"alignment", "alpha", b"alpha", "baselines", b"baselines", "clean", b"clean", "corrupt", b"corrupt", "grade", b"grade", "keep_run", b"keep_run", "mask", b"mask", "run_id", b"run_id", "sites", b"sites", "source", b"source", "steering", b"steering", "vector", b"vector", "where", b"where", "zeros", b"zeros", "zoom", b"zoom"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "_alpha", b"_alpha", "_baselines", b"_baselines", "alignment", b"alignment", "alpha", b"alpha", "baselines", b"baselines", "clean", b"clean", "corrupt", b"corrupt", "grade", b"grade", "keep_run", b"keep_run", "lora", b"lora", "mask", b"mask", "request_id", b"request_id", "run", b"run", "sites", b"sites", "source", b"source", "steering", b"steering", "vector", b"vector", "where", b"where", "zeros", b"zeros", "zoom", b"zoom"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "_alpha", b"_alpha", "_baselines", b"_baselines", "alignment", b"alignment", "alpha", b"alpha", "baselines", b"baselines", "clean", b"clean", "corrupt", b"corrupt", "grade", b"grade", "keep_run", b"keep_run", "lora_name", b"lora_name", "mask", b"mask", "request_id", b"request_id", "run_id", b"run_id", "sites", b"sites", "source", b"source", "steering", b"steering", "vector", b"vector", "where", b"where", "zeros", b"zeros", "zoom", b"zoom"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alignment: _TypeAlias = _typing.Literal["alignment"]  # noqa: Y015
     _WhichOneofArgType__alignment: _TypeAlias = _typing.Literal["_alignment", b"_alignment"]  # noqa: Y015
@@ -431,7 +431,7 @@ class SweepRequest(_message.Message):
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
     _WhichOneofReturnType__baselines: _TypeAlias = _typing.Literal["baselines"]  # noqa: Y015
     _WhichOneofArgType__baselines: _TypeAlias = _typing.Literal["_baselines", b"_baselines"]  # noqa: Y015
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["clean", "run", "vector", "zeros"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["clean", "run_id", "vector", "zeros"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__alignment) -> _WhichOneofReturnType__alignment | None: ...
@@ -669,7 +669,7 @@ class SweepSummary(_message.Message):
     NOISE_FLOOR_FIELD_NUMBER: _builtins.int
     PEAK_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
-    RUN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
     clean: _builtins.float
@@ -680,7 +680,7 @@ class SweepSummary(_message.Message):
     """Largest deviation of a baseline from `corrupt`, in the units of the cells: what batching
     alone does. Effects below it are noise.
     """
-    run: _builtins.str
+    run_id: _builtins.str
     """The run that was kept; empty if none."""
     tokens: _builtins.int
     """Tokens computed, all runs together."""
@@ -709,13 +709,13 @@ class SweepSummary(_message.Message):
         noise_floor: _builtins.float = ...,
         peak: Global___SweepCell | None = ...,
         skipped: _abc.Iterable[Global___SkippedCells] | None = ...,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
         tokens: _builtins.int = ...,
         elapsed: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_clean", b"_clean", "clean", b"clean", "elapsed", b"elapsed", "peak", b"peak"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clean", b"_clean", "clean", b"clean", "corrupt", b"corrupt", "elapsed", b"elapsed", "grids", b"grids", "noise_floor", b"noise_floor", "peak", b"peak", "run", b"run", "skipped", b"skipped", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clean", b"_clean", "clean", b"clean", "corrupt", b"corrupt", "elapsed", b"elapsed", "grids", b"grids", "noise_floor", b"noise_floor", "peak", b"peak", "run_id", b"run_id", "skipped", b"skipped", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clean: _TypeAlias = _typing.Literal["clean"]  # noqa: Y015
     _WhichOneofArgType__clean: _TypeAlias = _typing.Literal["_clean", b"_clean"]  # noqa: Y015

@@ -179,7 +179,7 @@ class InterventionRef(_message.Message):
     ORIGIN_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     OP_FIELD_NUMBER: _builtins.int
-    RULE_FIELD_NUMBER: _builtins.int
+    RULE_NAME_FIELD_NUMBER: _builtins.int
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     origin: Global___Origin.ValueType
     """Where it came from."""
@@ -187,7 +187,7 @@ class InterventionRef(_message.Message):
     """Index in the list there. For ORIGIN_RULE in the rule's steering."""
     op: Global___Op.ValueType
     """What it does."""
-    rule: _builtins.str
+    rule_name: _builtins.str
     """The rule's name, for ORIGIN_RULE."""
     update_id: _builtins.int
     """The update's id, for ORIGIN_UPDATE."""
@@ -197,12 +197,12 @@ class InterventionRef(_message.Message):
         origin: Global___Origin.ValueType = ...,
         index: _builtins.int = ...,
         op: Global___Op.ValueType = ...,
-        rule: _builtins.str = ...,
+        rule_name: _builtins.str = ...,
         update_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "op", b"op", "origin", b"origin", "rule", b"rule", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "op", b"op", "origin", b"origin", "rule_name", b"rule_name", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,10 +365,10 @@ class CaptureReceipt(_message.Message):
 
     CAPTURE_INDEX_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
-    RUN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     capture_index: _builtins.int
     """Index in the request's captures."""
-    run: _builtins.str
+    run_id: _builtins.str
     """Run that the rows were stored in; empty for other targets, and if the request was aborted."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[Global___CapturedSite]:
@@ -379,11 +379,11 @@ class CaptureReceipt(_message.Message):
         *,
         capture_index: _builtins.int = ...,
         sites: _abc.Iterable[Global___CapturedSite] | None = ...,
-        run: _builtins.str = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_index", b"capture_index", "run", b"run", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_index", b"capture_index", "run_id", b"run_id", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

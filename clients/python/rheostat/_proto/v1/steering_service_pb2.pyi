@@ -423,7 +423,7 @@ class DeriveVectorsRequest(_message.Message):
     METHOD_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
-    LORA_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
     method: Global___DeriveMethod.ValueType
     """How. Default DERIVE_METHOD_DIFFERENCE_OF_MEANS."""
     name: _builtins.str
@@ -433,7 +433,7 @@ class DeriveVectorsRequest(_message.Message):
     """
     description: _builtins.str
     """As in VectorHeader. VectorHeader.sites becomes the point and its layers."""
-    lora: _builtins.str
+    lora_name: _builtins.str
     """Adapter under which the prompts run. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
     @_builtins.property
     def positive(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Prompt]:
@@ -469,11 +469,11 @@ class DeriveVectorsRequest(_message.Message):
         method: Global___DeriveMethod.ValueType | None = ...,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
-        lora: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_method", b"_method", "method", b"method", "sites", b"sites", "where", b"where"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_method", b"_method", "description", b"description", "lora", b"lora", "method", b"method", "name", b"name", "negative", b"negative", "positive", b"positive", "sites", b"sites", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_method", b"_method", "description", b"description", "lora_name", b"lora_name", "method", b"method", "name", b"name", "negative", b"negative", "positive", b"positive", "sites", b"sites", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__method: _TypeAlias = _typing.Literal["method"]  # noqa: Y015
     _WhichOneofArgType__method: _TypeAlias = _typing.Literal["_method", b"_method"]  # noqa: Y015

@@ -273,11 +273,11 @@ class ArtifactRef(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SINK_FIELD_NUMBER: _builtins.int
+    SINK_NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
-    sink: _builtins.str
+    sink_name: _builtins.str
     """Name of the sink."""
     path: _builtins.str
     """Path relative to the sink's root, "/"-separated."""
@@ -288,14 +288,14 @@ class ArtifactRef(_message.Message):
     def __init__(
         self,
         *,
-        sink: _builtins.str = ...,
+        sink_name: _builtins.str = ...,
         path: _builtins.str = ...,
         offset: _builtins.int = ...,
         length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "offset", b"offset", "path", b"path", "sink", b"sink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "offset", b"offset", "path", b"path", "sink_name", b"sink_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
