@@ -65,6 +65,13 @@ def expensive_subscription(target: Target, rng: random.Random, size: float) -> C
     return _subscription([spec] * 3, credit=1 << 20, holds=1.5 * size)
 
 
+def fragmented_subscription(target: Target, rng: random.Random, size: float) -> Call:
+    """A subscription to every other token of every request, at all sites."""
+    windows = count(size * rng.choice([1.0, 0.1]), _WINDOWS)
+    spec = capture_pb2.CaptureSpec(sites=sites(*POINTS), where=every_other(0, windows))
+    return _subscription([spec] * 2, credit=64 << 20, holds=2.0 * size)
+
+
 def late_observer(target: Target, rng: random.Random, size: float) -> Call:
     """A request that captures a long prompt, or an observer of other sites that joins it."""
     if rng.random() < 0.5:

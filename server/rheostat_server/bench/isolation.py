@@ -33,6 +33,7 @@ from rheostat_server.bench.served_process import (
     MIB,
     Memory,
     ServedProcess,
+    cpu_elsewhere,
     faults,
     memory_options,
     served_process,
@@ -73,6 +74,8 @@ class Turn(NamedTuple):
     """Lines of the server's log that a sound server does not write."""
     died: bool
     """Whether the server ended; the next turn has a new one."""
+    elsewhere: float = 0.0
+    """Cores that processes took which have no part in the benchmark."""
 
     def figures(self) -> dict[str, float]:
         """What the table shows."""
@@ -92,6 +95,7 @@ class Turn(NamedTuple):
             "calls_per_s": outcome.calls / outcome.seconds,
             "sent_mib": outcome.nbytes / MIB,
             "caller_cpu": outcome.cpu / outcome.seconds,
+            "cores_elsewhere": self.elsewhere,
             "faults": self.faults,
             "died": float(self.died),
         }
@@ -144,7 +148,7 @@ class _Stage:
         logged = self._server.log.stat().st_size
         self._server.take_peak()
         idle = self._server.memory()
-        since = self._neighbour.do(Neighbour.now)
+        since, others = self._neighbour.do(Neighbour.now), cpu_elsewhere()
         if scenario == NOBODY:
             time.sleep(seconds)
             outcome = Outcome(0, 0, {}, {}, seconds, 0.0)
@@ -153,8 +157,17 @@ class _Stage:
             self._wait_until_quiet()
         time.sleep(_SETTLED)
         heard = self._neighbour.do(partial(Neighbour.heard, since=since))
+        elsewhere = max(0.0, cpu_elsewhere() - others) / heard.seconds
         lines = faults(self._server.log, logged)
-        turn = Turn(heard, outcome, idle, self._server.take_peak(), len(lines), self._server.died)
+        turn = Turn(
+            heard,
+            outcome,
+            idle,
+            self._server.take_peak(),
+            len(lines),
+            self._server.died,
+            elsewhere,
+        )
         for line in lines[:3]:
             print(f"    log: {line[:160]}", flush=True)
         if turn.died:
@@ -299,6 +312,7 @@ def _show(name: str, turn: Turn) -> None:
         f"{row['tokens_per_s']:6.0f} tokens/s{row['first_token_longest_ms']:8.0f} ms first"
         f"{row['ping_longest_ms']:8.0f} ms ping{row['memory_growth_mib']:7.0f} MiB more"
         f"{row['calls_per_s']:8.1f} calls/s{row['caller_cpu']:5.0%} cpu"
+        f"{row['cores_elsewhere']:5.1f} cores elsewhere"
         f"  {turn.heard.failures or ''}{' DIED' * turn.died}",
         flush=True,
     )

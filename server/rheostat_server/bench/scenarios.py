@@ -40,6 +40,7 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("long texts to tokenize", abuse.tokenize, at_once=2, variants=6),
     Scenario("long prompts to generate from", abuse.long_prompt, at_once=2, variants=4),
     Scenario("expensive subscriptions", abuse_captures.expensive_subscription, 2, 2),
+    Scenario("fragmented subscriptions", abuse_captures.fragmented_subscription, 2, 4),
     Scenario("observers that join late", abuse_captures.late_observer, at_once=6, variants=16),
     Scenario("a tag for each request", abuse_captures.new_tag, at_once=4, variants=2000),
     Scenario("sink collisions", abuse_captures.sink_collision, at_once=4, variants=64),
@@ -68,11 +69,12 @@ SCENARIOS: Sequence[Scenario] = (
 
 
 def prepared(name: str, target: Target, seed: int, size: float = 1.0) -> list[Call]:
-    """The calls of the scenario with a name, serialized.
+    """The calls of the scenario with a name, serialized, the largest first.
 
     Raises:
         KeyError: there is no such scenario.
     """
     one = {scenario.name: scenario for scenario in SCENARIOS}[name]
     rng = random.Random(f"{name} {seed}")
-    return [one.make(target, rng, size) for _ in range(one.variants)]
+    calls = [one.make(target, rng, size) for _ in range(one.variants)]
+    return sorted(calls, key=lambda call: call.nbytes, reverse=True)

@@ -173,6 +173,26 @@ def _wait_until_serving(server: ServedProcess) -> None:
                 return
 
 
+def cpu_elsewhere() -> float:
+    """Seconds of CPU that others took: processes that are neither this one nor its descendants.
+
+    Only differences of two calls mean something, and only if no descendant ended between them.
+    """
+    ticks = os.sysconf("SC_CLK_TCK")
+    user, nice, system, _idle, _iowait, *interrupts = map(
+        int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]
+    )
+    own = sum(_cpu_ticks(pid) for pid in _tree(os.getpid()))
+    return (user + nice + system + sum(interrupts) - own) / ticks
+
+
+def _cpu_ticks(pid: int) -> int:
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0
+
+
 def _tree(root: int) -> list[int]:
     """A process and all its descendants."""
     children: dict[int, list[int]] = {}
