@@ -53,21 +53,24 @@ def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:
     for wire, point in ENGINE_POINTS.items():
         if point is Point.ROUTER_LOGITS and not (sites.experts or sites.unrouted):
             continue
-        for refusal, group in _by_refusal(sites, point).items():
-            groups.append(_group(wire, group, refusal))
+        for (refusal, width), layers in _by_refusal(sites, point).items():
+            groups.append(_group(wire, layers, refusal, width))
     return groups
 
 
-def _by_refusal(sites: ModelSites, point: Point) -> dict[str, list[int]]:
-    """The point's layers by why they are refused; empty where they are served."""
-    found: dict[str, list[int]] = {}
+def _by_refusal(sites: ModelSites, point: Point) -> dict[tuple[str, int], list[int]]:
+    """The point's layers by why they are refused, empty where they are served, and by width."""
+    found: dict[tuple[str, int], list[int]] = {}
     for layer in range(sites.num_layers):
-        found.setdefault(sites.supports(Site(point, layer)) or "", []).append(layer)
+        site = Site(point, layer)
+        refusal = sites.supports(site) or ""
+        width = 0 if point is Point.ROUTER_LOGITS and refusal else sites.width_of(site)
+        found.setdefault((refusal, width), []).append(layer)
     return found
 
 
 def _group(
-    point: types_pb2.Point.ValueType, layers: Sequence[int], refusal: str
+    point: types_pb2.Point.ValueType, layers: Sequence[int], refusal: str, width: int
 ) -> engine_service_pb2.SiteGroup:
     def ability(why_not: str) -> engine_service_pb2.Ability:
         return _pb.Ability(served=not why_not, why_not=why_not)
@@ -77,6 +80,7 @@ def _group(
     return _pb.SiteGroup(
         point=point,
         layers=layers,
+        width=width,
         capture=ability(refusal),
         ops=[
             _pb.OpAbility(op=op, ability=ability(refusal or why_not), gate=ability(_NO_GATE))

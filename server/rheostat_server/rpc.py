@@ -34,6 +34,16 @@ _LOG = logging.getLogger(__name__)
 _OURS = "/rheostat.v1."
 _CONTROL = "/rheostat.v1.EngineService/"
 
+_INSTEAD = {
+    "PatchService/CaptureRun": (
+        "call Generate with max_tokens 1 and a capture into a run (CaptureSpec.run)"
+    ),
+    "PatchService/Sweep": (
+        "steer a site in a Generate call for each cell, and compare with with_baseline"
+    ),
+}
+"""What can be done in place of an rpc that is not served yet."""
+
 _LOGGED = 400
 """Characters of a refusal's text in the log; clients choose parts of it."""
 
@@ -220,8 +230,9 @@ async def _deadline(context: AnyContext[Request, Response]) -> AsyncIterator[Non
 def _check_served(method: str, served: bool) -> None:
     """Ours are coroutines and asynchronous generators; the generated stand-ins are neither."""
     if not served:
-        service, rpc = method.removeprefix(_OURS).split("/")
-        raise NotImplementedHere(f"{service}.{rpc} is part of the contract, but not served yet")
+        name = method.removeprefix(_OURS)
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise NotImplementedHere(f"{name} is not served yet{instead}")
 
 
 def _check_size(method: str, request: object) -> None:

@@ -30,6 +30,8 @@ from rheostat._proto.v1 import (
     monitor_service_pb2_grpc,
     patch_service_pb2,
     patch_service_pb2_grpc,
+    run_service_pb2,
+    run_service_pb2_grpc,
     steering_service_pb2,
     steering_service_pb2_grpc,
 )
@@ -53,7 +55,7 @@ from rheostat_server.rpc import Calls, ErrorInterceptor
 from rheostat_server.services.capture import CaptureService
 from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
-from rheostat_server.services.patch import PatchService
+from rheostat_server.services.runs import RunService
 from rheostat_server.services.steering import SteeringService
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
@@ -70,6 +72,7 @@ _SERVICES = tuple(
         (generation_service_pb2, "GenerationService"),
         (steering_service_pb2, "SteeringService"),
         (capture_service_pb2, "CaptureService"),
+        (run_service_pb2, "RunService"),
         (patch_service_pb2, "PatchService"),
         (monitor_service_pb2, "MonitorService"),
     )
@@ -146,8 +149,10 @@ class RunningServer:
         capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(
             CaptureService(self.readiness), server
         )
+        run_service_pb2_grpc.add_RunServiceServicer_to_server(RunService(self.readiness), server)
+        # The rpcs of these are not served yet. Their generated stand-ins are refused by name.
         patch_service_pb2_grpc.add_PatchServiceServicer_to_server(
-            PatchService(self.readiness), server
+            patch_service_pb2_grpc.PatchServiceServicer(), server
         )
         monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server(
             monitor_service_pb2_grpc.MonitorServiceServicer(), server

@@ -24,7 +24,6 @@ from rheostat_server.errors import (
     EngineLost,
     InvalidValue,
     MissingField,
-    NotSupported,
     QueueFull,
     RequestNotFound,
     RheostatError,
@@ -158,7 +157,7 @@ class _Control:
         """
         action = message.WhichOneof("action")
         if action is None:
-            raise MissingField("one of steering, pause, resume and stop is required")
+            raise MissingField("one of steering and stop is required")
         if action == "start":
             raise InvalidValue("only a session's first message is start", field="start")
         if message.update_id <= self._last_number:
@@ -169,16 +168,10 @@ class _Control:
         if action == "stop":
             self._flight.abort()
             self._flight.answer(monitor_pb2.UpdateApplied(update_id=message.update_id))
-        elif action == "steering":
+        else:
             if self._updates.qsize() >= WAITING_UPDATES:
                 raise QueueFull(f"{WAITING_UPDATES} updates wait", retry_after=RETRY)
             self._updates.put_nowait(_Update(message.update_id, message.steering))
-        else:
-            raise NotSupported(
-                "the engine cannot hold a single request; stop it, and send what it has generated "
-                "as part of a new prompt",
-                field=action,
-            )
 
     async def _work(self) -> None:
         """Changes the steering, one update after the other."""

@@ -35,6 +35,8 @@ class SiteGroup:
     """By op ("add", ...), whether it can be done."""
     form: str
     """How the stream is held here: "pair" (branch and residual not yet added) or "single"."""
+    width: int = 0
+    """Values per row here; the number of experts where the point is ``router_logits``."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,7 @@ def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
             for one in message.ops
         },
         form=message.form,
+        width=message.width,
     )
 
 

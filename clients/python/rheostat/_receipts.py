@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from google.protobuf.descriptor import EnumDescriptor
 
@@ -119,8 +119,6 @@ class Receipt:
     """Tokens computed more than once, and cached ones computed for a capture."""
     preemption_count: int = 0
     """How often the request was preempted."""
-    steps: Mapping[str, int] = field(default_factory=dict)
-    """Steps that it took part in, by graph variant."""
     global_version: int = 0
     """Version of the server-wide steering that it ran under."""
     update_count: int = 0
@@ -172,9 +170,6 @@ def _told(receipt: Receipt) -> list[tuple[str, str]]:
         told += f", {lost} lost" if lost else ""
         told += f", stored in run {capture.run_id}" if capture.run_id else ""
         rows.append((f"capture {capture.index}", told))
-    if receipt.steps:
-        steps = ", ".join(f"{count} {variant}" for variant, count in receipt.steps.items())
-        rows.append(("steps", steps))
     if receipt.global_version and any(one.origin == "global" for one in receipt.interventions):
         rows.append(("server-wide steering", f"version {receipt.global_version}"))
     if receipt.update_count:
@@ -311,7 +306,6 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
         cached_prompt_token_count=message.cached_prompt_token_count,
         recomputed_token_count=message.recomputed_token_count,
         preemption_count=message.preemption_count,
-        steps={one.variant: one.step_count for one in message.steps},
         global_version=message.global_version,
         update_count=message.update_count,
     )

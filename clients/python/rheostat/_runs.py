@@ -11,7 +11,7 @@ from google.protobuf import duration_pb2
 
 from rheostat._errors import invalid
 from rheostat._points import Site, knows_point, read_site
-from rheostat._proto.v1 import capture_pb2, patch_pb2
+from rheostat._proto.v1 import capture_pb2, run_pb2
 from rheostat._receipts import read_runs, show_runs, show_sites
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -25,7 +25,7 @@ class Run:
     id: str | None = None
     """Its id, which no other run may have. Default: the server makes one; the receipt names it."""
     lease: float | None = None
-    """Seconds after the request's end in which it is not evicted, 1 to 86400. Default: 300."""
+    """Seconds after the request's end in which it is not evicted, 1 to 86400. Default: 3600."""
 
     def to_wire(self) -> capture_pb2.RunTarget:
         """The target."""
@@ -91,7 +91,7 @@ def lease_duration(seconds: float, path: str) -> duration_pb2.Duration:
     return duration
 
 
-def read_run(message: patch_pb2.Run) -> RunInfo:
+def read_run(message: run_pb2.Run) -> RunInfo:
     """A run of a wire message, without sites that this client cannot name."""
     return RunInfo(
         message.run_id,

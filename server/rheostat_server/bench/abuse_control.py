@@ -7,7 +7,7 @@ from rheostat._proto.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
-    patch_service_pb2,
+    run_service_pb2,
     steering_pb2,
     steering_service_pb2,
     tensor_pb2,
@@ -57,8 +57,8 @@ def lists(target: Target, rng: random.Random, size: float) -> Call:
             (steering_service_pb2.ListVectorsRequest(page_size=1000).SerializeToString(),),
         ),
         Call(
-            "PatchService/ListRuns",
-            (patch_service_pb2.ListRunsRequest(page_size=1000).SerializeToString(),),
+            "RunService/ListRuns",
+            (run_service_pb2.ListRunsRequest(page_size=1000).SerializeToString(),),
         ),
     ]
     return rng.choice([calls[0], *calls])

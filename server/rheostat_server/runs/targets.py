@@ -17,7 +17,7 @@ from rheostat_server.errors import InvalidValue
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Ids of runs."""
 
-_LEASE = 300.0
+_LEASE = 3600.0
 _SHORTEST, _LONGEST = 1.0, 24 * 3600.0
 
 
@@ -56,7 +56,7 @@ def run_target(spec: capture_pb2.CaptureSpec, path: str) -> RunTarget:
 
 
 def lease_seconds(duration: duration_pb2.Duration | None, path: str) -> float:
-    """How long a lease lasts; None: 5 minutes.
+    """How long a lease lasts; None: 1 hour.
 
     Raises:
         InvalidValue: it is too short or too long.

@@ -4,7 +4,7 @@ import time
 
 from google.protobuf import duration_pb2
 
-from rheostat._proto.v1 import engine_service_pb2, engine_service_pb2_grpc, receipt_pb2
+from rheostat._proto.v1 import engine_service_pb2, engine_service_pb2_grpc
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import InvalidValue
 from rheostat_server.host import WorkerStats
@@ -50,7 +50,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 failed_count=counts.failed,
             ),
             steps=[
-                receipt_pb2.VariantSteps(variant=variant, step_count=steps)
+                _pb.VariantSteps(variant=variant, step_count=steps)
                 for variant, steps in sorted(workers.steps.items())
             ],
             used_bank_row_count=workers.bank_rows_used,

@@ -21,6 +21,7 @@ from rheostat._proto.v1 import (
     generation_service_pb2,
     monitor_service_pb2,
     patch_service_pb2,
+    run_service_pb2,
     steering_service_pb2,
 )
 
@@ -47,7 +48,7 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
         "vectors",
     ),
     "CaptureService/ListSinks": ({}, ""),
-    "PatchService/ListRuns": ({}, "capacityBytes"),
+    "RunService/ListRuns": ({}, "capacityBytes"),
     "SteeringService/SetGlobal": ({"steering": {}}, "version"),
     "SteeringService/GetGlobal": ({}, "steering"),
 }
@@ -57,10 +58,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "SteeringService/GetVector": ({"name": "nobody"}, "not_found"),
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
     "CaptureService/GetArtifacts": ({"requestId": "nobody"}, "not_found"),
-    "PatchService/CaptureRun": ({}, "failed_precondition"),
-    "PatchService/DeleteRun": ({"runId": "nobody"}, "not_found"),
-    "PatchService/RenewLease": ({"runId": "nobody"}, "not_found"),
-    "PatchService/Sweep": ({}, "failed_precondition"),
+    "PatchService/CaptureRun": ({}, "unimplemented"),
+    "RunService/DeleteRun": ({"runId": "nobody"}, "not_found"),
+    "RunService/RenewLease": ({"runId": "nobody"}, "not_found"),
+    "PatchService/Sweep": ({}, "unimplemented"),
 }
 """What is called, with what, and the status it ends with."""
 
@@ -72,6 +73,7 @@ _SERVICES = (
     generation_service_pb2,
     monitor_service_pb2,
     patch_service_pb2,
+    run_service_pb2,
     steering_service_pb2,
 )
 
@@ -119,6 +121,7 @@ def test_reflection_lists_every_service(server: Server) -> None:
         "rheostat.v1.GenerationService",
         "rheostat.v1.MonitorService",
         "rheostat.v1.PatchService",
+        "rheostat.v1.RunService",
         "rheostat.v1.SteeringService",
     } <= listed
 

@@ -18,6 +18,7 @@ from rheostat._proto.v1 import (
     engine_service_pb2,
     generation_service_pb2,
     patch_service_pb2,
+    run_service_pb2,
     steering_service_pb2,
 )
 
@@ -64,6 +65,7 @@ class FakeServer:
             engine_service_pb2,
             generation_service_pb2,
             patch_service_pb2,
+            run_service_pb2,
             steering_service_pb2,
             health_pb2,
         )

@@ -14,7 +14,7 @@ from rheostat._cli import _parser, main
 from rheostat._proto.v1 import (
     engine_service_pb2,
     generation_service_pb2,
-    patch_service_pb2,
+    run_service_pb2,
     selector_pb2,
 )
 from rheostat._proto.v1 import steering_service_pb2 as pb
@@ -120,8 +120,8 @@ def test_vectors_are_listed_as_json(server, capsys):
     assert capsys.readouterr() == ("[]\n", "")
 
 
-def runs() -> patch_service_pb2.ListRunsResponse:
-    answer = patch_service_pb2.ListRunsResponse()
+def runs() -> run_service_pb2.ListRunsResponse:
+    answer = run_service_pb2.ListRunsResponse()
     run = answer.runs.add()
     run.run_id = "clean"
     for layer in (2, 3):
@@ -140,7 +140,7 @@ def test_runs_are_listed_below_a_head(server, capsys):
     assert head.split() == ["ID", "SITES", "POSITIONS", "BYTES", "LEASE", "LABELS"]
     assert line.startswith("clean  resid_post 2-3  0-7")
     assert line.endswith("team=red")
-    server.on("ListRuns", patch_service_pb2.ListRunsResponse())
+    server.on("ListRuns", run_service_pb2.ListRunsResponse())
     assert main(["runs", "list", "--target", server.target]) == 0
     assert capsys.readouterr() == ("", "rheostat: no runs are stored\n")
 

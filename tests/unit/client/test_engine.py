@@ -19,7 +19,7 @@ MODEL = text_format.Parse(
          ops { op: OP_CLAMP ability { why_not: "not yet" } }
        }
        sites {
-         point: POINT_RESID_MID layers: 0 layers: 1 layers: 2 form: "single"
+         point: POINT_RESID_MID layers: 0 layers: 1 layers: 2 form: "single" width: 8
          capture { why_not: "attention and MLP run in parallel" }
        }
        engine {
@@ -57,6 +57,7 @@ EXPECTED_MODEL = rheostat.ModelInfo(
             rheostat.Ability(False, "attention and MLP run in parallel"),
             {},
             "single",
+            8,
         ),
     ),
     has_tokenizer=True,

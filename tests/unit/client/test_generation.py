@@ -80,7 +80,6 @@ RECEIPT = response(
            sites { site { point: POINT_RESID_POST layer: 3 } row_count: 3 }
          }
          cached_prompt_token_count: 1 recomputed_token_count: 1 preemption_count: 2
-         steps { variant: "light" step_count: 3 } steps { variant: "plain" step_count: 1 }
          global_version: 4
        }"""
     % (r"\xab" * 32)
@@ -116,7 +115,6 @@ EXPECTED_RECEIPT = rheostat.Receipt(
     cached_prompt_token_count=1,
     recomputed_token_count=1,
     preemption_count=2,
-    steps={"light": 3, "plain": 1},
     global_version=4,
 )
 PA = rheostat.TokenLogprob(7, -0.25, 1, " Pa")
@@ -331,8 +329,7 @@ def test_a_receipt_tells_in_words_what_was_done():
         "  tokens: 2 of the prompt (1 from the cache), 2 generated, 1 recomputed, 2 preemptions\n"
         "  add (request 0): 3 rows at resid_post 2-3, dose 4 (50 % of the stream, at most 75 %), "
         "positions 0-2 and from the cache 4\n"
-        "  capture 0: 6 rows of resid_post 2-3\n"
-        "  steps: 3 light, 1 plain"
+        "  capture 0: 6 rows of resid_post 2-3"
     )
 
 

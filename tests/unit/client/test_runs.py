@@ -9,8 +9,8 @@ from google.protobuf import text_format
 import rheostat
 from rheostat import Point, Site
 from rheostat._cli import main
-from rheostat._proto.v1 import capture_pb2, patch_pb2
-from rheostat._proto.v1 import patch_service_pb2 as pb
+from rheostat._proto.v1 import capture_pb2, run_pb2
+from rheostat._proto.v1 import run_service_pb2 as pb
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
@@ -22,7 +22,7 @@ STORED = text_format.Parse(
        prompt_token_ids { ids: [5, 6, 7] }
        create_time { seconds: 60 nanos: 500000000 } lease_expire_time { seconds: 360 }
        labels { key: "set" value: "a" }""",
-    patch_pb2.Run(),
+    run_pb2.Run(),
 )
 
 INFO = rheostat.RunInfo(
@@ -73,7 +73,7 @@ def test_a_run_that_cannot_be_is_refused_before_it_is_sent(client, server, run, 
 
 
 def test_runs_are_read_page_by_page(client, server):
-    other = patch_pb2.Run(run_id="other")
+    other = run_pb2.Run(run_id="other")
     server.on(
         "ListRuns",
         pb.ListRunsResponse(runs=[STORED], next_page_token="7"),
@@ -105,7 +105,7 @@ def test_a_run_that_is_in_use_is_refused_with_its_reason(client, server, refusal
 def test_a_lease_is_renewed_in_seconds(client, server):
     server.on("RenewLease", pb.RenewLeaseResponse(run=STORED))
     assert client.run(lambda engine: engine.renew_lease("clean", 90.25)) == INFO
-    wanted = 'run_id: "clean" lease { duration { seconds: 90 nanos: 250000000 } }'
+    wanted = 'run_id: "clean" lease { seconds: 90 nanos: 250000000 }'
     assert server.asked == [text_format.Parse(wanted, pb.RenewLeaseRequest())]
 
 
@@ -128,7 +128,7 @@ def test_what_names_no_run_and_what_is_no_lease_is_not_sent(server, call, path):
 
 
 def test_the_shell_lists_and_deletes_runs(server, capsys):
-    leased = patch_pb2.Run(run_id="other", size_bytes=9)
+    leased = run_pb2.Run(run_id="other", size_bytes=9)
     leased.lease_expire_time.seconds = 2**33
     server.on("ListRuns", pb.ListRunsResponse(runs=[STORED, leased]))
     server.on("DeleteRun", pb.DeleteRunResponse(freed_bytes=512))

@@ -18,6 +18,7 @@ from rheostat._proto.v1 import (
     generation_service_pb2_grpc,
     monitor_service_pb2_grpc,
     patch_service_pb2_grpc,
+    run_service_pb2_grpc,
     steering_service_pb2_grpc,
 )
 from rheostat_server.config import ServerConfig
@@ -86,6 +87,7 @@ class Client:
         self.steering = steering_service_pb2_grpc.SteeringServiceStub(channel)
         self.capture = capture_service_pb2_grpc.CaptureServiceStub(channel)
         self.patch = patch_service_pb2_grpc.PatchServiceStub(channel)
+        self.runs = run_service_pb2_grpc.RunServiceStub(channel)
         self.monitor = monitor_service_pb2_grpc.MonitorServiceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
 

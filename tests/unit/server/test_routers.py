@@ -62,6 +62,21 @@ async def test_a_subscriber_gets_them_too(mixture) -> None:
     assert {len(values) for values in rows_of(one.events).values()} == {EXPERTS}
 
 
+async def test_the_model_says_how_wide_each_layers_rows_are(mixture) -> None:
+    model = await mixture.client.engine.GetModel(engine_service_pb2.GetModelRequest())
+    routers = {
+        layer: (group.width, group.capture.served)
+        for group in model.sites
+        for layer in group.layers
+        if group.point == types_pb2.POINT_ROUTER_LOGITS
+    }
+    assert routers == {
+        layer: (MIXED.experts.get(layer, 0), layer in MIXED.experts) for layer in range(LAYERS)
+    }
+    others = {group.width for group in model.sites if group.point != types_pb2.POINT_ROUTER_LOGITS}
+    assert others == {WIDTH}
+
+
 async def test_explain_counts_their_bytes(mixture) -> None:
     wish = request(captures=[router(1), capture(site_set(POST, layers=[1]))])
     answer = await mixture.client.generation.Explain(
@@ -163,7 +178,11 @@ async def test_the_model_names_routers_where_it_has_any(mixture, running) -> Non
     asked = engine_service_pb2.GetModelRequest()
     assert groups(await running.client.engine.GetModel(asked)) == []
     found = groups(await mixture.client.engine.GetModel(asked))
-    assert sorted(found) == [([0], False, "two mixtures", False), ([1, 2], True, "", False)]
+    assert sorted(found) == [
+        ([0], False, "two mixtures", False),
+        ([1], True, "", False),
+        ([2], True, "", False),
+    ]
     assert LAYERS == 3
 
 

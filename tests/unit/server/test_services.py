@@ -11,6 +11,7 @@ from rheostat._proto.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
+    patch_service_pb2,
     receipt_pb2,
     steering_pb2,
     steering_service_pb2,
@@ -183,8 +184,8 @@ async def test_stats_join_what_server_scheduler_and_workers_count(running) -> No
         waiting_request_count=2,
         requests=engine_service_pb2.RequestCounts(),
         steps=[
-            receipt_pb2.VariantSteps(variant="active", step_count=2),
-            receipt_pb2.VariantSteps(variant="plain", step_count=3),
+            engine_service_pb2.VariantSteps(variant="active", step_count=2),
+            engine_service_pb2.VariantSteps(variant="plain", step_count=3),
         ],
         bank_row_count=8,
         captured_row_count=5,
@@ -230,15 +231,16 @@ async def test_control_messages_have_a_smaller_limit(running) -> None:
     )
 
 
-def unserved(client) -> list[object]:
-    return [client.monitor.Watch(iter(())).read()]
-
-
-async def test_rpcs_that_are_not_served_yet_say_so(running) -> None:
-    for call in unserved(running.client):
+async def test_rpcs_that_are_not_served_yet_say_so_and_what_to_do_instead(running) -> None:
+    patch, monitor = running.client.patch, running.client.monitor
+    for call, instead in (
+        (patch.CaptureRun(patch_service_pb2.CaptureRunRequest()), ": call Generate with"),
+        (patch.Sweep(patch_service_pb2.SweepRequest()).read(), ": steer a site in a Generate"),
+        (monitor.Watch(iter(())).read(), ""),
+    ):
         refusal = await refusal_of(call)
         assert refusal.brief == (Code.UNIMPLEMENTED, "REASON_UNIMPLEMENTED", "")
-        assert refusal.message.endswith("is part of the contract, but not served yet")
+        assert f"is not served yet{instead}" in refusal.message
 
 
 async def test_an_unknown_method_is_grpcs_own_matter(running) -> None:

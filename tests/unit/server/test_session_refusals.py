@@ -155,20 +155,6 @@ async def test_update_ids_rise_from_one(starter, numbers) -> None:
     ("message", "reason", "field"),
     [
         (
-            generation_service_pb2.SessionRequest(
-                update_id=1, pause=generation_service_pb2.SessionPause()
-            ),
-            "REASON_NOT_SUPPORTED",
-            "pause",
-        ),
-        (
-            generation_service_pb2.SessionRequest(
-                update_id=1, resume=generation_service_pb2.SessionResume()
-            ),
-            "REASON_NOT_SUPPORTED",
-            "resume",
-        ),
-        (
             generation_service_pb2.SessionRequest(update_id=1, start=request()),
             "REASON_INVALID_VALUE",
             "start",
@@ -185,11 +171,6 @@ async def test_what_a_session_cannot_do_is_refused_and_the_request_goes_on(
     assert (refusal.update_id, refusal.reason, refusal.field) == (1, reason, field)
     running.backend.hold.set()
     assert kinds(await talk.end())[-1] == "receipt"
-
-
-async def test_sessions_cannot_pause_and_say_so(running) -> None:
-    model = await running.client.engine.GetModel(engine_service_pb2.GetModelRequest())
-    assert not model.limits.HasField("pause")
 
 
 @pytest.mark.parametrize(

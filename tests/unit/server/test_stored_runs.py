@@ -13,8 +13,8 @@ from rheostat._proto.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
-    patch_pb2,
-    patch_service_pb2,
+    run_pb2,
+    run_service_pb2,
     tensor_pb2,
     types_pb2,
 )
@@ -43,7 +43,7 @@ from .uploads import refusal_of
 
 Code = grpc.StatusCode
 POST = types_pb2.POINT_RESID_POST
-pb = patch_service_pb2
+pb = run_service_pb2
 
 ROW = WIDTH * 4
 """Bytes of a row."""
@@ -68,7 +68,7 @@ async def generate(running, *specs, **fields):
 
 
 async def listed(running, **fields: object) -> pb.ListRunsResponse:
-    return await running.client.patch.ListRuns(pb.ListRunsRequest(**fields))
+    return await running.client.runs.ListRuns(pb.ListRunsRequest(**fields))
 
 
 async def names(running) -> list[str]:
@@ -103,7 +103,7 @@ async def test_a_run_holds_the_rows_that_an_inline_capture_gets(running) -> None
     run.ClearField("size_bytes")
     run.ClearField("create_time")
     run.ClearField("lease_expire_time")
-    assert run == patch_pb2.Run(
+    assert run == run_pb2.Run(
         run_id="clean",
         sites=[types_pb2.Site(point=POST, layer=layer) for layer in (0, 2)],
         positions=[
@@ -119,11 +119,11 @@ async def test_a_run_holds_the_rows_that_an_inline_capture_gets(running) -> None
         assert rows(running, "clean", layer).tolist() == wanted
 
 
-async def test_a_run_without_an_id_is_given_one_and_a_lease_of_five_minutes(running) -> None:
+async def test_a_run_without_an_id_is_given_one_and_a_lease_of_an_hour(running) -> None:
     events = await generate(running, into())
     (run,) = (await listed(running)).runs
     assert run.run_id == events[-1].receipt.captures[0].run_id != ""
-    assert run.lease_expire_time.seconds - run.create_time.seconds in (299, 300, 301)
+    assert run.lease_expire_time.seconds - run.create_time.seconds in (3599, 3600, 3601)
     await generate(running, into())
     assert len(await names(running)) == 2
 
@@ -161,7 +161,7 @@ async def test_an_aborted_request_leaves_no_run_and_frees_its_id(starter) -> Non
         await call.read()
     refusal = await running.client.refusal(request(captures=[into("a")]))
     assert refusal.reason == "REASON_RUN_EXISTS"
-    refusal = await refusal_of(running.client.patch.DeleteRun(pb.DeleteRunRequest(run_id="a")))
+    refusal = await refusal_of(running.client.runs.DeleteRun(pb.DeleteRunRequest(run_id="a")))
     assert refusal.brief[:2] == (Code.FAILED_PRECONDITION, "REASON_RUN_IN_USE")
     assert (await listed(running)).used_bytes > 0
     call.cancel()
@@ -259,7 +259,7 @@ async def test_a_run_that_finds_no_room_fails_its_request(starter) -> None:
     full = (Code.RESOURCE_EXHAUSTED, "REASON_STORE_FULL")
     refusal = await running.client.refusal(request(captures=[into("b")]))
     assert refusal.brief[:2] == full
-    await running.client.patch.DeleteRun(pb.DeleteRunRequest(run_id="a"))
+    await running.client.runs.DeleteRun(pb.DeleteRunRequest(run_id="a"))
     refusal = await running.client.refusal(request(sampling=sampled(8), captures=[into("b")]))
     assert refusal.brief[:2] == full
     stats = await settled(running)
@@ -304,13 +304,13 @@ async def test_runs_are_listed_oldest_first_and_page_by_page(running) -> None:
         await generate(running, into(run))
     first = await listed(running, page_size=2)
     assert [run.run_id for run in first.runs] == ["c", "a"]
-    await running.client.patch.DeleteRun(pb.DeleteRunRequest(run_id="a"))
+    await running.client.runs.DeleteRun(pb.DeleteRunRequest(run_id="a"))
     rest = await listed(running, page_size=2, page_token=first.next_page_token)
     assert ([run.run_id for run in rest.runs], rest.next_page_token) == (["b"], "")
 
 
 async def test_a_page_ends_early_rather_than_growing_huge(running, monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.services.patch._PAGE_BYTES", 1)
+    monkeypatch.setattr("rheostat_server.services.runs._PAGE_BYTES", 1)
     for run in "ab":
         await generate(running, into(run))
     first = await listed(running)
@@ -322,7 +322,7 @@ async def test_a_page_ends_early_rather_than_growing_huge(running, monkeypatch) 
 async def test_a_deleted_run_frees_its_bytes_and_its_id(running) -> None:
     await generate(running, into("a"))
     before = (await listed(running)).used_bytes
-    answer = await running.client.patch.DeleteRun(pb.DeleteRunRequest(run_id="a"))
+    answer = await running.client.runs.DeleteRun(pb.DeleteRunRequest(run_id="a"))
     assert answer.freed_bytes == before > 0
     assert (await listed(running)).used_bytes == 0
     await generate(running, into("a"))
@@ -335,14 +335,14 @@ async def test_a_lease_is_renewed_and_never_shortened(running) -> None:
     async def renewed(seconds: int | None) -> int:
         message = pb.RenewLeaseRequest(run_id="a")
         if seconds is not None:
-            message.lease.duration.seconds = seconds
-        run = (await running.client.patch.RenewLease(message)).run
+            message.lease.seconds = seconds
+        run = (await running.client.runs.RenewLease(message)).run
         return round(
             (run.lease_expire_time.ToNanoseconds() - run.create_time.ToNanoseconds()) / 1e9
         )
 
     assert await renewed(1) == 60
-    assert await renewed(None) >= 300
+    assert await renewed(None) >= 3600
     assert await renewed(7200) >= 7200
 
 
@@ -358,10 +358,8 @@ async def test_a_lease_is_renewed_and_never_shortened(running) -> None:
         ),
         (
             "RenewLease",
-            pb.RenewLeaseRequest(
-                run_id="a", lease=patch_pb2.Lease(duration=duration_pb2.Duration(nanos=5))
-            ),
-            (Code.INVALID_ARGUMENT, "INVALID_VALUE", "lease.duration"),
+            pb.RenewLeaseRequest(run_id="a", lease=duration_pb2.Duration(nanos=5)),
+            (Code.INVALID_ARGUMENT, "INVALID_VALUE", "lease"),
         ),
         (
             "ListRuns",
@@ -373,18 +371,11 @@ async def test_a_lease_is_renewed_and_never_shortened(running) -> None:
             pb.ListRunsRequest(page_token="x"),
             (Code.INVALID_ARGUMENT, "INVALID_VALUE", "page_token"),
         ),
-        ("CaptureRun", pb.CaptureRunRequest(), (Code.FAILED_PRECONDITION, "NOT_SUPPORTED", "")),
     ],
 )
 async def test_what_an_rpc_cannot_do_it_says(running, rpc, message, brief) -> None:
-    refusal = await refusal_of(getattr(running.client.patch, rpc)(message))
+    refusal = await refusal_of(getattr(running.client.runs, rpc)(message))
     assert (refusal.code, refusal.reason.removeprefix("REASON_"), refusal.field) == brief
-
-
-async def test_sweeps_are_refused_with_what_to_do_instead(running) -> None:
-    refusal = await refusal_of(running.client.patch.Sweep(pb.SweepRequest()).read())
-    assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", "")
-    assert "Generate" in refusal.message
 
 
 async def test_the_server_says_how_many_runs_there_are_and_may_be(starter) -> None:

@@ -339,9 +339,7 @@ class RunTarget(_message.Message):
     """
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """Lease from the end of the request on: the run is not evicted before it ends. 1 s to 24 h.
-        Default 5 min.
-        """
+        """The run is not evicted for so long after the request's end. 1 s to 24 h. Default 1 h."""
 
     def __init__(
         self,

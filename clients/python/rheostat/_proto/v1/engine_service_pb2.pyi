@@ -157,10 +157,13 @@ class SiteGroup(_message.Message):
     CAPTURE_FIELD_NUMBER: _builtins.int
     OPS_FIELD_NUMBER: _builtins.int
     FORM_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
     point: _types_pb2.Point.ValueType
     """The point."""
     form: _builtins.str
     """How the stream is held here: "pair" (branch and residual not yet added) or "single"."""
+    width: _builtins.int
+    """Values per row here: W, but for POINT_ROUTER_LOGITS the number of experts."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Layers, ascending."""
@@ -181,10 +184,11 @@ class SiteGroup(_message.Message):
         capture: Global___Ability | None = ...,
         ops: _abc.Iterable[Global___OpAbility] | None = ...,
         form: _builtins.str = ...,
+        width: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "form", b"form", "layers", b"layers", "ops", b"ops", "point", b"point"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "form", b"form", "layers", b"layers", "ops", b"ops", "point", b"point", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,7 +329,6 @@ class Limits(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     RESUME_WINDOW_FIELD_NUMBER: _builtins.int
-    PAUSE_FIELD_NUMBER: _builtins.int
     RUN_BYTES_FIELD_NUMBER: _builtins.int
     CAPACITY_WAIT_FIELD_NUMBER: _builtins.int
     model_tokens: _builtins.int
@@ -363,10 +366,6 @@ class Limits(_message.Message):
         """How long a subscription waits for its client to resume."""
 
     @_builtins.property
-    def pause(self) -> _duration_pb2.Duration:
-        """How long a session may pause; then it goes on. Absent: sessions cannot pause."""
-
-    @_builtins.property
     def capacity_wait(self) -> _duration_pb2.Duration:
         """How long a request waits for room at most; see WhenFull."""
 
@@ -386,13 +385,12 @@ class Limits(_message.Message):
         logprobs: _builtins.int = ...,
         subscription_buffer_bytes: _builtins.int = ...,
         resume_window: _duration_pb2.Duration | None = ...,
-        pause: _duration_pb2.Duration | None = ...,
         run_bytes: _builtins.int = ...,
         capacity_wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity_wait", b"capacity_wait", "pause", b"pause", "resume_window", b"resume_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity_wait", b"capacity_wait", "resume_window", b"resume_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "capacity_wait", b"capacity_wait", "capture_rows_per_step", b"capture_rows_per_step", "control_message_bytes", b"control_message_bytes", "inline_vector_bytes", b"inline_vector_bytes", "logprobs", b"logprobs", "model_tokens", b"model_tokens", "pause", b"pause", "resume_window", b"resume_window", "run_bytes", b"run_bytes", "running_requests", b"running_requests", "samples", b"samples", "subscription_buffer_bytes", b"subscription_buffer_bytes", "tensor_message_bytes", b"tensor_message_bytes", "vector_bytes", b"vector_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "capacity_wait", b"capacity_wait", "capture_rows_per_step", b"capture_rows_per_step", "control_message_bytes", b"control_message_bytes", "inline_vector_bytes", b"inline_vector_bytes", "logprobs", b"logprobs", "model_tokens", b"model_tokens", "resume_window", b"resume_window", "run_bytes", b"run_bytes", "running_requests", b"running_requests", "samples", b"samples", "subscription_buffer_bytes", b"subscription_buffer_bytes", "tensor_message_bytes", b"tensor_message_bytes", "vector_bytes", b"vector_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,7 +503,7 @@ class GetStatsResponse(_message.Message):
         """Requests by how they ended."""
 
     @_builtins.property
-    def steps(self) -> _containers.RepeatedCompositeFieldContainer[_receipt_pb2.VariantSteps]:
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantSteps]:
         """Steps by graph variant."""
 
     @_builtins.property
@@ -518,7 +516,7 @@ class GetStatsResponse(_message.Message):
         running_request_count: _builtins.int = ...,
         waiting_request_count: _builtins.int = ...,
         requests: Global___RequestCounts | None = ...,
-        steps: _abc.Iterable[_receipt_pb2.VariantSteps] | None = ...,
+        steps: _abc.Iterable[Global___VariantSteps] | None = ...,
         used_bank_row_count: _builtins.int = ...,
         bank_row_count: _builtins.int = ...,
         captured_row_count: _builtins.int = ...,
@@ -548,6 +546,32 @@ class GetStatsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class VariantSteps(_message.Message):
+    """Steps that ran as one variant of the compiled model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VARIANT_FIELD_NUMBER: _builtins.int
+    STEP_COUNT_FIELD_NUMBER: _builtins.int
+    variant: _builtins.str
+    """The variant's name: "plain", "light", "full", "eager", ..."""
+    step_count: _builtins.int
+    """Steps."""
+    def __init__(
+        self,
+        *,
+        variant: _builtins.str = ...,
+        step_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_count", b"step_count", "variant", b"variant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VariantSteps: _TypeAlias = VariantSteps  # noqa: Y015
 
 @_typing.final
 class RequestCounts(_message.Message):

@@ -268,8 +268,6 @@ class SessionRequest(_message.Message):
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
-    PAUSE_FIELD_NUMBER: _builtins.int
-    RESUME_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     update_id: _builtins.int
     """Echoed in UpdateApplied or UpdateRefused; at least 1 and rising, else REASON_INVALID_VALUE. Not
@@ -289,16 +287,6 @@ class SessionRequest(_message.Message):
         """
 
     @_builtins.property
-    def pause(self) -> Global___SessionPause:
-        """Stops scheduling it; what it holds stays held, at most Limits.pause. Where that is absent:
-        REASON_NOT_SUPPORTED.
-        """
-
-    @_builtins.property
-    def resume(self) -> Global___SessionResume:
-        """Goes on. Where Limits.pause is absent: REASON_NOT_SUPPORTED."""
-
-    @_builtins.property
     def stop(self) -> Global___SessionStop:
         """Ends it with FINISH_REASON_ABORTED; the Receipt still comes."""
 
@@ -308,53 +296,17 @@ class SessionRequest(_message.Message):
         update_id: _builtins.int = ...,
         start: Global___GenerateRequest | None = ...,
         steering: _steering_pb2.Steering | None = ...,
-        pause: Global___SessionPause | None = ...,
-        resume: Global___SessionResume | None = ...,
         stop: Global___SessionStop | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "pause", b"pause", "resume", b"resume", "start", b"start", "steering", b"steering", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "start", b"start", "steering", b"steering", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "pause", b"pause", "resume", b"resume", "start", b"start", "steering", b"steering", "stop", b"stop", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "start", b"start", "steering", b"steering", "stop", b"stop", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "steering", "pause", "resume", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "steering", "stop"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
-
-@_typing.final
-class SessionPause(_message.Message):
-    """Pause. While paused: nothing changes."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SessionPause: _TypeAlias = SessionPause  # noqa: Y015
-
-@_typing.final
-class SessionResume(_message.Message):
-    """Resume. While running: nothing changes."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SessionResume: _TypeAlias = SessionResume  # noqa: Y015
 
 @_typing.final
 class SessionStop(_message.Message):

@@ -22,45 +22,35 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
-from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from rheostat._proto.v1 import selector_pb2 as rheostat_dot_v1_dot_selector__pb2
 from rheostat._proto.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
 from rheostat._proto.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat._proto.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rheostat/v1/patch.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xf9\x02\n\x05Patch\x12*\n\x05sites\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12*\n\x03run\x18\x03 \x01(\x0b\x32\x16.rheostat.v1.RunSourceH\x00R\x03run\x12\x30\n\x06vector\x18\x04 \x01(\x0b\x32\x16.rheostat.v1.VectorRefH\x00R\x06vector\x12/\n\x05zeros\x18\x05 \x01(\x0b\x32\x17.rheostat.v1.ZeroSourceH\x00R\x05zeros\x12)\n\x04rows\x18\x08 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x04rows\x12\x19\n\x05\x61lpha\x18\x06 \x01(\x02H\x01R\x05\x61lpha\x88\x01\x01\x12.\n\x04mask\x18\x07 \x01(\x0b\x32\x1a.rheostat.v1.DimensionMaskR\x04maskB\x08\n\x06sourceB\x08\n\x06_alpha\"\xcb\x01\n\tRunSource\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x37\n\tpositions\x18\x02 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\x12\x39\n\talignment\x18\x03 \x01(\x0e\x32\x16.rheostat.v1.AlignmentH\x00R\talignment\x88\x01\x01\x12%\n\x04site\x18\x04 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04siteB\x0c\n\n_alignment\",\n\x0cPositionList\x12\x1c\n\tpositions\x18\x01 \x03(\x11R\tpositions\"\x0c\n\nZeroSource\"\xd3\x03\n\x03Run\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\'\n\x05sites\x18\x02 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12?\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\x12\x1d\n\nsize_bytes\x18\x05 \x01(\x04R\tsizeBytes\x12;\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\ncreateTime\x12\x46\n\x11lease_expire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0fleaseExpireTime\x12\x34\n\x06labels\x18\x08 \x03(\x0b\x32\x1c.rheostat.v1.Run.LabelsEntryR\x06labels\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\xf2\x01\n\x04Zoom\x12!\n\x0clayer_stride\x18\x01 \x01(\rR\x0blayerStride\x12\'\n\x0fposition_stride\x18\x02 \x01(\rR\x0epositionStride\x12&\n\x0clayer_radius\x18\x03 \x01(\rH\x00R\x0blayerRadius\x88\x01\x01\x12,\n\x0fposition_radius\x18\x04 \x01(\rH\x01R\x0epositionRadius\x88\x01\x01\x12\x19\n\x05peaks\x18\x05 \x01(\rH\x02R\x05peaks\x88\x01\x01\x42\x0f\n\r_layer_radiusB\x12\n\x10_position_radiusB\x08\n\x06_peaks\"\x94\x01\n\x05Grade\x12+\n\x06metric\x18\x01 \x01(\x0e\x32\x13.rheostat.v1.MetricR\x06metric\x12\x30\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x18.rheostat.v1.AnswerTokenR\x06\x61nswer\x12,\n\x04\x66oil\x18\x03 \x01(\x0b\x32\x18.rheostat.v1.AnswerTokenR\x04\x66oil\"I\n\x0b\x41nswerToken\x12\x1b\n\x08token_id\x18\x01 \x01(\rH\x00R\x07tokenId\x12\x14\n\x04text\x18\x02 \x01(\tH\x00R\x04textB\x07\n\x05token\">\n\x05Lease\x12\x35\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08\x64uration*U\n\tAlignment\x12\x19\n\x15\x41LIGNMENT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41LIGNMENT_IDENTITY\x10\x01\x12\x15\n\x11\x41LIGNMENT_AFFIXES\x10\x02*v\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x12\n\x0eMETRIC_LOGPROB\x10\x01\x12\x1b\n\x17METRIC_LOGIT_DIFFERENCE\x10\x02\x12\x14\n\x10METRIC_RECOVERED\x10\x03\x12\r\n\tMETRIC_KL\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rheostat/v1/patch.proto\x12\x0brheostat.v1\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xf9\x02\n\x05Patch\x12*\n\x05sites\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12*\n\x03run\x18\x03 \x01(\x0b\x32\x16.rheostat.v1.RunSourceH\x00R\x03run\x12\x30\n\x06vector\x18\x04 \x01(\x0b\x32\x16.rheostat.v1.VectorRefH\x00R\x06vector\x12/\n\x05zeros\x18\x05 \x01(\x0b\x32\x17.rheostat.v1.ZeroSourceH\x00R\x05zeros\x12)\n\x04rows\x18\x08 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x04rows\x12\x19\n\x05\x61lpha\x18\x06 \x01(\x02H\x01R\x05\x61lpha\x88\x01\x01\x12.\n\x04mask\x18\x07 \x01(\x0b\x32\x1a.rheostat.v1.DimensionMaskR\x04maskB\x08\n\x06sourceB\x08\n\x06_alpha\"\xcb\x01\n\tRunSource\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x37\n\tpositions\x18\x02 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\x12\x39\n\talignment\x18\x03 \x01(\x0e\x32\x16.rheostat.v1.AlignmentH\x00R\talignment\x88\x01\x01\x12%\n\x04site\x18\x04 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04siteB\x0c\n\n_alignment\",\n\x0cPositionList\x12\x1c\n\tpositions\x18\x01 \x03(\x11R\tpositions\"\x0c\n\nZeroSource\"\xf2\x01\n\x04Zoom\x12!\n\x0clayer_stride\x18\x01 \x01(\rR\x0blayerStride\x12\'\n\x0fposition_stride\x18\x02 \x01(\rR\x0epositionStride\x12&\n\x0clayer_radius\x18\x03 \x01(\rH\x00R\x0blayerRadius\x88\x01\x01\x12,\n\x0fposition_radius\x18\x04 \x01(\rH\x01R\x0epositionRadius\x88\x01\x01\x12\x19\n\x05peaks\x18\x05 \x01(\rH\x02R\x05peaks\x88\x01\x01\x42\x0f\n\r_layer_radiusB\x12\n\x10_position_radiusB\x08\n\x06_peaks\"\x94\x01\n\x05Grade\x12+\n\x06metric\x18\x01 \x01(\x0e\x32\x13.rheostat.v1.MetricR\x06metric\x12\x30\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x18.rheostat.v1.AnswerTokenR\x06\x61nswer\x12,\n\x04\x66oil\x18\x03 \x01(\x0b\x32\x18.rheostat.v1.AnswerTokenR\x04\x66oil\"I\n\x0b\x41nswerToken\x12\x1b\n\x08token_id\x18\x01 \x01(\rH\x00R\x07tokenId\x12\x14\n\x04text\x18\x02 \x01(\tH\x00R\x04textB\x07\n\x05token*U\n\tAlignment\x12\x19\n\x15\x41LIGNMENT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41LIGNMENT_IDENTITY\x10\x01\x12\x15\n\x11\x41LIGNMENT_AFFIXES\x10\x02*v\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x12\n\x0eMETRIC_LOGPROB\x10\x01\x12\x1b\n\x17METRIC_LOGIT_DIFFERENCE\x10\x02\x12\x14\n\x10METRIC_RECOVERED\x10\x03\x12\r\n\tMETRIC_KL\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat._proto.v1.patch_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUN_LABELSENTRY']._loaded_options = None
-  _globals['_RUN_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_ALIGNMENT']._serialized_start=1863
-  _globals['_ALIGNMENT']._serialized_end=1948
-  _globals['_METRIC']._serialized_start=1950
-  _globals['_METRIC']._serialized_end=2068
-  _globals['_PATCH']._serialized_start=213
-  _globals['_PATCH']._serialized_end=590
-  _globals['_RUNSOURCE']._serialized_start=593
-  _globals['_RUNSOURCE']._serialized_end=796
-  _globals['_POSITIONLIST']._serialized_start=798
-  _globals['_POSITIONLIST']._serialized_end=842
-  _globals['_ZEROSOURCE']._serialized_start=844
-  _globals['_ZEROSOURCE']._serialized_end=856
-  _globals['_RUN']._serialized_start=859
-  _globals['_RUN']._serialized_end=1326
-  _globals['_RUN_LABELSENTRY']._serialized_start=1269
-  _globals['_RUN_LABELSENTRY']._serialized_end=1326
-  _globals['_ZOOM']._serialized_start=1329
-  _globals['_ZOOM']._serialized_end=1571
-  _globals['_GRADE']._serialized_start=1574
-  _globals['_GRADE']._serialized_end=1722
-  _globals['_ANSWERTOKEN']._serialized_start=1724
-  _globals['_ANSWERTOKEN']._serialized_end=1797
-  _globals['_LEASE']._serialized_start=1799
-  _globals['_LEASE']._serialized_end=1861
+  _globals['_ALIGNMENT']._serialized_start=1264
+  _globals['_ALIGNMENT']._serialized_end=1349
+  _globals['_METRIC']._serialized_start=1351
+  _globals['_METRIC']._serialized_end=1469
+  _globals['_PATCH']._serialized_start=148
+  _globals['_PATCH']._serialized_end=525
+  _globals['_RUNSOURCE']._serialized_start=528
+  _globals['_RUNSOURCE']._serialized_end=731
+  _globals['_POSITIONLIST']._serialized_start=733
+  _globals['_POSITIONLIST']._serialized_end=777
+  _globals['_ZEROSOURCE']._serialized_start=779
+  _globals['_ZEROSOURCE']._serialized_end=791
+  _globals['_ZOOM']._serialized_start=794
+  _globals['_ZOOM']._serialized_end=1036
+  _globals['_GRADE']._serialized_start=1039
+  _globals['_GRADE']._serialized_end=1187
+  _globals['_ANSWERTOKEN']._serialized_start=1189
+  _globals['_ANSWERTOKEN']._serialized_end=1262
 # @@protoc_insertion_point(module_scope)

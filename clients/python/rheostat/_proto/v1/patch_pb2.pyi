@@ -5,9 +5,7 @@ Patching: rows of a run, a vector or zeros put in place of a request's own."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
-from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rheostat._proto.v1 import selector_pb2 as _selector_pb2
@@ -254,88 +252,6 @@ class ZeroSource(_message.Message):
 Global___ZeroSource: _TypeAlias = ZeroSource  # noqa: Y015
 
 @_typing.final
-class Run(_message.Message):
-    """A stored capture that patches can draw from."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class LabelsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    SITES_FIELD_NUMBER: _builtins.int
-    POSITIONS_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    CREATE_TIME_FIELD_NUMBER: _builtins.int
-    LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
-    LABELS_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    """Its id."""
-    size_bytes: _builtins.int
-    """Bytes that it takes."""
-    @_builtins.property
-    def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
-        """Sites that it holds, by layer, then point."""
-
-    @_builtins.property
-    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionRun]:
-        """Positions that it holds at each of them."""
-
-    @_builtins.property
-    def prompt_token_ids(self) -> _types_pb2.TokenIds:
-        """The tokens of its prompt."""
-
-    @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was complete."""
-
-    @_builtins.property
-    def lease_expire_time(self) -> _timestamp_pb2.Timestamp:
-        """It is not evicted before. Requests and sweeps that use it hold leases of their own."""
-
-    @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """What its maker labelled it with."""
-
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        sites: _abc.Iterable[_types_pb2.Site] | None = ...,
-        positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
-        prompt_token_ids: _types_pb2.TokenIds | None = ...,
-        size_bytes: _builtins.int = ...,
-        create_time: _timestamp_pb2.Timestamp | None = ...,
-        lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
-        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "lease_expire_time", b"lease_expire_time", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "labels", b"labels", "lease_expire_time", b"lease_expire_time", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run_id", b"run_id", "sites", b"sites", "size_bytes", b"size_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Run: _TypeAlias = Run  # noqa: Y015
-
-@_typing.final
 class Zoom(_message.Message):
     """The grid that a sweep runs, coarse to fine. First every layer_stride-th layer and
     position_stride-th position; then every cell within the radii of the largest effects.
@@ -451,27 +367,3 @@ class AnswerToken(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_token) -> _WhichOneofReturnType_token | None: ...
 
 Global___AnswerToken: _TypeAlias = AnswerToken  # noqa: Y015
-
-@_typing.final
-class Lease(_message.Message):
-    """How long a run is kept from eviction."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DURATION_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def duration(self) -> _duration_pb2.Duration:
-        """From now; 1 s to 24 h. Default 5 min."""
-
-    def __init__(
-        self,
-        *,
-        duration: _duration_pb2.Duration | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Lease: _TypeAlias = Lease  # noqa: Y015

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PatchServiceStub(object):
-    """Makes and keeps runs, and runs grids of patches. Role: generate.
+    """Runs that are made by a call of their own, and grids of patches. Role: generate.
     """
 
     def __init__(self, channel):
@@ -40,21 +40,6 @@ class PatchServiceStub(object):
                 request_serializer=rheostat_dot_v1_dot_patch__service__pb2.CaptureRunRequest.SerializeToString,
                 response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.CaptureRunResponse.FromString,
                 _registered_method=True)
-        self.ListRuns = channel.unary_unary(
-                '/rheostat.v1.PatchService/ListRuns',
-                request_serializer=rheostat_dot_v1_dot_patch__service__pb2.ListRunsRequest.SerializeToString,
-                response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.ListRunsResponse.FromString,
-                _registered_method=True)
-        self.DeleteRun = channel.unary_unary(
-                '/rheostat.v1.PatchService/DeleteRun',
-                request_serializer=rheostat_dot_v1_dot_patch__service__pb2.DeleteRunRequest.SerializeToString,
-                response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.DeleteRunResponse.FromString,
-                _registered_method=True)
-        self.RenewLease = channel.unary_unary(
-                '/rheostat.v1.PatchService/RenewLease',
-                request_serializer=rheostat_dot_v1_dot_patch__service__pb2.RenewLeaseRequest.SerializeToString,
-                response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.RenewLeaseResponse.FromString,
-                _registered_method=True)
         self.Sweep = channel.unary_stream(
                 '/rheostat.v1.PatchService/Sweep',
                 request_serializer=rheostat_dot_v1_dot_patch__service__pb2.SweepRequest.SerializeToString,
@@ -63,32 +48,11 @@ class PatchServiceStub(object):
 
 
 class PatchServiceServicer(object):
-    """Makes and keeps runs, and runs grids of patches. Role: generate.
+    """Runs that are made by a call of their own, and grids of patches. Role: generate.
     """
 
     def CaptureRun(self, request, context):
         """Runs a prompt once and stores rows of it. Prompts with media: REASON_NOT_SUPPORTED.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListRuns(self, request, context):
-        """The caller's runs, oldest first.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DeleteRun(self, request, context):
-        """Deletes a run, leased or not. In use or being made: REASON_RUN_IN_USE. Unknown: REASON_RUN_NOT_FOUND.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RenewLease(self, request, context):
-        """Extends a run's lease. Unknown: REASON_RUN_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,21 +74,6 @@ def add_PatchServiceServicer_to_server(servicer, server):
                     request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.CaptureRunRequest.FromString,
                     response_serializer=rheostat_dot_v1_dot_patch__service__pb2.CaptureRunResponse.SerializeToString,
             ),
-            'ListRuns': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListRuns,
-                    request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.ListRunsRequest.FromString,
-                    response_serializer=rheostat_dot_v1_dot_patch__service__pb2.ListRunsResponse.SerializeToString,
-            ),
-            'DeleteRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.DeleteRun,
-                    request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.DeleteRunRequest.FromString,
-                    response_serializer=rheostat_dot_v1_dot_patch__service__pb2.DeleteRunResponse.SerializeToString,
-            ),
-            'RenewLease': grpc.unary_unary_rpc_method_handler(
-                    servicer.RenewLease,
-                    request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.RenewLeaseRequest.FromString,
-                    response_serializer=rheostat_dot_v1_dot_patch__service__pb2.RenewLeaseResponse.SerializeToString,
-            ),
             'Sweep': grpc.unary_stream_rpc_method_handler(
                     servicer.Sweep,
                     request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.SweepRequest.FromString,
@@ -139,7 +88,7 @@ def add_PatchServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PatchService(object):
-    """Makes and keeps runs, and runs grids of patches. Role: generate.
+    """Runs that are made by a call of their own, and grids of patches. Role: generate.
     """
 
     @staticmethod
@@ -159,87 +108,6 @@ class PatchService(object):
             '/rheostat.v1.PatchService/CaptureRun',
             rheostat_dot_v1_dot_patch__service__pb2.CaptureRunRequest.SerializeToString,
             rheostat_dot_v1_dot_patch__service__pb2.CaptureRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListRuns(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rheostat.v1.PatchService/ListRuns',
-            rheostat_dot_v1_dot_patch__service__pb2.ListRunsRequest.SerializeToString,
-            rheostat_dot_v1_dot_patch__service__pb2.ListRunsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DeleteRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rheostat.v1.PatchService/DeleteRun',
-            rheostat_dot_v1_dot_patch__service__pb2.DeleteRunRequest.SerializeToString,
-            rheostat_dot_v1_dot_patch__service__pb2.DeleteRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RenewLease(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rheostat.v1.PatchService/RenewLease',
-            rheostat_dot_v1_dot_patch__service__pb2.RenewLeaseRequest.SerializeToString,
-            rheostat_dot_v1_dot_patch__service__pb2.RenewLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

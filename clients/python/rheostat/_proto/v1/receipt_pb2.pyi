@@ -112,7 +112,6 @@ class Receipt(_message.Message):
     CACHED_PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
     GLOBAL_VERSION_FIELD_NUMBER: _builtins.int
     UPDATE_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -143,10 +142,6 @@ class Receipt(_message.Message):
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureReceipt]:
         """Every capture, in the request's order."""
 
-    @_builtins.property
-    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariantSteps]:
-        """Steps that the request took part in, by graph variant. Empty: not counted yet."""
-
     def __init__(
         self,
         *,
@@ -158,13 +153,12 @@ class Receipt(_message.Message):
         cached_prompt_token_count: _builtins.int = ...,
         recomputed_token_count: _builtins.int = ...,
         preemption_count: _builtins.int = ...,
-        steps: _abc.Iterable[Global___VariantSteps] | None = ...,
         global_version: _builtins.int = ...,
         update_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "steps", b"steps", "update_count", b"update_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "update_count", b"update_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,29 +414,3 @@ class CapturedSite(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CapturedSite: _TypeAlias = CapturedSite  # noqa: Y015
-
-@_typing.final
-class VariantSteps(_message.Message):
-    """Steps in one variant of the compiled model."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VARIANT_FIELD_NUMBER: _builtins.int
-    STEP_COUNT_FIELD_NUMBER: _builtins.int
-    variant: _builtins.str
-    """The variant's name, as GetStats lists them: "plain", "light", "full", "eager", ..."""
-    step_count: _builtins.int
-    """Steps."""
-    def __init__(
-        self,
-        *,
-        variant: _builtins.str = ...,
-        step_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_count", b"step_count", "variant", b"variant"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___VariantSteps: _TypeAlias = VariantSteps  # noqa: Y015

@@ -60,6 +60,11 @@ class _PointEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Point.ValueType
 class Point(_Point, metaclass=_PointEnumTypeWrapper):
     """A place in a decoder block. What is there is a row of W values per token: the residual stream, or
     a branch that is about to be added to it. POINT_ROUTER_LOGITS alone is no part of the stream.
+
+    Numbers 7 to 31 are kept for points inside attention and the MLP, which differ in width: attention's
+    input after its norm, its queries, keys, values, what its heads give to the output projection, the
+    MLP's input after its norm, and the input of the MLP's last projection. Points elsewhere begin at
+    32.
     """
 
 POINT_UNSPECIFIED: Point.ValueType  # 0
@@ -196,7 +201,7 @@ class SiteSet(_message.Message):
     ALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def points(self) -> _containers.RepeatedScalarFieldContainer[Global___Point.ValueType]:
-        """1 to 5 different points. Repeats: REASON_INVALID_VALUE."""
+        """At least one, and different ones. Repeats: REASON_INVALID_VALUE."""
 
     @_builtins.property
     def list(self) -> Global___LayerList:

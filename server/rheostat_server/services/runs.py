@@ -1,13 +1,13 @@
-"""PatchService: the stored runs. Requests make them, by a capture into a run."""
+"""RunService: the stored runs. A request makes one by a capture into a run."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
-from rheostat._proto.v1 import patch_pb2, patch_service_pb2, patch_service_pb2_grpc
+from rheostat._proto.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc
 from rheostat_server import checks
 from rheostat_server.capture.stream import add_runs
-from rheostat_server.errors import InvalidValue, NotSupported
+from rheostat_server.errors import InvalidValue
 from rheostat_server.offload import offload
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
@@ -16,7 +16,7 @@ from rheostat_server.runs.targets import RUN_ID, lease_seconds
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import runs as runs_of
 
-_pb = patch_service_pb2
+_pb = run_service_pb2
 
 _DEFAULT_PAGE = 100
 _LARGEST_PAGE = 1000
@@ -29,25 +29,16 @@ _TOKEN_BYTES = 4
 """What a site and a token of a run count for, about."""
 
 
-class PatchService(patch_service_pb2_grpc.PatchServiceServicer):
+class RunService(run_service_pb2_grpc.RunServiceServicer):
     """Lists, leases and deletes runs."""
 
     def __init__(self, readiness: Readiness) -> None:
         """A service of the server in this state."""
         self._readiness = readiness
 
-    async def CaptureRun(
-        self, request: patch_service_pb2.CaptureRunRequest, context: Context
-    ) -> patch_service_pb2.CaptureRunResponse:
-        """Not served yet."""
-        raise NotSupported(
-            "CaptureRun is not served yet: call Generate with max_tokens 1 and a capture into a "
-            "run (CaptureSpec.run)"
-        )
-
     async def ListRuns(
-        self, request: patch_service_pb2.ListRunsRequest, context: Context
-    ) -> patch_service_pb2.ListRunsResponse:
+        self, request: run_service_pb2.ListRunsRequest, context: Context
+    ) -> run_service_pb2.ListRunsResponse:
         """What is stored."""
         runs = self._readiness.host().runs
         size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
@@ -63,32 +54,22 @@ class PatchService(patch_service_pb2_grpc.PatchServiceServicer):
         return answer
 
     async def DeleteRun(
-        self, request: patch_service_pb2.DeleteRunRequest, context: Context
-    ) -> patch_service_pb2.DeleteRunResponse:
+        self, request: run_service_pb2.DeleteRunRequest, context: Context
+    ) -> run_service_pb2.DeleteRunResponse:
         """Deletes a run."""
         runs = self._readiness.host().runs
         checks.matches(request.run_id, RUN_ID, "run_id")
         return _pb.DeleteRunResponse(freed_bytes=runs.delete(request.run_id, "run_id"))
 
     async def RenewLease(
-        self, request: patch_service_pb2.RenewLeaseRequest, context: Context
-    ) -> patch_service_pb2.RenewLeaseResponse:
+        self, request: run_service_pb2.RenewLeaseRequest, context: Context
+    ) -> run_service_pb2.RenewLeaseResponse:
         """Extends a run's lease."""
         runs = self._readiness.host().runs
         checks.matches(request.run_id, RUN_ID, "run_id")
-        given = request.lease.duration if request.lease.HasField("duration") else None
-        run = runs.renew(request.run_id, lease_seconds(given, "lease.duration"), "run_id")
+        given = request.lease if request.HasField("lease") else None
+        run = runs.renew(request.run_id, lease_seconds(given, "lease"), "run_id")
         return _pb.RenewLeaseResponse(run=await offload(_weight(run), _to_wire, run))
-
-    async def Sweep(
-        self, request: patch_service_pb2.SweepRequest, context: Context
-    ) -> AsyncGenerator[patch_service_pb2.SweepResponse, None]:
-        """Not served yet."""
-        raise NotSupported(
-            "sweeps are not served yet: to see what a site does, steer it in a Generate call for "
-            "each cell and compare with with_baseline"
-        )
-        yield
 
 
 def _cut(runs: Sequence[Run]) -> list[Run]:
@@ -109,12 +90,12 @@ def _weight(run: Run) -> int:
     return _SITE_BYTES * len(run.sites) + _TOKEN_BYTES * tokens + 512
 
 
-def _listed(runs: Sequence[Run]) -> patch_service_pb2.ListRunsResponse:
+def _listed(runs: Sequence[Run]) -> run_service_pb2.ListRunsResponse:
     return _pb.ListRunsResponse(runs=map(_to_wire, runs))
 
 
-def _to_wire(run: Run) -> patch_pb2.Run:
-    message = patch_pb2.Run(
+def _to_wire(run: Run) -> run_pb2.Run:
+    message = run_pb2.Run(
         run_id=run.id,
         sites=map(to_wire, run.sites),
         size_bytes=run.size,
