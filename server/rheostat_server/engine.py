@@ -14,9 +14,9 @@ from rheostat_engine import CapacityLedger, Event, Installed
 from rheostat_server.admission import Admitted, Desk, check_queue
 from rheostat_server.capture.counts import Counts, Drained
 from rheostat_server.capture.opening import open_outlets
+from rheostat_server.capture.reservoir import Losses
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.spool import Spool
-from rheostat_server.capture.taps import Losses
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import (
     CacheSuspect,

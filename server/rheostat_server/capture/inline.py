@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture.leaving import End, Item
-from rheostat_server.capture.taps import Reservoir, Tap
+from rheostat_server.capture.reservoir import Reservoir
+from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import RowsLost
 
 ADVICE = (

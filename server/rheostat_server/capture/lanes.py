@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rheostat_engine import OPEN_END, Released, Rows, Spans
-from rheostat_server.capture.pieces import Meter, Piece
+from rheostat_server.capture.budget import Meter
+from rheostat_server.capture.pieces import Piece
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.stream import Block, CaptureStream
 from rheostat_server.spans import length, subtracted, united

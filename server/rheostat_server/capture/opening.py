@@ -7,6 +7,7 @@ from typing import Protocol
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import ModelSites
 from rheostat_server.capture.inline import ADVICE, LOSSLESS
+from rheostat_server.capture.reservoir import Losses, Reservoir
 from rheostat_server.capture.sink_writer import (
     Recording,
     about_capture,
@@ -15,7 +16,7 @@ from rheostat_server.capture.sink_writer import (
 )
 from rheostat_server.capture.specs import ResolvedCapture, sink_groups
 from rheostat_server.capture.spillway import Spillway
-from rheostat_server.capture.taps import Losses, Reservoir, Tap
+from rheostat_server.capture.taps import Tap
 from rheostat_server.config import ServerConfig
 from rheostat_server.flight import Flight
 from rheostat_server.model_info import ModelInfo

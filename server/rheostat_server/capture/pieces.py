@@ -6,28 +6,28 @@ follow one another; then nothing goes over them.
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from rheostat_server.capture.budget import Meter
 from rheostat_server.tensors import RawArray
 
 Positions = npt.NDArray[np.int32]
 
 
-class Meter:
-    """What waits, of everything that counts in it."""
+class Queue(Protocol):
+    """Where pieces wait, of some sites at the same positions."""
 
-    def __init__(self) -> None:
-        """Nothing waits."""
-        self.bytes = 0
-        self.rows = 0
+    def drop(self, size: int, *, newest: bool) -> tuple[int, int]:
+        """Loses the highest positions, or the lowest; the first of them, and how many rows."""
 
 
 class Piece:
     """Rows of some sites that wait, until they are taken or given up."""
 
-    __slots__ = ("_first", "data", "made", "meter", "positions", "sites")
+    __slots__ = ("_first", "_whole", "data", "made", "meter", "positions", "queue", "sites")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Piece:
         positions: Positions,
         data: RawArray,
         meter: Meter,
+        queue: Queue,
         *,
         made: bool = False,
     ) -> None:
@@ -45,6 +46,7 @@ class Piece:
             positions: ascending, [n].
             data: [sites, n, width].
             meter: counts them while they wait.
+            queue: in which they wait, with the rows of other sites at the same positions.
             made: whether they are in their form.
         """
         self.sites = sites
@@ -52,13 +54,21 @@ class Piece:
         self.data = data
         self.made = made
         self.meter = meter
+        self.queue = queue
         self._first = _first_of_run(positions)
-        meter.bytes += data.nbytes
-        meter.rows += self.rows
+        self._whole = len(positions)
+        """Positions that the memory of `data` is of."""
+        meter.add(data.nbytes, self.rows, 1)
 
     def __len__(self) -> int:
         """Positions that still wait."""
         return len(self.positions)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the rows at a position."""
+        sites, _, width = self.data.shape
+        return int(sites * width * self.data.itemsize)
 
     @property
     def rows(self) -> int:
@@ -75,21 +85,43 @@ class Piece:
         """The positions below one and their rows, which wait no more."""
         cut = self.below(frontier)
         taken = self.positions[:cut], self.data[:, :cut]
-        self.meter.bytes -= taken[1].nbytes
-        self.meter.rows -= cut * len(self.sites)
-        if cut == len(self.positions):
-            self._empty()
-        else:
-            self.positions, self.data = self.positions[cut:], self.data[:, cut:]
-            if self._first is not None:
-                self._first += cut
+        if cut:
+            self._keep(slice(cut, None), cut)
         return taken
 
     def give_up(self) -> None:
         """Loses what still waits."""
-        self.meter.bytes -= self.data.nbytes
-        self.meter.rows -= self.rows
-        self._empty()
+        if len(self.positions):
+            self._keep(slice(0, 0), len(self.positions))
+
+    def lose(self, start: int, end: int) -> int:
+        """Loses the rows at positions in [start, end); how many rows."""
+        first, past = (int(self.positions.searchsorted(one)) for one in (start, end))
+        count = past - first
+        if not count:
+            return 0
+        if not first:
+            self._keep(slice(past, None), count)
+        elif past == len(self.positions):
+            self._keep(slice(0, first), count)
+        else:
+            self._keep(np.r_[0:first, past : len(self.positions)], count)
+        if 2 * len(self.positions) < self._whole:
+            # A slice keeps the memory of what it was cut from. Copying once most of that is lost
+            # costs no more than the rows did that came.
+            self.positions, self.data = self.positions.copy(), self.data.copy()
+            self._whole = len(self.positions)
+        return count * len(self.sites)
+
+    def _keep(self, kept: "slice | npt.NDArray[np.intp]", gone: int) -> None:
+        """Keeps some of the positions; so many do not wait any more."""
+        last = gone == len(self.positions)
+        self.meter.add(-gone * self.position_bytes, -gone * len(self.sites), -last)
+        if last:
+            self._empty()
+        else:
+            self.positions, self.data = self.positions[kept], self.data[:, kept]
+            self._first = _first_of_run(self.positions)
 
     def _empty(self) -> None:
         """Holds nothing any more, not even memory: a slice would keep all of it."""

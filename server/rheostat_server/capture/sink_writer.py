@@ -16,10 +16,11 @@ from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.admission import Admitted
 from rheostat_server.capture.inline import ADVICE
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed
+from rheostat_server.capture.reservoir import Losses, Reservoir
 from rheostat_server.capture.row_messages import captured_of
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.spillway import Spillway
-from rheostat_server.capture.taps import Losses, Reservoir, Tap
+from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.offload import on_pool
 from rheostat_server.sinks import (

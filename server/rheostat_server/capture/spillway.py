@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from rheostat._proto.v1 import capture_pb2
+from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.row_messages import captured_of, dropped
 from rheostat_server.capture.spool import Records, Spool, SpoolDamaged, SpoolFull
-from rheostat_server.capture.taps import Reservoir, Tap
+from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError, RowsLost
 from rheostat_server.limits import MIB
 from rheostat_server.offload import on_pool
@@ -122,8 +124,9 @@ class Spill:
         self._hungry = False
         self._closed = False
         self._task: asyncio.Task[None] | None = None
-        self.memory = 0
-        """Bytes that items take in memory before they are on disk and after."""
+        self._allowed = reservoir.limit
+        """Bytes that the reservoir may take before rows go to the disk."""
+        self._memory = Meter(reservoir.total)
 
     @property
     def holds(self) -> bool:
@@ -131,16 +134,23 @@ class Spill:
         return bool(self._back or self._written or self._unwritten or self._writing)
 
     @property
+    def memory(self) -> int:
+        """Bytes that items take in memory before they are on disk and after."""
+        return self._memory.bytes
+
+    @property
     def excess(self) -> int:
-        """Bytes beyond the reservoir's limit."""
-        return max(0, self._reservoir.used - self._reservoir.limit)
+        """Bytes beyond what the reservoir may take."""
+        return max(0, self._reservoir.used - self._allowed)
 
     def refusal(self) -> CaptureOverflow | None:
         """Why no more rows may wait beyond the limit; None: they may."""
         return self._failure or self._spillway.refusal()
 
-    def relieve(self) -> None:
-        """There is too much in memory."""
+    def relieve(self, size: int = 0) -> None:
+        """Moves what is too much in memory to the disk, and so many bytes more."""
+        if size:
+            self._allowed = max(0, min(self._allowed, self._reservoir.used) - size)
         if self._failure is None:
             self._work_soon()
 
@@ -154,7 +164,7 @@ class Spill:
             if not self._unwritten:
                 self._failure = None
         if item is not None:
-            self.memory -= _size(item)
+            self._memory.add(-_size(item))
         if isinstance(item, End):  # nothing of this tap follows
             self._taps.pop(self._numbers.pop(item.tap, 0), None)
         if not self.holds:  # taps that were discarded have no end
@@ -175,7 +185,8 @@ class Spill:
             self._written = 0
             self._taps.clear()
             self._numbers.clear()
-            self.memory = self.rows = self.bytes = 0
+            self._memory.add(-self.memory)
+            self.rows = self.bytes = 0
             if self._task is None or self._task.done():
                 _POOL.submit(self._records.close)
 
@@ -206,10 +217,12 @@ class Spill:
         """Moves the oldest rows in memory to disk if there are too many; whether it did."""
         batch = self._batch()
         if not batch:
+            if self._reservoir.used <= self._allowed:
+                self._allowed = self._reservoir.limit
             return False
         self._writing = batch
         sizes = sum(map(_size, batch))
-        self.memory += sizes
+        self._memory.add(sizes)
         try:
             await on_pool(
                 _POOL, _append, self._records, [(one, self._number(one.tap)) for one in batch]
@@ -221,7 +234,7 @@ class Spill:
             return False
         self._writing = ()
         if not self._closed:
-            self.memory -= sizes
+            self._memory.add(-sizes)
             self._written += len(batch)
             self.rows += sum(map(_rows, batch))
             self.bytes += sizes
@@ -231,8 +244,8 @@ class Spill:
     def _batch(self) -> list[Item]:
         reservoir = self._reservoir
         batch: list[Item] = []
-        if self._failure is None and reservoir.used > reservoir.limit:
-            left, size = reservoir.used - reservoir.limit // 2, 0
+        if self._failure is None and reservoir.used > self._allowed:
+            left, size = reservoir.used - self._allowed // 2, 0
             while size < min(left, _WRITE_BYTES):
                 item = reservoir.take_from_memory()
                 if item is None:
@@ -271,7 +284,7 @@ class Spill:
             self.bytes -= one.size
             item = self._restored(one)
             self._back.append(item)
-            self.memory += _size(item)
+            self._memory.add(_size(item))
         self._reservoir.news.set()
 
     def _restored(self, one: "_Loaded") -> Item:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from rheostat._proto.v1 import capture_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Rows, Site, Spans
-from rheostat_server.capture.pieces import Meter, Piece, Positions, common
+from rheostat_server.capture.budget import Meter
+from rheostat_server.capture.pieces import Piece, Positions, common
 from rheostat_server.capture.row_tensors import SiteRows, encoding_work, tensor_of
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.waiting import Waiting

@@ -1,205 +1,24 @@
-"""A request's rows on their way to one reader, and the room in which they wait for it.
+"""A request's rows on their way to one reader.
 
-Invariants: the model never waits for a reader. What waits, with what the reader may ask for again,
-stays within the room; rows that find none are lost only under a policy that says so, counted, and
-reported in their place. A tap's end comes after all of its rows, and exactly once.
+Invariants: the model never waits for a reader. A tap's end comes after all of its rows, and exactly
+once.
 """
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import OPEN_END, Released, Rows
 from rheostat_server.capture.lanes import Lane
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
-from rheostat_server.capture.pieces import Meter, Piece
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.errors import CaptureOverflow
-from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.spans import length
 from rheostat_server.tensors import FloatType
-
-_ADVICE = (
-    "Read and acknowledge faster, capture less, ask for more buffer_bytes, or choose an overload "
-    "policy that spills or may lose rows"
-)
 
 _ENDED_BYTES = 2048
 _TAP_BYTES = 4096
 _TOKEN_BYTES = 40
 """What a tap weighs of which everything has left, another one, and each token that this knows."""
-
-_TIDY = 1024
-"""Pieces that are remembered at least before those that have left are forgotten."""
-
-
-class Backlog(Protocol):
-    """What does not wait in memory, and leaves before all that does."""
-
-    memory: int
-    """Bytes that it takes in memory all the same."""
-    bytes: int
-    """Bytes that it does not take there."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether anything waits in it."""
-
-    def refusal(self) -> CaptureOverflow | None:
-        """Why no more rows may come; None: they may."""
-
-    def relieve(self) -> None:
-        """There is too much in memory."""
-
-    def take(self) -> Item | None:
-        """What leaves next; None: nothing yet, and there will be news."""
-
-    def close(self) -> None:
-        """Loses all that waits in it."""
-
-
-@dataclass
-class Losses:
-    """What readers have lost."""
-
-    rows: int = 0
-    """Rows, one for each reader that lost it, whether it was told already or not."""
-
-
-class Reservoir:
-    """Room for rows that wait for one reader."""
-
-    def __init__(
-        self,
-        limit: int,
-        on_full: Callable[["Tap", CaptureOverflow], None],
-        losses: Losses | None = None,
-        *,
-        news: asyncio.Event | None = None,
-        advice: str = _ADVICE,
-    ) -> None:
-        """An empty one.
-
-        Args:
-            limit: bytes that may wait or be kept.
-            on_full: hears of rows that find no room where none may be lost.
-            losses: counts what is lost here.
-            news: is set when there is something to take.
-            advice: what helps where there is no room.
-        """
-        self.limit = limit
-        self.kept = 0
-        """Bytes of what has left and may be asked for again."""
-        self.chunk_bytes = CHUNK_BYTES
-        """About how large what leaves is at most."""
-        self.news = news or asyncio.Event()
-        """Set when there is something to take."""
-        self.meter = Meter()
-        self.spill: Backlog | None = None
-        """Where rows wait that find no room and may not be lost."""
-        self._on_full = on_full
-        self._advice = advice
-        self._losses = losses or Losses()
-        self._pieces: deque[tuple[Piece, Tap, Lane]] = deque()
-        self._tidy_at = _TIDY
-        self._taps: dict[Tap, None] = {}
-        self._pulling: Iterator[Item] = iter(())
-
-    @property
-    def used(self) -> int:
-        """Bytes of memory that wait or are kept."""
-        return self.meter.bytes + self.kept + (self.spill.memory if self.spill else 0)
-
-    @property
-    def waiting(self) -> int:
-        """Bytes that wait, wherever."""
-        return self.meter.bytes + (self.spill.memory + self.spill.bytes if self.spill else 0)
-
-    def touch(self, tap: "Tap") -> None:
-        """A tap has news."""
-        self._taps[tap] = None
-        self.news.set()
-
-    def forget(self, tap: "Tap") -> None:
-        """A tap's news are none any more."""
-        self._taps.pop(tap, None)
-
-    def take(self) -> Item | None:
-        """What leaves next; None: nothing can, until there is news."""
-        spilled = self.spill is not None and self.spill.holds
-        item = self.spill.take() if self.spill and spilled else self.take_from_memory()
-        if item is None:
-            self.news.clear()
-        return item
-
-    def take_from_memory(self) -> Item | None:
-        """What leaves next of all that waits in memory."""
-        item = next(self._pulling, None)
-        while item is None and self._taps:
-            tap = next(iter(self._taps))
-            del self._taps[tap]
-            self._pulling = tap.pull()
-            item = next(self._pulling, None)
-        if isinstance(item, Loss):
-            known = min(item.rows, item.tap.given_up)
-            item.tap.given_up -= known
-            self._losses.rows += item.rows - known
-        elif isinstance(item, End):
-            self._losses.rows -= item.tap.given_up  # their tokens turned out not to be selected
-            item.tap.given_up = 0
-        return item
-
-    def close(self) -> None:
-        """Nothing leaves any more."""
-        self._taps.clear()
-        self._pulling = iter(())
-        self.kept = 0
-        if self.spill is not None:
-            self.spill.close()
-
-    def admit(self, tap: "Tap", lane: Lane, pieces: Sequence[Piece]) -> None:
-        """Lets rows wait, which count already, or loses them or older ones."""
-        if not pieces:
-            return
-        if tap.policy == capture_pb2.OVERLOAD_DROP_OLDEST:
-            self._pieces.extend((piece, tap, lane) for piece in pieces)
-            if len(self._pieces) > self._tidy_at:
-                self._pieces = deque(one for one in self._pieces if len(one[0]))
-                self._tidy_at = max(_TIDY, 2 * len(self._pieces))
-            while self.used > self.limit and self._pieces:
-                self._lose(*self._pieces.popleft())
-        elif self.used > self.limit:
-            error = self._refusal(tap.policy)
-            if error is None:
-                return
-            for piece in pieces:
-                self._lose(piece, tap, lane)
-            if tap.policy != capture_pb2.OVERLOAD_DROP_NEWEST:
-                self._on_full(tap, error)
-
-    def _refusal(self, policy: capture_pb2.Overload.ValueType) -> CaptureOverflow | None:
-        """Why rows beyond the limit are lost; None: they wait on disk."""
-        if policy == capture_pb2.OVERLOAD_SPILL and self.spill is not None:
-            error = self.spill.refusal()
-            if error is None:
-                self.spill.relieve()
-            return error
-        return CaptureOverflow(
-            f"captured rows came faster than they were read: {self.limit} bytes wait or are not "
-            f"acknowledged. {self._advice}",
-            metadata={"rows": str(self.meter.rows)},
-        )
-
-    def _lose(self, piece: Piece, tap: "Tap", lane: Lane) -> None:
-        if len(piece):
-            lane.lose_from(int(piece.positions[0]))
-            tap.given_up += piece.rows
-            self._losses.rows += piece.rows
-            piece.give_up()
-            self.touch(tap)
 
 
 class Tap:

@@ -2,7 +2,8 @@
 
 Invariants: of each site a position enters once, ascending; a piece is taken or given up for all of
 its sites together. What is taken below a position is everything below it, and of each site either
-as it is or in its form.
+as it is or in its form. A position that is lost at one site is lost at all of them, those included
+whose rows are still to come: none of them could be handed over.
 """
 
 import heapq
@@ -13,7 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat_server.capture.pieces import Meter, Piece, Positions
+from rheostat_engine import OPEN_END, Spans
+from rheostat_server.capture.budget import Meter
+from rheostat_server.capture.pieces import Piece, Positions
+from rheostat_server.spans import clipped, edges, united
 from rheostat_server.tensors import RawArray
 
 _EMPTY = np.empty(0, dtype=np.int32)
@@ -43,6 +47,8 @@ class Waiting:
         self._meter = meter
         self._queues: dict[tuple[int, ...], deque[Piece]] = {}
         self._next = dict.fromkeys(sites, 0)
+        self._lost: Spans = ()
+        """Positions that are lost and whose rows may still come at some sites."""
 
     @property
     def frontier(self) -> int:
@@ -73,6 +79,23 @@ class Waiting:
             data: [some sites, n, width]; a piece of fewer holds memory of its own.
             made: whether the rows are in their form.
         """
+        if not self._lost:
+            return self._put(sites, at, positions, data, made)
+        end = int(positions[-1]) + 1
+        positions, data = self._unlost(positions, data)
+        pieces = self._put(sites, at, positions, data, made) if len(positions) else []
+        for site in sites:
+            self._next[site] = max(self._next[site], end)
+        return pieces
+
+    def _put(
+        self,
+        sites: tuple[int, ...],
+        at: tuple[int, ...],
+        positions: Positions,
+        data: RawArray,
+        made: bool,
+    ) -> list[Piece]:
         first = int(positions[0])
         if max([self._next[site] for site in sites]) <= first:
             rows = data if len(at) == len(data) else data[list(at)]
@@ -92,10 +115,55 @@ class Waiting:
             if start < len(positions)
         ]
 
+    def _unlost(self, positions: Positions, data: RawArray) -> tuple[Positions, RawArray]:
+        """Rows that have come, without those at positions that are lost."""
+        self._lost = clipped(self._lost, self.frontier, OPEN_END)
+        starts, ends = edges(self._lost)
+        kept = starts.searchsorted(positions, "right") == ends.searchsorted(positions, "right")
+        return (positions, data) if kept.all() else (positions[kept], data[:, kept])
+
+    def drop(self, size: int, *, newest: bool) -> tuple[int, int]:
+        """Loses the highest positions that wait, or the lowest, at all sites. Something waits.
+
+        Args:
+            size: bytes that are too many; fewer may be freed, then more is to be dropped.
+            newest: whether the highest go.
+
+        Returns:
+            The first position that is lost, and how many rows waited there.
+        """
+        for pieces in self._queues.values():
+            _strip(pieces)
+        self._queues = {sites: pieces for sites, pieces in self._queues.items() if pieces}
+        ends = [pieces[-1 if newest else 0] for pieces in self._queues.values()]
+        if newest:
+            edge = max(int(one.positions[-1]) for one in ends)
+            there = [one for one in ends if one.positions[-1] == edge]
+            others = [int(one.positions[-1]) + 1 for one in ends if one.positions[-1] < edge]
+            # Between these positions all of the same sites have rows.
+            bound = max([*others, *(int(one.positions[0]) for one in there)])
+        else:
+            edge = min(int(one.positions[0]) for one in ends)
+            there = [one for one in ends if one.positions[0] == edge]
+            others = [int(one.positions[0]) for one in ends if one.positions[0] > edge]
+            bound = min([*others, *(int(one.positions[-1]) + 1 for one in there)])
+        most = -(-size // sum(one.position_bytes for one in there))
+        positions = there[0].positions
+        if newest:
+            at = max(int(positions.searchsorted(bound)), len(positions) - most)
+            start, end = int(positions[at]), edge + 1
+        else:
+            at = min(int(positions.searchsorted(bound)), most)
+            start, end = edge, int(positions[at - 1]) + 1
+        rows = sum(one.lose(start, end) for one in there)
+        if end > self.frontier:
+            self._lost = united((*self._lost, (start, end)))
+        return start, rows
+
     def _wait(
         self, sites: tuple[int, ...], positions: Positions, data: RawArray, made: bool
     ) -> Piece:
-        piece = Piece(sites, positions, data, self._meter, made=made)
+        piece = Piece(sites, positions, data, self._meter, self, made=made)
         self._queue(sites).append(piece)
         end = int(positions[-1]) + 1
         for site in sites:
@@ -194,11 +262,16 @@ class Waiting:
         pieces = self._queues.get(sites)
         if pieces is None:
             pieces = self._queues[sites] = deque()
-        while pieces and not len(pieces[0]):
-            pieces.popleft()
-        while pieces and not len(pieces[-1]):
-            pieces.pop()
+        _strip(pieces)
         return pieces
+
+
+def _strip(pieces: deque[Piece]) -> None:
+    """Removes what was given up at the ends of a queue."""
+    while pieces and not len(pieces[0]):
+        pieces.popleft()
+    while pieces and not len(pieces[-1]):
+        pieces.pop()
 
 
 def _first(piece: Piece) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
 from rheostat_server import checks
+from rheostat_server.capture.reservoir import Losses
 from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
@@ -25,7 +26,6 @@ from rheostat_server.capture.specs import (
     resolve_capture,
 )
 from rheostat_server.capture.spillway import Spillway
-from rheostat_server.capture.taps import Losses
 from rheostat_server.checks import join
 from rheostat_server.errors import (
     EngineLost,

@@ -12,9 +12,10 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.capture.leaving import End, Item
+from rheostat_server.capture.reservoir import Losses, Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.spillway import Spillway
-from rheostat_server.capture.taps import Losses, Reservoir, Tap
+from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import (
     CaptureOverflow,
     CursorExpired,

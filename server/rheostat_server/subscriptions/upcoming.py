@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from rheostat_server.capture.leaving import Chunk, Item, Sealed
-from rheostat_server.capture.taps import Reservoir
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.subscriptions.carrier import Carrier
 from rheostat_server.subscriptions.messages import Message

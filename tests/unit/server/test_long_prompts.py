@@ -13,8 +13,8 @@ from rheostat_engine import Released
 from rheostat_server import admission, explain, planning
 from rheostat_server.admission import Admitted, Desk
 from rheostat_server.capture import specs as capture_specs
+from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.lanes import Lane
-from rheostat_server.capture.pieces import Meter
 from rheostat_server.host import Job
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.prompts import Prompts

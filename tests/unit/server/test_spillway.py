@@ -14,10 +14,11 @@ import pytest
 from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Point, Released, Rows, Site
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.spool import Spool
-from rheostat_server.capture.taps import Reservoir, Tap
+from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.selection import EVERYTHING
 from rheostat_server.tensors import FloatType

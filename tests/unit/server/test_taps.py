@@ -1,9 +1,11 @@
 """Rows on their way to a reader: what waits is bounded, what is lost is told, nothing is kept."""
 
 import asyncio
+import random
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ import pytest
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import OPEN_END, Point, Released, Rows, Site
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
+from rheostat_server.capture.reservoir import Losses, Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.capture.taps import Losses, Reservoir, Tap
+from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.selection import EVERYTHING
 from rheostat_server.subscriptions.subscription import Subscription
@@ -246,3 +249,95 @@ def test_a_track_of_which_nothing_is_wanted_any_more_keeps_no_rows() -> None:
     tap.extend(TRACK, [8, 9])
     tap.close()
     assert positions(everything(reservoir)) == ([], [])
+
+
+OTHER = Site(Point.RESID_POST, 1)
+BOTH = ResolvedCapture((SITE, OTHER), EVERYTHING, FloatType.FLOAT32)
+
+
+def of_site(site: Site, start: int, end: int) -> Rows:
+    return replace(rows(start, end), sites=(site.index,))
+
+
+def ended(tap: Tap, count: int) -> None:
+    tap.extend(TRACK, [7] * (count + 1 - len(tap._prompt)))
+    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, count)))
+    tap.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "lost"),
+    [(NEWEST, [0, 1, 2, 3, 4], [5, 6, 7]), (OLDEST, [3, 4, 5, 6, 7], [0, 1, 2])],
+)
+def test_of_rows_that_come_at_once_those_stay_that_fit(policy, kept, lost) -> None:
+    reservoir = room(5 * ROW)
+    tap = tap_of(reservoir, policy, prompt=8)
+    tap.feed(TRACK, rows(0, 8))
+    assert reservoir.used <= 5 * ROW
+    ended(tap, 8)
+    assert positions(everything(reservoir)) == (kept, lost)
+    assert tap.counts() == {0: (5, 3)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "lost"),
+    [(NEWEST, [0, 1, 2, 3], [4, 5, 6, 7]), (OLDEST, [4, 5, 6, 7], [0, 1, 2, 3])],
+)
+def test_a_position_that_finds_no_room_at_one_site_takes_none_at_the_others(
+    policy, kept, lost
+) -> None:
+    losses = Losses()
+    reservoir = Reservoir(8 * ROW, unexpected, losses)
+    tap = Tap("r", [1] * 8, {0: BOTH}, FloatType.FLOAT32, policy, reservoir)
+    tap.feed(TRACK, of_site(SITE, 0, 8))
+    tap.feed(TRACK, of_site(OTHER, 0, 8))
+    ended(tap, 8)
+    assert positions(everything(reservoir)) == (kept, lost)
+    assert losses.rows == 2 * len(lost)
+
+
+def test_what_stays_of_rows_that_come_at_once_is_all_the_memory_that_is_held() -> None:
+    reservoir = room(10 * ROW)
+    tap = tap_of(reservoir, NEWEST, prompt=4000)
+    tracemalloc.start()
+    tap.feed(TRACK, rows(0, 4000))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 40 * ROW
+
+
+@pytest.mark.parametrize("policy", [NEWEST, OLDEST])
+@pytest.mark.parametrize("seed", range(12))
+def test_however_rows_come_those_that_fit_stay_and_each_is_given_or_lost(seed, policy) -> None:
+    rng = random.Random(seed)
+    losses, limit = Losses(), rng.randrange(2, 30) * ROW
+    reservoir = Reservoir(limit, unexpected, losses)
+    sites = tuple(Site(Point.RESID_POST, layer) for layer in range(rng.randrange(1, 4)))
+    capture = ResolvedCapture(sites, EVERYTHING, FloatType.FLOAT32)
+    tap = Tap("r", [1], {0: capture}, FloatType.FLOAT32, policy, reservoir)
+    items: list[Item] = []
+    total = 60
+    reads = rng.random() < 0.7
+    at = dict.fromkeys(sites, 0)
+    while any(end < total for end in at.values()):
+        behind = [site for site in sites if at[site] < total and at[site] <= min(at.values()) + 20]
+        site = rng.choice(behind)
+        end = min(total, at[site] + rng.randrange(1, 25))
+        tap.feed(TRACK, of_site(site, at[site], end))
+        at[site] = end
+        assert reservoir.used <= limit
+        tokens = min(at.values()) - len(tap._lane(TRACK).tokens)
+        tap.extend(TRACK, [7] * tokens)
+        while reads and rng.random() < 0.5 and (item := reservoir.take()) is not None:
+            items.append(item)
+    ended(tap, total)
+    items += everything(reservoir)
+    given, lost = positions(items)
+    assert sorted(given + lost) == list(range(total))
+    assert given == sorted(given)
+    assert losses.rows == len(lost) * len(sites)
+    assert (reservoir.meter.bytes, reservoir.meter.rows) == (0, 0)
+    if not reads and policy == NEWEST:
+        assert given == list(range(len(given)))
+    if not reads:
+        assert len(given) * len(sites) * ROW <= limit

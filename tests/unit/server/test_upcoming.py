@@ -7,8 +7,9 @@ import numpy as np
 from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import OPEN_END, Point, Rows, Site
 from rheostat_server.capture.leaving import Chunk, End, Item, Sealed, Track
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.capture.taps import Reservoir, Tap
+from rheostat_server.capture.taps import Tap
 from rheostat_server.selection import Selection
 from rheostat_server.subscriptions.messages import Message, Response
 from rheostat_server.subscriptions.upcoming import Upcoming

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_server.capture.pieces import Meter
+from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.waiting import Waiting
 
 SITES = (3, 8, 11)

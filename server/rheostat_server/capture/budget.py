@@ -1,0 +1,190 @@
+"""Memory for what waits for slow readers: one limit for each request, one for all together.
+
+The rule for who gives way, the same at both levels: those that hold most, each down to a common
+level. The level is never below an equal share, so who holds no more than that loses nothing for
+others. Each gives way under its own policy: it loses rows, spills them, or fails.
+
+What has been told to go to a disk counts as gone for this rule. How much may be on its way there is
+bounded by the spool.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+PIECE_BYTES = 512
+"""What a piece of rows takes in memory beside its rows, about."""
+
+_UNCOUNTED = 64 << 10
+"""Bytes of pieces, beside their rows, that the limit of one request or subscription leaves out, so
+that small limits can be said in rows. The limit of all together counts them."""
+
+_SPARE = 16
+"""What part of the limit of all together is freed at once when it is reached, so that not every row
+that comes looks through all requests."""
+
+
+class Meter:
+    """Counts what waits. What counts in it counts in the whole that it is part of, too."""
+
+    __slots__ = ("_whole", "bytes", "pieces", "rows")
+
+    def __init__(self, whole: "Meter | None" = None) -> None:
+        """Nothing waits."""
+        self._whole = whole
+        self.bytes = 0
+        self.pieces = 0
+        """Pieces in which rows wait."""
+        self.rows = 0
+
+    def add(self, size: int, rows: int = 0, pieces: int = 0) -> None:
+        """Counts more, or less where the numbers are negative."""
+        meter: Meter | None = self
+        while meter is not None:
+            meter.bytes += size
+            meter.rows += rows
+            meter.pieces += pieces
+            meter = meter._whole
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory, about."""
+        return self.bytes + PIECE_BYTES * self.pieces
+
+
+class Holder(Protocol):
+    """Something in which bytes wait."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that it can be asked to give up."""
+
+    @property
+    def leaving(self) -> int:
+        """Bytes beyond these that are on their way to a disk."""
+
+    def give_up(self, size: int, why: str) -> None:
+        """Frees at least so many bytes, or sends them to a disk, or fails and frees all of them.
+
+        Args:
+            size: at most `held`.
+            why: which memory is full, for the reader of an error.
+        """
+
+
+class Share:
+    """The memory of one request, or of one subscription: all that waits of it together."""
+
+    def __init__(self, limit: int, why: str, budget: "Budget | None" = None) -> None:
+        """Nothing waits.
+
+        Args:
+            limit: bytes that may wait.
+            why: what an error says when they are full.
+            budget: that of the server. None: the share is no part of it.
+        """
+        self.limit = limit
+        self.meter = Meter(None if budget is None else budget.meter)
+        self._why = why
+        self._budget = budget
+        self._holders: list[Holder] = []
+
+    def add(self, holder: Holder) -> None:
+        """Adds something in which bytes wait that count in `meter`."""
+        self._holders.append(holder)
+
+    @property
+    def used(self) -> int:
+        """Bytes that count against the limit."""
+        return max(self.meter.bytes, self.meter.weight - _UNCOUNTED)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it can be asked to give up."""
+        return max(0, self.meter.weight - self.leaving)
+
+    @property
+    def leaving(self) -> int:
+        """Bytes on their way to a disk."""
+        return sum(one.leaving for one in self._holders)
+
+    def give_up(self, size: int, why: str) -> None:
+        """Frees bytes for others."""
+        relieve(self._holders, size, why)
+
+    def check(self) -> None:
+        """Makes room where too much waits; to be called when more has come."""
+        if self.used > self.limit:
+            relieve(self._holders, self.used - self.leaving - self.limit, self._why)
+        if self._budget is not None:
+            self._budget.check()
+
+    def close(self) -> None:
+        """Nothing of it counts any more."""
+        if self._budget is not None:
+            self._budget.remove(self)
+
+
+class Budget:
+    """The memory of all requests together. Lives on the event loop."""
+
+    def __init__(self, limit: int, why: str) -> None:
+        """Nothing waits.
+
+        Args:
+            limit: bytes that may wait.
+            why: what an error says when they are full.
+        """
+        self.limit = limit
+        self.meter = Meter()
+        self._why = why
+        self._shares: dict[Share, None] = {}
+
+    def share(self, limit: int, why: str) -> Share:
+        """The memory of another request; see `Share`."""
+        share = Share(limit, why, self)
+        self._shares[share] = None
+        return share
+
+    def remove(self, share: Share) -> None:
+        """A request has ended."""
+        self._shares.pop(share, None)
+
+    @property
+    def used(self) -> int:
+        """Bytes that wait."""
+        return self.meter.weight
+
+    def check(self) -> None:
+        """Makes room where too much waits."""
+        over = self.meter.weight - self.limit
+        if over > 0:
+            over -= sum(share.leaving for share in self._shares)
+            if over > 0:
+                relieve([*self._shares], over + self.limit // _SPARE, self._why)
+
+
+def relieve(holders: Sequence[Holder], size: int, why: str) -> None:
+    """Lets those that hold most give up so many bytes, down to a common level.
+
+    One that fails gives up more than it was asked to, which spares those that hold less.
+    """
+    if size <= 0:
+        return
+    ranked = sorted(((one.held, -n, one) for n, one in enumerate(holders)), reverse=True)
+    level = _level([held for held, _, _ in ranked], size)
+    for held, _, holder in ranked:
+        if size <= 0 or held <= level:
+            return
+        holder.give_up(held - level, why)
+        size -= held - holder.held
+
+
+def _level(held: Sequence[int], size: int) -> int:
+    """The level down to which the largest of some numbers, descending, give up `size` together."""
+    total = 0
+    for count, one in enumerate(held, start=1):
+        total += one
+        level = (total - size) // count
+        if count == len(held) or level >= held[count]:
+            return max(0, level)
+    return 0

@@ -1,0 +1,266 @@
+"""Where rows wait for one reader, and what happens to those that find no room.
+
+Invariants: what waits, with what the reader may ask for again, stays within its share of memory.
+Rows that find no room are lost only under a policy that says so: counted at once, told in their
+place, and no more of them than there is no room for.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from rheostat._proto.v1 import capture_pb2
+from rheostat_server.capture.budget import Meter, Share
+from rheostat_server.capture.leaving import End, Item, Loss
+from rheostat_server.capture.pieces import Piece
+from rheostat_server.errors import CaptureOverflow
+from rheostat_server.limits import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from rheostat_server.capture.lanes import Lane
+    from rheostat_server.capture.taps import Tap
+
+_ADVICE = (
+    "Read and acknowledge faster, capture less, ask for more buffer_bytes, or choose an overload "
+    "policy that spills or may lose rows"
+)
+
+_TIDY = 1024
+"""Pieces that are remembered at least before those that have left are forgotten."""
+
+_DROPPING = (capture_pb2.OVERLOAD_DROP_OLDEST, capture_pb2.OVERLOAD_DROP_NEWEST)
+
+
+class Backlog(Protocol):
+    """What does not wait in memory, and leaves before all that does."""
+
+    bytes: int
+    """Bytes of rows on disk."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes in memory all the same."""
+
+    @property
+    def excess(self) -> int:
+        """Bytes of memory that are on their way to the disk."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything waits in it."""
+
+    def refusal(self) -> CaptureOverflow | None:
+        """Why no more rows may come; None: they may."""
+
+    def relieve(self, size: int = 0) -> None:
+        """Moves what is too much in memory to the disk, and so many bytes more."""
+
+    def take(self) -> Item | None:
+        """What leaves next; None: nothing yet, and there will be news."""
+
+    def close(self) -> None:
+        """Loses all that waits in it."""
+
+
+@dataclass
+class Losses:
+    """What readers have lost."""
+
+    rows: int = 0
+    """Rows, one for each reader that lost it, whether it was told already or not."""
+
+
+class Reservoir:
+    """Room for rows that wait for one reader."""
+
+    def __init__(
+        self,
+        share: Share | int,
+        on_full: Callable[["Tap", CaptureOverflow], None],
+        losses: Losses | None = None,
+        *,
+        news: asyncio.Event | None = None,
+        advice: str = _ADVICE,
+    ) -> None:
+        """An empty one.
+
+        Args:
+            share: the memory that it takes, with others of the same request; or the bytes that it
+                may take by itself.
+            on_full: hears of rows that find no room where none may be lost.
+            losses: counts what is lost here.
+            news: is set when there is something to take.
+            advice: what helps where there is no room.
+        """
+        if isinstance(share, int):
+            share = Share(share, f"{share} bytes wait or are not acknowledged")
+        self.chunk_bytes = CHUNK_BYTES
+        """About how large what leaves is at most."""
+        self.news = news or asyncio.Event()
+        """Set when there is something to take."""
+        self.total = Meter(share.meter)
+        """Counts all that it takes in memory."""
+        self.meter = Meter(self.total)
+        """Counts what waits there to leave."""
+        self.spill: Backlog | None = None
+        """Where rows wait that find no room and may not be lost."""
+        self._share = share
+        self._kept = 0
+        self._on_full = on_full
+        self._advice = advice
+        self._losses = losses or Losses()
+        self._pieces: deque[tuple[Piece, Tap, Lane]] = deque()
+        """Under a policy that drops, in the order in which they came."""
+        self._last: tuple[Tap, Lane, Sequence[Piece]] | None = None
+        """What came last."""
+        self._tidy_at = _TIDY
+        self._taps: dict[Tap, None] = {}
+        self._pulling: Iterator[Item] = iter(())
+        share.add(self)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that may wait or be kept."""
+        return self._share.limit
+
+    @property
+    def used(self) -> int:
+        """Bytes of memory that wait or are kept."""
+        return self.total.bytes
+
+    @property
+    def kept(self) -> int:
+        """Bytes of what has left and may be asked for again."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, size: int) -> None:
+        self.total.add(size - self._kept)
+        self._kept = size
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait, wherever."""
+        return self.used - self._kept + (self.spill.bytes if self.spill else 0)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it can be asked to give up."""
+        return max(0, self.total.weight - self.leaving)
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that are on their way to the disk."""
+        return self.spill.excess if self.spill else 0
+
+    def touch(self, tap: "Tap") -> None:
+        """A tap has news."""
+        self._taps[tap] = None
+        self.news.set()
+
+    def forget(self, tap: "Tap") -> None:
+        """A tap's news are none any more."""
+        self._taps.pop(tap, None)
+
+    def take(self) -> Item | None:
+        """What leaves next; None: nothing can, until there is news."""
+        spilled = self.spill is not None and self.spill.holds
+        item = self.spill.take() if self.spill and spilled else self.take_from_memory()
+        if item is None:
+            self.news.clear()
+        return item
+
+    def take_from_memory(self) -> Item | None:
+        """What leaves next of all that waits in memory."""
+        item = next(self._pulling, None)
+        while item is None and self._taps:
+            tap = next(iter(self._taps))
+            del self._taps[tap]
+            self._pulling = tap.pull()
+            item = next(self._pulling, None)
+        if isinstance(item, Loss):
+            known = min(item.rows, item.tap.given_up)
+            item.tap.given_up -= known
+            self._losses.rows += item.rows - known
+        elif isinstance(item, End):
+            self._losses.rows -= item.tap.given_up  # their tokens turned out not to be selected
+            item.tap.given_up = 0
+        return item
+
+    def close(self) -> None:
+        """Nothing leaves any more."""
+        self._taps.clear()
+        self._pulling = iter(())
+        self._pieces.clear()
+        self._last = None
+        self.kept = 0
+        if self.spill is not None:
+            self.spill.close()
+
+    def admit(self, tap: "Tap", lane: "Lane", pieces: Sequence[Piece]) -> None:
+        """Lets rows wait, which count already, or loses them or others."""
+        if not pieces:
+            return
+        self._last = tap, lane, pieces
+        if tap.policy in _DROPPING:
+            self._pieces.extend((piece, tap, lane) for piece in pieces)
+            if len(self._pieces) > self._tidy_at:
+                self._pieces = deque(one for one in self._pieces if len(one[0]))
+                self._tidy_at = max(_TIDY, 2 * len(self._pieces))
+        self._share.check()
+        if self.spill is not None and self.spill.excess:
+            self._relieve(self.spill, 0)
+
+    def give_up(self, size: int, why: str) -> None:
+        """Frees bytes as the policy says, because of what is full."""
+        if self._last is None:
+            return
+        tap = self._last[0]
+        if tap.policy in _DROPPING:
+            self._drop(size, newest=tap.policy == capture_pb2.OVERLOAD_DROP_NEWEST)
+        elif tap.policy == capture_pb2.OVERLOAD_SPILL and self.spill is not None:
+            self._relieve(self.spill, size)
+        else:
+            self._fail(
+                CaptureOverflow(
+                    f"captured rows came faster than they were read: {why}. {self._advice}",
+                    metadata={"rows": str(self.meter.rows)},
+                )
+            )
+
+    def _relieve(self, spill: Backlog, size: int) -> None:
+        """Sends what is too much to the disk, and so many bytes more; fails if it cannot be."""
+        spill.relieve(size)
+        error = spill.refusal()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: CaptureOverflow) -> None:
+        """The rows that came last find no room, and none may be lost."""
+        assert self._last is not None
+        tap, lane, pieces = self._last
+        for piece in pieces:
+            if len(piece):
+                lane.lose_from(int(piece.positions[0]))
+                self._count(tap, piece.rows)
+                piece.give_up()
+        self._on_full(tap, error)
+
+    def _drop(self, size: int, *, newest: bool) -> None:
+        """Loses the newest rows that wait, or the oldest, and no more of them than it must."""
+        target = self.total.weight - size
+        while self._pieces and (over := self.total.weight - target) > 0:
+            piece, tap, lane = self._pieces[-1 if newest else 0]
+            if not len(piece):
+                self._pieces.pop() if newest else self._pieces.popleft()
+                continue
+            first, rows = piece.queue.drop(over, newest=newest)
+            lane.lose_from(first)
+            self._count(tap, rows)
+
+    def _count(self, tap: "Tap", rows: int) -> None:
+        tap.given_up += rows
+        self._losses.rows += rows
+        self.touch(tap)
