@@ -15,7 +15,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from rheostat._proto.v1 import monitor_pb2, types_pb2
+from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Attached, Dropped, Event, Installed, Plan, Released, Report
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 """Tells flights apart whose requests have the same id, one after the other."""
 
-Notice = monitor_pb2.UpdateApplied | monitor_pb2.UpdateRefused
+Notice = generation_pb2.UpdateApplied | generation_pb2.UpdateRefused
 """What became of an update."""
 
 

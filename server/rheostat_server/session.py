@@ -11,8 +11,8 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from rheostat._proto.v1 import (
+    generation_pb2,
     generation_service_pb2,
-    monitor_pb2,
     receipt_pb2,
     steering_pb2,
 )
@@ -36,6 +36,7 @@ from rheostat_server.offload import offload
 from rheostat_server.planning import check_affordable, check_ranges, compile_plan
 from rheostat_server.sample import Response
 from rheostat_server.sequence import Amendment, Life
+from rheostat_server.status import to_status
 from rheostat_server.steering import check_sums, sums_work
 from rheostat_server.tensors import FloatType
 
@@ -90,9 +91,9 @@ async def _opening(messages: AsyncIterator[Message]) -> generation_service_pb2.G
 
 
 def _to_wire(happening: Response | Notice) -> Answer:
-    if isinstance(happening, monitor_pb2.UpdateApplied):
+    if isinstance(happening, generation_pb2.UpdateApplied):
         return _pb.SessionResponse(applied=happening)
-    if isinstance(happening, monitor_pb2.UpdateRefused):
+    if isinstance(happening, generation_pb2.UpdateRefused):
         return _pb.SessionResponse(refused=happening)
     kind = happening.WhichOneof("event")
     assert kind is not None
@@ -167,7 +168,7 @@ class _Control:
         self._last_number = message.update_id
         if action == "stop":
             self._flight.abort()
-            self._flight.answer(monitor_pb2.UpdateApplied(update_id=message.update_id))
+            self._flight.answer(generation_pb2.UpdateApplied(update_id=message.update_id))
         else:
             if self._updates.qsize() >= WAITING_UPDATES:
                 raise QueueFull(f"{WAITING_UPDATES} updates wait", retry_after=RETRY)
@@ -186,7 +187,7 @@ class _Control:
                 _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
                 self._flight.fail(Defect("the server could not carry an update out"))
 
-    async def _apply(self, update: _Update) -> monitor_pb2.UpdateApplied:
+    async def _apply(self, update: _Update) -> generation_pb2.UpdateApplied:
         """Puts new steering in force.
 
         Raises:
@@ -231,10 +232,10 @@ class _Control:
         self._applied += 1
         for life, first in taken:
             life.amendments.append(Amendment(update.number, first, interventions))
-        return monitor_pb2.UpdateApplied(
+        return generation_pb2.UpdateApplied(
             update_id=update.number,
             first_positions=[
-                monitor_pb2.SamplePosition(sample=life.sample, position=first)
+                generation_pb2.SamplePosition(sample=life.sample, position=first)
                 for life, first in taken
             ],
         )
@@ -247,7 +248,5 @@ class _Control:
         return await self._host.backend.update(life.plan_id, acts, self._admitted.prompt_len)
 
 
-def _refused(number: int, error: RheostatError) -> monitor_pb2.UpdateRefused:
-    return monitor_pb2.UpdateRefused(
-        update_id=number, reason=error.reason, message=error.message, field=error.field
-    )
+def _refused(number: int, error: RheostatError) -> generation_pb2.UpdateRefused:
+    return generation_pb2.UpdateRefused(update_id=number, status=to_status(error))

@@ -248,6 +248,8 @@ _BY_CODE: dict[grpc.StatusCode, type[RheostatError]] = {
     )
 }
 
+_BY_NUMBER = {code.value[0]: error for code, error in _BY_CODE.items()}
+
 
 def invalid(path: str, description: str, reason: str = "REASON_INVALID_VALUE") -> InvalidRequest:
     """The error of a client-side check on the field at ``path``."""
@@ -265,7 +267,7 @@ def from_rpc(
         return ServerError(str(error))
     code = error.code()
     kind = _BY_CODE.get(code, ServerError)
-    details = _Details.of(error.trailing_metadata() or ())
+    details = _Details.of(_status_in(error.trailing_metadata() or ()))
     said = _in_python(error.details() or f"the call failed with {code.name}")
     if kind is Unavailable and not details.reason:  # a server of ours gives one
         lost = (
@@ -281,14 +283,13 @@ def from_rpc(
         said += " (engine.wait_until_ready() waits for it)"
     if details.reason == _NO_SUBSCRIPTION and details.names_a_target and details.resource:
         said += f' (rows go to a sink by to=rheostat.Sink("{details.resource.name}"))'
-    return kind(
-        said,
-        reason=details.reason,
-        violations=details.violations,
-        metadata=details.metadata,
-        resource=details.resource,
-        retry_after=details.retry_after,
-    )
+    return details.error(kind, said)
+
+
+def from_status(status: status_pb2.Status) -> RheostatError:
+    """The error that a stream reports while the call goes on."""
+    kind = _BY_NUMBER.get(status.code, ServerError)
+    return _Details.of(status).error(kind, _in_python(status.message))
 
 
 def unanswered(target: str, said: str) -> str:
@@ -315,6 +316,18 @@ def _in_python(message: str) -> str:
     return _WORD.sub(lambda word: f'{word[1].lower()}="{word[2].lower()}"', message)
 
 
+def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status:
+    """The status in a call's trailers; empty where there is none that can be read."""
+    status = status_pb2.Status()
+    for key, value in trailers:
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                status.ParseFromString(value)
+            except DecodeError:
+                return status_pb2.Status()
+    return status
+
+
 class _Details(NamedTuple):
     """The details of a google.rpc.Status, those of them that this package knows."""
 
@@ -329,15 +342,19 @@ class _Details(NamedTuple):
         """Whether it is about where the rows of a request's captures go."""
         return any(one.path.startswith("captures[") for one in self.violations)
 
+    def error(self, kind: type[RheostatError], message: str) -> RheostatError:
+        """The error with these details."""
+        return kind(
+            message,
+            reason=self.reason,
+            violations=self.violations,
+            metadata=self.metadata,
+            resource=self.resource,
+            retry_after=self.retry_after,
+        )
+
     @classmethod
-    def of(cls, trailers: Iterable[tuple[str, str | bytes]]) -> _Details:
-        status = status_pb2.Status()
-        for key, value in trailers:
-            if key == _DETAILS_KEY and isinstance(value, bytes):
-                try:
-                    status.ParseFromString(value)
-                except DecodeError:
-                    return cls()
+    def of(cls, status: status_pb2.Status) -> _Details:
         found = cls()
         info = error_details_pb2.ErrorInfo()
         fields = error_details_pb2.BadRequest()

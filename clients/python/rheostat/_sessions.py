@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rheostat._errors import Refused
+from rheostat._errors import NotFound, Refused, RheostatError, from_status
 from rheostat._fold import GenerationFold
-from rheostat._proto.v1 import generation_service_pb2, monitor_pb2, steering_pb2
+from rheostat._proto.v1 import generation_pb2, generation_service_pb2, steering_pb2
 from rheostat._results import Event, Generation
 from rheostat._steering import SteeringLike, steering_to_wire
 
 _ENDED = "the request has ended"
+_NOT_FOUND = "REASON_REQUEST_NOT_FOUND"
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,23 @@ class UpdateRefused:
 
     update_id: int
     """The update, as `steer` named it."""
-    reason: str
-    """Name of a reason, as of errors: "REASON_BANK_FULL"."""
-    message: str
-    """A sentence for people."""
-    field: str = ""
-    """Path of the field that is wrong, where one is: "steering.interventions[2].where"."""
+    error: RheostatError
+    """Why, as the error that a call would raise: `ResourceExhausted` where the bank is full."""
+
+    @property
+    def reason(self) -> str:
+        """Name of the error's reason: "REASON_BANK_FULL"."""
+        return self.error.reason
+
+    @property
+    def message(self) -> str:
+        """A sentence for people."""
+        return self.error.message
+
+    @property
+    def field(self) -> str:
+        """Path of the field that is wrong, "" where none is: "steering.interventions[2].where"."""
+        return self.error.path
 
 
 SessionEvent: TypeAlias = Event | UpdateApplied | UpdateRefused
@@ -70,7 +82,7 @@ class Updates:
         message = steering_to_wire(steering) or steering_pb2.Steering()
         with self._lock:
             if self._ended:
-                raise Refused(_ENDED, reason="REASON_REQUEST_NOT_FOUND")
+                raise Refused(_ENDED, reason=_NOT_FOUND)
             update_id = self._next_id()
             self._unanswered.append(update_id)
             self._send(generation_service_pb2.SessionRequest(update_id=update_id, steering=message))
@@ -106,7 +118,7 @@ class Updates:
         """Refusals of the updates that no answer came to, once each."""
         with self._lock:
             late, self._unanswered = self._unanswered, []
-        return [UpdateRefused(one, "REASON_REQUEST_NOT_FOUND", _ENDED) for one in late]
+        return [UpdateRefused(one, NotFound(_ENDED, reason=_NOT_FOUND)) for one in late]
 
     def _next_id(self) -> int:
         self._last_id += 1
@@ -140,11 +152,11 @@ class SessionFold:
         return self._whole.result()
 
 
-def _read_applied(message: monitor_pb2.UpdateApplied) -> UpdateApplied:
+def _read_applied(message: generation_pb2.UpdateApplied) -> UpdateApplied:
     return UpdateApplied(
         message.update_id, {one.sample: one.position for one in message.first_positions}
     )
 
 
-def _read_refused(message: monitor_pb2.UpdateRefused) -> UpdateRefused:
-    return UpdateRefused(message.update_id, message.reason, message.message, message.field)
+def _read_refused(message: generation_pb2.UpdateRefused) -> UpdateRefused:
+    return UpdateRefused(message.update_id, from_status(message.status))

@@ -29,6 +29,31 @@ SECOND = answer('tokens { offset: 1 token_ids: 2 text: "b" }')
 THIRD = answer('tokens { offset: 2 token_ids: 3 text: "c" }')
 ABORTED = answer("finished { reason: FINISH_REASON_ABORTED token_count: 3 }")
 RECEIPT = answer('receipt { request_id: "r1" generated_token_count: 3 update_count: 1 }')
+BANK_FULL = answer(
+    """refused {
+         update_id: 2
+         status {
+           code: 8
+           message: "no rows are free"
+           details {
+             [type.googleapis.com/google.rpc.ErrorInfo] {
+               reason: "REASON_BANK_FULL" domain: "rheostat.dev"
+               metadata { key: "rows" value: "512" }
+             }
+           }
+           details {
+             [type.googleapis.com/google.rpc.BadRequest] {
+               field_violations {
+                 field: "steering.interventions[0]" description: "no rows are free"
+               }
+             }
+           }
+           details {
+             [type.googleapis.com/google.rpc.RetryInfo] { retry_delay { seconds: 2 } }
+           }
+         }
+       }"""
+)
 START = asked('start { text: "x" sampling { max_tokens: 9 } return_prompt_token_ids: true }')
 
 
@@ -44,12 +69,7 @@ def test_a_session_is_steered_and_stopped_while_it_is_read(client, server):
         yield answer("applied { update_id: 1 first_positions { sample: 0 position: 6 } }")
         yield SECOND
         next(requests)
-        yield answer(
-            """refused {
-                 update_id: 2 reason: "REASON_BANK_FULL" message: "no rows are free"
-                 field: "steering.interventions[0]"
-               }"""
-        )
+        yield BANK_FULL
         yield THIRD
         next(requests)
         yield from (ABORTED, RECEIPT)
@@ -86,12 +106,22 @@ def test_a_session_is_steered_and_stopped_while_it_is_read(client, server):
         asked("update_id: 2 steering {}"),
         asked("update_id: 3 stop {}"),
     ]
+    refused = events[4]
+    assert isinstance(refused, UpdateRefused)
+    assert (refused.update_id, refused.reason, refused.message, refused.field) == (
+        2,
+        "REASON_BANK_FULL",
+        "no rows are free",
+        "steering.interventions[0]",
+    )
+    assert type(refused.error) is rheostat.ResourceExhausted
+    assert (refused.error.retry_after, refused.error.metadata) == (2.0, {"rows": "512"})
     assert events == [
         Started("r1", "m", ()),
         Tokens(0, "a", (1,), ()),
         UpdateApplied(1, {0: 6}),
         Tokens(0, "b", (2,), ()),
-        UpdateRefused(2, "REASON_BANK_FULL", "no rows are free", "steering.interventions[0]"),
+        refused,
         Tokens(0, "c", (3,), ()),
         Finished(0, "aborted", None, 0.0, 0.0),
         Receipt("r1", 0, 3, update_count=1),
@@ -112,10 +142,16 @@ def test_an_update_that_nobody_answered_is_refused_before_the_receipt(client, se
 
     server.on("Session", serve)
     events, out = client.session("x", act)
-    assert events[-2:] == [
-        UpdateRefused(1, "REASON_REQUEST_NOT_FOUND", "the request has ended"),
-        out.receipt,
-    ]
+    refused, last = events[-2:]
+    assert isinstance(refused, UpdateRefused)
+    assert type(refused.error) is rheostat.NotFound
+    assert (refused.update_id, refused.reason, refused.message, refused.field) == (
+        1,
+        "REASON_REQUEST_NOT_FOUND",
+        "the request has ended",
+        "",
+    )
+    assert last == out.receipt
 
 
 def test_after_the_end_steering_is_refused_and_stopping_does_nothing(client, server):

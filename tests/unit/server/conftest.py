@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Self
 
 import grpc
 import grpc.aio
@@ -46,15 +47,20 @@ class Refusal:
     def of(cls, error: grpc.aio.AioRpcError) -> "Refusal":
         packed = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
         assert isinstance(packed, bytes)
-        details = status_pb2.Status.FromString(packed).details
+        status = status_pb2.Status.FromString(packed)
+        return cls.of_status(status, error.code(), error.details() or "")
+
+    @classmethod
+    def of_status(cls, status: status_pb2.Status, code: grpc.StatusCode, message: str) -> Self:
+        details = status.details
         info = _unpacked(details, error_details_pb2.ErrorInfo())
         bad = _unpacked(details, error_details_pb2.BadRequest())
         resource = _unpacked(details, error_details_pb2.ResourceInfo())
         return cls(
-            code=error.code(),
+            code=code,
             reason=info.reason,
             field=bad.field_violations[0].field if bad.field_violations else "",
-            message=error.details() or "",
+            message=message,
             metadata=tuple(sorted(info.metadata.items())),
             resource=resource.resource_name,
             retry=_holds(details, error_details_pb2.RetryInfo()),

@@ -1,17 +1,17 @@
 """A session as its client has it."""
 
 import asyncio
+from dataclasses import dataclass, replace
 
 import grpc
 
 from rheostat._proto.v1 import (
     generation_pb2,
     generation_service_pb2,
-    monitor_pb2,
     steering_pb2,
 )
 
-from .conftest import rest
+from .conftest import Refusal, rest
 from .fakes import ScriptedBackend
 from .messages import request
 
@@ -35,15 +35,28 @@ def stop(number: int) -> generation_service_pb2.SessionRequest:
     )
 
 
-def applied(number: int, **positions: int) -> monitor_pb2.UpdateApplied:
+def applied(number: int, **positions: int) -> generation_pb2.UpdateApplied:
     """An answer; positions are given as s0=..., s1=..."""
-    return monitor_pb2.UpdateApplied(
+    return generation_pb2.UpdateApplied(
         update_id=number,
         first_positions=[
-            monitor_pb2.SamplePosition(sample=int(name[1:]), position=position)
+            generation_pb2.SamplePosition(sample=int(name[1:]), position=position)
             for name, position in positions.items()
         ],
     )
+
+
+@dataclass(frozen=True)
+class RefusedUpdate(Refusal):
+    """An update that was refused, with the details of a call that fails."""
+
+    update_id: int = 0
+
+    @classmethod
+    def of_update(cls, message: generation_pb2.UpdateRefused) -> "RefusedUpdate":
+        status = message.status
+        code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+        return replace(cls.of_status(status, code, status.message), update_id=message.update_id)
 
 
 class Talk:
@@ -65,6 +78,10 @@ class Talk:
             self.events.append(event)
             if event.WhichOneof("event") == kind:
                 return getattr(event, kind)
+
+    async def refused(self) -> RefusedUpdate:
+        """The next refusal; what comes before it is kept."""
+        return RefusedUpdate.of_update(await self.hear("refused"))
 
     async def end(self) -> list[generation_service_pb2.SessionResponse]:
         """Every event, once the call has ended."""

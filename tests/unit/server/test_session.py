@@ -21,7 +21,7 @@ from rheostat_server.tokenizer import Tokenizer
 from .fakes import WIDTH, ScriptedBackend
 from .messages import GENERATED, add, request, selector, span, tensor
 from .streams import kinds, settled, tokens, until
-from .talks import P, Talk, applied, held, start, stop, update
+from .talks import P, RefusedUpdate, Talk, applied, held, start, stop, update
 
 Sampling = generation_pb2.Sampling
 Code = grpc.StatusCode
@@ -109,7 +109,7 @@ async def test_without_a_tokenizer_an_update_that_names_text_is_refused(starter)
     running, talk = await held(starter)
     running.host.prompts._tokenizer = None
     await talk.say(update(1, add(where=selector(span("x")))))
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert (refusal.reason, refusal.field) == (
         "REASON_NOT_SUPPORTED",
         "steering.interventions[0].where.include[0].text",
@@ -237,7 +237,9 @@ async def test_stop_does_not_wait_behind_updates(starter, monkeypatch) -> None:
     await talk.say(start(), update(1, add()), stop(2))
     events = await talk.end()
     assert [e.applied for e in events if e.WhichOneof("event") == "applied"] == [applied(2)]
-    (refused,) = [e.refused for e in events if e.WhichOneof("event") == "refused"]
+    (refused,) = [
+        RefusedUpdate.of_update(e.refused) for e in events if e.WhichOneof("event") == "refused"
+    ]
     assert (refused.update_id, refused.reason) == (1, "REASON_REQUEST_NOT_FOUND")
     assert kinds(events)[-1] == "receipt"
 

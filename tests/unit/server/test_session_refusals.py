@@ -19,7 +19,7 @@ from .conftest import Refusal, rest
 from .fakes import WIDTH, ScriptedBackend, sites_with
 from .messages import add, generated, request, selector, span, tensor, window
 from .streams import kinds, settled, until
-from .talks import P, Talk, applied, held, start, update
+from .talks import P, RefusedUpdate, Talk, applied, held, start, update
 
 Sampling = generation_pb2.Sampling
 Code = grpc.StatusCode
@@ -56,7 +56,7 @@ async def test_a_wrong_update_is_refused_by_field_and_the_request_goes_on(
 ) -> None:
     running, talk = await held(starter, steer=[add(scale=2.0)])
     await talk.say(update(1, add(), intervention))
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason, refusal.field) == (1, reason, field)
     assert refusal.message
     assert running.backend.updates == []
@@ -75,10 +75,11 @@ async def test_an_update_without_room_is_refused_and_the_request_goes_on(starter
     await talk.hear("tokens")
     two = [add(scale=3.0, where=selector(window(P, P + 1))), add(scale=4.0)]
     await talk.say(update(1, add(scale=3.0)), update(2, add(scale=2.0)), update(3, *two, add()))
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason, refusal.field) == (1, "REASON_BANK_FULL", "steering")
+    assert (refusal.code, refusal.retry) == (Code.RESOURCE_EXHAUSTED, True)
     assert await talk.hear("applied") == applied(2, s0=P)
-    assert (await talk.hear("refused")).update_id == 3
+    assert (await talk.refused()).update_id == 3
     running.backend.hold.set()
     receipt = (await talk.end())[-1].receipt
     assert receipt.update_count == 1
@@ -96,7 +97,7 @@ async def test_a_refused_update_keeps_no_vector_in_the_store(starter) -> None:
     for number in range(1, 6):
         vector = tensor(np.full((1, WIDTH), float(number)))
         await talk.say(update(number, add(vector, scale=3.0)))
-        assert (await talk.hear("refused")).reason == "REASON_BANK_FULL"
+        assert (await talk.refused()).reason == "REASON_BANK_FULL"
     assert (running.host.store.pins, running.host.ledger.requests) == (pins, held)
     running.backend.hold.set()
     assert kinds(await talk.end())[-1] == "receipt"
@@ -126,7 +127,7 @@ async def test_an_update_takes_nothing_new_while_others_wait(starter) -> None:
     waiting = asyncio.ensure_future(running.client.generate(request(steer=steer)))
     await until(lambda: running.host.line.waiting == 1)
     await talk.say(update(1, add(scale=3.0)), update(2, add(scale=2.0)))
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason) == (1, "REASON_BANK_FULL")
     assert await talk.hear("applied") == applied(2, s0=P)
     running.backend.hold.set()
@@ -141,7 +142,7 @@ async def test_update_ids_rise_from_one(starter, numbers) -> None:
         await talk.say(update(number, add()))
         await talk.hear("applied")
     await talk.say(update(numbers[-1], add()))
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason, refusal.field) == (
         numbers[-1],
         "REASON_INVALID_VALUE",
@@ -167,7 +168,7 @@ async def test_what_a_session_cannot_do_is_refused_and_the_request_goes_on(
 ) -> None:
     running, talk = await held(starter)
     await talk.say(message)
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason, refusal.field) == (1, reason, field)
     running.backend.hold.set()
     assert kinds(await talk.end())[-1] == "receipt"
@@ -207,7 +208,9 @@ async def test_an_update_that_finds_every_sample_ended_is_refused_before_the_rec
     await talk.hear("tokens")
     await talk.say(update(1, add()))
     events = await talk.end()
-    (refused,) = [e.refused for e in events if e.WhichOneof("event") == "refused"]
+    (refused,) = [
+        RefusedUpdate.of_update(e.refused) for e in events if e.WhichOneof("event") == "refused"
+    ]
     assert (refused.update_id, refused.reason) == (1, "REASON_REQUEST_NOT_FOUND")
     assert kinds(events)[-2:] == ["refused", "receipt"]
 
@@ -241,7 +244,7 @@ async def test_a_session_takes_only_so_many_updates(starter, monkeypatch) -> Non
     await talk.say(*(update(number, add()) for number in (1, 2, 3)))
     for _ in range(2):
         await talk.hear("applied")
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason) == (3, "REASON_INVALID_VALUE")
     running.backend.hold.set()
     assert (await talk.end())[-1].receipt.update_count == 2
@@ -255,7 +258,7 @@ async def test_only_so_many_updates_wait(starter, monkeypatch) -> None:
     await talk.hear("started")
     await until(lambda: bool(running.backend.jobs))
     await talk.say(*(update(number, add()) for number in (1, 2, 3, 4)))
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert refusal.reason == "REASON_QUEUE_FULL"
     running.backend.unscheduled.set()
     assert kinds(await talk.end())[-1] == "receipt"
@@ -267,7 +270,7 @@ async def test_updates_that_together_cost_too_much_are_refused(starter, monkeypa
     running, talk = await held(starter, steer=[add()])
     monkeypatch.setattr(planning, "MAX_EFFORT", 19)
     await talk.say(*(update(number, add(scale=2.0)) for number in range(1, 6)))
-    refusal = await talk.hear("refused")
+    refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason) == (4, "REASON_INVALID_VALUE")
     assert refusal.message.startswith("together with what the session did before: ")
     running.backend.hold.set()

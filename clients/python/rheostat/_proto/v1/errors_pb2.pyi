@@ -6,7 +6,8 @@ Reasons of errors.
 A call that fails carries a google.rpc.Status whose details hold an ErrorInfo with
 domain "rheostat.dev" and, as reason, the name of a value below. Beside it stands what else helps:
 BadRequest with the path of the field ("steering.interventions[2].where"), PreconditionFailure,
-ResourceInfo (what was not found) or RetryInfo (when to try again).
+ResourceInfo (what was not found) or RetryInfo (when to try again). Status and details are those of
+google/rpc/status.proto and google/rpc/error_details.proto.
 """
 
 from google.protobuf import descriptor as _descriptor

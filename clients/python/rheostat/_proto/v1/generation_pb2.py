@@ -23,30 +23,37 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from rheostat._proto.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crheostat/v1/generation.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17rheostat/v1/types.proto\"\xef\x05\n\x08Sampling\x12%\n\x0btemperature\x18\x01 \x01(\x02H\x00R\x0btemperature\x88\x01\x01\x12\x18\n\x05top_p\x18\x02 \x01(\x02H\x01R\x04topP\x88\x01\x01\x12\x18\n\x05top_k\x18\x03 \x01(\rH\x02R\x04topK\x88\x01\x01\x12\x18\n\x05min_p\x18\x04 \x01(\x02H\x03R\x04minP\x88\x01\x01\x12\"\n\nmax_tokens\x18\x05 \x01(\rH\x04R\tmaxTokens\x88\x01\x01\x12\"\n\nmin_tokens\x18\x06 \x01(\rH\x05R\tminTokens\x88\x01\x01\x12\x12\n\x04stop\x18\x07 \x03(\tR\x04stop\x12$\n\x0estop_token_ids\x18\x08 \x03(\rR\x0cstopTokenIds\x12\x17\n\x04seed\x18\t \x01(\x04H\x06R\x04seed\x88\x01\x01\x12\x11\n\x01n\x18\n \x01(\rH\x07R\x01n\x88\x01\x01\x12\x1f\n\x08logprobs\x18\x0b \x01(\rH\x08R\x08logprobs\x88\x01\x01\x12,\n\x0fprompt_logprobs\x18\x0c \x01(\rH\tR\x0epromptLogprobs\x88\x01\x01\x12\x32\n\x12repetition_penalty\x18\r \x01(\x02H\nR\x11repetitionPenalty\x88\x01\x01\x12.\n\x10presence_penalty\x18\x0e \x01(\x02H\x0bR\x0fpresencePenalty\x88\x01\x01\x12\x30\n\x11\x66requency_penalty\x18\x0f \x01(\x02H\x0cR\x10\x66requencyPenalty\x88\x01\x01\x12\x1d\n\nignore_eos\x18\x10 \x01(\x08R\tignoreEosB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xb6\x01\n\x07Started\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x1d\n\nmodel_name\x18\x02 \x01(\tR\tmodelName\x12,\n\x12prompt_token_count\x18\x03 \x01(\rR\x10promptTokenCount\x12?\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\"\xbd\x01\n\x06Tokens\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x1a\n\x08\x62\x61seline\x18\x02 \x01(\x08R\x08\x62\x61seline\x12\x16\n\x06offset\x18\x03 \x01(\rR\x06offset\x12\x1b\n\ttoken_ids\x18\x04 \x03(\rR\x08tokenIds\x12\x12\n\x04text\x18\x05 \x01(\tR\x04text\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.rheostat.v1.TokenLogprobsR\x08logprobs\"\x7f\n\rTokenLogprobs\x12/\n\x05token\x18\x01 \x01(\x0b\x32\x19.rheostat.v1.TokenLogprobR\x05token\x12=\n\x0c\x61lternatives\x18\x02 \x03(\x0b\x32\x19.rheostat.v1.TokenLogprobR\x0c\x61lternatives\"k\n\x0cTokenLogprob\x12\x19\n\x08token_id\x18\x01 \x01(\rR\x07tokenId\x12\x18\n\x07logprob\x18\x02 \x01(\x02R\x07logprob\x12\x12\n\x04rank\x18\x03 \x01(\rR\x04rank\x12\x12\n\x04text\x18\x04 \x01(\tR\x04text\"`\n\x0ePromptLogprobs\x12\x32\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.rheostat.v1.TokenLogprobsR\x06tokens\x12\x1a\n\x08\x62\x61seline\x18\x02 \x01(\x08R\x08\x62\x61seline\"\xd2\x03\n\x08\x46inished\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x1a\n\x08\x62\x61seline\x18\x02 \x01(\x08R\x08\x62\x61seline\x12\x31\n\x06reason\x18\x03 \x01(\x0e\x32\x19.rheostat.v1.FinishReasonR\x06reason\x12\x1d\n\tstop_text\x18\x04 \x01(\tH\x00R\x08stopText\x12$\n\rstop_token_id\x18\x05 \x01(\rH\x00R\x0bstopTokenId\x12\x1d\n\trule_name\x18\x06 \x01(\tH\x00R\x08ruleName\x12\x1f\n\x0btoken_count\x18\x07 \x01(\rR\ntokenCount\x12\x32\n\x12\x63umulative_logprob\x18\x08 \x01(\x02H\x01R\x11\x63umulativeLogprob\x88\x01\x01\x12\x45\n\x11\x66irst_token_after\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationR\x0f\x66irstTokenAfter\x12@\n\x0e\x66inished_after\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationR\rfinishedAfterB\x06\n\x04stopB\x15\n\x13_cumulative_logprob\"\x96\x01\n\nDivergence\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x0e\n\x02kl\x18\x02 \x03(\x02R\x02kl\x12\x1a\n\x08\x63ompared\x18\x03 \x03(\x02R\x08\x63ompared\x12+\n\x11\x62\x61seline_logprobs\x18\x04 \x03(\x02R\x10\x62\x61selineLogprobs\x12\x17\n\x07mean_kl\x18\x05 \x01(\x02R\x06meanKlb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crheostat/v1/generation.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x17rheostat/v1/types.proto\"\xef\x05\n\x08Sampling\x12%\n\x0btemperature\x18\x01 \x01(\x02H\x00R\x0btemperature\x88\x01\x01\x12\x18\n\x05top_p\x18\x02 \x01(\x02H\x01R\x04topP\x88\x01\x01\x12\x18\n\x05top_k\x18\x03 \x01(\rH\x02R\x04topK\x88\x01\x01\x12\x18\n\x05min_p\x18\x04 \x01(\x02H\x03R\x04minP\x88\x01\x01\x12\"\n\nmax_tokens\x18\x05 \x01(\rH\x04R\tmaxTokens\x88\x01\x01\x12\"\n\nmin_tokens\x18\x06 \x01(\rH\x05R\tminTokens\x88\x01\x01\x12\x12\n\x04stop\x18\x07 \x03(\tR\x04stop\x12$\n\x0estop_token_ids\x18\x08 \x03(\rR\x0cstopTokenIds\x12\x17\n\x04seed\x18\t \x01(\x04H\x06R\x04seed\x88\x01\x01\x12\x11\n\x01n\x18\n \x01(\rH\x07R\x01n\x88\x01\x01\x12\x1f\n\x08logprobs\x18\x0b \x01(\rH\x08R\x08logprobs\x88\x01\x01\x12,\n\x0fprompt_logprobs\x18\x0c \x01(\rH\tR\x0epromptLogprobs\x88\x01\x01\x12\x32\n\x12repetition_penalty\x18\r \x01(\x02H\nR\x11repetitionPenalty\x88\x01\x01\x12.\n\x10presence_penalty\x18\x0e \x01(\x02H\x0bR\x0fpresencePenalty\x88\x01\x01\x12\x30\n\x11\x66requency_penalty\x18\x0f \x01(\x02H\x0cR\x10\x66requencyPenalty\x88\x01\x01\x12\x1d\n\nignore_eos\x18\x10 \x01(\x08R\tignoreEosB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xb6\x01\n\x07Started\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x1d\n\nmodel_name\x18\x02 \x01(\tR\tmodelName\x12,\n\x12prompt_token_count\x18\x03 \x01(\rR\x10promptTokenCount\x12?\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\"\xbd\x01\n\x06Tokens\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x1a\n\x08\x62\x61seline\x18\x02 \x01(\x08R\x08\x62\x61seline\x12\x16\n\x06offset\x18\x03 \x01(\rR\x06offset\x12\x1b\n\ttoken_ids\x18\x04 \x03(\rR\x08tokenIds\x12\x12\n\x04text\x18\x05 \x01(\tR\x04text\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.rheostat.v1.TokenLogprobsR\x08logprobs\"\x7f\n\rTokenLogprobs\x12/\n\x05token\x18\x01 \x01(\x0b\x32\x19.rheostat.v1.TokenLogprobR\x05token\x12=\n\x0c\x61lternatives\x18\x02 \x03(\x0b\x32\x19.rheostat.v1.TokenLogprobR\x0c\x61lternatives\"k\n\x0cTokenLogprob\x12\x19\n\x08token_id\x18\x01 \x01(\rR\x07tokenId\x12\x18\n\x07logprob\x18\x02 \x01(\x02R\x07logprob\x12\x12\n\x04rank\x18\x03 \x01(\rR\x04rank\x12\x12\n\x04text\x18\x04 \x01(\tR\x04text\"`\n\x0ePromptLogprobs\x12\x32\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.rheostat.v1.TokenLogprobsR\x06tokens\x12\x1a\n\x08\x62\x61seline\x18\x02 \x01(\x08R\x08\x62\x61seline\"\xd2\x03\n\x08\x46inished\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x1a\n\x08\x62\x61seline\x18\x02 \x01(\x08R\x08\x62\x61seline\x12\x31\n\x06reason\x18\x03 \x01(\x0e\x32\x19.rheostat.v1.FinishReasonR\x06reason\x12\x1d\n\tstop_text\x18\x04 \x01(\tH\x00R\x08stopText\x12$\n\rstop_token_id\x18\x05 \x01(\rH\x00R\x0bstopTokenId\x12\x1d\n\trule_name\x18\x06 \x01(\tH\x00R\x08ruleName\x12\x1f\n\x0btoken_count\x18\x07 \x01(\rR\ntokenCount\x12\x32\n\x12\x63umulative_logprob\x18\x08 \x01(\x02H\x01R\x11\x63umulativeLogprob\x88\x01\x01\x12\x45\n\x11\x66irst_token_after\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationR\x0f\x66irstTokenAfter\x12@\n\x0e\x66inished_after\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationR\rfinishedAfterB\x06\n\x04stopB\x15\n\x13_cumulative_logprob\"\x96\x01\n\nDivergence\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x0e\n\x02kl\x18\x02 \x03(\x02R\x02kl\x12\x1a\n\x08\x63ompared\x18\x03 \x03(\x02R\x08\x63ompared\x12+\n\x11\x62\x61seline_logprobs\x18\x04 \x03(\x02R\x10\x62\x61selineLogprobs\x12\x17\n\x07mean_kl\x18\x05 \x01(\x02R\x06meanKl\"r\n\rUpdateApplied\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x44\n\x0f\x66irst_positions\x18\x02 \x03(\x0b\x32\x1b.rheostat.v1.SamplePositionR\x0e\x66irstPositions\"D\n\x0eSamplePosition\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x1a\n\x08position\x18\x02 \x01(\rR\x08position\"X\n\rUpdateRefused\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12*\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.StatusR\x06statusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat._proto.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLING']._serialized_start=103
-  _globals['_SAMPLING']._serialized_end=854
-  _globals['_STARTED']._serialized_start=857
-  _globals['_STARTED']._serialized_end=1039
-  _globals['_TOKENS']._serialized_start=1042
-  _globals['_TOKENS']._serialized_end=1231
-  _globals['_TOKENLOGPROBS']._serialized_start=1233
-  _globals['_TOKENLOGPROBS']._serialized_end=1360
-  _globals['_TOKENLOGPROB']._serialized_start=1362
-  _globals['_TOKENLOGPROB']._serialized_end=1469
-  _globals['_PROMPTLOGPROBS']._serialized_start=1471
-  _globals['_PROMPTLOGPROBS']._serialized_end=1567
-  _globals['_FINISHED']._serialized_start=1570
-  _globals['_FINISHED']._serialized_end=2036
-  _globals['_DIVERGENCE']._serialized_start=2039
-  _globals['_DIVERGENCE']._serialized_end=2189
+  _globals['_SAMPLING']._serialized_start=128
+  _globals['_SAMPLING']._serialized_end=879
+  _globals['_STARTED']._serialized_start=882
+  _globals['_STARTED']._serialized_end=1064
+  _globals['_TOKENS']._serialized_start=1067
+  _globals['_TOKENS']._serialized_end=1256
+  _globals['_TOKENLOGPROBS']._serialized_start=1258
+  _globals['_TOKENLOGPROBS']._serialized_end=1385
+  _globals['_TOKENLOGPROB']._serialized_start=1387
+  _globals['_TOKENLOGPROB']._serialized_end=1494
+  _globals['_PROMPTLOGPROBS']._serialized_start=1496
+  _globals['_PROMPTLOGPROBS']._serialized_end=1592
+  _globals['_FINISHED']._serialized_start=1595
+  _globals['_FINISHED']._serialized_end=2061
+  _globals['_DIVERGENCE']._serialized_start=2064
+  _globals['_DIVERGENCE']._serialized_end=2214
+  _globals['_UPDATEAPPLIED']._serialized_start=2216
+  _globals['_UPDATEAPPLIED']._serialized_end=2330
+  _globals['_SAMPLEPOSITION']._serialized_start=2332
+  _globals['_SAMPLEPOSITION']._serialized_end=2400
+  _globals['_UPDATEREFUSED']._serialized_start=2402
+  _globals['_UPDATEREFUSED']._serialized_end=2490
 # @@protoc_insertion_point(module_scope)

@@ -375,11 +375,11 @@ class SessionResponse(_message.Message):
         """As in GenerateResponse."""
 
     @_builtins.property
-    def applied(self) -> _monitor_pb2.UpdateApplied:
+    def applied(self) -> _generation_pb2.UpdateApplied:
         """An update was carried out."""
 
     @_builtins.property
-    def refused(self) -> _monitor_pb2.UpdateRefused:
+    def refused(self) -> _generation_pb2.UpdateRefused:
         """An update was refused; the request goes on."""
 
     @_builtins.property
@@ -397,8 +397,8 @@ class SessionResponse(_message.Message):
         signal: _monitor_pb2.Signal | None = ...,
         finished: _generation_pb2.Finished | None = ...,
         receipt: _receipt_pb2.Receipt | None = ...,
-        applied: _monitor_pb2.UpdateApplied | None = ...,
-        refused: _monitor_pb2.UpdateRefused | None = ...,
+        applied: _generation_pb2.UpdateApplied | None = ...,
+        refused: _generation_pb2.UpdateRefused | None = ...,
         divergence: _generation_pb2.Divergence | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015

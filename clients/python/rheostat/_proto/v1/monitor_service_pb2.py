@@ -24,36 +24,37 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from rheostat._proto.v1 import capture_service_pb2 as rheostat_dot_v1_dot_capture__service__pb2
+from rheostat._proto.v1 import generation_pb2 as rheostat_dot_v1_dot_generation__pb2
 from rheostat._proto.v1 import monitor_pb2 as rheostat_dot_v1_dot_monitor__pb2
 from rheostat._proto.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
 from rheostat._proto.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rheostat/v1/monitor_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!rheostat/v1/capture_service.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/steering.proto\x1a\x17rheostat/v1/types.proto\"\xa5\x01\n\x0cWatchRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.WatchOpenH\x00R\x04open\x12/\n\x05steer\x18\x02 \x01(\x0b\x32\x17.rheostat.v1.WatchSteerH\x00R\x05steer\x12,\n\x04stop\x18\x03 \x01(\x0b\x32\x16.rheostat.v1.WatchStopH\x00R\x04stopB\x08\n\x06\x61\x63tion\"\xd3\x01\n\tWatchOpen\x12\x32\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.rheostat.v1.RequestFilterR\x06\x66ilter\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\x12*\n\x0e\x62uffer_signals\x18\x04 \x01(\rH\x00R\rbufferSignals\x88\x01\x01\x42\x11\n\x0f_buffer_signals\"{\n\nWatchSteer\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12\x31\n\x08steering\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\"G\n\tWatchStop\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\"\x9b\x03\n\rWatchResponse\x12\x32\n\x06opened\x18\x01 \x01(\x0b\x32\x18.rheostat.v1.WatchOpenedH\x00R\x06opened\x12-\n\x06signal\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.SignalH\x00R\x06signal\x12\x36\n\x07\x61pplied\x18\x03 \x01(\x0b\x32\x1a.rheostat.v1.UpdateAppliedH\x00R\x07\x61pplied\x12\x36\n\x07refused\x18\x04 \x01(\x0b\x32\x1a.rheostat.v1.UpdateRefusedH\x00R\x07refused\x12\x38\n\x05\x65nded\x18\x05 \x01(\x0b\x32 .rheostat.v1.WatchedRequestEndedH\x00R\x05\x65nded\x12\x37\n\x07\x64ropped\x18\x06 \x01(\x0b\x32\x1b.rheostat.v1.SignalsDroppedH\x00R\x07\x64ropped\x12;\n\theartbeat\x18\x07 \x01(\x0b\x32\x1b.rheostat.v1.WatchHeartbeatH\x00R\theartbeatB\x07\n\x05\x65vent\"W\n\x0bWatchOpened\x12H\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x11heartbeatInterval\"\xaa\x01\n\x13WatchedRequestEnded\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x18\n\x07signals\x18\x02 \x01(\x04R\x07signals\x12\x18\n\x07\x64ropped\x18\x03 \x01(\x04R\x07\x64ropped\x12@\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32\x19.rheostat.v1.FinishReasonR\rfinishReasons\"*\n\x0eSignalsDropped\x12\x18\n\x07signals\x18\x01 \x01(\x04R\x07signals\",\n\x0eWatchHeartbeat\x12\x1a\n\x08requests\x18\x01 \x01(\rR\x08requests2T\n\x0eMonitorService\x12\x42\n\x05Watch\x12\x19.rheostat.v1.WatchRequest\x1a\x1a.rheostat.v1.WatchResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rheostat/v1/monitor_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!rheostat/v1/capture_service.proto\x1a\x1crheostat/v1/generation.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/steering.proto\x1a\x17rheostat/v1/types.proto\"\xa5\x01\n\x0cWatchRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.WatchOpenH\x00R\x04open\x12/\n\x05steer\x18\x02 \x01(\x0b\x32\x17.rheostat.v1.WatchSteerH\x00R\x05steer\x12,\n\x04stop\x18\x03 \x01(\x0b\x32\x16.rheostat.v1.WatchStopH\x00R\x04stopB\x08\n\x06\x61\x63tion\"\xd3\x01\n\tWatchOpen\x12\x32\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.rheostat.v1.RequestFilterR\x06\x66ilter\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\x12*\n\x0e\x62uffer_signals\x18\x04 \x01(\rH\x00R\rbufferSignals\x88\x01\x01\x42\x11\n\x0f_buffer_signals\"{\n\nWatchSteer\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12\x31\n\x08steering\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\"G\n\tWatchStop\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\"\x9b\x03\n\rWatchResponse\x12\x32\n\x06opened\x18\x01 \x01(\x0b\x32\x18.rheostat.v1.WatchOpenedH\x00R\x06opened\x12-\n\x06signal\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.SignalH\x00R\x06signal\x12\x36\n\x07\x61pplied\x18\x03 \x01(\x0b\x32\x1a.rheostat.v1.UpdateAppliedH\x00R\x07\x61pplied\x12\x36\n\x07refused\x18\x04 \x01(\x0b\x32\x1a.rheostat.v1.UpdateRefusedH\x00R\x07refused\x12\x38\n\x05\x65nded\x18\x05 \x01(\x0b\x32 .rheostat.v1.WatchedRequestEndedH\x00R\x05\x65nded\x12\x37\n\x07\x64ropped\x18\x06 \x01(\x0b\x32\x1b.rheostat.v1.SignalsDroppedH\x00R\x07\x64ropped\x12;\n\theartbeat\x18\x07 \x01(\x0b\x32\x1b.rheostat.v1.WatchHeartbeatH\x00R\theartbeatB\x07\n\x05\x65vent\"W\n\x0bWatchOpened\x12H\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x11heartbeatInterval\"\xaa\x01\n\x13WatchedRequestEnded\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x18\n\x07signals\x18\x02 \x01(\x04R\x07signals\x12\x18\n\x07\x64ropped\x18\x03 \x01(\x04R\x07\x64ropped\x12@\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32\x19.rheostat.v1.FinishReasonR\rfinishReasons\"*\n\x0eSignalsDropped\x12\x18\n\x07signals\x18\x01 \x01(\x04R\x07signals\",\n\x0eWatchHeartbeat\x12\x1a\n\x08requests\x18\x01 \x01(\rR\x08requests2T\n\x0eMonitorService\x12\x42\n\x05Watch\x12\x19.rheostat.v1.WatchRequest\x1a\x1a.rheostat.v1.WatchResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat._proto.v1.monitor_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WATCHREQUEST']._serialized_start=198
-  _globals['_WATCHREQUEST']._serialized_end=363
-  _globals['_WATCHOPEN']._serialized_start=366
-  _globals['_WATCHOPEN']._serialized_end=577
-  _globals['_WATCHSTEER']._serialized_start=579
-  _globals['_WATCHSTEER']._serialized_end=702
-  _globals['_WATCHSTOP']._serialized_start=704
-  _globals['_WATCHSTOP']._serialized_end=775
-  _globals['_WATCHRESPONSE']._serialized_start=778
-  _globals['_WATCHRESPONSE']._serialized_end=1189
-  _globals['_WATCHOPENED']._serialized_start=1191
-  _globals['_WATCHOPENED']._serialized_end=1278
-  _globals['_WATCHEDREQUESTENDED']._serialized_start=1281
-  _globals['_WATCHEDREQUESTENDED']._serialized_end=1451
-  _globals['_SIGNALSDROPPED']._serialized_start=1453
-  _globals['_SIGNALSDROPPED']._serialized_end=1495
-  _globals['_WATCHHEARTBEAT']._serialized_start=1497
-  _globals['_WATCHHEARTBEAT']._serialized_end=1541
-  _globals['_MONITORSERVICE']._serialized_start=1543
-  _globals['_MONITORSERVICE']._serialized_end=1627
+  _globals['_WATCHREQUEST']._serialized_start=228
+  _globals['_WATCHREQUEST']._serialized_end=393
+  _globals['_WATCHOPEN']._serialized_start=396
+  _globals['_WATCHOPEN']._serialized_end=607
+  _globals['_WATCHSTEER']._serialized_start=609
+  _globals['_WATCHSTEER']._serialized_end=732
+  _globals['_WATCHSTOP']._serialized_start=734
+  _globals['_WATCHSTOP']._serialized_end=805
+  _globals['_WATCHRESPONSE']._serialized_start=808
+  _globals['_WATCHRESPONSE']._serialized_end=1219
+  _globals['_WATCHOPENED']._serialized_start=1221
+  _globals['_WATCHOPENED']._serialized_end=1308
+  _globals['_WATCHEDREQUESTENDED']._serialized_start=1311
+  _globals['_WATCHEDREQUESTENDED']._serialized_end=1481
+  _globals['_SIGNALSDROPPED']._serialized_start=1483
+  _globals['_SIGNALSDROPPED']._serialized_end=1525
+  _globals['_WATCHHEARTBEAT']._serialized_start=1527
+  _globals['_WATCHHEARTBEAT']._serialized_end=1571
+  _globals['_MONITORSERVICE']._serialized_start=1573
+  _globals['_MONITORSERVICE']._serialized_end=1657
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from rheostat._proto.v1 import capture_service_pb2 as _capture_service_pb2
+from rheostat._proto.v1 import generation_pb2 as _generation_pb2
 from rheostat._proto.v1 import monitor_pb2 as _monitor_pb2
 from rheostat._proto.v1 import steering_pb2 as _steering_pb2
 from rheostat._proto.v1 import types_pb2 as _types_pb2
@@ -185,11 +186,11 @@ class WatchResponse(_message.Message):
         """Readings at one token."""
 
     @_builtins.property
-    def applied(self) -> _monitor_pb2.UpdateApplied:
+    def applied(self) -> _generation_pb2.UpdateApplied:
         """An update was carried out."""
 
     @_builtins.property
-    def refused(self) -> _monitor_pb2.UpdateRefused:
+    def refused(self) -> _generation_pb2.UpdateRefused:
         """An update was refused."""
 
     @_builtins.property
@@ -209,8 +210,8 @@ class WatchResponse(_message.Message):
         *,
         opened: Global___WatchOpened | None = ...,
         signal: _monitor_pb2.Signal | None = ...,
-        applied: _monitor_pb2.UpdateApplied | None = ...,
-        refused: _monitor_pb2.UpdateRefused | None = ...,
+        applied: _generation_pb2.UpdateApplied | None = ...,
+        refused: _generation_pb2.UpdateRefused | None = ...,
         ended: Global___WatchedRequestEnded | None = ...,
         dropped: Global___SignalsDropped | None = ...,
         heartbeat: Global___WatchHeartbeat | None = ...,
