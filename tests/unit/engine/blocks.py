@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from rheostat_engine.core.buffers import Buffers
-from rheostat_engine.points import site_count
-from rheostat_engine.sites.forms import Block
+from rheostat_engine.points import Point, site_count
+from rheostat_engine.sites.forms import Block, BlockForm, Branch, Carrier
+from rheostat_engine.sites.probe import NOWHERE, PARALLEL
 
 Parts = tuple[torch.Tensor, torch.Tensor]
 Output = torch.Tensor | Parts
@@ -246,6 +247,37 @@ class Neither(Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.attention(x).sum(-1)
+
+
+KINDS: dict[type[Base], tuple[Carrier, str | None, str | None, str | None]] = {
+    Pair: (Carrier.PAIR, "second", None, None),
+    Sandwich: (Carrier.PAIR, "second", None, None),
+    Single: (Carrier.SINGLE, "second", "attention", "mlp"),
+    PostNorm: (Carrier.SINGLE, "mlp", "first", "second"),
+    Dropped: (Carrier.SINGLE, "second", "one", "other"),
+    Scaled: (Carrier.SINGLE, "second", "attention", "mlp"),
+    Beside: (Carrier.SINGLE, "second", "attention", "mlp"),
+    Parallel: (Carrier.SINGLE, None, "attention", "mlp"),
+    MlpFirst: (Carrier.SINGLE, None, "attention", "mlp"),
+    Ignored: (Carrier.SINGLE, None, "attention", "mlp"),
+    SharedNorm: (Carrier.SINGLE, None, "attention", "mlp"),
+}
+"""By kind of block: how the stream is held, and the modules at the points; None: there is none, or
+none is needed."""
+NO_MID = {
+    Parallel: PARALLEL,
+    MlpFirst: PARALLEL,
+    Ignored: PARALLEL,
+    SharedNorm: NOWHERE,
+}
+
+
+def expected(kind: type[Base], layer: Base, gain: float) -> BlockForm:
+    """The form of a block."""
+    carrier, *names = KINDS[kind]
+    mid, attention, mlp = (getattr(layer, name) if name else None for name in names)
+    refused = {Point.RESID_MID: NO_MID[kind]} if kind in NO_MID else {}
+    return BlockForm(carrier, mid, Branch(attention, gain), Branch(mlp, gain), refused)
 
 
 class Decoder(nn.Module):

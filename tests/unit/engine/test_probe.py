@@ -1,7 +1,6 @@
 """A block's sites are found by what its tensors do, and what can't be trusted is refused."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,74 +10,37 @@ from torch import nn
 from rheostat_engine import Point
 from rheostat_engine.sites.branches import NO_MODULES, NOT_BEFORE
 from rheostat_engine.sites.forms import BlockForm, Branch, Carrier, SiteError
-from rheostat_engine.sites.probe import NOWHERE, PARALLEL, probe
+from rheostat_engine.sites.probe import NOWHERE, probe
 
-from . import blocks
 from .blocks import (
+    KINDS,
     WIDTH,
     Base,
     Beside,
     Bigger,
     Decoder,
-    Dropped,
     Ignored,
-    MlpFirst,
     Moved,
     Neither,
     Norm,
     Pair,
-    Parallel,
     Parts,
-    PostNorm,
     Sandwich,
     Scaled,
-    SharedNorm,
     Single,
     Squared,
     Two,
+    expected,
     give_own_forward,
     stream,
 )
+
+NO_POINT = (Point.RESID_MID, Point.ATTN_OUT, Point.MLP_OUT)
 
 
 def forms(model: Decoder, dtype: torch.dtype = torch.float32) -> list[BlockForm]:
     """What the probe says of a model."""
     return probe(model.blocks(), WIDTH, lambda: model(stream(dtype)))
-
-
-Scale = Callable[[Decoder, torch.Tensor], object]
-"""Changes a model and the stream [tokens, W] that enters it, in place."""
-
-KINDS: dict[type[Base], tuple[Carrier, str | None, str | None, str | None]] = {
-    Pair: (Carrier.PAIR, "second", None, None),
-    Sandwich: (Carrier.PAIR, "second", None, None),
-    Single: (Carrier.SINGLE, "second", "attention", "mlp"),
-    PostNorm: (Carrier.SINGLE, "mlp", "first", "second"),
-    Dropped: (Carrier.SINGLE, "second", "one", "other"),
-    Scaled: (Carrier.SINGLE, "second", "attention", "mlp"),
-    Beside: (Carrier.SINGLE, "second", "attention", "mlp"),
-    Parallel: (Carrier.SINGLE, None, "attention", "mlp"),
-    MlpFirst: (Carrier.SINGLE, None, "attention", "mlp"),
-    Ignored: (Carrier.SINGLE, None, "attention", "mlp"),
-    SharedNorm: (Carrier.SINGLE, None, "attention", "mlp"),
-}
-"""By kind of block: how the stream is held, and the modules at the points; None: there is none, or
-none is needed."""
-NO_POINT = (Point.RESID_MID, Point.ATTN_OUT, Point.MLP_OUT)
-NO_MID = {
-    Parallel: PARALLEL,
-    MlpFirst: PARALLEL,
-    Ignored: PARALLEL,
-    SharedNorm: NOWHERE,
-}
-
-
-def expected(kind: type[Base], layer: Base, gain: float) -> BlockForm:
-    """The form of a block."""
-    carrier, *names = KINDS[kind]
-    mid, attention, mlp = (getattr(layer, name) if name else None for name in names)
-    refused = {Point.RESID_MID: NO_MID[kind]} if kind in NO_MID else {}
-    return BlockForm(carrier, mid, Branch(attention, gain), Branch(mlp, gain), refused)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -89,109 +51,6 @@ def test_sites_are_found_where_the_stream_and_what_is_added_to_it_are(
     model = Decoder(kind).to(dtype)
     gain = float(torch.tensor(0.22)) if kind is Scaled else 1.0
     assert forms(model, dtype) == [expected(kind, layer, gain) for layer in model.bases()]
-
-
-def scale_entry(by: float) -> Scale:
-    """Changes the size of the stream that enters the first block."""
-    return lambda model, entering: entering.mul_(by)
-
-
-def scale_projections(by: float) -> Scale:
-    """Changes the size of what attention and the MLP return."""
-
-    def scale(model: Decoder, entering: torch.Tensor) -> None:
-        for layer in model.bases():
-            layer.attention.out.weight.data *= by
-            layer.mlp.down.weight.data *= by
-
-    return scale
-
-
-def scale_norms(by: float) -> Scale:
-    """Changes the size of what norms return, and with it that of a branch that is normed."""
-
-    def scale(model: Decoder, entering: torch.Tensor) -> None:
-        for module in model.layers.modules():
-            if isinstance(module, Norm):
-                module.weight.data *= by
-
-    return scale
-
-
-def add_outliers(model: Decoder, entering: torch.Tensor) -> None:
-    """Makes two dimensions of the stream far larger than the others, as in trained models."""
-    entering[:, :2] *= 300
-
-
-def shrink_all(model: Decoder, entering: torch.Tensor) -> None:
-    """Makes every weight and the stream as small as vLLM's dummy weights."""
-    for parameter in model.parameters():
-        parameter.data.uniform_(-1e-3, 1e-3)
-    entering.mul_(1e-3)
-
-
-SCALES: dict[str, Scale] = {
-    "as initialised": scale_entry(1.0),
-    "small stream": scale_entry(1e-3),
-    "large stream": scale_entry(200.0),
-    "small branches": scale_projections(1e-3),
-    "large branches": scale_projections(50.0),
-    "small norms": scale_norms(1e-2),
-    "large norms": scale_norms(50.0),
-    "outliers": add_outliers,
-    "dummy weights": shrink_all,
-}
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SCALED = [(dtype, scale) for dtype in DTYPES for scale in SCALES]
-EXTREMES = [one for one in SCALED if one[1] in ("small stream", "large branches", "outliers")]
-SCALED.remove((torch.float16, "dummy weights"))  # nothing is left of such an MLP in float16
-
-
-def probe_scaled(
-    kind: type[Base], dtype: torch.dtype, scale: str
-) -> tuple[Decoder, list[BlockForm]]:
-    """A model of some scale, and what the probe finds in it."""
-    model = Decoder(kind, layers=2)
-    entering = stream()
-    SCALES[scale](model, entering)
-    model, entering = model.to(dtype), entering.to(dtype)
-    return model, probe(model.blocks(), blocks.WIDTH, lambda: model(entering))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_sites_are_found_whatever_the_dtype_and_the_sizes_of_stream_and_branches(
-    kind: type[Base],
-) -> None:
-    gain = float(torch.tensor(0.22)) if kind is Scaled else 1.0
-    for dtype, scale in SCALED:
-        model, found = probe_scaled(kind, dtype, scale)
-        wanted = [expected(kind, layer, gain) for layer in model.bases()]
-        assert found == wanted, (dtype, scale)
-
-
-@pytest.mark.parametrize("scale", ["small stream", "large branches", "large norms"])
-@pytest.mark.parametrize("kind", [Pair, Sandwich, Single, PostNorm])
-def test_the_same_sites_are_found_in_a_wide_bfloat16_model(
-    kind: type[Base], scale: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "WIDTH", 768)
-    model, found = probe_scaled(kind, torch.bfloat16, scale)
-    assert found == [expected(kind, layer, 1.0) for layer in model.bases()]
-
-
-@pytest.mark.parametrize("kind", [Bigger, Squared, Two])
-def test_wrong_branches_are_refused_whatever_the_dtype_and_the_sizes(kind: type[Base]) -> None:
-    for dtype, scale in EXTREMES:
-        for form in probe_scaled(kind, dtype, scale)[1]:
-            assert (form.attention, form.mlp) == (None, None), (dtype, scale)
-
-
-def test_a_changed_residual_is_refused_whatever_the_dtype_and_the_sizes() -> None:
-    for dtype, scale in EXTREMES:
-        for form in probe_scaled(Moved, dtype, scale)[1]:
-            assert form.attention is None, (dtype, scale)
 
 
 def test_a_block_whose_numbers_are_not_finite_is_refused_by_name() -> None:
