@@ -38,6 +38,10 @@ class ModelSites:
     """From how many experts a layer's router chooses, by layer; only where that can be read."""
     unrouted: Mapping[int, str] = field(default_factory=dict)
     """Why the router of a layer with a mixture of experts can't be read."""
+    block_forms: Mapping[int, str] = field(default_factory=dict)
+    """How the block of each layer holds the stream: "pair" or "single"."""
+    variants: tuple[str, ...] = ()
+    """Names by which the workers count their steps."""
 
     def width_of(self, site: Site) -> int:
         """How many values a row of a served site has."""
@@ -52,6 +56,10 @@ class ModelSites:
                 return None
             return self.unrouted.get(site.layer, NO_MIXTURE)
         return self.refused.get(site.point)
+
+    def form_of(self, site: Site) -> str:
+        """How the stream is held at a site; empty for a router, which holds no stream."""
+        return "" if site.point is Point.ROUTER_LOGITS else self.block_forms.get(site.layer, "")
 
     @classmethod
     def from_reports(cls, reports: Sequence[Mapping[str, object]]) -> "ModelSites":
@@ -79,6 +87,8 @@ class ModelSites:
             world_size=sum(1 for r in reports if r["reports"]),
             experts=cast(dict[int, int], _by_layer(reports, "experts")),
             unrouted=cast(dict[int, str], _by_layer(reports, "unrouted")),
+            block_forms=cast(dict[int, str], _by_layer(reports, "block_forms")),
+            variants=tuple(cast(Sequence[str], first["variants"])),
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 from google.protobuf import duration_pb2
 
@@ -53,24 +54,35 @@ def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:
     for wire, point in ENGINE_POINTS.items():
         if point is Point.ROUTER_LOGITS and not (sites.experts or sites.unrouted):
             continue
-        for (refusal, width), layers in _by_refusal(sites, point).items():
-            groups.append(_group(wire, layers, refusal, width))
+        for alike, layers in _alike(sites, point).items():
+            groups.append(_group(wire, layers, alike))
     return groups
 
 
-def _by_refusal(sites: ModelSites, point: Point) -> dict[tuple[str, int], list[int]]:
-    """The point's layers by why they are refused, empty where they are served, and by width."""
-    found: dict[tuple[str, int], list[int]] = {}
+class _Alike(NamedTuple):
+    """What the layers of a group have in common."""
+
+    refusal: str
+    """Why they are refused; empty if they are served."""
+    width: int
+    """Values of a row; 0 for a router that is refused."""
+    form: str
+    """How the stream is held."""
+
+
+def _alike(sites: ModelSites, point: Point) -> dict[_Alike, list[int]]:
+    """The point's layers by what they have in common."""
+    found: dict[_Alike, list[int]] = {}
     for layer in range(sites.num_layers):
         site = Site(point, layer)
         refusal = sites.supports(site) or ""
         width = 0 if point is Point.ROUTER_LOGITS and refusal else sites.width_of(site)
-        found.setdefault((refusal, width), []).append(layer)
+        found.setdefault(_Alike(refusal, width, sites.form_of(site)), []).append(layer)
     return found
 
 
 def _group(
-    point: types_pb2.Point.ValueType, layers: Sequence[int], refusal: str, width: int
+    point: types_pb2.Point.ValueType, layers: Sequence[int], alike: _Alike
 ) -> engine_service_pb2.SiteGroup:
     def ability(why_not: str) -> engine_service_pb2.Ability:
         return _pb.Ability(served=not why_not, why_not=why_not)
@@ -80,12 +92,13 @@ def _group(
     return _pb.SiteGroup(
         point=point,
         layers=layers,
-        width=width,
-        capture=ability(refusal),
+        width=alike.width,
+        capture=ability(alike.refusal),
         ops=[
-            _pb.OpAbility(op=op, ability=ability(refusal or why_not), gate=ability(_NO_GATE))
+            _pb.OpAbility(op=op, ability=ability(alike.refusal or why_not), gate=ability(_NO_GATE))
             for op, why_not in ops.items()
         ],
+        form=alike.form,
     )
 
 
@@ -100,6 +113,7 @@ def _engine(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Engine:
         compiled=info.compiled,
         prefix_caching=info.prefix_caching,
         torch_version=info.torch_version,
+        variants=sites.variants,
     )
 
 

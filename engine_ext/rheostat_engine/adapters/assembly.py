@@ -53,6 +53,8 @@ class Assembled:
     """Reason by point of the stream that the model lacks."""
     routers: Routers
     """Of this rank's part of the model."""
+    block_forms: dict[int, str]
+    """How each block of this rank holds the stream, by layer: "pair" or "single"."""
     num_layers: int
     reports: bool
     """Whether this rank speaks to the server."""
@@ -157,7 +159,8 @@ def assemble(
         len(blocks),
         refused or "none",
     )
-    return Assembled(runtime, capacity, refused, routers, layers, reports)
+    held = {block.layer: form.carrier.value for block, form in zip(blocks, forms, strict=True)}
+    return Assembled(runtime, capacity, refused, routers, held, layers, reports)
 
 
 def _verify(buffers: Buffers, expected: frozenset[int], run_model: Callable[[], object]) -> None:

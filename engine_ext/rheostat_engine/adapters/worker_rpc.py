@@ -40,6 +40,8 @@ class SiteRpc:
             "refused": assembled.refused,
             "experts": assembled.routers.experts,
             "unrouted": assembled.routers.refused,
+            "block_forms": assembled.block_forms,
+            "variants": sorted(assembled.runtime.steps),
             "capacity": asdict(assembled.capacity),
             "reports": assembled.reports,
             "staging": None if captures is None else captures.outlet.area.report(captures.rank),

@@ -37,6 +37,7 @@ class Rpc(SiteRpc, Base):
             capacity(),
             {Point.RESID_MID.value: "parallel"},
             Routers({}, {}),
+            {0: "pair", 1: "single"},
             (SITES - 1) // 2,
             True,
         )
@@ -58,6 +59,8 @@ def test_a_worker_describes_its_model() -> None:
             refused={Point.RESID_MID: "parallel"},
             capacity=Capacity(64, 64, 256, 64, 32, 1000),
             world_size=1,
+            block_forms={0: "pair", 1: "single"},
+            variants=("active", "plain"),
         )
     )
 

@@ -15,7 +15,7 @@ from rheostat_engine.core.delivery import Frame
 from rheostat_engine.core.doses import Doses
 from rheostat_engine.core.expand import Expander
 from rheostat_engine.core.forms import Forms
-from rheostat_engine.core.outlet import Group, pack, packed_bytes
+from rheostat_engine.core.outlet import Group, PacedCopies, pack, packed_bytes
 from rheostat_engine.core.places import Places
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.runtime import Batch, SiteRuntime
@@ -60,7 +60,7 @@ class Outlet:
 
     def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> None:
         payload = torch.empty(packed_bytes(rows, groups), dtype=torch.uint8)
-        pack(rows, groups, payload, scratch=self.scratch)
+        pack(rows, groups, payload, scratch=self.scratch, copies=PacedCopies(None, 2))
         self.left_bytes += payload.nbytes
         self.events += self._merger.feed(decode_head(encode_head(head)), payload.numpy().data)
 

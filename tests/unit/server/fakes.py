@@ -58,6 +58,8 @@ SITES = ModelSites(
         bank_rows=8, directions=8, steps=64, slots=8, token_rules=4, capture_rows=1000
     ),
     world_size=1,
+    block_forms={0: "pair", 1: "pair", 2: "single"},
+    variants=("active", "plain"),
 )
 
 

@@ -21,7 +21,7 @@ from rheostat_server.host import WorkerStats
 from rheostat_server.limits import STATS_SECONDS
 from rheostat_server.model_report import build_version
 
-from .fakes import LAYERS, PARALLEL, WIDTH, ScriptedBackend
+from .fakes import LAYERS, PARALLEL, SITES, WIDTH, ScriptedBackend
 from .messages import add, capture, request, selector, site_set, tensor, window
 from .streams import settled
 from .uploads import chunk, header, put, refusal_of, values
@@ -121,6 +121,10 @@ async def test_tokenize_gives_ids_text_and_places(running) -> None:
     )
 
 
+FORMS = SITES.block_forms
+"""How the toy's blocks hold the stream."""
+
+
 async def test_tokenize_needs_a_tokenizer(starter) -> None:
     running = await starter(ScriptedBackend(text=None))
     request = generation_service_pb2.TokenizeRequest(token_ids=types_pb2.TokenIds(ids=[9]))
@@ -172,6 +176,15 @@ async def test_the_model_says_what_can_be_done_at_every_layer_of_every_point(sta
     )
     assert served[types_pb2.POINT_MLP_OUT, 2] == served[types_pb2.POINT_RESID_PRE, 0]
     assert all(len(group.ops) == 6 for group in model.sites)
+    held = {(group.point, layer): group.form for group in model.sites for layer in group.layers}
+    assert held == {(point, layer): FORMS[layer] for point, layer in served}
+
+
+async def test_the_model_names_the_variants_that_steps_are_counted_by(running) -> None:
+    model = await running.client.engine.GetModel(engine_service_pb2.GetModelRequest())
+    stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
+    assert stats.steps
+    assert {one.variant for one in stats.steps} <= set(model.engine.variants)
 
 
 async def test_stats_join_what_server_scheduler_and_workers_count(running) -> None:
