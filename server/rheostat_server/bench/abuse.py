@@ -261,7 +261,7 @@ def labels(target: Target, rng: random.Random, size: float) -> Call:
 def cancelled(target: Target, rng: random.Random, size: float) -> Call:
     """A request that is cancelled as soon as it was sent, or after a few answers."""
     request = generation_service_pb2.GenerateRequest(
-        token_ids=prompt(rng, target, 8), sampling=sampling(64, rng.choice([1, 4]))
+        token_ids=prompt(rng, target, 8), sampling=sampling(64, rng.choice([1, 2]))
     )
     request.steering.interventions.append(add(rng, target, None))
     reads = rng.choice([0, 0, 1, 3])

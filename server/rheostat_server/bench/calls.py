@@ -20,10 +20,29 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from rheostat._proto.v1 import (
+    capture_service_pb2,
+    engine_service_pb2,
+    generation_service_pb2,
+    run_service_pb2,
+    steering_service_pb2,
+)
+
 PACKAGE = "rheostat.v1"
 
-_SERVER_STREAMS = frozenset({"Generate", "Session", "Subscribe", "GetVector"})
-_CLIENT_STREAMS = frozenset({"Session", "Subscribe", "PutVector"})
+_METHODS = {
+    f"{service.name}/{method.name}": method
+    for file in (
+        capture_service_pb2,
+        engine_service_pb2,
+        generation_service_pb2,
+        run_service_pb2,
+        steering_service_pb2,
+    )
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+"""The rpcs, by what a `Call` calls them."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -59,8 +78,8 @@ class Call:
     @property
     def streams(self) -> tuple[bool, bool]:
         """Whether the client streams, and whether the server does."""
-        name = self.method.rpartition("/")[2]
-        return name in _CLIENT_STREAMS, name in _SERVER_STREAMS
+        method = _METHODS[self.method]
+        return method.client_streaming, method.server_streaming
 
     @property
     def nbytes(self) -> int:

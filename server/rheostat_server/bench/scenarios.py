@@ -57,11 +57,11 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("idle uploads", abuse_control.idle_upload, at_once=16, variants=1),
     Scenario("many names", abuse_control.new_name, at_once=4, variants=4000),
     Scenario("many calls at once", abuse.many_calls, at_once=256, variants=8),
-    Scenario("many connections", abuse.new_connection, at_once=64, variants=1),
+    Scenario("many connections", abuse.new_connection, at_once=16, variants=1),
     Scenario("unknown fields", abuse_control.unknown_fields, at_once=8, variants=8),
     Scenario("labels", abuse.labels, at_once=8, variants=4),
     Scenario("large and deep messages", abuse_control.large_message, at_once=4, variants=6),
-    Scenario("cancelled at once", abuse.cancelled, at_once=32, variants=8),
+    Scenario("cancelled at once", abuse.cancelled, at_once=16, variants=8),
     Scenario("runs", abuse_captures.run, at_once=2, variants=256),
     Scenario("baselines", abuse.baseline, at_once=2, variants=4),
 )
