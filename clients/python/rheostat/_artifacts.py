@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from rheostat._points import Site, read_site
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
-from rheostat._receipts import read_word
+from rheostat._receipts import read_word, show_sites
 
 _LAYOUT = capture_pb2.Layout.DESCRIPTOR
 _STATE = capture_service_pb2.ArtifactState.DESCRIPTOR
@@ -28,7 +28,7 @@ class SinkInfo:
     """What a request may ask of it, each with one line of explanation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Artifact:
     """A file that a sink wrote, or a request's part of one."""
 
@@ -52,6 +52,13 @@ class Artifact:
     """Of these bytes, once complete."""
     write_time: datetime | None
     """When it was last written."""
+
+    def __repr__(self) -> str:
+        """Sink, path, size, state and rows."""
+        return (
+            f"Artifact({self.sink_name!r}, {self.path!r}, {self.length} bytes, {self.state}, "
+            f"{self.row_count} rows of {show_sites(self.sites)})"
+        )
 
 
 def read_sinks(answer: capture_service_pb2.ListSinksResponse) -> list[SinkInfo]:

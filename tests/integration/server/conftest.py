@@ -87,11 +87,17 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def sink_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the sink `disk` of `server` keeps its files."""
+    return tmp_path_factory.mktemp("rows")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, sink_root: Path) -> Iterator[Server]:
     """The server of nearly all tests."""
-    with serving(
-        tmp_path_factory.mktemp("server"), "--capture-mib", "64", "--resume-window", "15"
-    ) as one:
+    sink = f"--sink=disk=filesystem:root={sink_root}"
+    options = ["--capture-mib", "64", "--resume-window", "15", sink]
+    with serving(tmp_path_factory.mktemp("server"), *options) as one:
         yield one
 
 

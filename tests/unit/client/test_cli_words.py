@@ -180,6 +180,14 @@ def test_wait_does_not_take_a_prompt_for_seconds(capsys):
     )
 
 
+def test_the_environment_names_the_server_unless_the_command_does(server, capsys, monkeypatch):
+    server.on("ListVectors", pb.ListVectorsResponse())
+    monkeypatch.setenv("RHEOSTAT_TARGET", server.target)
+    assert main(["vectors", "list"]) == 0
+    assert main(["vectors", "list", "--target", "localhost:1"]) == 1
+    assert "no server answers at localhost:1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "line",
     [["info"], ["generate", "x"], ["vectors", "list"], ["global", "get"]],

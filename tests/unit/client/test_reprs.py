@@ -58,3 +58,12 @@ def test_a_model_is_a_line_and_prints_as_more():
     )
     assert repr(model) == "ModelInfo('demo', 6 layers, width 128)"
     assert len(str(model).splitlines()) > 3
+
+
+def test_an_artifact_is_a_line():
+    one = rheostat.Artifact(
+        "disk", "a/rows.npz", 0, 640, "application/x-npz", "complete", 12, SITES, b"x" * 32, AT
+    )
+    assert repr(one) == (
+        "Artifact('disk', 'a/rows.npz', 640 bytes, complete, 12 rows of resid_post 0-5)"
+    )

@@ -24,6 +24,8 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 DEFAULT_TARGET = "localhost:50051"
 """Where ``rheostat serve`` listens unless told otherwise."""
+TARGET_VARIABLE = "RHEOSTAT_TARGET"
+"""The environment variable that names a server, so that no command needs ``--target``."""
 
 
 _MOST_LAYERS = 1024
@@ -93,9 +95,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     """Give a command ``--target`` and ``--wait``, for `connected`."""
     parser.add_argument(
         "--target",
-        default=DEFAULT_TARGET,
+        default=os.environ.get(TARGET_VARIABLE, DEFAULT_TARGET),
         metavar="HOST:PORT",
-        help=f"server to talk to (default: {DEFAULT_TARGET})",
+        help=f"server to talk to (default: ${TARGET_VARIABLE}, or else {DEFAULT_TARGET})",
     )
     parser.add_argument(
         "--wait",

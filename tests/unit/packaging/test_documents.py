@@ -1,0 +1,143 @@
+"""The pages: every block is run by the tests or says why not, and every link leads somewhere."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ...documents import PAGES, ROOT, Block, Page, blocks_of, differences, problems
+
+_LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_a_page_is_run_or_says_why_not(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [problem for block in blocks_of(page, text) for problem in problems(block)] == []
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    fenced = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        for heading in _HEADING.findall(fenced)
+    }
+
+
+def broken(page: str) -> Iterator[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in _LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (
+            anchor and anchor not in anchors(target.read_text(encoding="utf-8"))
+        ):
+            yield link
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: str) -> None:
+    assert list(broken(page)) == []
+
+
+TEXT = """\
+Intro.
+
+```python
+one()
+```
+
+It prints:
+
+```text
+1
+```
+
+<!-- not run: no GPU -->
+```sh
+two
+```
+
+* a list
+
+    with a paragraph
+
+Words.
+
+    three()
+
+```
+four
+```
+
+```json
+{}
+```
+"""
+
+
+def test_blocks_are_found_with_their_lines_languages_and_reasons() -> None:
+    found = [(one.line, one.language, one.code, one.reason) for one in blocks_of("p", TEXT)]
+    assert found == [
+        (4, "python", "one()\n", ""),
+        (10, "text", "1\n", ""),
+        (15, "sh", "two\n", "no GPU"),
+        (24, "indented", "    three()", ""),
+        (27, "", "four\n", ""),
+        (31, "json", "{}\n", ""),
+    ]
+    complaints = [len(problems(one)) for one in blocks_of("p", TEXT)]
+    assert complaints == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("claimed", "printed", "missing"),
+    [
+        ("a\nb\n", "x\na\ny\nb\nz\n", []),
+        ("b\na\n", "a\nb\n", ["a"]),
+        ("norm 9.31, 3 rows", "norm 9.32, 3 rows", []),
+        ("norm 9.31", "norm 9.9", ["norm 9.31"]),
+        ("3 rows", "5 rows", ["3 rows"]),
+        ("run ab12cd34ef56", "run 0123456789abcdef", []),
+        ("a line that goes...", "a line that goes on and on", []),
+        ("...\nend", "many\nlines\nend", []),
+        ("(16, 128)", "(16, 128)", []),
+        ("layer 3", "layer 4", ["layer 3"]),
+        ("text", "texts", ["text"]),
+    ],
+)
+def test_a_claimed_output_is_compared_with_the_tolerance(claimed, printed, missing) -> None:
+    assert differences(claimed, printed) == missing
+
+
+def block(language: str, code: str, reason: str = "") -> Block:
+    return Block("p", 1, language, code, reason)
+
+
+def test_the_blocks_of_a_page_share_names_functions_and_a_folder(tmp_path: Path) -> None:
+    page = Page(tmp_path, {"OLD": "new"}, {"PATH": "/bin:/usr/bin"})
+    page.run(block("python", "x = 'OLD'\nopen('file', 'w').write(x)\n"))
+    assert page.run(block("python", "print(x)\n")) == "new\n"
+    page.run(block("text", "new\n"))
+    page.run(block("sh", "say() { cat $1; }\n"))
+    assert page.run(block("sh", "say file\n")) == "new"
+    page.run(block("sh", "exit 3\n", "it fails"))
+    page.run(block("text", "of a block that is not run\n"))
+    with pytest.raises(AssertionError, match=r"p:1: NameError: name 'y'"):
+        page.run(block("python", "y\n"))
+    with pytest.raises(AssertionError, match=r"p:1: exit code 3"):
+        page.run(block("sh", "exit 3\ntrue\n"))
+    page.run(block("python", "print(1)\n"))
+    with pytest.raises(AssertionError, match=r"not printed: \['3'\]"):
+        page.run(block("text", "3\n"))
+
+
+def test_a_block_may_await(tmp_path: Path) -> None:
+    page = Page(tmp_path, {}, {})
+    code = "import asyncio\nawait asyncio.sleep(0)\nprint('slept')\n"
+    assert page.run(block("python", code)) == "slept\n"
