@@ -25,9 +25,9 @@ from rheostat_server.capture.specs import (
     project_all,
     resolve_captures,
 )
-from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, QueueFull, Resource
+from rheostat_server.errors import LoraNotFound, NotSupported, QueueFull, Resource
 from rheostat_server.global_steering import GlobalSteering
-from rheostat_server.limits import LABELS, QUEUED_PROMPT_TOKENS, WAITING_REQUESTS
+from rheostat_server.limits import QUEUED_PROMPT_TOKENS, WAITING_REQUESTS
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
 from rheostat_server.planning import check_ranges, compile_plan, observe
@@ -46,7 +46,8 @@ from rheostat_server.steering import (
     look_up,
     sums_work,
 )
-from rheostat_server.subscriptions.registry import Subscriptions, Wish, merged
+from rheostat_server.subscriptions.registry import Subscriptions
+from rheostat_server.subscriptions.wishes import Wish, merged, wishes, wishes_work
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
 
@@ -149,7 +150,7 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
         checks.matches(request_id, checks.REQUEST_ID, "request_id")
     _refuse_unserved(request)
     _check_lora(request.lora_name, desk.info.loras)
-    _check_labels(request.labels)
+    checks.labels(request.labels, "labels")
     waits = _waits(request)
     check_ranges(request.steering, request.captures)
     prompt = await desk.prompts.resolve(request, with_text=_looks_for_text(request))
@@ -178,21 +179,20 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     size = sum(one.projecting for one in drafted)
     captures = await offload(size, project_all, drafted, directions_of, desk.sites)
     request_id = request_id or uuid.uuid4().hex
-    wishes = merged(
-        [*_directed(captures, desk), *await _observers(request, request_id, desk, context)]
-    )
+    observers = await _observers(request, request_id, desk, context)
+    wanted = merged([*_directed(captures, desk), *observers])
     server_wide = await resolve_global(desk, context)
     interventions = (*server_wide, *own)
     kind = FloatType(desk.sites.dtype)
     await offload(sums_work(interventions), check_sums, interventions, kind)
     compiled = await compile_plan(request_id, interventions, captures)
-    wanted = observe(compiled.plan, captures, wishes)
+    together, wanted = await observe(compiled.plan, captures, wanted)
     vectors = {vector.digest: vector for vector in compiled.vectors}
     baseline = None
     if request.with_baseline:
         without = await compile_plan(request_id, server_wide, captures)
         compared = compared_logprobs(sampling, desk.info.logprobs)
-        plan = replace(without.plan, captures=wanted)
+        plan = replace(without.plan, captures=together)
         baseline = Baseline(plan, compared, desk.info.model_tokens)
     return Admitted(
         request_id=request_id,
@@ -202,10 +202,10 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
         sampling=sampling,
         interventions=interventions,
         captures=captures,
-        wishes=wishes,
+        wishes=wanted,
         plan=replace(
             compiled.plan,
-            captures=wanted,
+            captures=together,
             private_from=context.prompt_len if changeable else None,
         ),
         unobserved=compiled.plan.captures,
@@ -277,7 +277,7 @@ async def resolve_global(desk: Desk, context: SelectionContext) -> tuple[Interve
 def _directed(captures: Sequence[ResolvedCapture], desk: Desk) -> list[Wish]:
     """What a request sends to subscriptions, each of which must be open.
 
-    Rows go out under numbers after those of the subscription's own specs.
+    Rows go out under numbers after those of the subscription's own captures.
     """
     by_name: dict[str, dict[int, ResolvedCapture]] = {}
     for index, capture in enumerate(captures):
@@ -289,7 +289,7 @@ def _directed(captures: Sequence[ResolvedCapture], desk: Desk) -> list[Wish]:
         if desk.subscriptions is None:
             raise NotSupported("nobody can subscribe to this request", field=path)
         found = desk.subscriptions.named(name, path)
-        after = len(found.specs)
+        after = len(found.captures.templates)
         sent = {after + i: one for i, one in wanted.items()}
         wishes.append(Wish(found, sent, frozenset(sent)))
     return wishes
@@ -301,9 +301,8 @@ async def _observers(
     """What subscriptions want of a request that does not know of them."""
     if desk.subscriptions is None or not len(desk.subscriptions):
         return []
-    specs = desk.subscriptions.selecting(request_id, request.labels)
-    size = desk.subscriptions.work(specs, context)
-    return await offload(size, desk.subscriptions.wishes, specs, context)
+    observers = desk.subscriptions.selecting(request_id, request.labels)
+    return await offload(wishes_work(observers, context), wishes, observers, context)
 
 
 def _looks_for_text(request: GenerateRequest) -> bool:
@@ -335,12 +334,3 @@ def _waits(request: GenerateRequest) -> bool:
         return True
     checks.known_enum(request.when_full, generation_service_pb2.WhenFull.values(), "when_full")
     return request.when_full == generation_service_pb2.WHEN_FULL_WAIT
-
-
-def _check_labels(labels: Mapping[str, str]) -> None:
-    checks.at_most(len(labels), LABELS, "labels", "labels")
-    for key, value in labels.items():
-        if not 1 <= len(key.encode()) <= 63:
-            raise InvalidValue("a label's key has 1 to 63 bytes", field="labels")
-        if len(value.encode()) > 255:
-            raise InvalidValue("a label's value has at most 255 bytes", field=f"labels[{key}]")

@@ -5,7 +5,7 @@ A path reads like the request: "steering.interventions[2].where.include[0].posit
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rheostat_server.errors import (
     InvalidValue,
@@ -14,6 +14,7 @@ from rheostat_server.errors import (
     UnknownEnum,
     UnknownToken,
 )
+from rheostat_server.limits import LABEL_KEY_BYTES, LABEL_VALUE_BYTES, LABELS
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Ids of requests."""
@@ -99,6 +100,22 @@ def matches(value: str, pattern: re.Pattern[str], path: str) -> str:
     if not pattern.fullmatch(value):
         raise InvalidValue(f"must be of the form {pattern.pattern}", field=path)
     return value
+
+
+def labels(given: Mapping[str, str], path: str) -> None:
+    """Checks labels of requests.
+
+    Raises:
+        InvalidValue: there are too many, or a key or value is too long.
+    """
+    at_most(len(given), LABELS, path, "labels")
+    for key, value in given.items():
+        if not 1 <= len(key.encode()) <= LABEL_KEY_BYTES:
+            raise InvalidValue(f"a label's key has 1 to {LABEL_KEY_BYTES} bytes", field=path)
+        if len(value.encode()) > LABEL_VALUE_BYTES:
+            raise InvalidValue(
+                f"a label's value has at most {LABEL_VALUE_BYTES} bytes", field=f"{path}[{key}]"
+            )
 
 
 def token_ids(ids: Sequence[int], vocabulary: int, path: str) -> None:

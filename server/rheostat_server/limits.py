@@ -99,6 +99,12 @@ TEMPLATE_VARIABLE_BYTES = 64 << 10
 LABELS = 16
 """Most labels of a request."""
 
+LABEL_KEY_BYTES = 63
+"""Longest key of a label, in bytes of UTF-8."""
+
+LABEL_VALUE_BYTES = 255
+"""Longest value of a label, in bytes of UTF-8."""
+
 NAMES = 65536
 """Most names in the store of vectors."""
 
@@ -125,6 +131,27 @@ SUBSCRIPTIONS = 64
 
 DEFAULT_SUBSCRIPTIONS = 16
 """Subscriptions that ask for no buffer size and fit into the server's memory for subscriptions."""
+
+SUBSCRIBE_OPEN_BYTES = 4 * MIB
+"""Largest message that opens a subscription."""
+
+SUBSCRIPTION_SELECTOR_BYTES = 256 << 10
+"""Most bytes of all selectors of a subscription."""
+
+OBSERVER_COST = 4096
+"""Most that a subscription may cost each request that it observes: 1 for each site and each range,
+and 8 for each capture. A unit takes about a microsecond."""
+
+OBSERVERS_COST = 16384
+"""Most that all observers of a request may cost it. The costliest miss the request."""
+
+OBSERVER_SPANS = 1024
+"""Most spans of positions that a subscription may capture of a request. With more it misses the
+request, because they would cut the request's own plan into as many pieces."""
+
+OBSERVERS_EFFORT = 5000
+"""Most that all subscriptions that observe a request may add to the effort of its plan. The most
+fragmented miss the request."""
 
 MISSED_REQUESTS = 1024
 """Most requests of which a subscription is told that they began before it."""

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from rheostat._proto.v1 import capture_pb2, receipt_pb2, steering_pb2
 from rheostat_engine import MAX_EFFORT, Act, Capture, Condition, Plan, Spans, compose, effort
 from rheostat_server import checks
-from rheostat_server.capture.specs import ResolvedCapture, engine_captures
+from rheostat_server.capture.engine_captures import engine_captures
+from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
-from rheostat_server.limits import REQUEST_RANGES
+from rheostat_server.limits import OBSERVERS_EFFORT, REQUEST_RANGES
 from rheostat_server.offload import offload
 from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
-from rheostat_server.subscriptions.registry import Wish
+from rheostat_server.subscriptions.wishes import FRAGMENTED, Wish
 from rheostat_server.vectors import Vector
 
 _SPAN_BYTES = 1024
@@ -59,20 +60,51 @@ async def compile_plan(
     return await offload(work, _compile, request_id, interventions, captures)
 
 
-def observe(
+async def observe(
     plan: Plan, captures: Sequence[ResolvedCapture], wishes: Sequence[Wish]
-) -> tuple[Capture, ...]:
-    """The captures of a plan together with what subscriptions want beside them.
+) -> tuple[tuple[Capture, ...], tuple[Wish, ...]]:
+    """The captures of a plan together with what observers want beside them, as far as it goes.
 
-    Where all that together is too much for an engine, the plan's own are left.
+    Args:
+        plan: the request's own.
+        captures: its own captures.
+        wishes: what subscriptions want of it, of which each has one.
+
+    Returns:
+        What the engine has to capture, and the wishes without what the request cannot afford.
     """
-    beside = [
-        one for wish in wishes for number, one in wish.captures.items() if number not in wish.own
-    ]
-    if not beside:
-        return plan.captures
-    together = engine_captures([*captures, *beside])
-    return plan.captures if effort(replace(plan, captures=together)) > MAX_EFFORT else together
+    observing = [wish for wish in wishes if wish.observed]
+    if not observing:
+        return plan.captures, tuple(wishes)
+    beside = [one for wish in observing for one in wish.beside]
+    work = captures_work([*captures, *beside]) + plan_work(plan)
+    together, kept = await offload(work, _affordable, plan, captures, observing)
+    names = {wish.subscription.name for wish in kept}
+    return together, tuple(
+        wish.unobserved(FRAGMENTED)
+        if wish.observed and wish.subscription.name not in names
+        else wish
+        for wish in wishes
+    )
+
+
+def _affordable(
+    plan: Plan, captures: Sequence[ResolvedCapture], observing: Sequence[Wish]
+) -> tuple[tuple[Capture, ...], Sequence[Wish]]:
+    """What to capture for those observers that cut a plan into few enough pieces: whole first."""
+    most = min(MAX_EFFORT, effort(plan) + OBSERVERS_EFFORT)
+    kept = sorted(observing, key=_spans)
+    while kept:
+        beside = [one for wish in kept for one in wish.beside]
+        together = engine_captures([*captures, *beside])
+        if effort(replace(plan, captures=together)) <= most:
+            return together, kept
+        kept = kept[: len(kept) // 2]
+    return plan.captures, ()
+
+
+def _spans(wish: Wish) -> int:
+    return sum(one.selection.span_count for one in wish.beside)
 
 
 def captures_work(captures: Sequence[ResolvedCapture]) -> int:

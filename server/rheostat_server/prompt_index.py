@@ -37,9 +37,13 @@ class PromptIndex:
 
     def tokens(self, ids: Iterable[int]) -> Spans:
         """The positions of tokens with these ids, all below the vocabulary's size."""
+        return runs(self.positions(np.fromiter(ids, np.int64)))
+
+    def positions(self, ids: Places) -> Places:
+        """The same, ascending and one by one."""
         wanted = np.zeros(self._vocabulary, dtype=np.bool_)
-        wanted[np.fromiter(ids, np.int64)] = True
-        return runs(np.flatnonzero(wanted[self._ids]))
+        wanted[ids] = True
+        return np.flatnonzero(wanted[self._ids])
 
     def occurrences(self, text: str) -> Places:
         """Where a text begins in the prompt's, ascending; occurrences do not overlap."""

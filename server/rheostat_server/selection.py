@@ -78,6 +78,11 @@ class Selection:
     conditions: tuple[Condition, ...] = ()
     """Further generated positions, selected only under some tokens; apart from all others."""
 
+    @property
+    def span_count(self) -> int:
+        """How many spans it has."""
+        return len(self.spans) + sum(len(one.spans) for one in self.conditions)
+
     @cached_property
     def reach(self) -> Spans:
         """Every position that may be selected."""
@@ -151,20 +156,44 @@ def resolve_selector(
     if selector.include:
         include = _unite(selector.include, context, include_path)
     exclude = _unite(selector.exclude, context, exclude_path)
-    length = context.prompt_len
-    allowed = subtracted(EVERYTHING.spans, exclude.spans)
-    by_position = subtracted(include.spans, exclude.spans)
-    generated = clipped(by_position, length, OPEN_END)
-    by_token = subtracted(clipped(allowed, length, OPEN_END), generated)
+    return combine(
+        include.spans,
+        exclude.spans,
+        barred=tuple(sorted(exclude.ids)),
+        among=tuple(sorted(include.ids - exclude.ids)),
+        prompt_len=context.prompt_len,
+    )
+
+
+def combine(
+    include: Spans,
+    exclude: Spans,
+    *,
+    barred: tuple[int, ...],
+    among: tuple[int, ...],
+    prompt_len: int,
+) -> Selection:
+    """The tokens that includes hold and excludes don't.
+
+    Args:
+        include: positions that are included, those of the prompt's tokens by id too.
+        exclude: positions that are excluded, likewise.
+        barred: ids of generated tokens that are excluded, ascending.
+        among: ids of generated tokens that are included wherever they come, ascending.
+        prompt_len: P.
+    """
+    if not (exclude or barred or among):
+        return Selection(include)
+    allowed = subtracted(EVERYTHING.spans, exclude)
+    by_position = subtracted(include, exclude)
+    generated = clipped(by_position, prompt_len, OPEN_END)
+    by_token = subtracted(clipped(allowed, prompt_len, OPEN_END), generated)
     conditions = [
-        Condition(spans, tuple(sorted(ids)), among)
-        for spans, ids, among in (
-            (generated, exclude.ids, False),
-            (by_token, include.ids - exclude.ids, True),
-        )
-        if spans and ids
+        Condition(spans, tokens, one_of)
+        for spans, tokens, one_of in ((generated, barred, False), (by_token, among, True))
+        if spans and tokens
     ]
-    spans = clipped(by_position, 0, length) if exclude.ids else by_position
+    spans = clipped(by_position, 0, prompt_len) if barred else by_position
     return Selection(spans, tuple(conditions))
 
 

@@ -98,8 +98,10 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
             held,
             fail=flight.fail if wish.own else None,
         )
-        after = len(subscription.specs)
+        after = len(subscription.captures.templates)
         flight.outlets.add(tap, {number: number - after for number in wish.own})
+        if wish.missed:
+            subscription.miss(tap, wish.missed)
         if flight.unobserved and wish.observed:
             subscription.refuse(tap, frozenset(wish.captures) - wish.own)
 

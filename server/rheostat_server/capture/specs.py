@@ -8,10 +8,10 @@ event loop; `project_all` joins both and may run on a thread again.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import chain
+from functools import cached_property
 
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
-from rheostat_engine import Capture, Coding, Directions, ModelSites, RowForm, Site, Spans
+from rheostat_engine import Coding, Directions, ModelSites, RowForm, Site
 from rheostat_server import checks
 from rheostat_server.capture.encodings import AS_THEY_ARE, Form
 from rheostat_server.capture.projections import (
@@ -35,7 +35,7 @@ from rheostat_server.selection import (
 from rheostat_server.sinks import Sinks, encoding_of, group_targets
 from rheostat_server.sinks import Target as SinkTarget
 from rheostat_server.sites import of_routers, resolve_sites, width_of
-from rheostat_server.spans import clipped, length, united
+from rheostat_server.spans import clipped, length
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vector_lookup import FoundVector
 from rheostat_server.vectors import Vector, VectorStore
@@ -48,6 +48,37 @@ class Target(Enum):
     SUBSCRIPTION = "subscription_id"
     SINK = "sink"
     RUN = "run"
+
+
+class SiteForms:
+    """The sites of a capture as the engine knows them, worked out once however often it is asked.
+
+    Captures that differ in nothing but their selection share it.
+    """
+
+    def __init__(self, sites: tuple[Site, ...], row_forms: Mapping[Site, RowForm]) -> None:
+        """Of these sites, whose rows may leave in these forms."""
+        self.sites = sites
+        self.row_forms = row_forms
+
+    @cached_property
+    def by_index(self) -> dict[int, frozenset[RowForm | None]]:
+        """The forms in which each site's rows are wanted; several where its two names differ."""
+        found: dict[int, set[RowForm | None]] = {}
+        for site in self.sites:
+            found.setdefault(site.index, set()).add(self.row_forms.get(site))
+        return {index: frozenset(forms) for index, forms in found.items()}
+
+    @cached_property
+    def indices(self) -> tuple[int, ...]:
+        """The sites' indices, ascending, each once."""
+        return tuple(sorted(self.by_index))
+
+    @cached_property
+    def alike(self) -> frozenset[RowForm | None] | None:
+        """The forms in which the rows of every site are wanted; None: they differ."""
+        first, *others = set(self.by_index.values())
+        return None if others else first
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +111,18 @@ class ResolvedCapture:
     """The form in which rows of a site may leave the device; one that is missing: as they are."""
     width: int = 0
     """Numbers of a row in the engine: W, or the experts of a router."""
+    site_forms: SiteForms = field(init=False, repr=False, compare=False)
+    """Its sites as the engine knows them."""
+
+    def __post_init__(self) -> None:
+        """Works nothing out yet."""
+        object.__setattr__(self, "site_forms", SiteForms(self.sites, self.row_forms))
+
+    def with_selection(self, selection: Selection) -> "ResolvedCapture":
+        """The same rows of other tokens."""
+        other = replace(self, selection=selection)
+        object.__setattr__(other, "site_forms", self.site_forms)
+        return other
 
     @property
     def numbers(self) -> int:
@@ -110,17 +153,14 @@ class ResolvedCapture:
         return replace(found, row_forms=_row_forms(found, model))
 
     @property
-    def forms(self) -> dict[int, set[RowForm | None]]:
-        """The forms in which each site's rows are wanted; several where its two names differ."""
-        found: dict[int, set[RowForm | None]] = {}
-        for site in self.sites:
-            found.setdefault(site.index, set()).add(self.row_forms.get(site))
-        return found
-
-    @property
     def indices(self) -> tuple[int, ...]:
         """The sites' indices, ascending, each once."""
-        return tuple(sorted({site.index for site in self.sites}))
+        return self.site_forms.indices
+
+    @property
+    def forms(self) -> Mapping[int, frozenset[RowForm | None]]:
+        """The forms in which each site's rows are wanted; several where its two names differ."""
+        return self.site_forms.by_index
 
     def payload_bytes(self, *, row_end: int) -> int:
         """Bytes of payload if every position below `row_end` that is known is computed."""
@@ -215,36 +255,6 @@ def sink_groups(
                 )
         groups.append((target, members))
     return groups
-
-
-def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
-    """What the engine has to copy: every row once, however many captures ask for it.
-
-    A row leaves the device in the form that all who ask for it want, or, where they differ, as it
-    is; see `row_tensors`.
-    """
-    asking: dict[int, list[int]] = {}
-    for number, capture in enumerate(captures):
-        for index in capture.indices:
-            asking.setdefault(index, []).append(number)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for index, numbers in asking.items():
-        alike.setdefault(tuple(numbers), []).append(index)
-    forms_of = [capture.forms for capture in captures]
-    alike_too: dict[tuple[Spans, RowForm | None], list[int]] = {}
-    for together, indices in alike.items():
-        spans = _reach([captures[number] for number in together])
-        for index in indices if spans else ():
-            forms = {form for number in together for form in forms_of[number][index]}
-            form = forms.pop() if len(forms) == 1 else None
-            alike_too.setdefault((spans, form), []).append(index)
-    found = [Capture(tuple(sorted(sites)), *key) for key, sites in alike_too.items()]
-    return tuple(sorted(found, key=lambda one: one.sites))
-
-
-def _reach(captures: Sequence[ResolvedCapture]) -> Spans:
-    first, *others = dict.fromkeys(capture.selection.reach for capture in captures)
-    return united(chain(first, *others)) if others else first
 
 
 def resolve_capture(

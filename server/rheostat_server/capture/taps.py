@@ -53,6 +53,8 @@ class Tap:
         """Whether nothing more enters."""
         self.discarded = False
         """Whether nothing leaves any more either."""
+        self.missed = ""
+        """Why the reader gets nothing of what it observes; empty: it gets that."""
         self.given_up = 0
         """Rows that found no room, and of which the reader was not told yet."""
         self._prompt = prompt

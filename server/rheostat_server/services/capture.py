@@ -5,11 +5,11 @@ from contextlib import aclosing
 
 from rheostat._proto.v1 import capture_service_pb2, capture_service_pb2_grpc
 from rheostat_server import checks
-from rheostat_server.errors import MissingField
+from rheostat_server.errors import MissingField, WarmingUp
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
 from rheostat_server.sinks import to_artifact, to_wire_layout
-from rheostat_server.subscriptions.call import subscribe
+from rheostat_server.subscriptions.call import refuse_resumption, subscribe
 
 _pb = capture_service_pb2
 
@@ -30,7 +30,11 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         context: Context,
     ) -> AsyncGenerator[capture_service_pb2.SubscribeResponse, None]:
         """Rows as they are made."""
-        host = self._readiness.host()
+        try:
+            host = self._readiness.host()
+        except WarmingUp:
+            await refuse_resumption(request_iterator)
+            raise
         answers = subscribe(request_iterator, host.subscriptions, host.attaching.attach)
         async with aclosing(answers) as responses:
             async for response in responses:

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from rheostat_engine import MAX_EFFORT, OPEN_END, Attached, Capture, ModelSites, Plan, effort
 from rheostat_engine import recapture as recaptured
-from rheostat_server.capture.specs import ResolvedCapture, engine_captures
+from rheostat_server.capture.engine_captures import engine_captures
+from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
 from rheostat_server.flight import Flight
@@ -26,8 +27,9 @@ from rheostat_server.planning import captures_work, plan_work
 from rheostat_server.sequence import Life, Role
 from rheostat_server.subscriptions.joined import Joined
 from rheostat_server.subscriptions.joining import Awaited, Joining, Missed
-from rheostat_server.subscriptions.registry import Subscriptions, Wish
+from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.subscriptions.wishes import Wish, wishes, wishes_work
 from rheostat_server.tensors import FloatType
 
 _LOG = logging.getLogger(__name__)
@@ -142,6 +144,7 @@ class Attaching:
         )
         lives = _running(flight)
         held = flight.plan_id(f"joined{next(self._numbers)}")
+        reason = wish.missed or reason
         reason = reason or self._reserve(flight, wish, lives, Plan(held, (), captures))
         if reason and named:
             _miss(subscription, flight, reason)
@@ -156,6 +159,9 @@ class Attaching:
             fail=None,
         )
         flight.outlets.add(tap, {})
+        if wish.missed:
+            subscription.miss(tap, reason)
+            return []
         if reason:
             _refuse(subscription, tap, reason)
             return []
@@ -170,9 +176,9 @@ class Attaching:
         return joined
 
     async def _wish(self, subscription: Subscription, flight: Flight) -> Wish:
-        registry, context = self._host.subscriptions, flight.admitted.context
-        size = registry.work([subscription], context)
-        (wish,) = await offload(size, registry.wishes, [subscription], context)
+        context, one = flight.admitted.context, [subscription]
+        spent = sum(wish.subscription.captures.cost for wish in _observing(flight))
+        (wish,) = await offload(wishes_work(one, context), wishes, one, context, spent)
         return wish
 
     def _reserve(self, flight: Flight, wish: Wish, lives: Sequence[Life], plan: Plan) -> str:

@@ -5,16 +5,20 @@ the client says before it leaves is carried out before the call ends.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 from rheostat._proto.v1 import capture_service_pb2
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Superseded
 from rheostat_server.subscriptions.messages import Response
-from rheostat_server.subscriptions.registry import Subscriptions
+from rheostat_server.subscriptions.registry import Subscriptions, gone_with_its_server
 from rheostat_server.subscriptions.subscription import Subscription
 
 Message = capture_service_pb2.SubscribeRequest
+
+_FIRST_WORD = 1.0
+"""Seconds that the first message of a call gets on a server that refuses it in any case."""
 
 _LAST_WORD = 0.2
 """Seconds after which the end of what a client says counts as its wish, not as a broken
@@ -50,7 +54,7 @@ async def subscribe(
                 raise InvalidValue("has no place beside resume", field=f"open.{name}")
         subscription = subscriptions.resume(wish.resume)
     else:
-        subscription = subscriptions.open(wish)
+        subscription = await subscriptions.open(wish)
     call = object()
     left = asyncio.Event()
     hearing: asyncio.Task[None] | None = None
@@ -74,6 +78,19 @@ async def subscribe(
         if hearing is not None:
             hearing.cancel()
             await asyncio.wait({hearing})
+
+
+async def refuse_resumption(messages: AsyncIterator[Message]) -> None:
+    """Refuses to resume a subscription on a server that loads its model and so has opened none.
+
+    Raises:
+        SubscriptionNotFound: the client's first message resumes one.
+    """
+    with contextlib.suppress(TimeoutError, MissingField):
+        async with asyncio.timeout(_FIRST_WORD):
+            wish = await _opening(messages)
+            if wish.HasField("resume"):
+                raise gone_with_its_server(wish.resume.subscription_id)
 
 
 async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.SubscribeOpen:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from rheostat_server.capture.taps import Tap
-from rheostat_server.subscriptions.registry import Wish
+from rheostat_server.subscriptions.wishes import Wish
 
 
 class Joined(NamedTuple):

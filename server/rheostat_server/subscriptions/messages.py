@@ -46,6 +46,7 @@ class Tally:
             end.crc32c = google_crc32c.value(bytes(self._checksums))
             end.finish_reasons.extend(item.tap.finish_reasons)
             end.attached.extend(to_wire([item.tap]))
+            end.missed_reason = item.tap.missed
 
 
 class Message(NamedTuple):

@@ -25,11 +25,12 @@ from rheostat_server.errors import (
 from rheostat_server.subscriptions.carrier import Carrier
 from rheostat_server.subscriptions.joining import Missed, tell
 from rheostat_server.subscriptions.messages import Response, Tally
+from rheostat_server.subscriptions.observed import ObservedCaptures, ObservedRequests
 from rheostat_server.subscriptions.replay import Replay, Sent
 from rheostat_server.subscriptions.room import Credit
 from rheostat_server.subscriptions.upcoming import Upcoming
 from rheostat_server.tensors import FloatType
-from rheostat_server.vector_lookup import FoundVector
+from rheostat_server.vectors import Vector
 
 _pb = capture_service_pb2
 
@@ -53,8 +54,8 @@ class Subscription:
     def __init__(
         self,
         name: str,
-        filter: capture_service_pb2.RequestFilter | None,
-        specs: Sequence[capture_pb2.CaptureSpec],
+        requests: ObservedRequests | None,
+        captures: ObservedCaptures,
         overload: capture_pb2.Overload.ValueType,
         *,
         buffer_bytes: int,
@@ -68,8 +69,8 @@ class Subscription:
 
         Args:
             name: its id.
-            filter: which requests it captures from; None: those that send their rows here.
-            specs: what it captures of them.
+            requests: which requests it observes; None: none, it gets what they send here.
+            captures: what it captures of those that it observes.
             overload: what happens when the reader is too slow.
             buffer_bytes: bytes that may wait or be unacknowledged.
             heartbeat: the longest silence, in seconds.
@@ -79,8 +80,8 @@ class Subscription:
             spillway: where rows wait that find no room, if its policy is to spill.
         """
         self.name = name
-        self.filter = filter
-        self.specs = tuple(specs)
+        self.captures = captures
+        """What it captures of the requests that it observes."""
         self.overload = overload
         self.failure: RheostatError | None = None
         self.ended = False
@@ -110,10 +111,9 @@ class Subscription:
         """Requests that it selects, that began before it, and that it could not join."""
         self.on_left: Callable[[], None] = lambda: None
         """Hears once that it takes nothing more."""
-        self.directions: Sequence[Sequence[FoundVector]] = ((),) * len(self.specs)
-        """The vectors that rows of each spec are projected on."""
-        self.projecting = 0
-        """Bytes that looking through them counts for; see `offload`."""
+        self.vectors: Sequence[Vector] = ()
+        """What its rows are projected on, each once."""
+        self._requests = requests
 
     @property
     def connected(self) -> bool:
@@ -145,17 +145,16 @@ class Subscription:
                 )
             )
 
+    def miss(self, tap: Tap, reason: str) -> None:
+        """It gets nothing of what it observes of a request. If no row may be lost, it fails."""
+        tap.missed = reason
+        self.refuse(tap, (), f"a request cannot be observed: {reason}")
+
     def selects(self, request_id: str, labels: Mapping[str, str]) -> bool:
-        """Whether its filter selects a request."""
-        if self.filter is None or not self.specs or self._closing:
+        """Whether it observes a request."""
+        if self._requests is None or self._closing:
             return False
-        kind = self.filter.WhichOneof("kind")
-        if kind == "requests":
-            return request_id in self.filter.requests.request_ids
-        if kind == "labels":
-            wanted = self.filter.labels.labels
-            return all(labels.get(key) == value for key, value in wanted.items())
-        return True
+        return self._requests.hold(request_id, labels)
 
     def tap(
         self,

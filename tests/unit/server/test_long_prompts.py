@@ -12,7 +12,7 @@ from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Released
 from rheostat_server import admission, explain, planning
 from rheostat_server.admission import Admitted, Desk
-from rheostat_server.capture import specs as capture_specs
+from rheostat_server.capture import engine_captures
 from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.lanes import Lane
 from rheostat_server.host import Job
@@ -92,8 +92,10 @@ def test_sums_at_many_sites_are_checked_off_the_event_loop(on_threads) -> None:
 
 def test_what_captures_reach_is_united_once_for_all_sites_that_they_share(monkeypatch) -> None:
     unions: list[int] = []
-    united = capture_specs.united
-    monkeypatch.setattr(capture_specs, "united", lambda spans: (unions.append(1), united(spans))[1])
+    united = engine_captures.united
+    monkeypatch.setattr(
+        engine_captures, "united", lambda spans: (unions.append(1), united(spans))[1]
+    )
     wheres = [FREQUENT, FREQUENT, selector(token_range(6)), selector(token_range(9))]
     got = admitted(asked(captures=[capture(EVERYWHERE, where=one) for one in wheres]), roomy())
     assert [len(one.sites) for one in got.plan.captures] == [6]

@@ -157,7 +157,7 @@ async def test_a_subscription_holds_its_vectors_until_it_ends(starter) -> None:
 async def test_a_subscription_on_what_is_not_stored_is_refused(running) -> None:
     one = Subscriber(running)
     with pytest.raises(errors.NameNotFound) as caught:
-        running.host.subscriptions.open(opening(EVERY, [wanted(1, projection=along(joy()))]))
+        await running.host.subscriptions.open(opening(EVERY, [wanted(1, projection=along(joy()))]))
     assert caught.value.field == "open.captures[0].projection.directions[0].name"
     assert len(running.host.subscriptions) == 0
     one.call.cancel()

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from rheostat._encodings import read_tensor
 from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat_engine import OPEN_END, Point, Rows, Site
+from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
-    engine_captures,
     find_all_directions,
     project_all,
     resolve_capture,

@@ -667,6 +667,7 @@ class EndOfRequest(_message.Message):
     CRC32C_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
+    MISSED_REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     chunk_count: _builtins.int
@@ -678,6 +679,10 @@ class EndOfRequest(_message.Message):
     crc32c: _builtins.int
     """CRC-32C over the crc32c of every Captured event of this request, each as 4 little-endian
     bytes, in order of sequence. In subscriptions each tensor carries its crc32c.
+    """
+    missed_reason: _builtins.str
+    """Not empty: nothing of what the subscription selects was captured of this request, nor counted as
+    dropped, and why. For people.
     """
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FinishReason.ValueType]:
@@ -699,10 +704,11 @@ class EndOfRequest(_message.Message):
         crc32c: _builtins.int = ...,
         finish_reasons: _abc.Iterable[_types_pb2.FinishReason.ValueType] | None = ...,
         attached: _abc.Iterable[Global___Attached] | None = ...,
+        missed_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "chunk_count", b"chunk_count", "crc32c", b"crc32c", "dropped_row_count", b"dropped_row_count", "finish_reasons", b"finish_reasons", "request_id", b"request_id", "row_count", b"row_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "chunk_count", b"chunk_count", "crc32c", b"crc32c", "dropped_row_count", b"dropped_row_count", "finish_reasons", b"finish_reasons", "missed_reason", b"missed_reason", "request_id", b"request_id", "row_count", b"row_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,98 @@
+"""Which requests a subscription observes, and what it captures of them.
+
+Everything that no request changes is worked out once, when the subscription is opened, because the
+rest is done while somebody else's request is admitted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.limits import OBSERVER_SPANS
+from rheostat_server.prepared_selection import PreparedSelector
+from rheostat_server.selection import EVERYTHING, Selection, SelectionContext
+
+_CAPTURE_COST = 8
+"""What a capture costs beside its sites and ranges, each of which costs 1: about a microsecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRequests:
+    """Which requests a subscription observes."""
+
+    ids: frozenset[str] | None = None
+    """Those of these ids; None: of any."""
+    labels: Mapping[str, str] | None = None
+    """Those with all of these labels; None: of any."""
+
+    def hold(self, request_id: str, labels: Mapping[str, str]) -> bool:
+        """Whether a request is among them."""
+        if self.ids is not None:
+            return request_id in self.ids
+        wanted = self.labels or {}
+        return all(labels.get(key) == value for key, value in wanted.items())
+
+
+def observed_requests(filter: capture_service_pb2.RequestFilter) -> ObservedRequests:
+    """The requests of a filter that was checked."""
+    kind = filter.WhichOneof("kind")
+    if kind == "requests":
+        return ObservedRequests(ids=frozenset(filter.requests.request_ids))
+    return ObservedRequests(labels=dict(filter.labels.labels))
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedCaptures:
+    """The captures of a subscription, with all that no request changes."""
+
+    templates: tuple[ResolvedCapture, ...] = ()
+    """One per capture, each of every token."""
+    selectors: tuple[PreparedSelector | None, ...] = ()
+    """Which tokens each captures; None: every one. Equal ones are the same object."""
+    cost: int = 0
+    """What it costs a request that is observed; see `OBSERVERS_COST`."""
+
+    def resolve(self, context: SelectionContext) -> tuple[ResolvedCapture, ...]:
+        """The captures in a request. What its prompt does not have is not captured.
+
+        Raises:
+            TooFragmented: together they have more than `OBSERVER_SPANS` spans.
+        """
+        lenient = replace(context, lenient=True)
+        left = OBSERVER_SPANS
+        selections: dict[PreparedSelector | None, Selection] = {None: EVERYTHING}
+        for selector in self.selectors:
+            if selector is not None and selector not in selections:
+                selections[selector] = found = selector.resolve(lenient, left)
+                left -= found.span_count
+        return tuple(
+            template.with_selection(selections[selector])
+            for template, selector in zip(self.templates, self.selectors, strict=True)
+        )
+
+
+def observed_captures(
+    specs: Sequence[capture_pb2.CaptureSpec], resolved: Sequence[ResolvedCapture]
+) -> ObservedCaptures:
+    """The captures of a subscription.
+
+    Args:
+        specs: as they came.
+        resolved: the same, resolved against any request.
+    """
+    prepared: dict[bytes, PreparedSelector] = {}
+    selectors = []
+    cost = 0
+    for spec, capture in zip(specs, resolved, strict=True):
+        cost += _CAPTURE_COST + len(capture.sites)
+        selector = None
+        if spec.HasField("where"):
+            cost += len(spec.where.include) + len(spec.where.exclude)
+            key = spec.where.SerializeToString(deterministic=True)
+            selector = prepared.get(key) or prepared.setdefault(key, PreparedSelector(spec.where))
+        selectors.append(selector)
+    templates = tuple(one.with_selection(EVERYTHING) for one in resolved)
+    for template in templates:
+        _ = template.indices, template.site_forms.alike  # worked out here, not for a request
+    return ObservedCaptures(templates, tuple(selectors), cost)

@@ -1,0 +1,144 @@
+"""A message that opens a subscription, checked and worked out off the event loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2
+from rheostat_engine import ModelSites
+from rheostat_server import checks
+from rheostat_server.capture.specs import (
+    ResolvedCapture,
+    Target,
+    check_spill,
+    direction_vectors,
+    find_all_directions,
+    project_all,
+    resolve_capture,
+)
+from rheostat_server.checks import join
+from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField
+from rheostat_server.limits import (
+    CAPTURES,
+    OBSERVER_COST,
+    REQUEST_RANGES,
+    SUBSCRIBE_OPEN_BYTES,
+    SUBSCRIBED_REQUESTS,
+    SUBSCRIPTION_SELECTOR_BYTES,
+)
+from rheostat_server.offload import offload
+from rheostat_server.selection import SelectionContext, selector_work
+from rheostat_server.subscriptions.observed import (
+    ObservedCaptures,
+    ObservedRequests,
+    observed_captures,
+    observed_requests,
+)
+from rheostat_server.vectors import Vector, VectorStore
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a new subscription observes."""
+
+    requests: ObservedRequests
+    """Which requests."""
+    captures: ObservedCaptures
+    """What of them."""
+    vectors: tuple[Vector, ...]
+    """What rows are projected on, each once. Names were looked up now: what they mean later is
+    another subscription's."""
+
+
+async def check_opening(
+    wish: capture_service_pb2.SubscribeOpen,
+    *,
+    model: ModelSites,
+    typical: SelectionContext,
+    store: VectorStore,
+    spools: bool,
+) -> Opening:
+    """Checks what opens a subscription, but the memory that it asks for.
+
+    Args:
+        wish: as it came.
+        model: the model's sites.
+        typical: stands for the requests to come.
+        store: the stored vectors.
+        spools: whether rows can wait on disk.
+
+    Raises:
+        InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
+        MessageTooLarge: it is too large.
+        NotFound: a vector is not stored or a name not known.
+    """
+    size = wish.ByteSize()
+    if size > SUBSCRIBE_OPEN_BYTES:
+        raise MessageTooLarge(
+            f"has {size} bytes; at most {SUBSCRIBE_OPEN_BYTES} are allowed", field="open"
+        )
+    if not wish.HasField("filter"):
+        raise MissingField("a filter is required", field="open.filter")
+    checks.at_most(len(wish.captures), CAPTURES, "open.captures", "captures")
+    _check_selectors(wish)
+    if wish.HasField("overload"):
+        checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
+        check_spill(wish.overload, "open.overload", spools=spools)
+    await offload(size, _check_filter, wish.filter)
+    work = size + selector_work([spec.where for spec in wish.captures], typical)
+    drafts = await offload(work, _draft, wish.captures, model, typical)
+    found = find_all_directions(drafts, store, model)
+    work = sum(one.projecting for one in drafts)
+    resolved = await offload(work, project_all, drafts, found, model)
+    captures = await offload(size, observed_captures, wish.captures, resolved)
+    if captures.cost > OBSERVER_COST:
+        raise InvalidValue(
+            f"sites, ranges and 8 for each capture add up to {captures.cost}; at most "
+            f"{OBSERVER_COST} are allowed, because each observed request pays for them",
+            field="open.captures",
+        )
+    vectors = direction_vectors(resolved)
+    return Opening(observed_requests(wish.filter), captures, tuple(vectors.values()))
+
+
+def _check_selectors(wish: capture_service_pb2.SubscribeOpen) -> None:
+    ranges = size = 0
+    for number, spec in enumerate(wish.captures):
+        path = f"open.captures[{number}].where"
+        ranges += len(spec.where.include) + len(spec.where.exclude)
+        checks.at_most(ranges, REQUEST_RANGES, path, "ranges in the subscription")
+        size += spec.where.ByteSize()
+        checks.at_most(size, SUBSCRIPTION_SELECTOR_BYTES, path, "bytes of selectors")
+
+
+def _draft(
+    specs: Sequence[capture_pb2.CaptureSpec], model: ModelSites, typical: SelectionContext
+) -> list[ResolvedCapture]:
+    """Captures without what their rows are projected on."""
+    found = []
+    for number, spec in enumerate(specs):
+        path = f"open.captures[{number}]"
+        target = spec.WhichOneof("to")
+        if target is not None:
+            raise InvalidValue("the rows come here", field=join(path, target))
+        if spec.HasField("overload"):
+            raise InvalidValue("the subscription's own policy holds", field=join(path, "overload"))
+        lenient = replace(typical, lenient=True)
+        found.append(resolve_capture(spec, model, lenient, path, Target.SUBSCRIPTION))
+    return found
+
+
+def _check_filter(wanted: capture_service_pb2.RequestFilter) -> None:
+    path = "open.filter"
+    kind = checks.required(wanted.WhichOneof("kind"), path, "requests, labels and every")
+    if kind == "requests":
+        ids, field = wanted.requests.request_ids, f"{path}.requests.request_ids"
+        if not ids:
+            raise InvalidValue("at least one request id is required", field=field)
+        checks.at_most(len(ids), SUBSCRIBED_REQUESTS, field, "request ids")
+        for index, one in enumerate(ids):
+            checks.matches(one, checks.REQUEST_ID, f"{field}[{index}]")
+    elif kind == "labels":
+        labels, field = wanted.labels.labels, f"{path}.labels.labels"
+        if not labels:
+            raise InvalidValue("at least one label is required", field=field)
+        checks.labels(labels, field)

@@ -1,0 +1,105 @@
+"""What subscriptions want of a request.
+
+Why costs are bounded: an observer is resolved while somebody else's request is admitted, and what
+it captures becomes a part of that request's plan. So an observer has a cost, known when it is
+opened. A request takes the cheapest observers first, up to `OBSERVERS_COST`; the others miss it.
+
+Invariant: an observer neither delays nor refuses a request. One that misses a request is told so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST
+from rheostat_server.prepared_selection import TooFragmented
+from rheostat_server.selection import SelectionContext
+from rheostat_server.subscriptions.subscription import Subscription
+
+_COST_BYTES = 64
+"""What `offload` counts for a unit of cost."""
+
+FRAGMENTED = (
+    f"what is captured of it is too fragmented: use fewer, longer spans, at most {OBSERVER_SPANS}"
+)
+CROWDED = (
+    "too many subscriptions observe it, and cheaper ones come first: capture fewer sites, or "
+    "select with fewer ranges"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a subscription wants of a request."""
+
+    subscription: Subscription
+    captures: Mapping[int, ResolvedCapture]
+    """By the number under which its rows go out."""
+    own: frozenset[int] = frozenset()
+    """Those that the request itself sends; with any, it fails where the subscription overflows."""
+    missed: str = ""
+    """Why it gets nothing of what it observes; empty: it gets that."""
+
+    @property
+    def observed(self) -> bool:
+        """Whether the subscription wants something that the request does not know of."""
+        return len(self.captures) > len(self.own)
+
+    @property
+    def beside(self) -> list[ResolvedCapture]:
+        """What it wants that the request does not know of."""
+        return [one for number, one in self.captures.items() if number not in self.own]
+
+    def unobserved(self, reason: str) -> "Wish":
+        """The same without what the request does not know of."""
+        own = {number: self.captures[number] for number in self.own}
+        return Wish(self.subscription, own, self.own, reason)
+
+
+def merged(wishes: Sequence[Wish]) -> tuple[Wish, ...]:
+    """Wishes of which each subscription has one, so that the request ends there once."""
+    found: dict[str, Wish] = {}
+    for wish in wishes:
+        name = wish.subscription.name
+        other = found.get(name)
+        if other is None:
+            found[name] = wish
+        else:
+            found[name] = Wish(
+                wish.subscription,
+                {**other.captures, **wish.captures},
+                other.own or wish.own,
+                other.missed or wish.missed,
+            )
+    return tuple(found.values())
+
+
+def wishes(
+    observers: Sequence[Subscription], context: SelectionContext, spent: int = 0
+) -> list[Wish]:
+    """What observers want of a request that does not know of them, in their order.
+
+    Args:
+        observers: subscriptions that select the request.
+        context: the request.
+        spent: what other observers cost it.
+    """
+    left = OBSERVERS_COST - spent
+    found: dict[str, Wish] = {}
+    for one in sorted(observers, key=lambda one: one.captures.cost):
+        left -= one.captures.cost
+        found[one.name] = _wish(one, context) if left >= 0 else Wish(one, {}, missed=CROWDED)
+    return [found[one.name] for one in observers]
+
+
+def wishes_work(observers: Sequence[Subscription], context: SelectionContext) -> int:
+    """Bytes that `wishes` counts for; see `offload`."""
+    cost = min(OBSERVERS_COST, sum(one.captures.cost for one in observers))
+    return cost * _COST_BYTES + len(observers) * context.prompt_len
+
+
+def _wish(one: Subscription, context: SelectionContext) -> Wish:
+    try:
+        return Wish(one, dict(enumerate(one.captures.resolve(context))))
+    except TooFragmented:
+        return Wish(one, {}, missed=FRAGMENTED)
