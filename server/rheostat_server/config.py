@@ -40,7 +40,8 @@ _BOUNDS = {
     "staging_bytes": _Bounds(0, _MOST_BYTES),
     "vector_store_bytes": _BYTES,
     "runs_bytes": _BYTES,
-    "inline_capture_bytes": _BYTES,
+    "request_buffer_bytes": _BYTES,
+    "buffers_bytes": _BYTES,
     "spool_bytes": _BYTES,
     "subscriptions_bytes": _BYTES,
     "resume_window": _SECONDS,
@@ -129,8 +130,13 @@ class ServerConfig:
     runs_bytes: int = 1024 * _MIB
     """Memory of the server for stored runs, those being made included."""
 
-    inline_capture_bytes: int = 512 * _MIB
-    """Captured bytes of one request that may wait for a slow reader; beyond, it fails."""
+    request_buffer_bytes: int = 512 * _MIB
+    """Memory of the server for what waits of one request for slow readers: captured rows on their
+    way into its response, its sinks and its runs, tokens and log-probabilities. Beyond, rows are
+    lost or spilled as their policies say, or the request fails."""
+
+    buffers_bytes: int = 2048 * _MIB
+    """The same of all requests together. When it is full, those that hold most give way."""
 
     sinks: tuple[str, ...] = ()
     """Sinks for captured rows, each as "name=plugin:key=value,key=value"."""

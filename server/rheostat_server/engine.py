@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from rheostat_engine import CapacityLedger, Event, Installed
 from rheostat_server.admission import Admitted, Desk, check_queue
+from rheostat_server.capture.budget import Budget, Share
 from rheostat_server.capture.counts import Counts, Drained
 from rheostat_server.capture.opening import open_outlets
 from rheostat_server.capture.reservoir import Losses
@@ -67,6 +68,9 @@ class EngineHost:
         self.sinks = sinks or Sinks([])
         self.runs = Runs(config.runs_bytes)
         self.losses = Losses()
+        self.budget = Budget(
+            config.buffers_bytes, config.request_buffer_bytes, slack=config.capture_bytes
+        )
         self.spillway = Spillway(spool, config.capture_bytes) if spool is not None else None
         self.backend = backend
         self.info = backend.info
@@ -148,7 +152,7 @@ class EngineHost:
             QueueFull, BankFull, CaptureOverflow, StoreFull: there is no room.
         """
         self._check_open(admitted)
-        flight = Flight(admitted)
+        flight = Flight(admitted, self.budget.share())
         self._flights[admitted.request_id] = flight
         try:
             await self._prepare(flight)
@@ -163,7 +167,7 @@ class EngineHost:
             flight.failed = True
             raise
         finally:
-            self._count(flight)
+            self.counts.end(completed=flight.completed and not flight.aborted, failed=flight.failed)
             flight.close()
             if flight.settled:
                 self._give_back(flight)
@@ -176,7 +180,7 @@ class EngineHost:
         Raises:
             BankFull, CaptureOverflow: it could never run.
         """
-        flight = Flight(admitted)
+        flight = Flight(admitted, Share(0, ""))
         flight.unobserve()
         self.line.refuse_what_never_fits(flight.rooms, admitted.prompt_len)
         return self.ledger.lacks(admitted.plan)["bank_rows"]
@@ -358,6 +362,7 @@ class EngineHost:
     def _give_back(self, flight: Flight) -> None:
         flight.close_outlets()
         self._free(flight)
+        flight.share.close()
         del self._flights[flight.admitted.request_id]
         if not self._flights:
             self.worker_stats.expire()  # an older answer has what this request held
@@ -372,16 +377,6 @@ class EngineHost:
             self.store.unpin(digest)
         flight.pinned.clear()
         self.line.leave(flight.reserved)
-
-    def _count(self, flight: Flight) -> None:
-        if all(life.task is None for life in flight.lives):
-            return
-        if flight.completed and not flight.aborted:
-            self.counts.completed += 1
-        elif flight.failed:
-            self.counts.failed += 1
-        else:
-            self.counts.aborted += 1
 
     async def _until_empty(self) -> None:
         async with self._changed:

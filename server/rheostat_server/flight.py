@@ -19,6 +19,7 @@ from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Attached, Dropped, Event, Installed, Plan, Released, Report
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
+from rheostat_server.capture.budget import Share
 from rheostat_server.capture.inline import Inline
 from rheostat_server.capture.outlets import Outlets
 from rheostat_server.errors import Defect, RheostatError
@@ -54,8 +55,8 @@ class Sign(Enum):
 class Flight:
     """A request in flight."""
 
-    def __init__(self, admitted: Admitted) -> None:
-        """A request that has not started."""
+    def __init__(self, admitted: Admitted, share: Share) -> None:
+        """A request that has not started, and the memory that what waits of it may take."""
         self.admitted = admitted
         self.admitted_at = time.monotonic()
         self.completed = False
@@ -69,6 +70,7 @@ class Flight:
         """Vectors that the store keeps for it."""
         self.reserved: list[str] = []
         """Under which the ledger holds something for it."""
+        self.share = share
         self.outlets = Outlets()
         """Where captured rows go."""
         self._queue: asyncio.Queue[Item | Notice | Sign | RheostatError] = asyncio.Queue()

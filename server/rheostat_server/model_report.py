@@ -139,4 +139,6 @@ def _limits(host: EngineHost) -> engine_service_pb2.Limits:
         resume_window=window,
         run_bytes=host.runs.capacity,
         capacity_wait=wait,
+        request_buffer_bytes=host.budget.request_limit,
+        buffer_bytes=host.budget.limit,
     )

@@ -91,6 +91,10 @@ class Limits:
     """Seconds that a request waits for bank rows at most, see ``when_full``."""
     run_bytes: int
     """Bytes that all runs together may take."""
+    request_buffer_bytes: int
+    """Bytes of one request that may wait for slow readers, sinks and runs."""
+    buffer_bytes: int
+    """Bytes that may wait of all requests together; beyond, those that hold most give way."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,6 +219,8 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
             logprobs=limits.logprobs,
             capacity_wait=limits.capacity_wait.ToTimedelta().total_seconds(),
             run_bytes=limits.run_bytes,
+            request_buffer_bytes=limits.request_buffer_bytes,
+            buffer_bytes=limits.buffer_bytes,
         ),
         build_version=message.build_version,
         api_version=message.api_version,
@@ -298,6 +304,10 @@ class Stats:
     """Stored runs."""
     run_bytes: int
     """Bytes that they take, and those that are being made."""
+    request_buffer_bytes: int
+    """Memory of what waits for slow readers of requests, for sinks and for runs."""
+    subscription_buffer_bytes: int
+    """Memory of captured rows that subscribers have not read and acknowledged."""
 
     def __repr__(self) -> str:
         """The counters of requests."""
@@ -344,4 +354,6 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         staging_bytes=message.staging_bytes,
         run_count=message.run_count,
         run_bytes=message.run_bytes,
+        request_buffer_bytes=message.request_buffer_bytes,
+        subscription_buffer_bytes=message.subscription_buffer_bytes,
     )

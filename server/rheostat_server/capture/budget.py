@@ -9,6 +9,7 @@ bounded by the spool.
 """
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Protocol
 
 PIECE_BYTES = 512
@@ -51,8 +52,23 @@ class Meter:
         return self.bytes + PIECE_BYTES * self.pieces
 
 
+class Cost(IntEnum):
+    """What it costs that something gives bytes up. Within a request the cheapest goes first."""
+
+    TIME = 0
+    """They go to a disk, and nothing is lost."""
+    ROWS = 1
+    """Rows are lost, as the request allows."""
+    REQUEST = 2
+    """The request fails."""
+
+
 class Holder(Protocol):
     """Something in which bytes wait."""
+
+    @property
+    def cost(self) -> Cost:
+        """What it costs to give them up."""
 
     @property
     def held(self) -> int:
@@ -108,18 +124,27 @@ class Share:
         return sum(one.leaving for one in self._holders)
 
     def give_up(self, size: int, why: str) -> None:
-        """Frees bytes for others."""
-        relieve(self._holders, size, why)
+        """Frees bytes: first those that cost the least."""
+        target = self.held - size
+        for cost in Cost:
+            if self.held > target:
+                some = [one for one in self._holders if one.cost is cost]
+                relieve(some, self.held - target, why)
 
     def check(self) -> None:
         """Makes room where too much waits; to be called when more has come."""
-        if self.used > self.limit:
-            relieve(self._holders, self.used - self.leaving - self.limit, self._why)
+        if self.used > self.limit and (over := self.used - self.leaving - self.limit) > 0:
+            self.give_up(over, self._why)
         if self._budget is not None:
             self._budget.check()
 
+    @property
+    def too_much_leaves(self) -> bool:
+        """Whether more is on its way to disks, of all requests together, than may be."""
+        return self._budget is not None and self._budget.leaving > self._budget.slack
+
     def close(self) -> None:
-        """Nothing of it counts any more."""
+        """The request has ended."""
         if self._budget is not None:
             self._budget.remove(self)
 
@@ -127,21 +152,31 @@ class Share:
 class Budget:
     """The memory of all requests together. Lives on the event loop."""
 
-    def __init__(self, limit: int, why: str) -> None:
+    def __init__(self, limit: int, request_limit: int, *, slack: int) -> None:
         """Nothing waits.
 
         Args:
-            limit: bytes that may wait.
-            why: what an error says when they are full.
+            limit: bytes that may wait of all requests together.
+            request_limit: bytes that may wait of one.
+            slack: bytes beyond the limit that may be on their way to disks.
         """
         self.limit = limit
+        self.request_limit = request_limit
+        self.slack = slack
         self.meter = Meter()
-        self._why = why
         self._shares: dict[Share, None] = {}
+        self._why = (
+            f"the {limit} bytes that may wait for the readers of all requests (--buffers-mib) are "
+            "full, and this request holds more than its share"
+        )
+        self._request_why = (
+            f"the {request_limit} bytes that may wait for the readers of one request "
+            "(--request-buffer-mib) are full"
+        )
 
-    def share(self, limit: int, why: str) -> Share:
-        """The memory of another request; see `Share`."""
-        share = Share(limit, why, self)
+    def share(self) -> Share:
+        """The memory of another request."""
+        share = Share(self.request_limit, self._request_why, self)
         self._shares[share] = None
         return share
 
@@ -154,16 +189,27 @@ class Budget:
         """Bytes that wait."""
         return self.meter.weight
 
+    @property
+    def leaving(self) -> int:
+        """Bytes on their way to disks."""
+        return sum(share.leaving for share in self._shares)
+
     def check(self) -> None:
         """Makes room where too much waits."""
-        over = self.meter.weight - self.limit
-        if over > 0:
-            over -= sum(share.leaving for share in self._shares)
-            if over > 0:
-                relieve([*self._shares], over + self.limit // _SPARE, self._why)
+        if self.used > self.limit and (over := self.used - self.leaving - self.limit) > 0:
+            relieve([*self._shares], over + self.limit // _SPARE, self._why)
 
 
-def relieve(holders: Sequence[Holder], size: int, why: str) -> None:
+class _Held(Protocol):
+    """A holder or a share."""
+
+    @property
+    def held(self) -> int: ...
+
+    def give_up(self, size: int, why: str) -> None: ...
+
+
+def relieve(holders: Sequence[_Held], size: int, why: str) -> None:
     """Lets those that hold most give up so many bytes, down to a common level.
 
     One that fails gives up more than it was asked to, which spares those that hold less.

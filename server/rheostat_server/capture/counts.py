@@ -14,6 +14,15 @@ class Counts:
     refused: int = 0
     failed: int = 0
 
+    def end(self, *, completed: bool, failed: bool) -> None:
+        """A request that was admitted has ended: `completed`, `failed`, or else aborted."""
+        if completed:
+            self.completed += 1
+        elif failed:
+            self.failed += 1
+        else:
+            self.aborted += 1
+
 
 class Drained(NamedTuple):
     """How requests ended while the host drained."""

@@ -13,11 +13,8 @@ from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import RowsLost
 
-ADVICE = (
-    "Read faster, capture less, choose another overload policy, or raise the server's "
-    "--inline-capture-mib"
-)
-"""What helps against rows that wait in memory for a response or a sink."""
+ADVICE = "Read faster, capture less, or choose another overload policy"
+"""What helps against rows that wait in memory for a response, a sink or a run."""
 
 LOSSLESS = (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL)
 """Policies under which no row may be lost."""

@@ -58,3 +58,10 @@ class End(NamedTuple):
 
 
 Item = Chunk | Sealed | Loss | End
+
+
+def size_of(item: Item) -> int:
+    """Bytes of rows that an item holds in memory."""
+    if isinstance(item, Chunk):
+        return item.block.size
+    return len(item.message.tensor.inline) if isinstance(item, Sealed) else 0

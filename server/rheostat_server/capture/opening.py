@@ -57,7 +57,7 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
     held = FloatType(host.sites.dtype)
     for policy, inline in admitted.inline_captures.items():
         reservoir = Reservoir(
-            host.config.inline_capture_bytes,
+            flight.share,
             lambda _, error: flight.overflow(error),
             host.losses,
             news=flight.inline.bell,
@@ -119,7 +119,7 @@ def _write(
         flight.admitted,
         captures,
         held=FloatType(host.sites.dtype),
-        limit=host.config.inline_capture_bytes,
+        share=flight.share,
         losses=host.losses,
         spillway=host.spillway,
         fail=flight.fail,

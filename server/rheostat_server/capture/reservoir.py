@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rheostat._proto.v1 import capture_pb2
-from rheostat_server.capture.budget import Meter, Share
+from rheostat_server.capture.budget import Cost, Meter, Share
 from rheostat_server.capture.leaving import End, Item, Loss
 from rheostat_server.capture.pieces import Piece
 from rheostat_server.errors import CaptureOverflow
@@ -144,6 +144,14 @@ class Reservoir:
     def waiting(self) -> int:
         """Bytes that wait, wherever."""
         return self.used - self._kept + (self.spill.bytes if self.spill else 0)
+
+    @property
+    def cost(self) -> Cost:
+        """What it costs to give them up."""
+        if self.spill is not None:
+            return Cost.TIME
+        tap = self._last[0] if self._last is not None else None
+        return Cost.ROWS if tap is not None and tap.policy in _DROPPING else Cost.REQUEST
 
     @property
     def held(self) -> int:

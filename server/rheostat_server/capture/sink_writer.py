@@ -14,14 +14,15 @@ from typing import Protocol
 
 from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.admission import Admitted
+from rheostat_server.capture.budget import Cost, Meter, Share
 from rheostat_server.capture.inline import ADVICE
-from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed
+from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, size_of
 from rheostat_server.capture.reservoir import Losses, Reservoir
 from rheostat_server.capture.row_messages import captured_of
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.taps import Tap
-from rheostat_server.errors import Defect, RheostatError
+from rheostat_server.errors import CaptureOverflow, Defect, RheostatError
 from rheostat_server.offload import on_pool
 from rheostat_server.sinks import (
     CaptureAbout,
@@ -58,6 +59,13 @@ class Recording(Protocol):
     def rows(self) -> int:
         """Rows that it has taken: positions times sites."""
 
+    @property
+    def memory(self) -> int:
+        """Bytes of rows that it holds in memory and can move elsewhere."""
+
+    def flush(self) -> None:
+        """Moves them."""
+
     def write(self, block: RowBlock) -> None:
         """Takes rows."""
 
@@ -77,6 +85,7 @@ class SinkWriter:
         abouts: Mapping[int, CaptureAbout],
         tap: Tap,
         reservoir: Reservoir,
+        share: Share,
         fail: Callable[[RheostatError], None],
         threads: Executor,
     ) -> None:
@@ -87,6 +96,7 @@ class SinkWriter:
             abouts: its captures, by index in the request.
             tap: through which they come.
             reservoir: where they wait.
+            share: counts what the recording holds in memory.
             fail: hears of a failure.
             threads: where the recording may block.
         """
@@ -96,6 +106,12 @@ class SinkWriter:
         self._fail = fail
         self._abouts = abouts
         self._threads = threads
+        self._share = share
+        self._memory = Meter(share.meter)
+        """Counts what the recording holds, and what is being written."""
+        self._flushing = 0
+        """Bytes of these that the recording is to move to its disk."""
+        share.add(self)
         self._dropped = 0
         self.failure: RheostatError | None = None
         self.task = asyncio.create_task(self._run())
@@ -105,6 +121,33 @@ class SinkWriter:
         """Rows that the sink has taken: positions times sites."""
         return self._recording.rows
 
+    @property
+    def cost(self) -> Cost:
+        """What the recording holds can wait on its disk."""
+        return Cost.TIME
+
+    @property
+    def held(self) -> int:
+        """Bytes that it can be asked to move to its disk."""
+        return self._memory.bytes - self._flushing
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that it has been asked to move there."""
+        return self._flushing
+
+    def give_up(self, size: int, why: str) -> None:
+        """Moves what the recording holds to its disk; fails where disks are too slow for that."""
+        self._flushing = self._memory.bytes
+        self._reservoir.news.set()
+        if self._share.too_much_leaves:
+            self._end(
+                CaptureOverflow(
+                    f"captured rows came faster than the server's sinks could write them: {why}. "
+                    "Capture less, or give the server a faster disk"
+                )
+            )
+
     def overflow(self, error: RheostatError) -> None:
         """Rows found no room, and none may be lost."""
         self._end(error)
@@ -112,6 +155,8 @@ class SinkWriter:
     async def _run(self) -> None:
         try:
             while self.failure is None:
+                if self._flushing:
+                    await self._flush()
                 item = self._reservoir.take()
                 if isinstance(item, End):
                     await on_pool(self._threads, self._recording.finish, self._outcome())
@@ -127,12 +172,26 @@ class SinkWriter:
             self._end(Defect("the server could not write the captured rows"))
         finally:
             self._reservoir.close()
-        if self.failure is not None:
-            await on_pool(self._threads, self._recording.abandon, self.failure)
+            if self.failure is not None:
+                await on_pool(self._threads, self._recording.abandon, self.failure)
+            self._flushing = 0
+            self._hold(0)
+
+    async def _flush(self) -> None:
+        await on_pool(self._threads, self._recording.flush)
+        self._flushing = 0
+        self._hold(self._recording.memory)
+
+    def _hold(self, size: int) -> None:
+        """Counts what is held in memory."""
+        self._memory.add(size - self._memory.bytes)
+        self._share.check()
 
     async def _take(self, item: Item) -> None:
         if isinstance(item, Chunk | Sealed):
+            self._hold(self._memory.bytes + size_of(item))
             await on_pool(self._threads, self._write, item)
+            self._hold(self._recording.memory)
         elif isinstance(item, Loss):
             self._dropped += item.rows
 
@@ -222,7 +281,7 @@ def start_writer(
     captures: Mapping[int, ResolvedCapture],
     *,
     held: FloatType,
-    limit: int,
+    share: Share,
     losses: Losses,
     spillway: Spillway | None,
     fail: Callable[[RheostatError], None],
@@ -235,17 +294,17 @@ def start_writer(
         admitted: the request.
         captures: by index in the request.
         held: element type in which rows come.
-        limit: bytes that may wait in memory.
+        share: the memory that the request may take.
         losses: counts what is lost on the way.
         spillway: where more may wait.
         fail: ends the request.
         threads: where the recording may block.
     """
-    reservoir = Reservoir(limit, lambda _, error: writer.overflow(error), losses, advice=ADVICE)
+    reservoir = Reservoir(share, lambda _, error: writer.overflow(error), losses, advice=ADVICE)
     policy = next(iter(captures.values())).overload
     if spillway is not None and policy == capture_pb2.OVERLOAD_SPILL:
         spillway.open(reservoir, lambda error: writer.overflow(error))
     tap = Tap(admitted.request_id, admitted.prompt.token_ids, captures, held, policy, reservoir)
     abouts = {index: about_capture(index, one) for index, one in captures.items()}
-    writer = SinkWriter(recording, abouts, tap, reservoir, fail, threads)
+    writer = SinkWriter(recording, abouts, tap, reservoir, share, fail, threads)
     return writer

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture.budget import Meter
-from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track
+from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track, size_of
 from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.row_messages import captured_of, dropped
 from rheostat_server.capture.spool import Records, Spool, SpoolDamaged, SpoolFull
@@ -164,7 +164,7 @@ class Spill:
             if not self._unwritten:
                 self._failure = None
         if item is not None:
-            self._memory.add(-_size(item))
+            self._memory.add(-size_of(item))
         if isinstance(item, End):  # nothing of this tap follows
             self._taps.pop(self._numbers.pop(item.tap, 0), None)
         if not self.holds:  # taps that were discarded have no end
@@ -221,7 +221,7 @@ class Spill:
                 self._allowed = self._reservoir.limit
             return False
         self._writing = batch
-        sizes = sum(map(_size, batch))
+        sizes = sum(map(size_of, batch))
         self._memory.add(sizes)
         try:
             await on_pool(
@@ -251,7 +251,7 @@ class Spill:
                 if item is None:
                     break
                 batch.append(item)
-                size += _size(item)
+                size += size_of(item)
         return batch
 
     def _keep(self, batch: Sequence[Item], error: OSError | SpoolFull) -> None:
@@ -284,7 +284,7 @@ class Spill:
             self.bytes -= one.size
             item = self._restored(one)
             self._back.append(item)
-            self._memory.add(_size(item))
+            self._memory.add(size_of(item))
         self._reservoir.news.set()
 
     def _restored(self, one: "_Loaded") -> Item:
@@ -316,13 +316,6 @@ class _Loaded(NamedTuple):
     message: capture_pb2.Captured | capture_pb2.Dropped | None
 
 
-def _size(item: Item) -> int:
-    """Bytes of rows that an item holds in memory."""
-    if isinstance(item, Chunk):
-        return item.block.size
-    return len(item.message.tensor.inline) if isinstance(item, Sealed) else 0
-
-
 def _rows(item: Item) -> int:
     return len(item.token_ids) * len(item.block.sites) if isinstance(item, Chunk) else 0
 
@@ -346,7 +339,7 @@ def _encoded(item: Item, tap: int) -> bytes:
         kind, message = _CHUNK, captured_of(item).SerializeToString()
     elif isinstance(item, Loss):
         message = dropped(item).SerializeToString()
-    return _LABEL.pack(kind, tap, *item.track, _rows(item), _size(item)) + message
+    return _LABEL.pack(kind, tap, *item.track, _rows(item), size_of(item)) + message
 
 
 def _load(records: Records, most: int) -> list[_Loaded]:

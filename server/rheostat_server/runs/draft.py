@@ -68,6 +68,14 @@ class RunDraft:
         """The id."""
         return self.target.id
 
+    @property
+    def memory(self) -> int:
+        """Nothing that could be moved: its rows count as the store's."""
+        return 0
+
+    def flush(self) -> None:
+        """Moves nothing."""
+
     def write(self, block: RowBlock) -> None:
         """Takes rows; those of the baseline are none of the run's.
 

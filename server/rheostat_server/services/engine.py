@@ -73,6 +73,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             ring_bytes=workers.ring_bytes,
             encode_bytes=workers.encode_bytes,
             staging_bytes=workers.staging_bytes,
+            request_buffer_bytes=host.budget.used,
+            subscription_buffer_bytes=host.subscriptions.used_bytes,
         )
         response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))
         return response
@@ -101,5 +103,5 @@ def _leaked(host: EngineHost, workers: WorkerStats) -> int:
     """What is still held although no request is there to hold it."""
     if host.open_requests:
         return 0
-    held = host.ledger.requests + host.store.pins + host.runs.making
+    held = host.ledger.requests + host.store.pins + host.runs.making + host.budget.used
     return held + workers.slots_used + workers.requests

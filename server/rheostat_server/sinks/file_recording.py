@@ -52,6 +52,15 @@ class FileRecording:
         """Takes rows. Raises SinkError, OSError."""
         self._tables.write(block)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of rows in memory, about."""
+        return self._tables.memory
+
+    def flush(self) -> None:
+        """Moves them to the spool file. Raises OSError."""
+        self._tables.overflow()
+
     def finish(self, outcome: Outcome) -> list[Artifact]:
         """Publishes the request. Raises Collision, OSError."""
         shared = self._layout is Layout.SHARDED

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rheostat_server.errors import RheostatError, RowsLost
 from rheostat_server.sinks.protocol import (
     Artifact,
+    Buffering,
     Outcome,
     Recording,
     RequestAbout,
@@ -139,6 +140,25 @@ class GuardedRecording:
         except Exception as error:  # as above
             raise self._abandon(error) from error
         written.note(about, self._pending)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of rows that the sink holds in memory and can move elsewhere."""
+        recording = self._recording
+        return 0 if self._over or not isinstance(recording, Buffering) else recording.memory
+
+    def flush(self) -> None:
+        """Lets the sink move them.
+
+        Raises:
+            SinkFailed: the sink failed, now or before.
+        """
+        self._check_open()
+        if isinstance(self._recording, Buffering):
+            try:
+                self._recording.flush()
+            except Exception as error:  # as above
+                raise self._abandon(error) from error
 
     def write(self, block: RowBlock) -> None:
         """Hands rows over.

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -260,6 +260,21 @@ class Recording(Protocol):
 
     def abandon(self, error: BaseException) -> None:
         """Forgets everything and frees what it held. Raises nothing."""
+
+
+@runtime_checkable
+class Buffering(Protocol):
+    """What a recording may say besides, if it keeps rows in memory that it can move to a disk.
+
+    The server counts them as the request's, and asks for them to be moved when memory is short.
+    """
+
+    @property
+    def memory(self) -> int:
+        """Bytes of rows in memory, about."""
+
+    def flush(self) -> None:
+        """Moves them to the disk. It may fail as `Recording.write` may."""
 
 
 class Sink(Protocol):

@@ -95,6 +95,11 @@ class Subscriptions:
         return sum(one.reservoir.waiting for one in self._open.values())
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of memory that they hold, what was sent and not acknowledged included."""
+        return sum(one.reservoir.total.weight for one in self._open.values())
+
+    @property
     def waiting(self) -> int:
         """How many have no reader now."""
         return len(self._expiries)

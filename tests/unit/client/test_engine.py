@@ -31,7 +31,7 @@ MODEL = text_format.Parse(
          model_tokens: 2048 running_requests: 64 waiting_requests: 256 bank_rows: 512
          capture_rows_per_step: 1024 tensor_message_bytes: 16777216 vector_bytes: 67108864
          inline_vector_bytes: 8388608 samples: 64 logprobs: 20
-         capacity_wait { seconds: 30 } run_bytes: 31
+         capacity_wait { seconds: 30 } run_bytes: 31 request_buffer_bytes: 32 buffer_bytes: 33
        }
        build_version: "0.1.0" api_version: "rheostat.v1" """,
     engine_service_pb2.GetModelResponse(),
@@ -87,6 +87,8 @@ EXPECTED_MODEL = rheostat.ModelInfo(
         logprobs=20,
         capacity_wait=30.0,
         run_bytes=31,
+        request_buffer_bytes=32,
+        buffer_bytes=33,
     ),
     build_version="0.1.0",
     api_version="rheostat.v1",
@@ -147,7 +149,8 @@ def test_the_counters(client, server):
                prefix_hit_token_count: 15 vector_count: 16 uptime { seconds: 17 nanos: 500000000 }
                leaked_count: 18 global_version: 19 left_bytes: 20 plain_row_count: 21 ring_bytes: 22
                encode_bytes: 23 spooled_row_count: 24 overrun_row_count: 25 staging_bytes: 26
-               run_count: 27 run_bytes: 28""",
+               run_count: 27 run_bytes: 28 request_buffer_bytes: 29
+               subscription_buffer_bytes: 30""",
             engine_service_pb2.GetStatsResponse(),
         ),
     )
@@ -180,6 +183,8 @@ def test_the_counters(client, server):
         staging_bytes=26,
         run_count=27,
         run_bytes=28,
+        request_buffer_bytes=29,
+        subscription_buffer_bytes=30,
     )
 
 

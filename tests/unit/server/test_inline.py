@@ -68,7 +68,7 @@ def kept(events: Sequence[Response], number: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("policy", [OLDEST, NEWEST])
 async def test_rows_that_find_no_room_are_lost_and_said(starter, policy: int) -> None:
-    running = await starter(inline_capture_bytes=8 * ROW)
+    running = await starter(request_buffer_bytes=8 * ROW)
     events = await stalled(running, [spec(policy)])
     gone, there = lost(events), kept(events)
     assert sorted(gone + there) == list(range(POSITIONS))
@@ -87,14 +87,14 @@ async def test_rows_that_find_no_room_are_lost_and_said(starter, policy: int) ->
 
 
 async def test_where_no_row_may_be_lost_the_request_fails(starter) -> None:
-    running = await starter(inline_capture_bytes=8 * ROW)
-    with pytest.raises(CaptureOverflow, match="--inline-capture-mib"):
+    running = await starter(request_buffer_bytes=8 * ROW)
+    with pytest.raises(CaptureOverflow, match="--request-buffer-mib"):
         await stalled(running, [spec(FAIL)])
     await settled(running)
 
 
 async def test_rows_wait_on_disk_and_come_in_order(starter, tmp_path) -> None:
-    running = await starter(inline_capture_bytes=8 * ROW, spool=str(tmp_path))
+    running = await starter(request_buffer_bytes=8 * ROW, spool=str(tmp_path))
     events = await stalled(running, [spec(SPILL)], n=3)
     rows = captured(events)
     assert rows == {
@@ -117,7 +117,7 @@ async def test_rows_wait_on_disk_and_come_in_order(starter, tmp_path) -> None:
 
 
 async def test_a_request_that_goes_away_leaves_no_file(starter, tmp_path) -> None:
-    running = await starter(inline_capture_bytes=8 * ROW, spool=str(tmp_path))
+    running = await starter(request_buffer_bytes=8 * ROW, spool=str(tmp_path))
     wish = request(request_id="a", sampling=sampled(TOKENS, 3), captures=[spec(SPILL)])
     async with aclosing(run(await admit(wish, running.host.desk), running.host)) as responses:
         await anext(responses)
@@ -127,7 +127,7 @@ async def test_a_request_that_goes_away_leaves_no_file(starter, tmp_path) -> Non
 
 
 async def test_captures_of_one_request_keep_their_own_policies(starter, tmp_path) -> None:
-    running = await starter(inline_capture_bytes=8 * ROW, spool=str(tmp_path))
+    running = await starter(request_buffer_bytes=8 * ROW, spool=str(tmp_path))
     events = await stalled(running, [spec(NEWEST), spec(SPILL), spec(OLDEST)])
     assert kept(events, 1) == list(range(POSITIONS))
     for number in (0, 2):
@@ -154,7 +154,7 @@ async def test_rows_that_the_ring_lost_fail_a_request_that_may_not_lose_any(
 
 
 async def test_a_full_spool_fails_the_request(starter, tmp_path) -> None:
-    running = await starter(inline_capture_bytes=8 * ROW, spool=str(tmp_path), spool_bytes=900)
+    running = await starter(request_buffer_bytes=8 * ROW, spool=str(tmp_path), spool_bytes=900)
     with pytest.raises(RheostatError, match="--spool-mib") as caught:
         await stalled(running, [spec(SPILL)], n=3)
     assert isinstance(caught.value, CaptureOverflow)
@@ -163,7 +163,7 @@ async def test_a_full_spool_fails_the_request(starter, tmp_path) -> None:
 
 
 async def test_an_observer_s_losses_are_not_the_response_s(starter) -> None:
-    running = await starter(inline_capture_bytes=1 << 20)
+    running = await starter(request_buffer_bytes=1 << 20)
     wish = opening(specs=[wanted(0, 1)], credit=0, buffer_bytes=2 * ROW, overload=NEWEST)
     one = await Subscriber.open(running, wish)
     events = await stalled(running, [spec(FAIL)])

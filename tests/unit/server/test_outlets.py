@@ -227,7 +227,7 @@ async def test_a_request_that_finds_one_sink_broken_leaves_nothing_in_the_other(
 
 
 async def test_observers_take_no_room_of_the_response(starter) -> None:
-    running = await starter(inline_capture_bytes=5 * ROW)
+    running = await starter(request_buffer_bytes=5 * ROW)
     await Subscriber.open(running, opening(EVERY, [wanted(0, 1, 2)]))
     own = capture(site_set(POST, layers=[0]))
     assert (await generate(running, "a", captures=[own]))[-1].HasField("receipt")

@@ -240,7 +240,7 @@ async def test_the_server_does_not_wait_for_a_disk_that_hangs(spooling, monkeypa
 async def test_rows_wait_on_disk_for_a_slow_sink(starter, tmp_path) -> None:
     folder, kept = tmp_path / "spool", tmp_path / "kept"
     running = await starter(
-        spool=str(folder), sinks=(f"disk=filesystem:root={kept}",), inline_capture_bytes=3 * ROW
+        spool=str(folder), sinks=(f"disk=filesystem:root={kept}",), request_buffer_bytes=3 * ROW
     )
     sink = capture_pb2.SinkTarget(sink_name="disk")
     spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), sink=sink, overload=SPILL)

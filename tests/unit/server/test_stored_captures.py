@@ -120,7 +120,7 @@ async def test_rows_that_wait_for_a_slow_sink_are_lost_under_a_policy_that_says_
     starter, tmp_path
 ) -> None:
     running = await starter(
-        sinks=(f"disk=filesystem:root={tmp_path}",), inline_capture_bytes=16 * 2
+        sinks=(f"disk=filesystem:root={tmp_path}",), request_buffer_bytes=16 * 2
     )
     spec = stored(1, overload=capture_pb2.OVERLOAD_DROP_NEWEST)
     events = await generate(running, "a", spec, sampling=sampled(8))

@@ -211,7 +211,7 @@ async def test_a_request_that_fails_once_its_run_is_complete_leaves_none(
 
 
 async def test_a_run_that_lost_rows_under_a_policy_has_the_others(starter) -> None:
-    running = await starter(inline_capture_bytes=2 * ROW)
+    running = await starter(request_buffer_bytes=2 * ROW)
     spec = into("a", overload=capture_pb2.OVERLOAD_DROP_NEWEST)
     events = await generate(running, spec, sampling=sampled(8))
     (kept,) = events[-1].receipt.captures
@@ -225,7 +225,7 @@ async def test_a_run_that_lost_rows_under_a_policy_has_the_others(starter) -> No
 
 
 async def test_rows_of_a_run_may_wait_on_disk(starter, tmp_path) -> None:
-    running = await starter(inline_capture_bytes=2 * ROW, spool=str(tmp_path))
+    running = await starter(request_buffer_bytes=2 * ROW, spool=str(tmp_path))
     spec = into("a", overload=capture_pb2.OVERLOAD_SPILL)
     await generate(running, spec, sampling=sampled(8))
     wanted = [row(Site(Point.RESID_POST, 1).index, position) for position in range(10)]

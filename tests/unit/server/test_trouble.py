@@ -171,10 +171,10 @@ async def test_lost_rows_are_named_and_the_call_fails(starter) -> None:
 
 
 async def test_a_reader_that_is_too_slow_fails_with_its_captures(starter) -> None:
-    running = await starter(inline_capture_bytes=WIDTH * 4 * 2)
+    running = await starter(request_buffer_bytes=WIDTH * 4 * 2)
     refusal = await running.client.refusal(request(captures=[capture()]))
     assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_CAPTURE_OVERFLOW", "")
-    assert "--inline-capture-mib" in refusal.message
+    assert "--request-buffer-mib" in refusal.message
     await settled(running)
 
 

@@ -135,7 +135,12 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
         "--staging-mib",
         "on the host, of each worker, where captured rows wait for the server",
     )
-    flag(memory, "--inline-capture-mib", "captured rows of one request that may wait to be read")
+    flag(
+        memory,
+        "--request-buffer-mib",
+        "what waits of one request for slow readers: rows, tokens, log-probabilities",
+    )
+    flag(memory, "--buffers-mib", "the same of all requests together")
     flag(
         memory,
         "--subscriptions-mib",

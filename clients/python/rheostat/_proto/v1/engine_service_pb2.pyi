@@ -331,6 +331,8 @@ class Limits(_message.Message):
     RESUME_WINDOW_FIELD_NUMBER: _builtins.int
     RUN_BYTES_FIELD_NUMBER: _builtins.int
     CAPACITY_WAIT_FIELD_NUMBER: _builtins.int
+    REQUEST_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     model_tokens: _builtins.int
     """Tokens of prompt and generation together."""
     running_requests: _builtins.int
@@ -361,6 +363,10 @@ class Limits(_message.Message):
     """Largest buffer of a subscription, in bytes."""
     run_bytes: _builtins.int
     """Bytes of runs."""
+    request_buffer_bytes: _builtins.int
+    """Bytes that may wait of one request for slow readers. Beyond: what CaptureSpec.overload says."""
+    buffer_bytes: _builtins.int
+    """Bytes that may wait of all requests together. Beyond, those that hold most give way."""
     @_builtins.property
     def resume_window(self) -> _duration_pb2.Duration:
         """How long a subscription waits for its client to resume."""
@@ -387,10 +393,12 @@ class Limits(_message.Message):
         resume_window: _duration_pb2.Duration | None = ...,
         run_bytes: _builtins.int = ...,
         capacity_wait: _duration_pb2.Duration | None = ...,
+        request_buffer_bytes: _builtins.int = ...,
+        buffer_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capacity_wait", b"capacity_wait", "resume_window", b"resume_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "capacity_wait", b"capacity_wait", "capture_rows_per_step", b"capture_rows_per_step", "control_message_bytes", b"control_message_bytes", "inline_vector_bytes", b"inline_vector_bytes", "logprobs", b"logprobs", "model_tokens", b"model_tokens", "resume_window", b"resume_window", "run_bytes", b"run_bytes", "running_requests", b"running_requests", "samples", b"samples", "subscription_buffer_bytes", b"subscription_buffer_bytes", "tensor_message_bytes", b"tensor_message_bytes", "vector_bytes", b"vector_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "buffer_bytes", b"buffer_bytes", "capacity_wait", b"capacity_wait", "capture_rows_per_step", b"capture_rows_per_step", "control_message_bytes", b"control_message_bytes", "inline_vector_bytes", b"inline_vector_bytes", "logprobs", b"logprobs", "model_tokens", b"model_tokens", "request_buffer_bytes", b"request_buffer_bytes", "resume_window", b"resume_window", "run_bytes", b"run_bytes", "running_requests", b"running_requests", "samples", b"samples", "subscription_buffer_bytes", b"subscription_buffer_bytes", "tensor_message_bytes", b"tensor_message_bytes", "vector_bytes", b"vector_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -444,6 +452,8 @@ class GetStatsResponse(_message.Message):
     SPOOLED_ROW_COUNT_FIELD_NUMBER: _builtins.int
     OVERRUN_ROW_COUNT_FIELD_NUMBER: _builtins.int
     STAGING_BYTES_FIELD_NUMBER: _builtins.int
+    REQUEST_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     running_request_count: _builtins.int
     """Requests that run now."""
     waiting_request_count: _builtins.int
@@ -498,6 +508,14 @@ class GetStatsResponse(_message.Message):
     """
     staging_bytes: _builtins.int
     """Host memory through which captured rows reach the server, of all workers."""
+    request_buffer_bytes: _builtins.int
+    """Memory of what waits for slow readers of requests: captured rows on their way into responses,
+    sinks and runs, tokens and log-probabilities. At most Limits.buffer_bytes.
+    """
+    subscription_buffer_bytes: _builtins.int
+    """Memory of captured rows that subscribers have not read and acknowledged. At most
+    Limits.subscription_buffer_bytes.
+    """
     @_builtins.property
     def requests(self) -> Global___RequestCounts:
         """Requests by how they ended."""
@@ -538,10 +556,12 @@ class GetStatsResponse(_message.Message):
         spooled_row_count: _builtins.int = ...,
         overrun_row_count: _builtins.int = ...,
         staging_bytes: _builtins.int = ...,
+        request_buffer_bytes: _builtins.int = ...,
+        subscription_buffer_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_row_count", b"bank_row_count", "captured_bytes", b"captured_bytes", "captured_row_count", b"captured_row_count", "dropped_row_count", b"dropped_row_count", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked_count", b"leaked_count", "left_bytes", b"left_bytes", "overrun_row_count", b"overrun_row_count", "plain_row_count", b"plain_row_count", "prefix_hit_token_count", b"prefix_hit_token_count", "prefix_queried_token_count", b"prefix_queried_token_count", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "run_count", b"run_count", "running_request_count", b"running_request_count", "spooled_row_count", b"spooled_row_count", "staging_bytes", b"staging_bytes", "steps", b"steps", "subscription_count", b"subscription_count", "uptime", b"uptime", "used_bank_row_count", b"used_bank_row_count", "vector_count", b"vector_count", "waiting_request_count", b"waiting_request_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_row_count", b"bank_row_count", "captured_bytes", b"captured_bytes", "captured_row_count", b"captured_row_count", "dropped_row_count", b"dropped_row_count", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked_count", b"leaked_count", "left_bytes", b"left_bytes", "overrun_row_count", b"overrun_row_count", "plain_row_count", b"plain_row_count", "prefix_hit_token_count", b"prefix_hit_token_count", "prefix_queried_token_count", b"prefix_queried_token_count", "request_buffer_bytes", b"request_buffer_bytes", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "run_count", b"run_count", "running_request_count", b"running_request_count", "spooled_row_count", b"spooled_row_count", "staging_bytes", b"staging_bytes", "steps", b"steps", "subscription_buffer_bytes", b"subscription_buffer_bytes", "subscription_count", b"subscription_count", "uptime", b"uptime", "used_bank_row_count", b"used_bank_row_count", "vector_count", b"vector_count", "waiting_request_count", b"waiting_request_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

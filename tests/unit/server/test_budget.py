@@ -1,0 +1,148 @@
+"""Who gives way when memory is full: those that hold most, the cheapest first, down to a level."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from rheostat_server.capture.budget import Budget, Cost, Meter, Share
+
+MIB = 1 << 20
+
+
+@dataclass
+class Waiting:
+    """Bytes that wait, and what becomes of them."""
+
+    share: Share
+    cost: Cost = Cost.ROWS
+    leaving: int = 0
+    gave: list[int] = field(default_factory=list)
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.share.meter)
+        self.share.add(self)
+
+    @property
+    def held(self) -> int:
+        return self.meter.bytes - self.leaving
+
+    def put(self, size: int) -> None:
+        self.meter.add(size)
+        self.share.check()
+
+    def give_up(self, size: int, why: str) -> None:
+        assert 0 < size <= self.held
+        self.gave.append(size)
+        self.why = why
+        if self.cost is Cost.TIME:
+            self.leaving += size
+        else:
+            self.meter.add(-(self.held if self.cost is Cost.REQUEST else size))
+
+
+def budget(limit: int = 16 * MIB, request: int = 100 * MIB) -> Budget:
+    return Budget(limit, request, slack=MIB)
+
+
+def test_one_request_has_one_limit_however_its_bytes_are_divided() -> None:
+    share = budget(request=4 * MIB).share()
+    some = [Waiting(share) for _ in range(3)]
+    for _ in range(40):
+        for one in some:
+            one.put(MIB // 4)
+            assert share.used <= 4 * MIB
+    assert all(abs(one.held - 4 * MIB // 3) <= MIB // 2 for one in some)
+    assert "--request-buffer-mib" in some[0].why
+
+
+def test_what_is_cheap_gives_way_before_the_request_fails() -> None:
+    share = budget(request=4 * MIB).share()
+    fails, drops, spills = (Waiting(share, cost) for cost in (Cost.REQUEST, Cost.ROWS, Cost.TIME))
+    for one in (fails, drops, spills):
+        one.put(MIB)
+    fails.put(2 * MIB)
+    assert (spills.leaving, drops.gave, fails.gave) == (MIB, [], [])
+    spills.meter.add(-MIB)
+    spills.leaving = 0
+    fails.put(MIB)
+    assert (drops.held, fails.held) == (0, 4 * MIB)
+    fails.put(1)
+    assert (fails.held, share.used) == (0, 0)
+
+
+def test_the_largest_gives_way_for_all_together() -> None:
+    whole = budget()
+    large, *small = (Waiting(whole.share()) for _ in range(5))
+    for one in small:
+        one.put(2 * MIB)
+    large.put(20 * MIB)
+    assert [one.gave for one in small] == [[]] * 4
+    assert whole.used == 15 * MIB
+    assert "--buffers-mib" in large.why
+
+
+def test_a_failing_one_spares_those_that_hold_less() -> None:
+    whole = budget()
+    fails, drops, small = (
+        Waiting(whole.share(), cost) for cost in (Cost.REQUEST, Cost.ROWS, Cost.REQUEST)
+    )
+    small.put(MIB)
+    drops.put(7 * MIB)
+    fails.put(9 * MIB)
+    assert (fails.held, drops.held, small.held) == (0, 7 * MIB, MIB)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_holds_no_more_than_an_equal_share_loses_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    whole = budget()
+    some = [
+        Waiting(whole.share(), rng.choice([Cost.ROWS, Cost.REQUEST]))
+        for _ in range(rng.randrange(2, 40))
+    ]
+    equal = 15 * MIB // len(some)
+    modest = set(rng.sample(range(len(some)), len(some) // 2))
+    for _ in range(3000):
+        number = rng.randrange(len(some))
+        one = some[number]
+        size = rng.randrange(1, MIB // 4)
+        if number in modest:
+            size = min(size, equal - one.held)
+        if size:
+            one.put(size)
+        assert whole.used <= 16 * MIB
+    assert all(some[number].gave == [] for number in modest)
+    assert any(one.gave for one in some)
+
+
+def test_what_is_on_its_way_to_a_disk_is_not_asked_for_again() -> None:
+    whole = budget()
+    spills, drops = (Waiting(whole.share(), cost) for cost in (Cost.TIME, Cost.ROWS))
+    drops.put(MIB)
+    spills.put(16 * MIB)
+    assert spills.leaving == 2 * MIB
+    drops.put(MIB)
+    assert (len(spills.gave), drops.gave) == (1, [])
+    assert whole.leaving > whole.slack
+    assert spills.share.too_much_leaves
+
+
+def test_small_pieces_weigh_more_than_their_rows() -> None:
+    whole = budget(limit=MIB, request=MIB)
+    share = whole.share()
+    waiting = Meter(share.meter)
+    for _ in range(1000):
+        waiting.add(4, rows=1, pieces=1)
+    assert whole.used > 500_000
+    assert 4000 < share.used <= whole.used
+
+
+def test_a_request_that_has_ended_is_asked_for_nothing() -> None:
+    whole = budget()
+    gone, there = Waiting(whole.share()), Waiting(whole.share())
+    gone.put(9 * MIB)
+    gone.share.close()
+    there.put(8 * MIB)
+    assert (gone.gave, there.gave) == ([], [2 * MIB])
