@@ -5,8 +5,8 @@ reason, leaves no request running; all calls together hold at most `DERIVED_BYTE
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,15 +87,17 @@ class Derivations:
 
     async def derive(
         self, request: steering_service_pb2.DeriveVectorsRequest, host: EngineHost
-    ) -> steering_service_pb2.DeriveVectorsResponse:
-        """Makes vectors and stores them.
+    ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
+        """Makes vectors and stores them. Yields progress while prompts run, the vectors last.
 
         Raises:
             RheostatError: the request is wrong, there is no room, or a prompt failed.
         """
         order = _check(request, host)
         with self._room(order.size):
-            return await _derive(order, host)
+            async with aclosing(_derive(order, host)) as events:
+                async for event in events:
+                    yield event
 
     @contextmanager
     def _room(self, size: int) -> Iterator[None]:
@@ -180,24 +182,26 @@ def _names(request: steering_service_pb2.DeriveVectorsRequest) -> tuple[str, ...
     return names
 
 
-async def _derive(order: _Order, host: EngineHost) -> steering_service_pb2.DeriveVectorsResponse:
+async def _derive(
+    order: _Order, host: EngineHost
+) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
     request, sites = order.request, order.reading.sites
     positive, negative = (
         _Rows(len(prompts), len(sites), order.width)
         for prompts in (request.positive, request.negative)
     )
-    await _run(
-        [
-            _Job(prompt, f"{name}[{index}]", rows, index)
-            for name, prompts, rows in (
-                ("positive", request.positive, positive),
-                ("negative", request.negative, negative),
-            )
-            for index, prompt in enumerate(prompts)
-        ],
-        order.reading,
-        host,
-    )
+    jobs = [
+        _Job(prompt, f"{name}[{index}]", rows, index)
+        for name, prompts, rows in (
+            ("positive", request.positive, positive),
+            ("negative", request.negative, negative),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    async with aclosing(_run(jobs, order.reading, host)) as counts:
+        async for done in counts:
+            progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
+            yield _pb.DeriveVectorsResponse(progress=progress)
     directions = []
     for place in range(len(sites)):
         p, n = positive.rows[place], negative.rows[place]
@@ -213,22 +217,44 @@ async def _derive(order: _Order, host: EngineHost) -> steering_service_pb2.Deriv
         )
         for site, direction, norm in zip(sites, directions, norms.tolist(), strict=True)
     ]
-    return await _stored(order, directions, rows, host)
+    yield _pb.DeriveVectorsResponse(derived=await _stored(order, directions, rows, host))
 
 
-async def _run(jobs: Sequence[_Job], reading: Reading, host: EngineHost) -> None:
-    waiting = iter(jobs)
+async def _run(
+    jobs: Sequence[_Job], reading: Reading, host: EngineHost
+) -> AsyncGenerator[int, None]:
+    """Runs prompts; yields how many have run, at first 0. A reader that is late misses numbers."""
+    waiting, done, changed = iter(jobs), 0, asyncio.Event()
 
     async def work() -> None:
+        nonlocal done
         for job in waiting:
             job.rows.take(job.place, await read_prompt(job.prompt, job.path, reading, host))
+            done += 1
+            changed.set()
 
+    async def work_at_once() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(_AT_ONCE, len(jobs))):
+                    group.create_task(work())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            changed.set()
+
+    working = asyncio.create_task(work_at_once())
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(_AT_ONCE, len(jobs))):
-                group.create_task(work())
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+        yield (told := 0)
+        while not working.done():
+            await changed.wait()
+            changed.clear()
+            if done > told:
+                yield (told := done)
+        await working
+    finally:
+        working.cancel()
+        await asyncio.wait({working})
 
 
 async def _stored(
@@ -236,7 +262,7 @@ async def _stored(
     directions: Sequence[Direction],  # one per site
     rows: Sequence[steering_service_pb2.DerivedRow],  # one per site
     host: EngineHost,
-) -> steering_service_pb2.DeriveVectorsResponse:
+) -> steering_service_pb2.DerivedVectors:
     """Stores the vectors, all of which are made before the first is stored."""
     points = [to_wire(site).point for site in order.reading.sites]
     made = []
@@ -252,7 +278,7 @@ async def _stored(
         made.append((derived, vector))
     for derived, vector in made:
         await _store(derived, vector, order, host)
-    return _pb.DeriveVectorsResponse(vectors=[derived for derived, _ in made])
+    return _pb.DerivedVectors(vectors=[derived for derived, _ in made])
 
 
 async def _store(

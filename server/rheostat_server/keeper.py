@@ -11,9 +11,16 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
-from rheostat_server.errors import NotSupported, RheostatError, StoreFull, VectorDirFailed
+from rheostat._proto.v1 import types_pb2
+from rheostat_server.errors import (
+    NameConflict,
+    NotSupported,
+    RheostatError,
+    StoreFull,
+    VectorDirFailed,
+)
 from rheostat_server.offload import on_pool
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vectors import Name, PutResult, Vector, VectorStore
@@ -25,6 +32,39 @@ _THREADS = ThreadPoolExecutor(2, "vector-files")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Naming(NamedTuple):
+    """What a name shall stand for."""
+
+    digest: bytes
+    """The vector."""
+    expected: bytes | None
+    """The vector that has the name now, empty: none; None: whatever holds."""
+    description: str | None
+    """For people; None: as the name has it."""
+    sites: types_pb2.SiteSet | None
+    """Where the vector is meant to be used; None: as the name has it."""
+
+    def label(self, name: str, before: Name | None) -> Name:
+        """The name's new label.
+
+        Raises:
+            NameConflict: the name is not where it was expected.
+        """
+        held = before.digest if before is not None else b""
+        if self.expected is not None and self.expected != held:
+            where = f"on {held.hex()}" if held else "on no vector"
+            raise NameConflict(
+                f'the name "{name}" is {where} now',
+                field="expected_digest",
+                metadata={"digest": held.hex()},
+            )
+        description, sites = self.description, self.sites
+        if before is not None:
+            description = before.description if description is None else description
+            sites = before.sites if sites is None else sites
+        return Name(self.digest, description or "", sites)
 
 
 class VectorKeeper:
@@ -100,6 +140,17 @@ class VectorKeeper:
             return self._store.put_named(vector, name, label)
         return await self._see_through(self._put_named(self._files, vector, name, label))
 
+    async def set_name(self, name: str, naming: Naming) -> bytes:
+        """Puts a name on a vector that is stored; the digest that it was on, empty: none.
+
+        Raises:
+            NameConflict: the name is not where it was expected.
+            VectorNotFound: the vector is not stored.
+            StoreFull: there are too many names, or the disk is full.
+            NotSupported: the folder cannot be written.
+        """
+        return await self._see_through(self._set_name(name, naming))
+
     async def delete_name(self, name: str, path: str) -> bytes:
         """Takes a name off; the digest that it was on.
 
@@ -126,12 +177,25 @@ class VectorKeeper:
         self, files: VectorFiles, vector: Vector, name: str, label: Name
     ) -> PutResult:
         async with self._turn:
-            self._store.check_name(name)
+            self._store.check_name(name, "header.name")
             with self._store.held(vector) as existed:
                 await self._save(files, vector)
                 await _on_disk(files.write_names, {**self._store.names, name: label})
                 result = self._store.put_named(vector, name, label)
             return PutResult(existed, result.previous)
+
+    async def _set_name(self, name: str, naming: Naming) -> bytes:
+        async with self._turn:
+            before = self._store.label(name)
+            label = naming.label(name, before)
+            vector = self._store.get(naming.digest, "digest")
+            self._store.check_name(name, "name")
+            with self._store.held(vector):
+                if self._files is not None:
+                    await self._save(self._files, vector)
+                    await _on_disk(self._files.write_names, {**self._store.names, name: label})
+                self._store.put_named(vector, name, label)
+            return before.digest if before is not None else b""
 
     async def _delete_name(self, files: VectorFiles, name: str, path: str) -> bytes:
         async with self._turn:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple
 
-from rheostat._proto.v1 import steering_service_pb2
+from rheostat._proto.v1 import steering_service_pb2, types_pb2
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import (
@@ -31,7 +31,7 @@ from rheostat_server.vectors import Vector, make_vector, vector_rows
 
 _DESCRIPTION_BYTES = 1024
 
-_POINTS = 5
+_POINTS = len(types_pb2.Point.values()) - 1
 
 _PATIENCE = 1.0
 """Seconds for which a refused upload is read on."""
@@ -172,6 +172,16 @@ def check_label(name: str, description: str, path: str) -> None:
         )
 
 
+def check_meant_sites(sites: types_pb2.SiteSet, path: str) -> None:
+    """Bounds the sites that are kept with a name.
+
+    Raises:
+        InvalidValue: there are too many.
+    """
+    checks.at_most(len(sites.points), _POINTS, join(path, "points"), "points")
+    checks.at_most(len(sites.list.layers), LAYERS, join(path, "list.layers"), "layers")
+
+
 def _append(data: bytearray, chunk: bytes, total: int) -> None:
     if not 1 <= len(chunk) <= CHUNK_BYTES:
         raise InvalidValue(f"a chunk has 1 to {CHUNK_BYTES} bytes", field="chunk")
@@ -186,8 +196,7 @@ def _check_header(header: steering_service_pb2.VectorHeader, width: int, capacit
     if header.digest and len(header.digest) != hashlib.sha256().digest_size:
         raise InvalidValue("a digest has 32 bytes", field="header.digest")
     check_label(header.name, header.description, "header")
-    checks.at_most(len(header.sites.points), _POINTS, "header.sites.points", "points")
-    checks.at_most(len(header.sites.list.layers), LAYERS, "header.sites.list.layers", "layers")
+    check_meant_sites(header.sites, "header.sites")
     total = header.total_bytes
     if total > VECTOR_BYTES:
         raise MessageTooLarge(

@@ -205,7 +205,7 @@ class VectorStore:
         Raises:
             StoreFull: held vectors leave too little room, or there are too many names.
         """
-        self.check_name(name)
+        self.check_name(name, "header.name")
         before = self._names.get(name)
         existed = self.put(vector)
         self._names[name] = label
@@ -218,14 +218,18 @@ class VectorStore:
         moved = before is not None and before.digest != vector.digest
         return PutResult(existed, before.digest if before is not None and moved else b"")
 
-    def check_name(self, name: str) -> None:
+    def label(self, name: str) -> Name | None:
+        """A name's label; None where there is no such name."""
+        return self._names.get(name)
+
+    def check_name(self, name: str, path: str) -> None:
         """Refuses one name too many.
 
         Raises:
             StoreFull: there are too many names.
         """
         if name not in self._names and len(self._names) >= NAMES:
-            raise StoreFull(f"there are {NAMES} names; take some off", field="header.name")
+            raise StoreFull(f"there are {NAMES} names; take some off", field=path)
 
     def restore(self, vector: Vector, store_time: float, labels: Mapping[str, Name]) -> None:
         """Stores a vector that was stored before, with its names.

@@ -22,7 +22,7 @@ from rheostat._artifacts import Artifact, SinkInfo
 from rheostat._captures import Capture, Sink
 from rheostat._derivations import Derivation, DerivedRow
 from rheostat._encodings import Encoding
-from rheostat._engine import Engine, Session, Steering, Stream, Vectors, connect
+from rheostat._engine import Engine, Session, Steering, Stream, connect
 from rheostat._errors import (
     Aborted,
     AlreadyExists,
@@ -96,6 +96,7 @@ from rheostat._subscribed import (
     SubscriptionEvent,
 )
 from rheostat._subscription import Subscription
+from rheostat._vector_store import Vectors
 from rheostat._vectors import Vector, VectorInfo, inline, named
 
 try:

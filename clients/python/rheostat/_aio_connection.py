@@ -73,7 +73,7 @@ class Connection:
 
     async def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
         """One request, one answer."""
-        timeout = timeout if call.waits else self.limit(timeout)
+        timeout = self.limit(timeout)
         rpc = self.channel.unary_unary(
             call.path,
             request_serializer=serialize,

@@ -6,33 +6,26 @@ a call is written twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar, Unpack
 
-import numpy.typing as npt
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from rheostat import _requests
-from rheostat._arrays import ArrayLike, Element, vector_data, write_element
 from rheostat._artifacts import Artifact, SinkInfo, read_artifacts, read_sinks
-from rheostat._derivations import Derivation, DeriveMethod, derive_request, read_derivation
-from rheostat._errors import invalid
 from rheostat._explanations import Explanation, Tokenized, read_explanation, read_tokenized
 from rheostat._fields import (
     UINT64,
     builds_message,
     utf8_text,
-    vector_digest,
-    vector_name,
     whole_number,
 )
-from rheostat._fold import DownloadFold, GenerationFold
+from rheostat._fold import GenerationFold
 from rheostat._global_steering import GlobalSteering, read_global
 from rheostat._model import ModelInfo, Stats, read_model, read_stats
-from rheostat._points import LayersLike, PointsLike, layers_of, site_set
 from rheostat._proto.v1 import (
     capture_service_pb2,
     engine_service_pb2,
@@ -42,11 +35,9 @@ from rheostat._proto.v1 import (
 )
 from rheostat._requests import GenerateOptions, Prompt
 from rheostat._results import Event, Generation
-from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, SessionFold, Updates
 from rheostat._steering import SteeringLike, steering_to_wire
-from rheostat._uploads import Pieces, Progress
-from rheostat._vectors import Vector, VectorInfo, defaults, read_info
+from rheostat._uploads import Pieces
 
 Answer = TypeVar("Answer", bound=Message)
 Result = TypeVar("Result")
@@ -75,8 +66,6 @@ class Unary(Generic[Answer, Result]):
     request: Message
     answer: type[Answer]
     read: Callable[[Answer], Result]
-    waits: bool = False
-    """Whether it runs prompts, so that the connection's timeout does not hold for it."""
 
 
 @dataclass(frozen=True)
@@ -230,139 +219,6 @@ def health() -> Unary[health_pb2.HealthCheckResponse, str]:
         health_pb2.HealthCheckRequest(),
         health_pb2.HealthCheckResponse,
         lambda answer: health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status),
-    )
-
-
-@builds_message
-def put_vector(
-    array: ArrayLike | npt.ArrayLike | Vector,
-    *,
-    points: PointsLike | None,
-    layers: LayersLike | None,
-    name: str | None,
-    description: str | None,
-    dtype: Element | None,
-    progress: Progress | None,
-) -> Upload[steering_service_pb2.PutVectorResponse, Vector]:
-    """Store a vector."""
-    at_points, at_layers = defaults(points, layers)
-    if isinstance(array, Vector):
-        at_points, at_layers = at_points or array.points, at_layers or array.layers
-        name = array.name if name is None else name
-        description = array.description if description is None else description
-        if array.rows is None or dtype not in (None, array.rows.element):
-            data = vector_data(array.values, dtype)
-        else:
-            data = array.rows
-    else:
-        data = vector_data(array, dtype)
-    digest = data.digest
-    header = steering_service_pb2.VectorHeader(
-        dtype=write_element(data.element),
-        shape=data.shape,
-        digest=digest,
-        total_bytes=len(data.data),
-        name="" if name is None else vector_name(name),
-        description=utf8_text(description or "", "description", "a description"),
-        sites=None if at_points is None or at_layers is None else site_set(at_points, at_layers),
-    )
-    vector = Vector(
-        digest.hex(), name, data.shape, data.element, at_points, at_layers,
-        description=description or "",
-    )  # fmt: skip
-    return Upload(
-        "/rheostat.v1.SteeringService/PutVector",
-        Pieces(header, data, progress),
-        steering_service_pb2.PutVectorResponse,
-        lambda _: vector,
-    )
-
-
-@builds_message
-def get_vector(
-    name: str | None, digest: str | None
-) -> Download[steering_service_pb2.GetVectorResponse, None, Vector]:
-    """Fetch a vector by name or digest."""
-    if name is not None and digest is not None:
-        raise invalid("digest", "a vector is fetched by its name or by its digest, not by both")
-    if name is None and digest is None:
-        raise invalid("name", "say which vector: its name or its digest", "REASON_MISSING_FIELD")
-    request = steering_service_pb2.GetVectorRequest()
-    if digest is not None:
-        request.digest = vector_digest(digest)
-    if name is not None:
-        request.name = vector_name(name)
-    return Download(
-        "/rheostat.v1.SteeringService/GetVector",
-        request,
-        steering_service_pb2.GetVectorResponse,
-        DownloadFold,
-    )
-
-
-def list_vectors(
-    prefix: str,
-) -> Script[steering_service_pb2.ListVectorsResponse, list[VectorInfo]]:
-    """Every stored vector, page by page."""
-    found: list[VectorInfo] = []
-    token = ""
-    utf8_text(prefix, "name_prefix", "a prefix")
-    while True:
-        page = yield Unary(
-            "/rheostat.v1.SteeringService/ListVectors",
-            steering_service_pb2.ListVectorsRequest(
-                page_size=_PAGE, page_token=token, name_prefix=prefix
-            ),
-            steering_service_pb2.ListVectorsResponse,
-            lambda answer: answer,
-        )
-        found.extend(read_info(info) for info in page.vectors)
-        token = page.next_page_token
-        if not token:
-            return found
-
-
-def derive_vectors(
-    positive: Iterable[Prompt],
-    negative: Iterable[Prompt],
-    *,
-    points: PointsLike,
-    layers: LayersLike,
-    where: SelectorLike,
-    method: DeriveMethod,
-    name: str | None,
-    description: str,
-    lora: str | None,
-) -> Unary[steering_service_pb2.DeriveVectorsResponse, Derivation]:
-    """Make vectors of two sets of prompts."""
-    at_layers = layers_of(layers)
-    return Unary(
-        "/rheostat.v1.SteeringService/DeriveVectors",
-        derive_request(
-            positive,
-            negative,
-            points=points,
-            layers=at_layers,
-            where=where,
-            method=method,
-            name=name,
-            description=description,
-            lora=lora,
-        ),
-        steering_service_pb2.DeriveVectorsResponse,
-        partial(read_derivation, layers=at_layers),
-        waits=True,
-    )
-
-
-@builds_message
-def delete_name(name: str) -> Unary[steering_service_pb2.DeleteNameResponse, str]:
-    """Take a name off its vector; gives the digest that it was on."""
-    return Unary(
-        "/rheostat.v1.SteeringService/DeleteName",
-        steering_service_pb2.DeleteNameRequest(name=vector_name(name)),
-        steering_service_pb2.DeleteNameResponse,
-        lambda answer: answer.digest.hex(),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from rheostat._errors import Refused, invalid
+from rheostat._errors import Refused, ServerError, invalid
 from rheostat._fields import builds_message, utf8_text, vector_name
 from rheostat._notebook import passage
 from rheostat._points import (
@@ -29,6 +29,7 @@ from rheostat._points import (
 from rheostat._proto.v1 import selector_pb2, steering_service_pb2, types_pb2
 from rheostat._requests import Prompt, put_prompt
 from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._uploads import Progress
 from rheostat._vectors import Vector
 
 DeriveMethod: TypeAlias = Literal["difference_of_means", "principal_component"]
@@ -183,10 +184,34 @@ def _prompts(prompts: object, path: str) -> list[types_pb2.Prompt]:
     return found
 
 
-def read_derivation(
-    answer: steering_service_pb2.DeriveVectorsResponse, layers: Layers
-) -> Derivation:
-    """The answer to a request for these layers."""
+class DerivationFold:
+    """From `DeriveVectorsResponse` messages to a `Derivation`."""
+
+    def __init__(self, layers: Layers, progress: Progress | None) -> None:
+        """Of a request for these layers. ``progress`` is called with prompts done and in all."""
+        self._layers = layers
+        self._progress = progress
+        self._derived: steering_service_pb2.DerivedVectors | None = None
+
+    def feed(self, message: steering_service_pb2.DeriveVectorsResponse) -> list[None]:
+        """Take the next event."""
+        match message.WhichOneof("event"):
+            case "progress" if self._progress is not None:
+                told = message.progress
+                self._progress(told.done_prompt_count, told.total_prompt_count)
+            case "derived":
+                self._derived = message.derived
+        return []
+
+    def result(self) -> Derivation:
+        """The vectors, once the stream has ended with OK."""
+        if self._derived is None:
+            raise ServerError("the server ended a derivation without its vectors")
+        return _read_derivation(self._derived, self._layers)
+
+
+def _read_derivation(answer: steering_service_pb2.DerivedVectors, layers: Layers) -> Derivation:
+    """The vectors of a request for these layers."""
     vectors: list[Vector] = []
     rows: list[DerivedRow] = []
     for derived in answer.vectors:

@@ -7,38 +7,31 @@ shared between threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
-import numpy.typing as npt
 
 from rheostat import _calls, _errors, _readiness, _run_calls, _subscribe_requests
-from rheostat._arrays import ArrayLike, Element
 from rheostat._artifacts import Artifact, SinkInfo
 from rheostat._calls import Dialogue
 from rheostat._channel import UNARY_TIMEOUT
 from rheostat._connection import Connection, Reader
-from rheostat._derivations import Derivation, DeriveMethod
 from rheostat._errors import RheostatError
 from rheostat._explanations import Explanation, Tokenized
 from rheostat._global_steering import GlobalSteering
 from rheostat._model import ModelInfo, Stats
-from rheostat._points import LayersLike, PointsLike
 from rheostat._proto.v1 import generation_service_pb2
 from rheostat._requests import GenerateOptions, Prompt, check_options
 from rheostat._results import Event, Generation
 from rheostat._runs import RunInfo
-from rheostat._selectors import SelectorLike
 from rheostat._sessions import SessionEvent, Updates
 from rheostat._steering import SteeringLike
 from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
 from rheostat._subscribed import Cursor
 from rheostat._subscription import Subscription
-from rheostat._uploads import Progress
-from rheostat._vectors import Vector, VectorInfo
+from rheostat._vector_store import Vectors
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
@@ -91,109 +84,6 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
     def _failure(self, error: grpc.RpcError) -> RheostatError:
         self._updates.close()
         return super()._failure(error)
-
-
-class Vectors:
-    """The server's store of vectors."""
-
-    def __init__(self, connection: Connection) -> None:
-        """Made by `Engine`."""
-        self._connection = connection
-
-    def put(
-        self,
-        array: ArrayLike | npt.ArrayLike | Vector,
-        *,
-        points: PointsLike | None = None,
-        layers: LayersLike | None = None,
-        name: str | None = None,
-        description: str | None = None,
-        dtype: Element | None = None,
-        progress: Progress | None = None,
-        timeout: float | None = None,
-    ) -> Vector:
-        """Store a vector and give a handle on it. Storing the same numbers twice stores them once.
-
-        ``array`` is [width], one row for every layer, or [layers, width], one row per layer: a
-        numpy array, a torch tensor or anything with ``__array__``. float32, float16 and bfloat16
-        are kept as they are, other numbers rounded to float32; ``dtype`` converts, and
-        ``dtype="bfloat16"`` reads uint16 as bits. ``points`` and ``layers`` are where the handle
-        acts by default; with a name and both given, the server keeps them for others to see. A name
-        that is on another vector moves here. Without a name the server may evict the vector once
-        no request uses it. A `Vector` that holds its numbers, as from `load_vector`, brings its own
-        name, description, points and layers for those that are not given. Raises InvalidRequest for
-        another rank and for elements that are not finite. What ``progress`` raises ends the upload
-        and comes out as it is.
-        """
-        call = _calls.put_vector(
-            array,
-            points=points,
-            layers=layers,
-            name=name,
-            description=description,
-            dtype=dtype,
-            progress=progress,
-        )
-        return self._connection.upload(call, timeout)
-
-    def get(
-        self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
-    ) -> Vector:
-        """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
-        call, timeout = _calls.get_vector(name, digest), self._connection.limit(timeout)
-        responses = self._connection.download(call, timeout)
-        return Reader(self._connection, responses, call.fold(), timeout).result()
-
-    def derive(
-        self,
-        positive: Iterable[Prompt],
-        negative: Iterable[Prompt],
-        *,
-        points: PointsLike,
-        layers: LayersLike,
-        where: SelectorLike = None,
-        method: DeriveMethod = "difference_of_means",
-        name: str | None = None,
-        description: str = "",
-        lora: str | None = None,
-        timeout: float | None = None,
-    ) -> Derivation:
-        """Make vectors that tell two sets of prompts apart, store them, and say how well they do.
-
-        The server runs every prompt and takes its rows at the points and layers on the tokens
-        ``where`` (default: the last prompt token), averaged per prompt. A row of a vector, one per
-        layer, is then the mean of the positive prompts' less that of the negative ones'
-        ("difference_of_means"; Rimsky et al., 2023), or the first principal component of the
-        pairwise differences, of norm 1 ("principal_component"; Zou et al., 2023), for which the
-        sets pair up in order. With several points there is one vector per point, and "/resid_pre"
-        etc. is appended to ``name``. Without a name the server may evict a vector.
-
-        To steer at the best layer alone, derive there once more:
-        ``derive(..., layers=derivation.best.site.layer, name="joy")``.
-
-        ``timeout`` is in seconds; None waits. Raises InvalidRequest that names the prompt
-        (``positive[3].text``) where one cannot run.
-        """
-        call = _calls.derive_vectors(
-            positive,
-            negative,
-            points=points,
-            layers=layers,
-            where=where,
-            method=method,
-            name=name,
-            description=description,
-            lora=lora,
-        )
-        return self._connection.unary(call, timeout)
-
-    def list(self, prefix: str = "") -> list[VectorInfo]:
-        """Stored vectors by name, those whose name begins with ``prefix``; "": unnamed ones too."""
-        return self._connection.script(_calls.list_vectors(prefix))
-
-    def delete(self, name: str) -> str:
-        """Take a name off its vector, and give the vector's digest. Running requests go on."""
-        return self._connection.unary(_calls.delete_name(name))
 
 
 class Steering:

@@ -81,14 +81,14 @@ def vector_name(name: str, path: str = "name") -> str:
     return name
 
 
-def vector_digest(digest: str) -> bytes:
+def vector_digest(digest: str, path: str = "digest") -> bytes:
     """The 32 bytes of ``digest``, 64 hex digits."""
     try:
         found = bytes.fromhex(digest)
     except (TypeError, ValueError):
         found = b""
     if len(found) != 32:
-        raise invalid("digest", f"a digest is 64 hex digits, not {digest!r}")
+        raise invalid(path, f"a digest is 64 hex digits, not {digest!r}")
     return found
 
 

@@ -13,7 +13,14 @@ from typing import Self, Unpack
 import grpc
 import numpy.typing as npt
 
-from rheostat import _calls, _errors, _readiness, _run_calls, _subscribe_requests
+from rheostat import (
+    _calls,
+    _errors,
+    _readiness,
+    _run_calls,
+    _subscribe_requests,
+    _vector_calls,
+)
 from rheostat._aio_connection import Connection, Reader, until_none
 from rheostat._aio_subscription import Subscription
 from rheostat._arrays import ArrayLike, Element
@@ -108,7 +115,7 @@ class Vectors:
         timeout: float | None = None,
     ) -> Vector:
         """As `rheostat.Vectors.put`; ``progress`` is called on the event loop."""
-        call = _calls.put_vector(
+        call = _vector_calls.put_vector(
             array,
             points=points,
             layers=layers,
@@ -123,7 +130,7 @@ class Vectors:
         self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
     ) -> Vector:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
-        call, timeout = _calls.get_vector(name, digest), self._connection.limit(timeout)
+        call, timeout = _vector_calls.get_vector(name, digest), self._connection.limit(timeout)
         responses = self._connection.download(call, timeout)
         return await Reader(self._connection, responses, call.fold(), timeout).result()
 
@@ -139,10 +146,11 @@ class Vectors:
         name: str | None = None,
         description: str = "",
         lora: str | None = None,
+        progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Derivation:
-        """As `rheostat.Vectors.derive`."""
-        call = _calls.derive_vectors(
+        """As `rheostat.Vectors.derive`; ``progress`` is called on the event loop."""
+        call = _vector_calls.derive_vectors(
             positive,
             negative,
             points=points,
@@ -152,16 +160,40 @@ class Vectors:
             name=name,
             description=description,
             lora=lora,
+            progress=progress,
         )
-        return await self._connection.unary(call, timeout)
+        responses = self._connection.download(call, timeout)
+        async with Reader(self._connection, responses, call.fold(), timeout) as reader:
+            return await reader.result()
+
+    async def set_name(
+        self,
+        name: str,
+        vector: Vector | str,
+        *,
+        expected: Vector | str | None = None,
+        points: PointsLike | None = None,
+        layers: LayersLike | None = None,
+        description: str | None = None,
+    ) -> str:
+        """As `rheostat.Vectors.set_name`."""
+        call = _vector_calls.set_name(
+            name,
+            vector,
+            expected=expected,
+            points=points,
+            layers=layers,
+            description=description,
+        )
+        return await self._connection.unary(call)
 
     async def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors by name, those whose name begins with ``prefix``; "": unnamed ones too."""
-        return await self._connection.script(_calls.list_vectors(prefix))
+        return await self._connection.script(_vector_calls.list_vectors(prefix))
 
     async def delete(self, name: str) -> str:
         """Take a name off its vector, and give the vector's digest. Running requests go on."""
-        return await self._connection.unary(_calls.delete_name(name))
+        return await self._connection.unary(_vector_calls.delete_name(name))
 
 
 class Steering:

@@ -12,7 +12,7 @@
     │   └── SubscriptionNotFound · SinkNotFound · ArtifactNotFound
     ├── FailedPrecondition
     │   ├── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
-    │   └── VersionConflict · RunInUse
+    │   └── VersionConflict · NameConflict · RunInUse
     ├── ResourceExhausted ── BankFull · QueueFull · StoreFull · MessageTooLarge · CaptureOverflow
     ├── DataLoss ── RowsLost
     ├── OutOfRange ── CursorExpired
@@ -61,6 +61,7 @@ from rheostat_server.errors.leaves import (
     LoraNotFound,
     MessageTooLarge,
     MissingField,
+    NameConflict,
     NameNotFound,
     NoChatTemplate,
     NonFinite,
@@ -136,6 +137,7 @@ __all__ = [
     "MessageTooLarge",
     "MissingField",
     "ModelNotFound",
+    "NameConflict",
     "NameNotFound",
     "NoChatTemplate",
     "NoTokenizer",

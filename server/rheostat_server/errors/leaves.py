@@ -208,6 +208,12 @@ class VersionConflict(FailedPrecondition):
     reason = "REASON_VERSION_CONFLICT"
 
 
+class NameConflict(FailedPrecondition):
+    """The name is on another vector than was expected."""
+
+    reason = "REASON_NAME_CONFLICT"
+
+
 class RunInUse(FailedPrecondition):
     """A request uses the run, or makes it."""
 

@@ -4,6 +4,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from itertools import islice
 
 from google.protobuf import timestamp_pb2
@@ -13,11 +14,12 @@ from rheostat_server import checks
 from rheostat_server.derivation import Derivations
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import InvalidValue
+from rheostat_server.keeper import Naming
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.listing import FIRST, Key
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
-from rheostat_server.upload import Upload, Uploads
+from rheostat_server.upload import Upload, Uploads, check_label, check_meant_sites
 from rheostat_server.vectors import Entry, Name
 
 _pb = steering_service_pb2
@@ -75,13 +77,33 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         if kind == "name":
             checks.matches(name, checks.VECTOR_NAME, "name")
             digest = store.named(name, "name").digest
-        elif len(digest) != hashlib.sha256().digest_size:
-            raise InvalidValue("a digest has 32 bytes", field="digest")
+        else:
+            _check_digest(digest, "digest")
         entry = store.entry(name, digest, kind)
         yield _pb.GetVectorResponse(info=_info(entry))
         data = entry.vector.data
         for start in range(0, len(data), CHUNK_BYTES):
             yield _pb.GetVectorResponse(chunk=data[start : start + CHUNK_BYTES])
+
+    async def SetName(
+        self, request: steering_service_pb2.SetNameRequest, context: Context
+    ) -> steering_service_pb2.SetNameResponse:
+        """Puts a name on a vector that is stored."""
+        keeper = self._readiness.host().keeper
+        checks.matches(request.name, checks.VECTOR_NAME, "name")
+        _check_digest(request.digest, "digest")
+        if request.expected_digest:
+            _check_digest(request.expected_digest, "expected_digest")
+        check_label("", request.description, "")
+        check_meant_sites(request.sites, "sites")
+        naming = Naming(
+            digest=request.digest,
+            expected=request.expected_digest if request.HasField("expected_digest") else None,
+            description=request.description if request.HasField("description") else None,
+            sites=request.sites if request.HasField("sites") else None,
+        )
+        previous = await keeper.set_name(request.name, naming)
+        return _pb.SetNameResponse(previous_digest=previous)
 
     async def DeleteName(
         self, request: steering_service_pb2.DeleteNameRequest, context: Context
@@ -94,9 +116,12 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
 
     async def DeriveVectors(
         self, request: steering_service_pb2.DeriveVectorsRequest, context: Context
-    ) -> steering_service_pb2.DeriveVectorsResponse:
+    ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
         """Makes vectors of two sets of prompts."""
-        return await self._derivations.derive(request, self._readiness.host())
+        events = self._derivations.derive(request, self._readiness.host())
+        async with aclosing(events) as responses:
+            async for response in responses:
+                yield response
 
     async def SetGlobal(
         self, request: steering_service_pb2.SetGlobalRequest, context: Context
@@ -144,6 +169,11 @@ def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
         if entry.label.sites is not None:
             info.sites.CopyFrom(entry.label.sites)
     return info
+
+
+def _check_digest(digest: bytes, path: str) -> None:
+    if len(digest) != hashlib.sha256().digest_size:
+        raise InvalidValue(f"has {len(digest)} bytes; a digest has 32", field=path)
 
 
 def _timestamp(moment: float) -> timestamp_pb2.Timestamp:

@@ -56,6 +56,7 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "SteeringService/GetVector": ({"name": "nobody"}, "not_found"),
+    "SteeringService/SetName": ({"name": "joy", "digest": "A" * 43 + "="}, "not_found"),
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
     "CaptureService/GetArtifacts": ({"requestId": "nobody"}, "not_found"),
     "PatchService/CaptureRun": ({}, "unimplemented"),

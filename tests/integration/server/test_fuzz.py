@@ -15,7 +15,7 @@ import rheostat
 from rheostat._proto.v1 import generation_service_pb2
 
 from .conftest import Server, assert_empty
-from .hostile import GENERATE, GET, NAMES, PUT, SESSION, SHARES, Attempt, attempts
+from .hostile import DERIVE, GENERATE, GET, NAMES, PUT, SESSION, SHARES, Attempt, attempts
 from .hostile_captures import SUBSCRIBE
 
 pytestmark = pytest.mark.integration
@@ -57,7 +57,7 @@ def end_of(channel: grpc.Channel, attempt: Attempt) -> End:
     try:
         if attempt.method == PUT:
             last = channel.stream_unary(path)(iter(attempt.messages), timeout=PATIENCE)
-        elif attempt.method not in (GENERATE, SESSION, GET, SUBSCRIBE):
+        elif attempt.method not in (GENERATE, SESSION, GET, DERIVE, SUBSCRIBE):
             last = channel.unary_unary(path)(attempt.messages[0], timeout=PATIENCE)
         else:
             if attempt.method in (SESSION, SUBSCRIBE):

@@ -108,11 +108,11 @@ def test_a_dose_that_is_no_number_is_refused_as_it_is_written(factor):
 
 @pytest.mark.parametrize(("norms", "warns"), [([0, 0], True), ([0, 1], False)])
 def test_a_derived_vector_that_is_zero_is_warned_of(client, server, caplog, norms, warns):
-    answer = steering_service_pb2.DeriveVectorsResponse()
+    answer = steering_service_pb2.DerivedVectors()
     vector = answer.vectors.add(point="POINT_RESID_POST", digest=bytes(32), name="joy")
     for layer, norm in enumerate(norms, 2):
         vector.rows.add(layer=layer, norm=norm, stream_norm=8)
-    server.on("DeriveVectors", answer)
+    server.on("DeriveVectors", [steering_service_pb2.DeriveVectorsResponse(derived=answer)])
     with caplog.at_level(logging.WARNING, "rheostat"):
         client.run(
             lambda engine: engine.vectors.derive(["a"], ["a"], points="resid_post", layers=[2, 3])

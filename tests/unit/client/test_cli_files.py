@@ -239,3 +239,30 @@ def test_what_gguf_cannot_hold_is_told_with_what_to_type(server, capsys, tmp_pat
         "--layers 1-5, say, takes the rows of those layers"
     )
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], {}),
+        (["--new"], {"expected_digest": b""}),
+        (["--expect", "mirth"], {"expected_digest": b"\xcd" * 32}),
+    ],
+)
+def test_a_stored_vector_gets_a_name(server, capsys, options, expected):
+    listed = pb.ListVectorsResponse()
+    sites = {"points": ["POINT_RESID_POST"], "list": {"layers": [4]}}
+    shape = {"dtype": "DTYPE_FLOAT32", "shape": [1, 2]}
+    listed.vectors.add(digest=b"\xab" * 32, name="joy", description="glad", sites=sites, **shape)
+    listed.vectors.add(digest=b"\xcd" * 32, name="mirth", **shape)
+    server.on("ListVectors", listed)
+    server.on("SetName", pb.SetNameResponse(previous_digest=b"\xcd" * 32))
+    line = ["vectors", "name", "best", "ab" * 4, *options, "--target", server.target]
+    assert main(line) == 0
+    assert server.asked[-1] == pb.SetNameRequest(
+        name="best", digest=b"\xab" * 32, description="glad", sites=sites, **expected
+    )
+    assert capsys.readouterr() == (
+        f"{'ab' * 32}  best\n",
+        f"rheostat: best was on {'cd' * 32} before, which lost the name\n",
+    )

@@ -1,6 +1,8 @@
 """Vectors derived by the server, over both clients and from the command line."""
 
 import math
+import threading
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -22,7 +24,7 @@ ANSWER = text_format.Parse(
           rows { layer: 1 norm: 0 stream_norm: 8 explained: 0 }
           rows { layer: 2 norm: 2 stream_norm: 8 explained: 0.5 separation: 5.25 }
         }""",
-    pb.DeriveVectorsResponse(),
+    pb.DerivedVectors(),
 )
 POST, PRE = Point.RESID_POST, Point.RESID_PRE
 DERIVED = Derivation(
@@ -56,7 +58,7 @@ def one(separation: float | None) -> Derivation:
 
 
 def test_derive_sends_two_sets_and_reads_a_vector_per_point(client, server):
-    server.on("DeriveVectors", ANSWER)
+    server.on("DeriveVectors", [pb.DeriveVectorsResponse(derived=ANSWER)])
     found = client.run(
         lambda engine: engine.vectors.derive(
             ["I am glad", [5, 6]],
@@ -88,11 +90,11 @@ def test_derive_sends_two_sets_and_reads_a_vector_per_point(client, server):
 @pytest.mark.parametrize("name", [None, "joy"])
 @pytest.mark.parametrize("layers", ["all", range(6), [0, 1, 2, 3, 4, 5]])
 def test_a_derived_vector_gives_its_row_of_the_best_layer(client, server, layers, name):
-    answer = pb.DeriveVectorsResponse()
+    answer = pb.DerivedVectors()
     vector = answer.vectors.add(point="POINT_RESID_POST", digest=bytes(32), name=name or "")
     for layer in range(6):
         vector.rows.add(layer=layer, norm=1, stream_norm=8, separation=float(layer == 3))
-    server.on("DeriveVectors", answer)
+    server.on("DeriveVectors", [pb.DeriveVectorsResponse(derived=answer)])
     derived = client.run(
         lambda engine: engine.vectors.derive(["a"], ["b"], points=POST, layers=layers, name=name)
     )
@@ -105,10 +107,10 @@ def test_a_derived_vector_gives_its_row_of_the_best_layer(client, server, layers
 
 
 def test_the_one_row_of_a_derived_vector_may_act_elsewhere(client, server):
-    answer = pb.DeriveVectorsResponse()
+    answer = pb.DerivedVectors()
     vector = answer.vectors.add(point="POINT_RESID_POST", digest=bytes(32))
     vector.rows.add(layer=3, norm=1, stream_norm=8)
-    server.on("DeriveVectors", answer)
+    server.on("DeriveVectors", [pb.DeriveVectorsResponse(derived=answer)])
     derived = client.run(lambda engine: engine.vectors.derive(["a"], ["b"], points=POST, layers=3))
     sent = derived.vector.at(layers=5).to_wire("steering")
     assert list(sent.sites.list.layers) == [5]
@@ -125,7 +127,7 @@ def test_the_one_row_of_a_derived_vector_may_act_elsewhere(client, server):
     ],
 )
 def test_nothing_said_is_the_last_token_and_all_is_the_prompt(client, server, where, expected):
-    server.on("DeriveVectors", ANSWER)
+    server.on("DeriveVectors", [pb.DeriveVectorsResponse(derived=ANSWER)])
     client.run(
         lambda engine: engine.vectors.derive(
             ["a"], ["b"], points="resid_post", layers="all", where=where
@@ -166,9 +168,9 @@ def test_what_cannot_be_derived_is_refused_before_it_is_sent(client, server, cha
 def test_the_connections_timeout_does_not_end_a_derivation_but_its_own_does(server):
     remaining = []
 
-    def answer(request: object, context: grpc.ServicerContext) -> object:
+    def answer(request: object, context: grpc.ServicerContext) -> Iterator[object]:
         remaining.append(context.time_remaining())
-        return ANSWER
+        yield pb.DeriveVectorsResponse(derived=ANSWER)
 
     server.on("DeriveVectors", answer)
     with rheostat.connect(server.target, timeout=5) as engine:
@@ -203,7 +205,7 @@ def test_without_a_separation_there_is_no_best_row():
 
 
 def test_the_command_derives_from_two_files_and_prints_the_table(server, tmp_path, capsys):
-    server.on("DeriveVectors", ANSWER)
+    server.on("DeriveVectors", [pb.DeriveVectorsResponse(derived=ANSWER)])
     server.on("ListVectors", pb.ListVectorsResponse())
     (tmp_path / "glad").write_text("I am glad\n\nHow nice: é\n", encoding="utf-8")
     (tmp_path / "sad").write_text("I am sad", encoding="utf-8")
@@ -230,10 +232,10 @@ def test_the_command_derives_from_two_files_and_prints_the_table(server, tmp_pat
 
 
 def test_the_command_tells_a_vector_of_zeros_and_a_name_that_moves(server, tmp_path, capsys):
-    answer = pb.DeriveVectorsResponse()
+    answer = pb.DerivedVectors()
     row = answer.vectors.add(point="POINT_RESID_POST", digest=b"\1" * 32, name="joy").rows.add()
     row.layer = 2
-    server.on("DeriveVectors", answer)
+    server.on("DeriveVectors", [pb.DeriveVectorsResponse(derived=answer)])
     before = pb.ListVectorsResponse()
     before.vectors.add(digest=b"\2" * 32, name="joy", dtype="DTYPE_FLOAT32", shape=[1, 2])
     server.on("ListVectors", before)
@@ -259,3 +261,42 @@ def test_a_file_without_prompts_is_refused(server, tmp_path, capsys, content):
     assert main([*command, "--target", server.target]) == 2
     assert str(path) in capsys.readouterr().err
     assert server.asked == []
+
+
+def test_progress_is_told_while_prompts_run(client, server):
+    counts = [pb.DeriveProgress(done_prompt_count=n, total_prompt_count=2) for n in (0, 2)]
+    events = [*(pb.DeriveVectorsResponse(progress=one) for one in counts)]
+    server.on("DeriveVectors", [*events, pb.DeriveVectorsResponse(derived=ANSWER)])
+    told = []
+    found = client.run(
+        lambda engine: engine.vectors.derive(
+            ["a"], ["b"], points=[POST, PRE], layers=[1, 2], progress=lambda *n: told.append(n)
+        )
+    )
+    assert (found, told) == (DERIVED, [(0, 2), (2, 2)])
+
+
+def test_what_progress_raises_ends_the_call_and_comes_out(client, server):
+    gone = threading.Event()
+
+    def serve(_request, context):
+        context.add_callback(gone.set)
+        yield pb.DeriveVectorsResponse(progress=pb.DeriveProgress(total_prompt_count=2))
+        gone.wait(10)
+
+    server.on("DeriveVectors", serve)
+
+    def fail(_done: int, _total: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        client.run(
+            lambda engine: engine.vectors.derive(["a"], ["b"], points=POST, layers=1, progress=fail)
+        )
+    assert gone.wait(10)
+
+
+def test_a_derivation_that_ends_without_vectors_is_a_defect_of_the_server(client, server):
+    server.on("DeriveVectors", [])
+    with pytest.raises(rheostat.ServerError, match="without its vectors"):
+        client.run(lambda engine: engine.vectors.derive(["a"], ["b"], points=POST, layers=1))

@@ -188,3 +188,52 @@ def test_delete_takes_a_name_off_and_gives_the_digest(client, server):
     server.on("DeleteName", pb.DeleteNameResponse(digest=b"\xab" * 32))
     assert client.run(lambda engine: engine.vectors.delete("joy")) == "ab" * 32
     assert server.asked == [pb.DeleteNameRequest(name="joy")]
+
+
+HERE, THERE = "ab" * 32, "cd" * 32
+
+
+@pytest.mark.parametrize(
+    ("vector", "options", "sent"),
+    [
+        (HERE, {}, {}),
+        (rheostat.Vector(HERE), {"expected": THERE}, {"expected_digest": bytes.fromhex(THERE)}),
+        (HERE, {"expected": rheostat.Vector(THERE)}, {"expected_digest": bytes.fromhex(THERE)}),
+        (HERE, {"expected": ""}, {"expected_digest": b""}),
+        (
+            rheostat.Vector(HERE, points=(Point.RESID_PRE,), layers=(2,), description="glad"),
+            {},
+            {
+                "description": "glad",
+                "sites": {"points": ["POINT_RESID_PRE"], "list": {"layers": [2]}},
+            },
+        ),
+        (HERE, {"description": "", "points": "resid_pre"}, {"description": ""}),
+    ],
+)
+def test_a_name_is_put_on_a_stored_vector(client, server, vector, options, sent):
+    server.on("SetName", pb.SetNameResponse(previous_digest=bytes.fromhex(THERE)))
+    found = client.run(lambda engine: engine.vectors.set_name("joy", vector, **options))
+    assert found == THERE
+    assert server.asked == [pb.SetNameRequest(name="joy", digest=bytes.fromhex(HERE), **sent)]
+
+
+def test_a_name_that_was_on_nothing_was_on_nothing(client, server):
+    server.on("SetName", pb.SetNameResponse())
+    assert client.run(lambda engine: engine.vectors.set_name("joy", HERE)) == ""
+
+
+@pytest.mark.parametrize(
+    ("vector", "expected", "path"),
+    [
+        ("ab", None, "digest"),
+        (rheostat.named("mirth"), None, "digest"),
+        (HERE, "ab", "expected"),
+        (HERE, rheostat.named("mirth"), "expected"),
+    ],
+)
+def test_a_vector_whose_digest_is_not_known_gets_no_name(client, server, vector, expected, path):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.vectors.set_name("joy", vector, expected=expected))
+    assert raised.value.path == path
+    assert server.asked == []

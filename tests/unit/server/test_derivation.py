@@ -18,6 +18,7 @@ from rheostat_server import derivation, generation, release
 from rheostat_server.contrast import Method, contrast
 from rheostat_server.host import Job
 
+from .conftest import rest
 from .fakes import INFO, LAYERS, PARALLEL, WIDTH, ScriptedBackend, positions_of
 from .messages import GENERATED, add, request, selector, site_set, span, token_range, window
 from .streams import settled, until
@@ -68,6 +69,17 @@ def order(**fields: object) -> steering_service_pb2.DeriveVectorsRequest:
     return pb.DeriveVectorsRequest(**given)
 
 
+async def derive(running, wish: steering_service_pb2.DeriveVectorsRequest) -> pb.DerivedVectors:
+    """What a derivation ends with, once its progress was checked."""
+    *events, last = await rest(running.client.steering.DeriveVectors(wish))
+    told = [event.progress for event in events]
+    total = len(wish.positive) + len(wish.negative)
+    assert {one.total_prompt_count for one in told} == {total}
+    counts = [one.done_prompt_count for one in told]
+    assert (counts[0], counts[-1], sorted(set(counts))) == (0, total, counts)
+    return last.derived
+
+
 def row(point: Point, layer: int, *tokens: int) -> np.ndarray:
     """The mean of the tokens' rows, as float32."""
     found = TABLE[Site(point, layer).index][list(tokens)].astype(np.float64)
@@ -92,8 +104,11 @@ def figures(answer: steering_service_pb2.DerivedRow) -> tuple[object, ...]:
 )
 async def test_each_point_gets_a_vector_with_a_row_per_layer(starter, wire, method) -> None:
     running = await starter(TokenBackend())
-    answer = await running.client.steering.DeriveVectors(
-        order(sites=site_set(POST, PRE, layers=[2, 0]), method=wire, name="joy", description="glad")
+    answer = await derive(
+        running,
+        order(
+            sites=site_set(POST, PRE, layers=[2, 0]), method=wire, name="joy", description="glad"
+        ),
     )
     assert [(v.point, v.name, [r.layer for r in v.rows]) for v in answer.vectors] == [
         (POST, "joy/resid_post", [0, 2]),
@@ -122,8 +137,9 @@ async def test_each_point_gets_a_vector_with_a_row_per_layer(starter, wire, meth
 
 async def test_rows_of_a_prompt_are_averaged_and_norms_are_of_single_rows(starter) -> None:
     running = await starter(TokenBackend())
-    answer = await running.client.steering.DeriveVectors(
-        order(positive=[ids(5, 6, 7)], negative=[ids(3, 4)], where=selector(window(start=1)))
+    answer = await derive(
+        running,
+        order(positive=[ids(5, 6, 7)], negative=[ids(3, 4)], where=selector(window(start=1))),
     )
     (vector,) = answer.vectors
     expected = row(Point.RESID_POST, 1, 6, 7) - row(Point.RESID_POST, 1, 4)
@@ -149,8 +165,8 @@ async def test_rows_of_a_prompt_are_averaged_and_norms_are_of_single_rows(starte
 )
 async def test_a_selector_is_resolved_against_each_prompt(starter, where, picked) -> None:
     running = await starter(TokenBackend())
-    answer = await running.client.steering.DeriveVectors(
-        order(positive=[text("aab")], negative=[text("abc")], where=where, name="v")
+    answer = await derive(
+        running, order(positive=[text("aab")], negative=[text("abc")], where=where, name="v")
     )
     _, rows = await stored(running, name="v")
     expected = np.subtract(*(row(Point.RESID_POST, 1, *tokens) for tokens in picked))
@@ -161,9 +177,7 @@ async def test_a_selector_is_resolved_against_each_prompt(starter, where, picked
 async def test_chats_are_rendered_like_any_prompt(starter) -> None:
     running = await starter(TokenBackend())
     chat = types_pb2.Chat(messages=[types_pb2.ChatMessage(role="user", content="hi")])
-    await running.client.steering.DeriveVectors(
-        order(positive=[types_pb2.Prompt(chat=chat)], negative=[ids(4)])
-    )
+    await derive(running, order(positive=[types_pb2.Prompt(chat=chat)], negative=[ids(4)]))
     prompts = {bytes(job.prompt) for job in running.backend.jobs}
     assert prompts == {b"user: hi\n>", b"\x04"}
     assert all(job.sampling.max_tokens == 1 for job in running.backend.jobs)
@@ -172,7 +186,7 @@ async def test_chats_are_rendered_like_any_prompt(starter) -> None:
 async def test_many_prompts_of_unequal_number_weigh_the_same(starter) -> None:
     running = await starter(TokenBackend())
     many = [ids(1 + i % 100, 2 + i % 90) for i in range(100)]
-    answer = await running.client.steering.DeriveVectors(order(positive=many, negative=many[:50]))
+    answer = await derive(running, order(positive=many, negative=many[:50]))
     sets = [
         np.stack([row(Point.RESID_POST, 1, prompt.token_ids.ids[-1]) for prompt in chosen])
         for chosen in (many, many[:50])
@@ -241,24 +255,23 @@ BAD = {
 async def test_what_cannot_be_derived_is_refused_by_its_field(starter, case) -> None:
     fields, reason, path = BAD[case]
     running = await starter(TokenBackend())
-    refusal = await refusal_of(running.client.steering.DeriveVectors(order(**fields)))
+    refusal = await refusal_of(derive(running, order(**fields)))
     assert refusal.brief == (Code.INVALID_ARGUMENT, f"REASON_{reason}", path)
     await settled(running)
     assert len(running.host.store) == 0
 
 
 async def test_what_of_where_fits_no_prompt_says_which_prompt(running) -> None:
-    call = running.client.steering.DeriveVectors(order(where=selector(window(-2))))
-    refusal = await refusal_of(call)
+    refusal = await refusal_of(derive(running, order(where=selector(window(-2)))))
     assert refusal.message == "negative[1]: -2 lies before a prompt of 1 tokens"
 
 
 async def test_a_site_that_the_model_lacks_and_an_adapter_are_refused_by_name(starter) -> None:
     running = await starter(TokenBackend(sites=PARALLEL))
     mid = site_set(types_pb2.POINT_RESID_MID, layers=[1])
-    refusal = await refusal_of(running.client.steering.DeriveVectors(order(sites=mid)))
+    refusal = await refusal_of(derive(running, order(sites=mid)))
     assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_SITE_NOT_SERVED", "sites")
-    refusal = await refusal_of(running.client.steering.DeriveVectors(order(lora_name="nobody")))
+    refusal = await refusal_of(derive(running, order(lora_name="nobody")))
     assert refusal.brief == (Code.NOT_FOUND, "REASON_LORA_NOT_FOUND", "lora_name")
 
 
@@ -266,7 +279,7 @@ async def test_rows_that_are_not_finite_are_refused_with_their_prompt(starter) -
     table = TABLE.copy()
     table[Site(Point.RESID_POST, 1).index, 12, 2] = np.inf
     running = await starter(TokenBackend(table=table))
-    refusal = await refusal_of(running.client.steering.DeriveVectors(order()))
+    refusal = await refusal_of(derive(running, order()))
     assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_NON_FINITE", "negative[1]")
     assert refusal.message == "the stream at resid_post 1 is not finite"
 
@@ -277,23 +290,22 @@ async def test_rows_beyond_the_budget_are_refused_at_once_or_until_others_end(
     size = 4 * 1 * WIDTH * 4
     monkeypatch.setattr(derivation, "DERIVED_BYTES", size - 1)
     running = await starter(TokenBackend(hold=asyncio.Event()))
-    derive = running.client.steering.DeriveVectors
-    refusal = await refusal_of(derive(order()))
+    refusal = await refusal_of(derive(running, order()))
     assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "sites")
     monkeypatch.setattr(derivation, "DERIVED_BYTES", 2 * size - 1)
-    first = asyncio.ensure_future(derive(order()))
+    first = asyncio.ensure_future(derive(running, order()))
     await until(lambda: len(running.backend.jobs) == 4)
-    refusal = await refusal_of(derive(order()))
+    refusal = await refusal_of(derive(running, order()))
     assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_QUEUE_FULL", "sites")
     assert refusal.retry
     running.backend.hold.set()
     made = await first
-    assert await derive(order()) == made
+    assert await derive(running, order()) == made
 
 
 async def test_vectors_that_no_store_holds_are_refused_before_anything_runs(starter) -> None:
     running = await starter(TokenBackend(), vector_store_bytes=4 * WIDTH - 1)
-    refusal = await refusal_of(running.client.steering.DeriveVectors(order()))
+    refusal = await refusal_of(derive(running, order()))
     assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_STORE_FULL", "sites")
     assert running.backend.jobs == []
 
@@ -312,7 +324,7 @@ async def test_a_caller_that_leaves_aborts_every_request(starter) -> None:
 async def test_a_prompt_that_fails_ends_the_others(starter) -> None:
     running = await starter(TokenBackend(hold=asyncio.Event()))
     bad = order(positive=[ids(1, 2), ids(3), ids(4), ids(999)])
-    refusal = await refusal_of(running.client.steering.DeriveVectors(bad))
+    refusal = await refusal_of(derive(running, bad))
     assert refusal.brief[1:] == ("REASON_UNKNOWN_TOKEN", "positive[3].token_ids.ids[0]")
     await settled(running)
     assert len(running.host.store) == 0
@@ -322,7 +334,7 @@ async def test_a_drain_ends_a_derivation_without_a_vector(starter, monkeypatch) 
     monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(TokenBackend(silent=True))
-    call = running.client.steering.DeriveVectors(order())
+    call = asyncio.ensure_future(derive(running, order()))
     await until(lambda: len(running.backend.jobs) == 4)
     await running.host.drain(0)
     refusal = await refusal_of(call)
@@ -332,7 +344,7 @@ async def test_a_drain_ends_a_derivation_without_a_vector(starter, monkeypatch) 
 
 async def test_a_derived_vector_steers(starter) -> None:
     running = await starter(TokenBackend())
-    answer = await running.client.steering.DeriveVectors(order(name="joy"))
+    answer = await derive(running, order(name="joy"))
     steer = add(steering_pb2.VectorRef(name="joy"), sites=order().sites)
     await running.client.generate(request(steer=[steer]))
     assert running.backend.loaded == [answer.vectors[0].digest.hex()]
@@ -341,5 +353,17 @@ async def test_a_derived_vector_steers(starter) -> None:
 async def test_the_same_prompts_give_the_same_vector_whatever_ran_first(starter) -> None:
     one = await starter(TokenBackend())
     other = await starter(TokenBackend(info=replace(INFO, running_samples=1)))
-    made = [await at.client.steering.DeriveVectors(order()) for at in (one, other)]
+    made = [await derive(at, order()) for at in (one, other)]
     assert made[0] == made[1]
+
+
+async def test_progress_counts_prompts_as_they_end(starter) -> None:
+    hold = asyncio.Event()
+    running = await starter(TokenBackend(hold=hold))
+    call = running.client.steering.DeriveVectors(order())
+    first = await call.read()
+    assert (first.progress.done_prompt_count, first.progress.total_prompt_count) == (0, 4)
+    hold.set()
+    events = await rest(call)
+    assert [event.WhichOneof("event") for event in events[-2:]] == ["progress", "derived"]
+    assert events[-2].progress.done_prompt_count == 4

@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rheostat._proto.v1 import types_pb2
 from rheostat_server import vectors
 from rheostat_server.errors import (
+    NameConflict,
     NameNotFound,
     NotSupported,
     StoreFull,
     VectorDirFailed,
 )
-from rheostat_server.keeper import VectorKeeper
+from rheostat_server.keeper import Naming, VectorKeeper
 from rheostat_server.tensors import FloatType
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vectors import Name, PutResult, Vector, VectorStore, make_vector
@@ -124,6 +126,20 @@ async def test_a_name_that_moved_or_went_is_so_after_a_restart(begin) -> None:
         await server.keeper.delete_name("fear", "name")
     again = await begin()
     assert again.held == [("", vector(1).digest), ("joy", vector(2).digest)]
+
+
+async def test_a_name_that_was_set_is_so_after_a_restart(begin) -> None:
+    server = await begin()
+    sites = types_pb2.SiteSet(points=[types_pb2.POINT_RESID_PRE])
+    await server.keeper.put_named(vector(1), "joy", label(vector(1), "glad"))
+    await server.keeper.put(vector(2))
+    naming = Naming(vector(2).digest, vector(1).digest, None, sites)
+    assert await server.keeper.set_name("joy", naming) == vector(1).digest
+    with pytest.raises(NameConflict):
+        await server.keeper.set_name("joy", naming)
+    again = await begin()
+    assert again.held == [("", vector(1).digest), ("joy", vector(2).digest)]
+    assert again.store.names == {"joy": Name(vector(2).digest, "glad", sites)}
 
 
 async def test_an_evicted_vector_leaves_the_folder(begin) -> None:

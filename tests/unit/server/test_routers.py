@@ -154,7 +154,7 @@ async def test_a_router_is_neither_steered_nor_averaged(mixture) -> None:
         sites=site_set(ROUTER, layers=[1]),
     )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await mixture.client.steering.DeriveVectors(wish)
+        await mixture.client.steering.DeriveVectors(wish).read()
     assert Refusal.of(caught.value).brief == (
         Code.FAILED_PRECONDITION,
         "REASON_NOT_SUPPORTED",

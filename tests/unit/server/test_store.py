@@ -107,7 +107,7 @@ async def test_an_upload_twice_is_one_vector_and_a_name_moves(running) -> None:
             "header.description",
         ),
         (
-            [header(sites=site_set(*[POST] * 6))],
+            [header(sites=site_set(*[POST] * 7))],
             "INVALID_ARGUMENT",
             "INVALID_VALUE",
             "header.sites.points",

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     positive, negative = _prompts(args.positive), _prompts(args.negative)
     with connected(args) as engine:
         before = names(engine, args.name) if args.name else {}
-        with Phase(f"running {len(positive)} + {len(negative)} prompts"):
+        with Phase(f"running {len(positive)} + {len(negative)} prompts") as phase:
             derivation = engine.vectors.derive(
                 positive,
                 negative,
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
                 name=args.name,
                 description=args.description,
                 lora=args.lora,
+                progress=lambda done, total: phase.note(f"{done} of {total} done"),
             )
     print(derivation)
     if any(row.separation is None for row in derivation.rows):

@@ -19,11 +19,12 @@ from rheostat._cli._common import (
     layers,
     may_write,
     points,
+    warn,
 )
 from rheostat._cli._listing import add_json, print_json, print_table
 from rheostat._cli._progress import Phase
 from rheostat._cli._rows import check_layers, part
-from rheostat._cli._stored import fetched, names, shown, tell_moved
+from rheostat._cli._stored import fetched, names, shown, stored, tell_moved
 from rheostat._files import FORMATS, load_vector, save_vector
 from rheostat._points import show_layers
 from rheostat._vectors import Vector, VectorInfo, defaults, inline
@@ -35,8 +36,8 @@ def add(commands: Subparsers) -> None:
     """Register the command and its own subcommands."""
     parser = commands.add_parser(
         "vectors",
-        help="list, put, get, import, export, derive and delete vectors",
-        description="List, put, get, import, export, derive and delete vectors of the server.",
+        help="list, put, get, import, export, name, derive and delete vectors",
+        description="List, put, get, import, export, name, derive and delete stored vectors.",
         example="""\
 rheostat vectors list
 rheostat vectors put joy.npy --points resid_post --layers 3""",
@@ -113,6 +114,23 @@ rheostat vectors import gpt2-res-jb/blocks.8.hook_resid_pre --feature 1234 --nam
     for action in (get, give):
         add_force(action)
 
+    naming = actions.add_parser(
+        "name",
+        help="put a name on a stored vector",
+        description="Put a name on a stored vector; a name on another vector moves.",
+        example="""\
+rheostat vectors name joy 3fa2b81c
+rheostat vectors name joy joy/v2 --expect joy/v1""",
+    )
+    naming.add_argument("name", metavar="NAME")
+    naming.add_argument("vector", metavar="VECTOR", help="its name, or 8 digits of its digest")
+    holder = naming.add_mutually_exclusive_group()
+    holder.add_argument(
+        "--expect", metavar="VECTOR", help="refuse if the name is on another vector than this now"
+    )
+    holder.add_argument("--new", action="store_true", help="refuse if there is such a name now")
+    naming.set_defaults(run=run_name)
+
     delete = actions.add_parser(
         "delete",
         help="take a name off its vector",
@@ -124,7 +142,7 @@ rheostat vectors import gpt2-res-jb/blocks.8.hook_resid_pre --feature 1234 --nam
 
     derive.add(actions)
 
-    for action in (listing, put, get, take, give, delete):
+    for action in (listing, put, get, take, give, naming, delete):
         add_target(action)
 
 
@@ -223,6 +241,20 @@ def _put(args: argparse.Namespace, vector: Vector) -> int:
             )
     tell_moved(before, vector)
     print(f"{vector.digest}  {name}")
+    return 0
+
+
+def run_name(args: argparse.Namespace) -> int:
+    """Put a name on a stored vector."""
+    with connected(args) as engine:
+        vector = stored(engine, args.vector)
+        expected = "" if args.new else None
+        if args.expect is not None:
+            expected = stored(engine, args.expect).digest
+        previous = engine.vectors.set_name(args.name, vector, expected=expected)
+    if previous not in ("", vector.digest):
+        warn(f"{args.name} was on {previous} before, which lost the name")
+    print(f"{vector.digest}  {args.name}")
     return 0
 
 

@@ -109,6 +109,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """FAILED_PRECONDITION. The run lacks a site or position that the patch needs."""
     REASON_NO_CONTRAST: _Reason.ValueType  # 68
     """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover."""
+    REASON_NAME_CONFLICT: _Reason.ValueType  # 69
+    """FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
+    vector's, in hex; empty: the name is on none.
+    """
     REASON_BANK_FULL: _Reason.ValueType  # 80
     """RESOURCE_EXHAUSTED, with RetryInfo where waiting helps. The request needs more bank rows than
     there are, or than come free in time.
@@ -241,6 +245,10 @@ REASON_RUN_INCOMPLETE: Reason.ValueType  # 67
 """FAILED_PRECONDITION. The run lacks a site or position that the patch needs."""
 REASON_NO_CONTRAST: Reason.ValueType  # 68
 """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover."""
+REASON_NAME_CONFLICT: Reason.ValueType  # 69
+"""FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
+vector's, in hex; empty: the name is on none.
+"""
 REASON_BANK_FULL: Reason.ValueType  # 80
 """RESOURCE_EXHAUSTED, with RetryInfo where waiting helps. The request needs more bank rows than
 there are, or than come free in time.

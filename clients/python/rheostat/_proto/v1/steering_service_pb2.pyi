@@ -359,6 +359,77 @@ class GetVectorResponse(_message.Message):
 Global___GetVectorResponse: _TypeAlias = GetVectorResponse  # noqa: Y015
 
 @_typing.final
+class SetNameRequest(_message.Message):
+    """Which name goes on which vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    EXPECTED_DIGEST_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As VectorHeader.name. Required. On another vector: it moves."""
+    digest: _builtins.bytes
+    """Digest of the vector, 32 bytes. Not stored: REASON_VECTOR_NOT_FOUND."""
+    expected_digest: _builtins.bytes
+    """Digest of the vector that has the name now; empty: none has. If that is not so:
+    REASON_NAME_CONFLICT. Absent: whatever holds.
+    """
+    description: _builtins.str
+    """As VectorHeader.description. Absent: the name keeps its own; a new name has none."""
+    @_builtins.property
+    def sites(self) -> _types_pb2.SiteSet:
+        """As VectorHeader.sites. Absent: the name keeps its own; a new name has none."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+        expected_digest: _builtins.bytes | None = ...,
+        description: _builtins.str | None = ...,
+        sites: _types_pb2.SiteSet | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_description", b"_description", "_expected_digest", b"_expected_digest", "description", b"description", "expected_digest", b"expected_digest", "sites", b"sites"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_description", b"_description", "_expected_digest", b"_expected_digest", "description", b"description", "digest", b"digest", "expected_digest", b"expected_digest", "name", b"name", "sites", b"sites"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__description: _TypeAlias = _typing.Literal["description"]  # noqa: Y015
+    _WhichOneofArgType__description: _TypeAlias = _typing.Literal["_description", b"_description"]  # noqa: Y015
+    _WhichOneofReturnType__expected_digest: _TypeAlias = _typing.Literal["expected_digest"]  # noqa: Y015
+    _WhichOneofArgType__expected_digest: _TypeAlias = _typing.Literal["_expected_digest", b"_expected_digest"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__description) -> _WhichOneofReturnType__description | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_digest) -> _WhichOneofReturnType__expected_digest | None: ...
+
+Global___SetNameRequest: _TypeAlias = SetNameRequest  # noqa: Y015
+
+@_typing.final
+class SetNameResponse(_message.Message):
+    """The name is on the vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_DIGEST_FIELD_NUMBER: _builtins.int
+    previous_digest: _builtins.bytes
+    """Digest of the vector that had the name before. Empty: none had."""
+    def __init__(
+        self,
+        *,
+        previous_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous_digest", b"previous_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetNameResponse: _TypeAlias = SetNameResponse  # noqa: Y015
+
+@_typing.final
 class DeleteNameRequest(_message.Message):
     """Which name to take off."""
 
@@ -483,6 +554,64 @@ Global___DeriveVectorsRequest: _TypeAlias = DeriveVectorsRequest  # noqa: Y015
 
 @_typing.final
 class DeriveVectorsResponse(_message.Message):
+    """One event of a derivation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    DERIVED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___DeriveProgress:
+        """A prompt more has run. First, with 0 of them."""
+
+    @_builtins.property
+    def derived(self) -> Global___DerivedVectors:
+        """Last. The vectors are stored."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___DeriveProgress | None = ...,
+        derived: Global___DerivedVectors | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["derived", b"derived", "event", b"event", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["derived", b"derived", "event", b"event", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "derived"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___DeriveVectorsResponse: _TypeAlias = DeriveVectorsResponse  # noqa: Y015
+
+@_typing.final
+class DeriveProgress(_message.Message):
+    """How far a derivation is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_PROMPT_COUNT_FIELD_NUMBER: _builtins.int
+    TOTAL_PROMPT_COUNT_FIELD_NUMBER: _builtins.int
+    done_prompt_count: _builtins.int
+    """Prompts that have run."""
+    total_prompt_count: _builtins.int
+    """Prompts of both sets."""
+    def __init__(
+        self,
+        *,
+        done_prompt_count: _builtins.int = ...,
+        total_prompt_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_prompt_count", b"done_prompt_count", "total_prompt_count", b"total_prompt_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeriveProgress: _TypeAlias = DeriveProgress  # noqa: Y015
+
+@_typing.final
+class DerivedVectors(_message.Message):
     """What was made."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -503,7 +632,7 @@ class DeriveVectorsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DeriveVectorsResponse: _TypeAlias = DeriveVectorsResponse  # noqa: Y015
+Global___DerivedVectors: _TypeAlias = DerivedVectors  # noqa: Y015
 
 @_typing.final
 class DerivedVector(_message.Message):

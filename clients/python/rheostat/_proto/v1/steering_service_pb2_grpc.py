@@ -54,12 +54,17 @@ class SteeringServiceStub(object):
                 request_serializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorRequest.SerializeToString,
                 response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorResponse.FromString,
                 _registered_method=True)
+        self.SetName = channel.unary_unary(
+                '/rheostat.v1.SteeringService/SetName',
+                request_serializer=rheostat_dot_v1_dot_steering__service__pb2.SetNameRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.SetNameResponse.FromString,
+                _registered_method=True)
         self.DeleteName = channel.unary_unary(
                 '/rheostat.v1.SteeringService/DeleteName',
                 request_serializer=rheostat_dot_v1_dot_steering__service__pb2.DeleteNameRequest.SerializeToString,
                 response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.DeleteNameResponse.FromString,
                 _registered_method=True)
-        self.DeriveVectors = channel.unary_unary(
+        self.DeriveVectors = channel.unary_stream(
                 '/rheostat.v1.SteeringService/DeriveVectors',
                 request_serializer=rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsRequest.SerializeToString,
                 response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsResponse.FromString,
@@ -105,6 +110,13 @@ class SteeringServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetName(self, request, context):
+        """Puts a name on a vector that is stored, without its bytes. Running requests are not touched.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteName(self, request, context):
         """Takes a name off its vector. Running requests are not touched.
         """
@@ -113,7 +125,8 @@ class SteeringServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeriveVectors(self, request, context):
-        """Makes vectors by contrasting captured rows of two sets of prompts, and stores them.
+        """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Progress while
+        the prompts run; the vectors last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,12 +164,17 @@ def add_SteeringServiceServicer_to_server(servicer, server):
                     request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorRequest.FromString,
                     response_serializer=rheostat_dot_v1_dot_steering__service__pb2.GetVectorResponse.SerializeToString,
             ),
+            'SetName': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetName,
+                    request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.SetNameRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_steering__service__pb2.SetNameResponse.SerializeToString,
+            ),
             'DeleteName': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteName,
                     request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.DeleteNameRequest.FromString,
                     response_serializer=rheostat_dot_v1_dot_steering__service__pb2.DeleteNameResponse.SerializeToString,
             ),
-            'DeriveVectors': grpc.unary_unary_rpc_method_handler(
+            'DeriveVectors': grpc.unary_stream_rpc_method_handler(
                     servicer.DeriveVectors,
                     request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsRequest.FromString,
                     response_serializer=rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsResponse.SerializeToString,
@@ -269,6 +287,33 @@ class SteeringService(object):
             _registered_method=True)
 
     @staticmethod
+    def SetName(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rheostat.v1.SteeringService/SetName',
+            rheostat_dot_v1_dot_steering__service__pb2.SetNameRequest.SerializeToString,
+            rheostat_dot_v1_dot_steering__service__pb2.SetNameResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DeleteName(request,
             target,
             options=(),
@@ -306,7 +351,7 @@ class SteeringService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/rheostat.v1.SteeringService/DeriveVectors',

@@ -44,10 +44,14 @@ class SteeringServiceStub:
     """What is stored."""
     GetVector: _grpc.UnaryStreamMultiCallable[_steering_service_pb2.GetVectorRequest, _steering_service_pb2.GetVectorResponse]
     """One vector: a header, then chunks."""
+    SetName: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.SetNameRequest, _steering_service_pb2.SetNameResponse]
+    """Puts a name on a vector that is stored, without its bytes. Running requests are not touched."""
     DeleteName: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.DeleteNameRequest, _steering_service_pb2.DeleteNameResponse]
     """Takes a name off its vector. Running requests are not touched."""
-    DeriveVectors: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.DeriveVectorsRequest, _steering_service_pb2.DeriveVectorsResponse]
-    """Makes vectors by contrasting captured rows of two sets of prompts, and stores them."""
+    DeriveVectors: _grpc.UnaryStreamMultiCallable[_steering_service_pb2.DeriveVectorsRequest, _steering_service_pb2.DeriveVectorsResponse]
+    """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Progress while
+    the prompts run; the vectors last.
+    """
     SetGlobal: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.SetGlobalRequest, _steering_service_pb2.SetGlobalResponse]
     """Replaces the server-wide steering as a whole, for requests admitted from then on."""
     GetGlobal: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.GetGlobalRequest, _steering_service_pb2.GetGlobalResponse]
@@ -69,10 +73,14 @@ class SteeringServiceAsyncStub(SteeringServiceStub):
     """What is stored."""
     GetVector: _aio.UnaryStreamMultiCallable[_steering_service_pb2.GetVectorRequest, _steering_service_pb2.GetVectorResponse]  # type: ignore[assignment]
     """One vector: a header, then chunks."""
+    SetName: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.SetNameRequest, _steering_service_pb2.SetNameResponse]  # type: ignore[assignment]
+    """Puts a name on a vector that is stored, without its bytes. Running requests are not touched."""
     DeleteName: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.DeleteNameRequest, _steering_service_pb2.DeleteNameResponse]  # type: ignore[assignment]
     """Takes a name off its vector. Running requests are not touched."""
-    DeriveVectors: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.DeriveVectorsRequest, _steering_service_pb2.DeriveVectorsResponse]  # type: ignore[assignment]
-    """Makes vectors by contrasting captured rows of two sets of prompts, and stores them."""
+    DeriveVectors: _aio.UnaryStreamMultiCallable[_steering_service_pb2.DeriveVectorsRequest, _steering_service_pb2.DeriveVectorsResponse]  # type: ignore[assignment]
+    """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Progress while
+    the prompts run; the vectors last.
+    """
     SetGlobal: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.SetGlobalRequest, _steering_service_pb2.SetGlobalResponse]  # type: ignore[assignment]
     """Replaces the server-wide steering as a whole, for requests admitted from then on."""
     GetGlobal: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.GetGlobalRequest, _steering_service_pb2.GetGlobalResponse]  # type: ignore[assignment]
@@ -107,6 +115,13 @@ class SteeringServiceServicer:
     ) -> _typing.Union[_abc.Iterator[_steering_service_pb2.GetVectorResponse], _abc.AsyncIterator[_steering_service_pb2.GetVectorResponse]]:
         """One vector: a header, then chunks."""
 
+    def SetName(
+        self,
+        request: _steering_service_pb2.SetNameRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_steering_service_pb2.SetNameResponse, _abc.Awaitable[_steering_service_pb2.SetNameResponse]]:
+        """Puts a name on a vector that is stored, without its bytes. Running requests are not touched."""
+
     def DeleteName(
         self,
         request: _steering_service_pb2.DeleteNameRequest,
@@ -118,8 +133,10 @@ class SteeringServiceServicer:
         self,
         request: _steering_service_pb2.DeriveVectorsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_steering_service_pb2.DeriveVectorsResponse, _abc.Awaitable[_steering_service_pb2.DeriveVectorsResponse]]:
-        """Makes vectors by contrasting captured rows of two sets of prompts, and stores them."""
+    ) -> _typing.Union[_abc.Iterator[_steering_service_pb2.DeriveVectorsResponse], _abc.AsyncIterator[_steering_service_pb2.DeriveVectorsResponse]]:
+        """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Progress while
+        the prompts run; the vectors last.
+        """
 
     def SetGlobal(
         self,
