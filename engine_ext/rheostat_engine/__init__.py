@@ -5,7 +5,7 @@ Importing this package imports neither torch nor vLLM; the workers load the part
 
 from rheostat_engine.amend import amend, recapture
 from rheostat_engine.block_keys import BlockKeys
-from rheostat_engine.capacity import Capacity, CapacityLedger, Shortage
+from rheostat_engine.capacity import Capacity, CapacityLedger, CaptureNeed, Shortage
 from rheostat_engine.channel import WorkerChannel
 from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS, compose
 from rheostat_engine.effort import MAX_EFFORT, effort
@@ -52,6 +52,7 @@ __all__ = [
     "Capacity",
     "CapacityLedger",
     "Capture",
+    "CaptureNeed",
     "Coding",
     "Condition",
     "Directions",

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from rheostat_engine.composition import Piece, compose, only_adds
-from rheostat_engine.plan import Kind, Plan
+from rheostat_engine.plan import Capture, Kind, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,24 @@ class _Holding:
     """The most sites at which it captures a token."""
 
 
+class CaptureNeed(NamedTuple):
+    """What captures need of the ring."""
+
+    rows: int
+    """The most rows that one step can need."""
+    sites: int
+    """The most sites at which one token is captured."""
+
+    @classmethod
+    def of(
+        cls, captures: Sequence[Capture], *, prompt_len: int, max_step_tokens: int
+    ) -> "CaptureNeed":
+        """What captures need that are in force together, for one sample."""
+        plan = Plan("", captures=tuple(captures))
+        rows = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
+        return cls(rows, sum(len(capture.sites) for capture in captures))
+
+
 class CapacityLedger:
     """Counts what the admitted plans hold."""
 
@@ -66,13 +84,14 @@ class CapacityLedger:
         self._users: Counter[tuple[str, Hashable]] = Counter()
         self._used: Counter[str] = Counter()
         self._held: dict[str, _Holding] = {}
+        self._observed: dict[str, CaptureNeed] = {}
         self._sites: Counter[int] = Counter()
-        """How many plans capture a token at so many sites."""
+        """How many requests capture a token at so many sites."""
 
     @property
     def requests(self) -> int:
-        """Plans admitted and not released."""
-        return len(self._held)
+        """Plans admitted and not released, and requests with captures beside their plan."""
+        return len(self._held) + len(self._observed)
 
     def used(self, resource: str) -> int:
         """How much of a resource, a field of `Capacity`, admitted plans hold."""
@@ -104,9 +123,7 @@ class CapacityLedger:
         rows = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
         own = {"capture_rows": runs * rows, "ruled_pieces": runs * _ruled(pieces)}
         sites = sum(len(capture.sites) for capture in plan.captures)
-        # A step's rows are at most its tokens, each at as many sites as any plan captures.
-        widest = max((*self._sites, sites))
-        any_step_fits = widest * max_step_tokens <= self._limits["capture_rows"]
+        any_step_fits = self._any_step_fits(sites, max_step_tokens)
         alone: Counter[str] = Counter(own)
         fresh: Counter[str] = Counter(own)
         for key, weight in keys.items():
@@ -127,12 +144,57 @@ class CapacityLedger:
             return min(shortages, key=lambda shortage: shortage.ever)
         self._users.update(keys.keys())
         self._used.update(fresh)
-        self._sites[sites] += 1
+        self._count_sites(sites, 1)
         self._held[plan.request_id] = _Holding(keys, own, sites)
         return None
 
+    def observed(self, name: str) -> CaptureNeed:
+        """What `observe` has reserved under a name."""
+        return self._observed.get(name, CaptureNeed(0, 0))
+
+    def observe(self, name: str, need: CaptureNeed, *, max_step_tokens: int) -> Shortage | None:
+        """Reserves what is captured of a running request beside its plan, or says what is missing.
+
+        Args:
+            name: of the reservation, which no plan has. What was reserved under it is replaced.
+            need: rows beside those of the request's plans, for all samples together; sites at
+                which a token is captured, those of the plan included.
+            max_step_tokens: the most tokens that one step computes.
+        """
+        before = self.observed(name)
+        self._count_sites(before.sites, -1)
+        missing = self._used["capture_rows"] - before.rows + need.rows
+        missing -= self._limits["capture_rows"]
+        if missing > 0 and not self._any_step_fits(need.sites, max_step_tokens):
+            self._count_sites(before.sites, 1)
+            free = max(0, self._limits["capture_rows"] - self._used["capture_rows"])
+            return Shortage("capture_rows", need.rows - before.rows, free, ever=True)
+        self._used["capture_rows"] += need.rows - before.rows
+        self._count_sites(need.sites, 1)
+        self._observed[name] = need
+        if not need.sites:
+            del self._observed[name]
+        return None
+
+    def _any_step_fits(self, sites: int, max_step_tokens: int) -> bool:
+        """Whether the ring holds any step that also captures a token at so many sites.
+
+        A step's rows are at most its tokens, each at as many sites as any request captures.
+        """
+        widest = max((*self._sites, sites))
+        return widest * max_step_tokens <= self._limits["capture_rows"]
+
+    def _count_sites(self, sites: int, change: int) -> None:
+        if sites:
+            self._sites[sites] += change
+            self._sites = +self._sites
+
     def release(self, request_id: str) -> None:
         """Gives back what a request holds; nothing if it holds nothing."""
+        observed = self._observed.pop(request_id, None)
+        if observed is not None:
+            self._used["capture_rows"] -= observed.rows
+            self._count_sites(observed.sites, -1)
         holding = self._held.pop(request_id, None)
         if holding is None:
             return
@@ -142,8 +204,7 @@ class CapacityLedger:
                 del self._users[key]
                 self._used[key[0]] -= weight
         self._used.subtract(holding.own)
-        self._sites[holding.sites] -= 1
-        self._sites = +self._sites
+        self._count_sites(holding.sites, -1)
 
 
 def needs(plan: Plan) -> dict[tuple[str, Hashable], int]:

@@ -300,6 +300,7 @@ class EngineHost:
                 wait=flight.admitted.waits,
                 held=flight.reserved,
             )
+        flight.entered = True
         for life in flight.lives:
             self._route(flight, life)
 

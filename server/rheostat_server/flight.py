@@ -64,6 +64,8 @@ class Flight:
         self.aborted = False
         self.unobserved = False
         """Whether observers get nothing of it: the engine had no room."""
+        self.entered = False
+        """Whether it has the room in the engine that it needs."""
         self.unanswered = 0
         """Updates whose answer `next` has not given out."""
         self.pinned: list[bytes] = []
@@ -76,6 +78,8 @@ class Flight:
         self._queue: asyncio.Queue[Item | Notice | Sign | RheostatError] = asyncio.Queue()
         self.inline = Inline(partial(self._queue.put_nowait, Sign.ROWS))
         """Those of them that go into the response."""
+        self.capture_lock = asyncio.Lock()
+        """Held while something else is to be captured of it, from looking to reserving."""
         self.joined: list[Joined] = []
         """Subscriptions that take part in it though it began before them."""
         self.asked: set[str] = set()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rheostat_engine import Capacity, CapacityLedger, Plan, Shortage
+from rheostat_engine import Capacity, CapacityLedger, CaptureNeed, Plan, Shortage
 from rheostat_server.errors import BankFull, CaptureOverflow, RheostatError
 
 RETRY = 1.0
@@ -52,7 +52,7 @@ class Line:
         """
         self.ledger = CapacityLedger(capacity)
         self._capacity = capacity
-        self._step_tokens = step_tokens
+        self.step_tokens = step_tokens
         self.patience = patience
         self._tickets: deque[_Ticket] = deque()
 
@@ -106,17 +106,42 @@ class Line:
         return fits
 
     def enter_now(self, room: Room, *, prompt_len: int, held: list[str]) -> None:
-        """Reserves a room at once. Where others wait, it must need nothing new.
+        """Reserves a room at once. While others wait, it must need nothing new.
 
         Raises:
             BankFull, CaptureOverflow: there is no room.
         """
-        if self._tickets and self.ledger.lacks(room.plan).total():
+        if self._tickets and (room.plan.captures or self.ledger.lacks(room.plan).total()):
             raise _no_room(None)
         shortage = self._admit([room], prompt_len, held)
         if shortage is not None:
             self.refuse_what_never_fits([room], prompt_len)
             raise _no_room(shortage)
+
+    def observe(self, name: str, need: CaptureNeed, held: list[str]) -> None:
+        """Changes what is reserved for captures beside a running request's plan, at once.
+
+        While others wait, nothing more may be reserved, because they came first.
+
+        Args:
+            name: of the reservation; see `CapacityLedger.observe`.
+            need: what is reserved from now on.
+            held: gets the name while something is reserved, for `leave`.
+
+        Raises:
+            BankFull, CaptureOverflow: there is no room.
+        """
+        before = self.ledger.observed(name)
+        if self._tickets and (need.rows > before.rows or need.sites > before.sites):
+            raise _no_room(None)
+        shortage = self.ledger.observe(name, need, max_step_tokens=self.step_tokens)
+        if shortage is not None:
+            raise _no_room(shortage)
+        if name in held:
+            held.remove(name)
+        if need.sites:
+            held.append(name)
+        self._advance()
 
     def leave(self, held: list[str]) -> None:
         """Gives back what ids hold, and lets in who waits; empties `held`."""
@@ -164,7 +189,7 @@ class Line:
         return freed < shortage.needed - shortage.free
 
     def _admit(self, rooms: Sequence[Room], prompt_len: int, held: list[str]) -> Shortage | None:
-        shortage, entered = _enter(self.ledger, rooms, prompt_len, self._step_tokens)
+        shortage, entered = _enter(self.ledger, rooms, prompt_len, self.step_tokens)
         held += entered
         return shortage
 
@@ -175,7 +200,7 @@ class Line:
             BankFull, CaptureOverflow: there never is.
         """
         empty = CapacityLedger(self._capacity)
-        shortage, _ = _enter(empty, rooms, prompt_len, self._step_tokens)
+        shortage, _ = _enter(empty, rooms, prompt_len, self.step_tokens)
         if shortage is not None:
             raise _refusal(shortage, retry_after=None)
 

@@ -7,13 +7,21 @@ captured, and the observer is told why. Changes reach the engine in the order of
 
 import asyncio
 import contextlib
-import itertools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from rheostat_engine import MAX_EFFORT, OPEN_END, Attached, Capture, ModelSites, Plan, effort
+from rheostat_engine import (
+    MAX_EFFORT,
+    OPEN_END,
+    Attached,
+    Capture,
+    CaptureNeed,
+    ModelSites,
+    Plan,
+    effort,
+)
 from rheostat_engine import recapture as recaptured
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
@@ -21,7 +29,7 @@ from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
 from rheostat_server.flight import Flight
 from rheostat_server.host import Backend, Recapture
-from rheostat_server.line import Line, Room
+from rheostat_server.line import Line
 from rheostat_server.offload import offload
 from rheostat_server.planning import captures_work, plan_work
 from rheostat_server.sequence import Life, Role
@@ -70,7 +78,6 @@ class Attaching:
         self._host = host
         self._flights = flights
         self._routes = routes
-        self._numbers = itertools.count()
         self._changed: dict[Flight, None] = {}
         """Of which something else is to be captured, and the engine does not know."""
         self._gone: set[str] = set()
@@ -81,10 +88,17 @@ class Attaching:
     async def attach(self, subscription: Subscription) -> None:
         """Lets a new subscription take part in the requests that it selects and that run.
 
+        Requests that wait for room are left to `catch_up`: what is captured for an observer must
+        not take the room for which they wait.
+
         Returns once each of them has come to its next step, or after `PATIENCE`.
         """
         subscription.on_left = partial(self._left, subscription)
-        running = [flight for flight in self._flights.values() if _selects(subscription, flight)]
+        running = [
+            flight
+            for flight in self._flights.values()
+            if flight.entered and _selects(subscription, flight)
+        ]
         for flight in running:
             flight.asked.add(subscription.name)
         loop = asyncio.get_running_loop()
@@ -131,26 +145,23 @@ class Attaching:
     ) -> list[Joining]:
         """Lets a subscription take part in a request; what it waits for then."""
         wish = await self._wish(subscription, flight)
-        before = self._captured(flight)
-        wanted = list(wish.captures.values())
-        plan = flight.lives[0].job.plan
-        captures, reason = await offload(
-            captures_work([*before, *wanted]) + plan_work(plan),
-            _looked_through,
-            plan,
-            before,
-            wanted,
-            _computed(flight),
-        )
-        lives = _running(flight)
-        held = flight.plan_id(f"joined{next(self._numbers)}")
-        reason = wish.missed or reason
-        reason = reason or self._reserve(flight, wish, lives, Plan(held, (), captures))
-        if reason and named:
-            _miss(subscription, flight, reason)
-            return []
-        if not subscription.taking or flight.closed:
-            return []
+        async with flight.capture_lock:
+            need, reason = await self._need(flight, wish)
+            lives = _running(flight)
+            reason = wish.missed or reason
+            reason = reason or self._reserve(flight, wish, lives, need)
+            if reason and named:
+                _miss(subscription, flight, reason)
+                return []
+            if not subscription.taking or flight.closed:
+                return []
+            return self._add(flight, wish, lives, reason, named=named)
+
+    def _add(
+        self, flight: Flight, wish: Wish, lives: Sequence[Life], reason: str, *, named: bool
+    ) -> list[Joining]:
+        """Adds a tap to a request; `reason` says why the engine captures nothing for it."""
+        subscription = wish.subscription
         tap = subscription.tap(
             flight.admitted.request_id,
             flight.admitted.prompt.token_ids,
@@ -166,7 +177,7 @@ class Attaching:
             _refuse(subscription, tap, reason)
             return []
         subscription.attached = (*subscription.attached, tap)
-        flight.joined.append(Joined(wish, tap, held, named))
+        flight.joined.append(Joined(wish, tap, named))
         self._change(flight, lives)
         joined: list[Joining] = []
         for life in lives:
@@ -181,16 +192,40 @@ class Attaching:
         (wish,) = await offload(wishes_work(one, context), wishes, one, context, spent)
         return wish
 
-    def _reserve(self, flight: Flight, wish: Wish, lives: Sequence[Life], plan: Plan) -> str:
-        """Reserves what a wish needs of the engine; why that cannot be, or nothing."""
+    async def _need(self, flight: Flight, wish: Wish | None = None) -> tuple[CaptureNeed, str]:
+        """What a sample needs beside its own plan with all that is captured of it, and a wish.
+
+        The second is why no engine could capture all of it, or nothing.
+        """
+        captures = self._captured(flight)
+        if wish is not None:
+            captures += wish.captures.values()
+        plan = flight.lives[0].job.plan
+        return await offload(
+            captures_work(captures) + plan_work(plan),
+            _looked_through,
+            plan,
+            captures,
+            _computed(flight),
+            partial(
+                CaptureNeed.of,
+                prompt_len=flight.admitted.prompt_len,
+                max_step_tokens=self._host.line.step_tokens,
+            ),
+        )
+
+    def _reserve(self, flight: Flight, wish: Wish, lives: Sequence[Life], need: CaptureNeed) -> str:
+        """Reserves what samples need with a wish; why that cannot be, or nothing.
+
+        What is reserved already stays, because the engine may not know of earlier changes yet.
+        """
         if not lives or not wish.subscription.taking:
             return _ENDING
+        line, name = self._host.line, _reservation(flight)
+        before = line.ledger.observed(name)
+        rows, sites = max(before.rows, len(lives) * need.rows), max(before.sites, need.sites)
         try:
-            self._host.line.enter_now(
-                Room(plan, len(lives)),
-                prompt_len=flight.admitted.prompt_len,
-                held=flight.reserved,
-            )
+            line.observe(name, CaptureNeed(rows, sites), flight.reserved)
         except (BankFull, CaptureOverflow) as error:
             return f"the engine has no room for its rows: {error.message}"
         return ""
@@ -220,19 +255,21 @@ class Attaching:
             ]
             self._change(flight, _running(flight))
             if joined:
-                held = [one.held for one in joined]
-                self._soon(self._give_back(flight, held, _awaiting(flight)))
+                self._soon(self._give_back(flight))
 
-    async def _give_back(
-        self, flight: Flight, held: Sequence[str], changes: Sequence[Awaited]
-    ) -> None:
-        """Gives room back once the engine copies nothing more for it."""
-        for one in changes:
-            await one.told.wait()
-        left = [name for name in held if name in flight.reserved]
-        for name in left:
-            flight.reserved.remove(name)
-        self._host.line.leave(left)
+    async def _give_back(self, flight: Flight) -> None:
+        """Gives back what nobody wants of a request any more, once the engine copies none of it."""
+        while changes := _awaiting(flight):
+            for one in changes:
+                await one.told.wait()
+        async with flight.capture_lock:
+            name = _reservation(flight)
+            need, lives = CaptureNeed(0, 0), _running(flight)
+            if flight.joined and lives:
+                need, _ = await self._need(flight)
+            if name in flight.reserved and not _awaiting(flight):
+                rows = len(lives) * need.rows
+                self._host.line.observe(name, need._replace(rows=rows), flight.reserved)
 
     def _change(self, flight: Flight, lives: Sequence[Life]) -> None:
         """Something else is to be captured of some samples of a flight from now on."""
@@ -321,13 +358,19 @@ def _running(flight: Flight) -> list[Life]:
 
 
 def _awaiting(flight: Flight) -> list[Awaited]:
-    """The last changes of those samples that the engine holds."""
+    """Changes of samples in the engine of which it has not said what became of them."""
     found: list[Awaited] = []
     for life in flight.lives:
-        if life.role is not Role.SCORE and not (life.ended and life.released.is_set()):
+        held = life.role is not Role.SCORE and not (life.ended and life.released.is_set())
+        if held and life.told < life.changes:
             found.append(Awaited(life.changes))
             life.joining.append(found[-1])
     return found
+
+
+def _reservation(flight: Flight) -> str:
+    """Under which the ledger holds room for what is captured of a request beside its plan."""
+    return flight.plan_id("observed")
 
 
 def _computed(flight: Flight) -> int:
@@ -342,13 +385,19 @@ def _captures_from(captures: Sequence[ResolvedCapture], first: int) -> tuple[Cap
 
 
 def _looked_through(
-    plan: Plan, before: Sequence[ResolvedCapture], wanted: Sequence[ResolvedCapture], first: int
-) -> tuple[tuple[Capture, ...], str]:
-    """What captures beside those of a plan add to it, and why no engine could do it, or nothing."""
-    together = recaptured(plan, _captures_from([*before, *wanted], first), first)
-    if effort(together) > MAX_EFFORT:
-        return (), _FRAGMENTED
-    return _captures_from(wanted, first), ""
+    plan: Plan,
+    captures: Sequence[ResolvedCapture],
+    first: int,
+    needs: Callable[[Sequence[Capture]], CaptureNeed],
+) -> tuple[CaptureNeed, str]:
+    """What captures from a position on need beside a plan, and why no engine could do them."""
+    together = _captures_from(captures, first)
+    if effort(recaptured(plan, together, first)) > MAX_EFFORT:
+        return CaptureNeed(0, 0), _FRAGMENTED
+    own, all_of_it = needs(plan.captures), needs(together)
+    if all_of_it.rows <= own.rows and all_of_it.sites <= own.sites:
+        return CaptureNeed(0, 0), ""
+    return CaptureNeed(max(0, all_of_it.rows - own.rows), all_of_it.sites), ""
 
 
 def _refuse(subscription: Subscription, tap: Tap, reason: str) -> None:

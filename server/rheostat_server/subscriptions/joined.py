@@ -13,7 +13,5 @@ class Joined(NamedTuple):
     """What it wants."""
     tap: Tap
     """Where that goes."""
-    held: str
-    """Under which the ledger holds room for it."""
     named: bool
     """Whether its reader is told of the request before anything of it comes."""

@@ -12,6 +12,7 @@ from rheostat_engine import (
     Capacity,
     CapacityLedger,
     Capture,
+    CaptureNeed,
     Condition,
     Plan,
     Shortage,
@@ -229,6 +230,40 @@ def test_small_steps_let_any_number_of_captures_in() -> None:
     wide = Plan("wide", (), (Capture((0, 1, 2), EVERYWHERE),))
     shortage = ledger.admit(wide, prompt_len=8, max_step_tokens=5)
     assert shortage == Shortage("capture_rows", 15, 0, False)
+
+
+def test_what_is_observed_counts_beside_the_plan_of_its_request() -> None:
+    """Own sites and those of an observer each fit any step alone, and not together."""
+    ledger = CapacityLedger(capacity(capture_rows=65))
+    own = Plan("own", (), (Capture((0, 1), EVERYWHERE),))
+    assert ledger.admit(own, prompt_len=100, max_step_tokens=32) is None
+    need = CaptureNeed(rows=64, sites=4)
+    shortage = ledger.observe("observed", need, max_step_tokens=32)
+    assert shortage == Shortage("capture_rows", 64, 1, ever=True)
+    assert (ledger.requests, ledger.used("capture_rows")) == (1, 64)
+    assert ledger.observe("observed", CaptureNeed(1, 3), max_step_tokens=32) is None
+    # Another of two sites fitted any step before; a token may now be captured at three.
+    other = replace(own, request_id="other")
+    assert ledger.admit(other, prompt_len=100, max_step_tokens=32) == Shortage(
+        "capture_rows", 64, 0, ever=True
+    )
+    assert ledger.observe("observed", CaptureNeed(0, 0), max_step_tokens=32) is None
+    assert ledger.requests == 1
+    assert ledger.admit(other, prompt_len=100, max_step_tokens=32) is None
+
+
+def test_what_is_observed_is_replaced_and_given_back_with_its_name() -> None:
+    ledger = CapacityLedger(capacity(capture_rows=10))
+    for rows in (4, 9, 2):
+        assert ledger.observe("a", CaptureNeed(rows, 5), max_step_tokens=4) is None
+        assert ledger.used("capture_rows") == rows
+    assert ledger.observed("a") == CaptureNeed(2, 5)
+    shortage = ledger.observe("a", CaptureNeed(12, 5), max_step_tokens=4)
+    assert shortage == Shortage("capture_rows", 10, 8, ever=True)
+    assert ledger.observed("a") == CaptureNeed(2, 5)
+    ledger.release("a")
+    assert (ledger.used("capture_rows"), ledger.requests) == (0, 0)
+    assert ledger.observed("a") == CaptureNeed(0, 0)
 
 
 def different(*sites: int, scale: float = 1.0, digest: bytes = A) -> Act:

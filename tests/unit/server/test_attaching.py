@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2
+from rheostat._proto.v1 import capture_pb2, capture_service_pb2, types_pb2
 from rheostat_server.admission import admit
 from rheostat_server.generation import run
 from rheostat_server.offload import offload
@@ -12,7 +12,7 @@ from rheostat_server.subscriptions import attaching
 
 from .conftest import rest
 from .fakes import ScriptedBackend, row, sites_with
-from .messages import capture, request, site_set
+from .messages import GENERATED, add, capture, request, selector, site_set
 from .streams import settled, until
 from .subscribers import (
     EVERY,
@@ -208,7 +208,8 @@ async def test_a_request_that_waits_in_line_is_captured_once_it_runs(starter) ->
     )
     await until(lambda: running.host.line.waiting == 1)
     one = await Subscriber.open(running, opening(by_id("second"), [wanted(2)]))
-    assert attached(one.events[0].opened) == [("second", 0, None)]
+    assert not attached(one.events[0].opened)
+    assert not one.events[0].opened.missed
     backend.hold.go(40)
     await rest(first)
     await rest(second)
@@ -218,11 +219,10 @@ async def test_a_request_that_waits_in_line_is_captured_once_it_runs(starter) ->
 
 
 async def test_what_the_engine_has_no_room_for_is_missed_and_why_is_said(starter) -> None:
-    backend = ScriptedBackend(sites=sites_with(capture_rows=7), hold=Steps())
+    backend = ScriptedBackend(sites=sites_with(capture_rows=2), hold=Steps())
     running = await starter(backend)
-    call = await begun(
-        running, "a", captures=[capture(site_set(POST, layers=[1, 2]), inline=INLINE)]
-    )
+    own = capture(site_set(POST, layers=[1, 2]), inline=INLINE, where=selector(GENERATED))
+    call = await begun(running, "a", captures=[own])
     one = await Subscriber.open(running, opening(EVERY, [wanted(0, 1, 2)]))
     opened = one.events[0].opened
     assert list(opened.missed_request_ids) == ["a"]
@@ -350,3 +350,101 @@ async def test_rows_are_those_of_their_positions(starter) -> None:
     kinds = [event.WhichOneof("event") for event in one.events]
     assert kinds.index("opened") == 0
     assert isinstance(one.events[0], capture_service_pb2.SubscribeResponse)
+
+
+def inline(*layers: int) -> capture_pb2.CaptureSpec:
+    """Every row of some layers, in the response."""
+    return capture(site_set(POST, layers=layers), inline=INLINE)
+
+
+async def test_an_observers_sites_are_counted_on_top_of_the_requests_own(starter) -> None:
+    """Each fits any step of 16 tokens by itself; both together need a ring of 32 rows."""
+    backend = ScriptedBackend(sites=sites_with(capture_rows=31), hold=Steps())
+    running = await starter(backend)
+    long = types_pb2.TokenIds(ids=range(12))
+    calls = [  # 36 rows are reserved: more than the ring has, but no step takes so many
+        running.client.generation.Generate(
+            request(request_id=name, captures=[inline(0)], sampling=sampled(4), token_ids=long)
+        )
+        for name in "abc"
+    ]
+    await until(lambda: len(backend.positions) == 3)
+    other = await Subscriber.open(running, opening(EVERY, [wanted(1)]))
+    missed = other.events[0].opened.missed
+    assert {one.request_id for one in missed} == {*"abc"}
+    assert "capture rows" in missed[0].reason
+    same = await opened_while_they_step(running, opening(EVERY, [wanted(0)]), steps=3)
+    assert len(attached(same.events[0].opened)) == 3
+    backend.hold.go(40)
+    for call in calls:
+        assert (await rest(call))[-1].HasField("receipt")
+
+
+async def test_what_several_observers_and_the_request_want_alike_is_counted_once(starter) -> None:
+    backend = ScriptedBackend(sites=sites_with(capture_rows=4), hold=Steps())
+    running = await starter(backend)
+    call = await begun(running, "a", tokens=20, captures=[inline(0)])
+    ledger = running.host.ledger
+    assert ledger.used("capture_rows") == PROMPT
+    watchers = [
+        await opened_while_they_step(running, opening(EVERY, [wanted(*layers)]))
+        for layers in ((0,), (0, 1, 2), (1, 2), (0, 1, 2))
+    ]
+    assert not any(one.events[0].opened.missed for one in watchers)
+    # A step captures one row at each of three sites, which is what the prompt needed.
+    assert ledger.used("capture_rows") == PROMPT
+    call.cancel()
+    await settled(running)
+    assert (ledger.used("capture_rows"), ledger.requests) == (0, 0)
+
+
+async def test_samples_and_baselines_are_counted_with_what_an_observer_wants_of_each(
+    starter,
+) -> None:
+    backend = ScriptedBackend(hold=Steps())
+    running = await starter(backend)
+    call = running.client.generation.Generate(
+        request(request_id="a", sampling=sampled(9, 2), steer=[add()], with_baseline=True)
+    )
+    await until(lambda: len(backend.positions) == 4)
+    one = await opened_while_they_step(running, opening(EVERY, [wanted(0, 1)]), steps=4)
+    assert len(attached(one.events[0].opened)) == 4
+    assert running.host.ledger.used("capture_rows") == 4 * 2
+    call.cancel()
+    await settled(running)
+    assert running.host.ledger.used("capture_rows") == 0
+
+
+async def test_an_observer_takes_no_room_while_a_request_waits_for_it(starter) -> None:
+    backend = ScriptedBackend(sites=sites_with(capture_rows=10), hold=Steps())
+    running = await starter(backend)
+    first = await begun(running, "first", captures=[inline(0, 1)])
+    second = running.client.generation.Generate(
+        request(request_id="second", sampling=sampled(5), captures=[inline(0, 1)])
+    )
+    plain = await begun(running, "plain", tokens=40)
+    await until(lambda: running.host.line.waiting == 1)
+    one = await Subscriber.open(running, opening(by_id("first", "plain"), [wanted(0, 1, 2)]))
+    missed = one.events[0].opened.missed
+    assert {each.request_id for each in missed} == {"first", "plain"}
+    assert all("others wait" in each.reason for each in missed)
+    first.cancel()
+    await until(lambda: running.host.line.waiting == 0)
+    backend.hold.go(60)
+    assert (await rest(second))[-1].HasField("receipt")
+    plain.cancel()
+
+
+async def test_an_observer_that_needs_nothing_new_joins_though_a_request_waits(starter) -> None:
+    backend = ScriptedBackend(sites=sites_with(capture_rows=10), hold=Steps())
+    running = await starter(backend)
+    first = await begun(running, "first", captures=[inline(0, 1)])
+    second = running.client.generation.Generate(
+        request(request_id="second", sampling=sampled(5), captures=[inline(0, 1)])
+    )
+    await until(lambda: running.host.line.waiting == 1)
+    one = await opened_while_they_step(running, opening(by_id("first"), [wanted(1)]))
+    assert attached(one.events[0].opened) == [("first", 0, PROMPT)]
+    backend.hold.go(60)
+    for call in (first, second):
+        assert (await rest(call))[-1].HasField("receipt")
