@@ -164,6 +164,8 @@ class EndOfRequest:
     """How each sample ended; empty where the subscription ended before the request did."""
     attached: tuple[Attached, ...] = ()
     """From where on each sample came; empty where the request began after the subscription did."""
+    missed_reason: str = ""
+    """Why nothing of the request was captured for ``capture``; empty: it was."""
 
 
 SubscriptionEvent: TypeAlias = CapturedRows | DroppedRows | EndOfRequest
@@ -258,6 +260,7 @@ class Ledger:
             message.dropped_row_count,
             tuple(_finish_reason(one) for one in message.finish_reasons),
             to_attached(message.attached),
+            message.missed_reason,
         )
 
     def _tally(self, request_id: str) -> _Tally:

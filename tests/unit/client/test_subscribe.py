@@ -252,6 +252,15 @@ def test_rows_that_are_lost_are_told(running, subscriber, policy):
     assert ends_of(events)["a"].dropped_row_count == sum(event.row_count for event in lost) > 0
 
 
+def test_a_request_that_is_missed_says_why(running, subscriber, monkeypatch):
+    monkeypatch.setattr("rheostat_server.subscriptions.wishes.OBSERVERS_COST", 1)
+    with subscriber.subscribe(capture=ONE, every=True, overload="drop_newest") as subscription:
+        running.generate("a")
+        (event,) = until_ends(subscription)
+    assert (event.row_count, event.dropped_row_count) == (0, 0)
+    assert "too many subscriptions observe it" in event.missed_reason
+
+
 def test_being_too_slow_ends_the_subscription_and_says_so(running, subscriber):
     options = {"buffer_bytes": 3 * ROW, "credit": ROW, "ack": "manual"}
     with subscriber.subscribe(capture=ONE, every=True, **options) as subscription:
