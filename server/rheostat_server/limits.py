@@ -87,8 +87,23 @@ may always be asked for."""
 CHAT_MESSAGES = 1024
 """Most messages of a chat."""
 
-PROMPT_TOKEN_BYTES = 64
-"""Bytes of text per token of the context length beyond which a prompt is not even tokenised."""
+PROMPT_TOKEN_BYTES = 16
+"""Most bytes of text for each token of the context length. A longer text is not tokenised."""
+
+SHORT_TEXT_BYTES = 16 << 10
+"""Texts up to this size have a tokenizer thread of their own: each takes about 15 ms at most."""
+
+SHORT_TEXTS_WAITING = 2048
+"""Short texts that may wait to be tokenised."""
+
+LONG_TEXTS_WAITING = 64
+"""Longer texts that may wait to be tokenised."""
+
+DECODED_TOKEN_BYTES = 16
+"""What a token that is decoded counts for, among texts that wait."""
+
+SPAN_SEARCH = 1 << 28
+"""Most characters that the spans of a request may go over: each text goes over the prompt once."""
 
 TEMPLATE_VARIABLES = 32
 """Most variables given to a chat template."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Spans
+from rheostat_server.limits import SPAN_SEARCH
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.spans import runs
 
@@ -19,6 +20,14 @@ Places = npt.NDArray[np.int64]
 
 _TEXTS = 1024
 """Texts whose occurrences are remembered."""
+
+
+_MATCH = 128
+"""Characters that a search goes over in the time that an occurrence takes."""
+
+
+class SearchTooLong(Exception):
+    """The texts that were looked for go over more characters than they may."""
 
 
 class PromptIndex:
@@ -29,6 +38,7 @@ class PromptIndex:
         self._prompt = prompt
         self._vocabulary = vocabulary
         self._occurrences = lru_cache(_TEXTS)(self._find)
+        self._searched = 0
 
     @property
     def has_places(self) -> bool:
@@ -46,7 +56,11 @@ class PromptIndex:
         return np.flatnonzero(wanted[self._ids])
 
     def occurrences(self, text: str) -> Places:
-        """Where a text begins in the prompt's, ascending; occurrences do not overlap."""
+        """Where a text begins in the prompt's, ascending; occurrences do not overlap.
+
+        Raises:
+            SearchTooLong: too much was searched already.
+        """
         return self._occurrences(text)
 
     def holding(self, start: int, end: int) -> tuple[int, int] | None:
@@ -60,6 +74,9 @@ class PromptIndex:
 
     def _find(self, text: str) -> Places:
         assert self._prompt.text is not None
+        self._searched += len(self._prompt.text) + _MATCH * self._prompt.text.count(text)
+        if self._searched > SPAN_SEARCH:
+            raise SearchTooLong
         found = re.finditer(re.escape(text), self._prompt.text)
         return np.fromiter((match.start() for match in found), np.int64)
 

@@ -1,16 +1,13 @@
 """Prompts: text, token ids or chat in; token ids out, and where each token stands in the text.
 
-All tokenisation runs on one thread of its own: long prompts never hold up the event loop, and the
-tokenizer is never used twice at once.
+All that uses the tokenizer runs on threads of its own (`tokenizer_threads`). A text that cannot fit
+into the context is refused before all of it is tokenised.
 """
 
-import asyncio
 import json
 import logging
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from rheostat._proto.v1 import generation_service_pb2, types_pb2
@@ -26,6 +23,7 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import (
     CHAT_MESSAGES,
+    DECODED_TOKEN_BYTES,
     PROMPT_TOKEN_BYTES,
     TEMPLATE_VARIABLE_BYTES,
     TEMPLATE_VARIABLES,
@@ -34,12 +32,13 @@ from rheostat_server.tokenizer import (
     ChatTemplateError,
     Offsets,
     Tokenizer,
+    TooManyTokens,
     decode_with_offsets,
 )
+from rheostat_server.tokenizer_threads import TokenizerThreads
 
 _LOG = logging.getLogger(__name__)
 
-R = TypeVar("R")
 PromptMessage = (
     generation_service_pb2.GenerateRequest
     | generation_service_pb2.TokenizeRequest
@@ -77,7 +76,7 @@ class Prompts:
         self._model_tokens = model_tokens
         self._read: WeakKeyDictionary[PromptTokens, PromptTokens] = WeakKeyDictionary()
         """Prompts of token ids with their text, for as long as the prompts are somebody's."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._threads = None if tokenizer is None else TokenizerThreads(tokenizer)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -90,8 +89,9 @@ class Prompts:
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Ends the threads."""
+        if self._threads is not None:
+            self._threads.close()
 
     async def resolve(self, message: PromptMessage, *, with_text: bool) -> PromptTokens:
         """The tokens of a prompt.
@@ -104,6 +104,7 @@ class Prompts:
             InvalidArgument: the prompt is malformed or too long.
             NoTokenizer, NoChatTemplate: this server cannot read this kind of prompt.
             NotSupported: `with_text`, and the tokenizer cannot tell where tokens stand.
+            QueueFull: too many texts wait to be tokenised.
         """
         kind = checks.required(message.WhichOneof("prompt"), "", "text, token_ids and chat")
         if kind == "token_ids":
@@ -120,15 +121,23 @@ class Prompts:
                 return prompt
             self._required(kind)
             return await self.read(prompt)
-        tokenizer = self._required(kind)
+        threads = self._required(kind)
         if kind == "text":
             if not message.text:
                 raise MissingField("the prompt is empty", field="text")
             text = message.text
         else:
-            text = await self._render(tokenizer, message.chat)
-        self._check_length(text, kind)
-        encoded = await self._run(lambda: tokenizer.encode(text, special=kind == "text"))
+            text = await self._render(threads, message.chat)
+        size = self._check_length(text, kind)
+        special, most = kind == "text", self._model_tokens
+        try:
+            encoded = await threads.run(
+                size, lambda tokenizer: tokenizer.encode(text, special=special, most=most)
+            )
+        except TooManyTokens as error:
+            raise PromptTooLong(
+                f"the prompt has more than {most} tokens; the context holds {most}", field=kind
+            ) from error
         if not encoded.token_ids:
             raise InvalidValue("the prompt has no tokens", field=kind)
         checks.token_ids(encoded.token_ids, self._vocabulary, kind)
@@ -142,15 +151,23 @@ class Prompts:
 
     async def read(self, prompt: PromptTokens) -> PromptTokens:
         """A prompt with its text and where its tokens stand in it, as far as that can be told."""
-        tokenizer, ids = self._tokenizer, prompt.token_ids
-        if prompt.text is not None or tokenizer is None:
+        threads, ids = self._threads, prompt.token_ids
+        if prompt.text is not None or threads is None:
             return prompt
         if prompt not in self._read:
-            text, places = await self._run(lambda: decode_with_offsets(tokenizer, ids))
+            text, places = await threads.run(
+                DECODED_TOKEN_BYTES * len(ids),
+                lambda tokenizer: decode_with_offsets(tokenizer, ids),
+            )
             self._read[prompt] = replace(prompt, text=text, offsets=places)
         return self._read[prompt]
 
-    def _check_length(self, text: str, field: str) -> None:
+    def _check_length(self, text: str, field: str) -> int:
+        """The bytes of a text.
+
+        Raises:
+            PromptTooLong: no context holds so many.
+        """
         limit = PROMPT_TOKEN_BYTES * self._model_tokens
         size = len(text.encode(errors="surrogatepass"))
         if size > limit:
@@ -159,23 +176,21 @@ class Prompts:
                 f"most {limit}",
                 field=field,
             )
+        return size
 
-    def _required(self, field: str) -> Tokenizer:
-        if self._tokenizer is None:
+    def _required(self, field: str) -> TokenizerThreads:
+        if self._threads is None:
             raise NoTokenizer("this server has no tokenizer; send token_ids", field=field)
-        return self._tokenizer
+        return self._threads
 
-    async def _run(self, work: Callable[[], R]) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _render(self, tokenizer: Tokenizer, chat: types_pb2.Chat) -> str:
-        if not tokenizer.has_chat_template:
+    async def _render(self, threads: TokenizerThreads, chat: types_pb2.Chat) -> str:
+        if not self.has_chat_template:
             raise NoChatTemplate(
                 "this model has no chat template; send text or token_ids", field="chat"
             )
         messages, variables = _messages(chat), _variables(chat)
         said = [part for message in chat.messages for part in (message.role, message.content)]
-        self._check_length("".join(said), "chat")
+        size = self._check_length("".join(said), "chat")
         continue_final = chat.continue_final_message
         if continue_final and chat.add_generation_prompt:
             raise InvalidValue(
@@ -185,16 +200,19 @@ class Prompts:
         if chat.HasField("add_generation_prompt"):
             opens = chat.add_generation_prompt
 
-        def render(those: list[dict[str, str]]) -> str:
-            return tokenizer.render(
-                those,
-                add_generation_prompt=opens,
-                continue_final_message=continue_final,
-                variables=variables,
+        def render(tokenizer: Tokenizer) -> tuple[str, int | None]:
+            return _rendered(
+                lambda those: tokenizer.render(
+                    those,
+                    add_generation_prompt=opens,
+                    continue_final_message=continue_final,
+                    variables=variables,
+                ),
+                messages,
             )
 
         try:
-            text, left_out = await self._run(lambda: _rendered(render, messages))
+            text, left_out = await threads.run(size, render)
         except ChatTemplateError as error:
             _LOG.info("the chat template refuses a chat: %s", error)
             why = " ".join(str(error).split())[:_TEMPLATE_WORDS]

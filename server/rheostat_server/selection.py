@@ -23,9 +23,9 @@ from rheostat_server.errors import (
     SpanAmbiguous,
     SpanNotFound,
 )
-from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES
+from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES, SPAN_SEARCH
 from rheostat_server.model_info import ModelInfo
-from rheostat_server.prompt_index import PromptIndex
+from rheostat_server.prompt_index import PromptIndex, SearchTooLong
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.spans import Edges, clipped, edges, joined, subtracted, united
 
@@ -322,7 +322,14 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
             "where this prompt's tokens stand in its text is not known; select positions",
             field=path,
         )
-    starts = index.occurrences(span.text)
+    try:
+        starts = index.occurrences(span.text)
+    except SearchTooLong as error:
+        raise InvalidValue(
+            f"the texts of the request's spans go over more than {SPAN_SEARCH} characters of the "
+            "prompt, of which an occurrence counts as 128; use fewer texts, or select positions",
+            field=path,
+        ) from error
     wanted = span.occurrence if span.HasField("occurrence") else 0
     if wanted >= len(starts):
         raise SpanNotFound(_not_found(span.text, len(starts), wanted), field=path)

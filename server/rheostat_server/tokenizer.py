@@ -9,6 +9,9 @@ from typing import NamedTuple, Protocol, cast
 
 Offsets = tuple[tuple[int, int], ...]
 
+_PIECE = 32 << 10
+"""Characters of a long text that are counted at a time."""
+
 _LOOKBACK = 6
 """Tokens of context with which the next ones are decoded."""
 
@@ -21,19 +24,30 @@ class Encoded(NamedTuple):
     """One per token; None where the tokenizer cannot tell."""
 
 
+class TooManyTokens(Exception):
+    """A text has more tokens than it may."""
+
+
 class ChatTemplateError(Exception):
     """The model's template does not render these messages."""
 
 
 class Tokenizer(Protocol):
-    """A model's tokenizer. Used from one thread at a time."""
+    """A model's tokenizer. Used from one thread at a time, its twin from another."""
+
+    def twin(self) -> "Tokenizer":
+        """The same tokenizer for another thread."""
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `render` works."""
 
-    def encode(self, text: str, *, special: bool) -> Encoded:
-        """The tokens of a text, with the usual special tokens around them if `special`."""
+    def encode(self, text: str, *, special: bool, most: int) -> Encoded:
+        """The tokens of a text, with the usual special tokens around them if `special`.
+
+        Raises:
+            TooManyTokens: they are more than `most`. A text of many more is not gone over whole.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included, invalid UTF-8 replaced."""
@@ -53,10 +67,32 @@ class Tokenizer(Protocol):
         """
 
 
+class _Encoding(Protocol):
+    """A text as tokens, in Rust: what is asked for is made into Python objects."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+    def __len__(self) -> int:
+        """How many tokens."""
+
+
+class _Backend(Protocol):
+    """The parts of `tokenizers.Tokenizer` that are used."""
+
+    def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[_Encoding]:
+        """Encodes. Unlike `encode` it lets other threads run meanwhile."""
+
+    def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
+        """The texts of all tokens."""
+
+
 class _HuggingFace(Protocol):
     """The parts of transformers' tokenizers that are used."""
 
     is_fast: bool
+    backend_tokenizer: _Backend
+    """Only of fast ones."""
     chat_template: str | Mapping[str, str] | None
 
     def __call__(
@@ -91,21 +127,62 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: object) -> None:
         """Copies `tokenizer`."""
         self._inner = cast(_HuggingFace, copy.deepcopy(tokenizer))
+        self._longest = 1
+        if self._inner.is_fast:
+            # A first call switches truncation and padding off, which `tokenizer.json` may ask for.
+            self._inner("a", add_special_tokens=False, return_offsets_mapping=True)
+            vocabulary = self._inner.backend_tokenizer.get_vocab(with_added_tokens=True)
+            self._longest = max(map(len, vocabulary), default=1)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model comes with a chat template."""
         return bool(self._inner.chat_template)
 
-    def encode(self, text: str, *, special: bool) -> Encoded:
+    def twin(self) -> "HuggingFaceTokenizer":
+        """Itself where it is fast: what is written in Rust may be used by several threads."""
+        return self if self._inner.is_fast else HuggingFaceTokenizer(self._inner)
+
+    def encode(self, text: str, *, special: bool, most: int) -> Encoded:
         """The tokens of a text."""
-        fast = self._inner.is_fast
-        found = self._inner(text, add_special_tokens=special, return_offsets_mapping=fast)
-        ids = tuple(cast(Sequence[int], found["input_ids"]))
-        if not fast:
-            return Encoded(ids, None)
-        pairs = cast(Sequence[tuple[int, int]], found["offset_mapping"])
-        return Encoded(ids, tuple((start, end) for start, end in pairs))
+        if len(text) > max(most, _PIECE):
+            self._check_pieces(text, most)
+        if self._inner.is_fast:
+            (found,) = self._inner.backend_tokenizer.encode_batch(
+                [text], add_special_tokens=special
+            )
+            if len(found) > most:
+                raise TooManyTokens
+            return Encoded(tuple(found.ids), tuple(found.offsets))
+        encoded = self._inner(text, add_special_tokens=special, return_offsets_mapping=False)
+        ids = tuple(cast(Sequence[int], encoded["input_ids"]))
+        if len(ids) > most:
+            raise TooManyTokens
+        return Encoded(ids, None)
+
+    def _check_pieces(self, text: str, most: int) -> None:
+        """Counts the tokens of a long text piece by piece until they are too many.
+
+        The pieces' tokens are not the text's. But a cut changes little: it splits one token of the
+        text, into no more tokens than it has characters. So many are allowed for each cut.
+
+        Raises:
+            TooManyTokens: the text has more tokens than `most`, wherever it is cut.
+        """
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            if self._inner.is_fast:
+                (found,) = self._inner.backend_tokenizer.encode_batch(
+                    [piece], add_special_tokens=False
+                )
+                count += len(found)
+            else:
+                encoded = self._inner(piece, add_special_tokens=False, return_offsets_mapping=False)
+                count += len(encoded["input_ids"])
+            if count > most:
+                raise TooManyTokens
+            most += self._longest
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens."""

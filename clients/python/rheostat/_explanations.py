@@ -231,5 +231,5 @@ def read_tokenized(message: generation_service_pb2.TokenizeResponse) -> Tokenize
     return Tokenized(
         tuple(message.token_ids.ids),
         message.text,
-        tuple(TextSpan(span.start, span.end) for span in message.offsets),
+        tuple(map(TextSpan, message.starts, message.ends)),
     )

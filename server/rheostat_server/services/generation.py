@@ -12,11 +12,16 @@ from rheostat_server.admission import admit
 from rheostat_server.errors import MissingField, RheostatError
 from rheostat_server.explain import explain
 from rheostat_server.generation import run
+from rheostat_server.offload import offload
+from rheostat_server.prompts import PromptTokens
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
 from rheostat_server.session import run_session
 
 _pb = generation_service_pb2
+
+_TOKEN_BYTES = 32
+"""What `offload` counts for a token of an answer."""
 
 
 class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
@@ -79,8 +84,13 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.TokenizeResponse:
         """Token ids, text and offsets."""
         prompt = await self._readiness.host().prompts.resolve(request, with_text=True)
-        return _pb.TokenizeResponse(
-            token_ids=types_pb2.TokenIds(ids=prompt.token_ids),
-            text=prompt.text or "",
-            offsets=[_pb.TextSpan(start=start, end=end) for start, end in prompt.offsets or ()],
-        )
+        return await offload(_TOKEN_BYTES * len(prompt.token_ids), _tokens, prompt)
+
+
+def _tokens(prompt: PromptTokens) -> generation_service_pb2.TokenizeResponse:
+    return _pb.TokenizeResponse(
+        token_ids=types_pb2.TokenIds(ids=prompt.token_ids),
+        text=prompt.text or "",
+        starts=[start for start, _ in prompt.offsets or ()],
+        ends=[end for _, end in prompt.offsets or ()],
+    )

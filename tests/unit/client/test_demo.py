@@ -48,10 +48,12 @@ class Toy:
     def on_tokenize(self, request, _context):
         answer = generation_service_pb2.TokenizeResponse(text=request.text)
         answer.token_ids.ids.extend(self.tokenize(request.text))
-        answer.offsets.add()
+        answer.starts.append(0)
+        answer.ends.append(0)
         start = 0
         for word in request.text.split(" "):
-            answer.offsets.add(start=start, end=start + len(word))
+            answer.starts.append(start)
+            answer.ends.append(start + len(word))
             start += len(word) + 1
         return answer
 

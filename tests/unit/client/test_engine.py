@@ -277,7 +277,7 @@ def test_tokens_come_with_the_pieces_of_text_that_they_stand_for(client, server)
         "Tokenize",
         text_format.Parse(
             """token_ids { ids: 1 ids: 8 ids: 9 } text: "to be"
-               offsets {} offsets { start: 0 end: 2 } offsets { start: 2 end: 5 }""",
+               starts: 0 starts: 0 starts: 2 ends: 0 ends: 2 ends: 5""",
             generation_service_pb2.TokenizeResponse(),
         ),
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rheostat_server.tokenizer import ChatTemplateError, Encoded
+from rheostat_server.tokenizer import ChatTemplateError, Encoded, TooManyTokens
 
 BOS = 1
 
@@ -12,7 +12,12 @@ class CharTokenizer:
 
     has_chat_template = True
 
-    def encode(self, text: str, *, special: bool) -> Encoded:
+    def twin(self) -> "CharTokenizer":
+        return self
+
+    def encode(self, text: str, *, special: bool, most: int) -> Encoded:
+        if len(text) + special > most:
+            raise TooManyTokens
         ids = [ord(char) for char in text]
         offsets = [(i, i + 1) for i in range(len(text))]
         if special:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rheostat_server.errors import InvalidValue
 from rheostat_server.prompt_index import PromptIndex
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.selection import SelectionContext, resolve_selector
@@ -73,3 +74,18 @@ def test_a_text_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found = resolve_selector(where, context, "where")
     assert found.spans == tuple((p, p + 1) for p in range(1, 100, 2))
     assert searches == ["b"]
+
+
+def test_searching_for_many_texts_in_a_long_prompt_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("rheostat_server.prompt_index.SPAN_SEARCH", 3 * (26 + 128))
+    text = "abcdefghijklmnopqrstuvwxyz"
+    prompt = PromptTokens(tuple(range(26)), "text", text, tuple((p, p + 1) for p in range(26)))
+
+    def resolved(texts: str) -> None:
+        where = selector(*map(span, texts))
+        resolve_selector(where, SelectionContext(prompt, 4, vocabulary=128), "where")
+
+    resolved("abc")
+    with pytest.raises(InvalidValue, match="go over more than") as caught:
+        resolved("abcd")
+    assert caught.value.field == "where.include[3].text"

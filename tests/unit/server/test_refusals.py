@@ -58,11 +58,11 @@ STEER = "steering.interventions[0]"
             "token_ids.ids[1]",
         ),
         (request(token_ids=types_pb2.TokenIds(ids=[128] * 65)), errors.PromptTooLong, "token_ids"),
-        (request(text="é" * 2049), errors.PromptTooLong, "text"),
+        (request(text="é" * 513), errors.PromptTooLong, "text"),
         (
             request(
                 chat=types_pb2.Chat(
-                    messages=[types_pb2.ChatMessage(role="nobody", content="x" * 4097)]
+                    messages=[types_pb2.ChatMessage(role="nobody", content="x" * 1025)]
                 )
             ),
             errors.PromptTooLong,

@@ -1,7 +1,9 @@
 """The other rpcs over a real channel."""
 
 import asyncio
+import threading
 import time
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -20,8 +22,9 @@ from rheostat._proto.v1 import (
 from rheostat_server.host import WorkerStats
 from rheostat_server.limits import STATS_SECONDS
 from rheostat_server.model_report import build_version
+from rheostat_server.services import generation as generation_services
 
-from .fakes import LAYERS, PARALLEL, SITES, WIDTH, ScriptedBackend
+from .fakes import INFO, LAYERS, PARALLEL, SITES, WIDTH, ScriptedBackend
 from .messages import add, capture, request, selector, site_set, tensor, window
 from .streams import settled
 from .uploads import chunk, header, put, refusal_of, values
@@ -107,17 +110,18 @@ async def test_tokenize_gives_ids_text_and_places(running) -> None:
     pb = generation_service_pb2
     tokenize = running.client.generation.Tokenize
     text = await tokenize(pb.TokenizeRequest(text="ab"))
-    span = pb.TextSpan
     assert text == pb.TokenizeResponse(
         token_ids=types_pb2.TokenIds(ids=[1, 97, 98]),
         text="ab",
-        offsets=[span(), span(start=0, end=1), span(start=1, end=2)],
+        starts=[0, 0, 1],
+        ends=[0, 1, 2],
     )
     decoded = await tokenize(pb.TokenizeRequest(token_ids=types_pb2.TokenIds(ids=[97, 98])))
     assert decoded == pb.TokenizeResponse(
         token_ids=types_pb2.TokenIds(ids=[97, 98]),
         text="ab",
-        offsets=[span(start=0, end=1), span(start=1, end=2)],
+        starts=[0, 1],
+        ends=[1, 2],
     )
 
 
@@ -207,6 +211,29 @@ async def test_stats_join_what_server_scheduler_and_workers_count(running) -> No
         prefix_hit_token_count=10,
         vector_count=1,
     )
+
+
+async def test_a_text_that_no_context_holds_is_not_tokenised(running) -> None:
+    message = generation_service_pb2.TokenizeRequest(text="x" * 64)
+    refusal = await refusal_of(running.client.generation.Tokenize(message))
+    assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_PROMPT_TOO_LONG", "text")
+    message.text = "x" * 63
+    assert len((await running.client.generation.Tokenize(message)).token_ids.ids) == 64
+
+
+async def test_a_long_answer_of_tokenize_is_made_off_the_event_loop(starter, monkeypatch) -> None:
+    threads: list[threading.Thread] = []
+    make = generation_services._tokens
+
+    def making(prompt) -> generation_service_pb2.TokenizeResponse:
+        threads.append(threading.current_thread())
+        return make(prompt)
+
+    monkeypatch.setattr(generation_services, "_tokens", making)
+    running = await starter(ScriptedBackend(info=replace(INFO, model_tokens=4096)))
+    for text in ("x", "x" * 4000):
+        await running.client.generation.Tokenize(generation_service_pb2.TokenizeRequest(text=text))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_many_callers_of_stats_ask_the_workers_once(starter) -> None:

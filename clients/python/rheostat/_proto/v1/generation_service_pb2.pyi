@@ -717,7 +717,8 @@ class TokenizeResponse(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
-    OFFSETS_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text that was tokenised: as given, rendered, or decoded."""
     @_builtins.property
@@ -725,46 +726,27 @@ class TokenizeResponse(_message.Message):
         """The ids."""
 
     @_builtins.property
-    def offsets(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextSpan]:
-        """One per token."""
+    def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each token begins in the text, in code points. One per token. Limit: the context length."""
+
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One past the last code point of each token. One per token. As its start for special tokens, which
+        have no place in the text.
+        """
 
     def __init__(
         self,
         *,
         token_ids: _types_pb2.TokenIds | None = ...,
         text: _builtins.str = ...,
-        offsets: _abc.Iterable[Global___TextSpan] | None = ...,
+        starts: _abc.Iterable[_builtins.int] | None = ...,
+        ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "starts", b"starts", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
-
-@_typing.final
-class TextSpan(_message.Message):
-    """Code points start <= i < end of a text. Empty for special tokens that have no place in it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    START_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    start: _builtins.int
-    """First."""
-    end: _builtins.int
-    """One past the last."""
-    def __init__(
-        self,
-        *,
-        start: _builtins.int = ...,
-        end: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TextSpan: _TypeAlias = TextSpan  # noqa: Y015
