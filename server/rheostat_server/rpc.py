@@ -152,13 +152,26 @@ def _stream(
                 messages = behaviour(_readable(request), context)
                 async with _deadline(context), aclosing(messages):
                     async for message in messages:
-                        await context.write(message)
+                        await _write(context, message)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # the boundary: whatever it is, the wire gets a status
             await _abort(method, context, error)
 
     return handle
+
+
+async def _write(context: AnyContext[Request, Response], message: Response) -> None:
+    """Sends a message.
+
+    Raises:
+        CancelledError: the client has gone. gRPC raises the same in most cases, but an error of
+            its own if the client goes while the message waits for room in the connection.
+    """
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 class _Unreadable:
