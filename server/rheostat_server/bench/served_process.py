@@ -34,13 +34,14 @@ MEMORY = {
     "capture": 4,
     "encode": 16,
     "staging": 128,
-    "inline-capture": 64,
+    "request-buffer": 64,
+    "buffers": 128,
     "subscriptions": 128,
     "vector-store": 64,
     "runs": 64,
 }
 """MiB that a server may take for each purpose, by the name of its flag."""
-GROWING = ("staging", "inline-capture", "subscriptions", "vector-store", "runs")
+GROWING = ("staging", "buffers", "subscriptions", "vector-store", "runs")
 """Those of which an idle server has taken nothing."""
 ALLOWED_GROWTH = (sum(MEMORY[name] for name in GROWING) + 256) * MIB
 """Bytes that a server may take beyond what it takes when it is idle. 256 MiB of them are for

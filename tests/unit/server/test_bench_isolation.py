@@ -3,9 +3,12 @@
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -215,6 +218,17 @@ def test_a_mixture_is_that_of_its_seed_however_it_is_cut() -> None:
 def test_a_percentile_is_one_of_the_values(share: float, expected: float) -> None:
     assert percentile([3.0, 1.0, 4.0, 2.0], share) == expected
     assert percentile([], share) == 0.0
+
+
+@pytest.mark.parametrize("benchmark", [isolation, soak])
+def test_rheostat_serve_has_every_option_that_the_benchmarks_start_it_with(
+    benchmark: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    command = [sys.executable, "-m", "rheostat", "serve", str(nowhere), "--port", "0"]
+    ended = subprocess.run([*command, *benchmark.options(tmp_path)], check=False)
+    assert f"no model folder {nowhere}" in capfd.readouterr().err
+    assert ended.returncode == 4
 
 
 def test_faults_are_lines_of_the_log_from_an_offset_on(tmp_path: Path) -> None:
