@@ -1,4 +1,4 @@
-"""What can go wrong in a call, as a tree of exceptions; one table gives each its status code.
+"""What can go wrong in a call, as a tree of exceptions; `status` gives each its status code.
 
     RheostatError
     ├── InvalidArgument
@@ -26,7 +26,6 @@ Every leaf names its value of `rheostat.v1.Reason`. Texts are for people and hol
 """
 
 from rheostat_server.errors.kinds import (
-    STATUS_CODES,
     Aborted,
     AlreadyExists,
     DataLoss,
@@ -41,7 +40,6 @@ from rheostat_server.errors.kinds import (
     RheostatError,
     Unavailable,
     Unimplemented,
-    status_code,
 )
 from rheostat_server.errors.leaves import (
     ArtifactNotFound,
@@ -108,7 +106,6 @@ from rheostat_server.errors.startup import (
 )
 
 __all__ = [
-    "STATUS_CODES",
     "Aborted",
     "AlreadyExists",
     "ArtifactNotFound",
@@ -182,5 +179,4 @@ __all__ = [
     "VersionConflict",
     "WarmingUp",
     "ZeroVector",
-    "status_code",
 ]

@@ -1,9 +1,7 @@
-"""The root of all errors, its branches, and the status code of each branch."""
+"""The root of all errors, and its branches."""
 
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
-
-import grpc
 
 
 class Resource(NamedTuple):
@@ -90,28 +88,3 @@ class Unimplemented(RheostatError):
 
 class Internal(RheostatError):
     """A defect."""
-
-
-STATUS_CODES: Mapping[type[RheostatError], grpc.StatusCode] = {
-    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
-    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    DataLoss: grpc.StatusCode.DATA_LOSS,
-    OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
-    Aborted: grpc.StatusCode.ABORTED,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
-    Internal: grpc.StatusCode.INTERNAL,
-}
-"""From exception to status code; a leaf has its branch's."""
-
-
-def status_code(error: RheostatError) -> grpc.StatusCode:
-    """The status code of an error."""
-    for kind in type(error).__mro__:
-        if kind in STATUS_CODES:
-            return STATUS_CODES[kind]
-    return grpc.StatusCode.INTERNAL

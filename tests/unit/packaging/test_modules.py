@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-LONGEST = 400  # lines
+LONGEST = 600  # lines: a longer module surely holds two ideas
 FOLDERS = ("clients/python", "server", "engine_ext", "tests", "tools")
 EXPLAINED = re.compile(r"# type: ignore\[[a-z, -]+\]  # \S.*")
 
@@ -28,7 +28,7 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
                 yield token.start[0], token.string
 
 
-def test_no_module_is_longer_than_400_lines(root: Path) -> None:
+def test_no_module_is_longer_than_the_longest_allowed(root: Path) -> None:
     lengths = {
         str(path.relative_to(root)): len(path.read_text(encoding="utf-8").splitlines())
         for path in modules(root)

@@ -9,13 +9,13 @@ from google.rpc import error_details_pb2, status_pb2
 
 from rheostat._proto.v1 import errors_pb2
 from rheostat_server import errors
-from rheostat_server.status import DETAILS_KEY, to_status
+from rheostat_server.status import DETAILS_KEY, STATUS_CODES, status_code, to_status
 
 LEAVES = [
     kind
     for _, kind in inspect.getmembers(errors, inspect.isclass)
     if issubclass(kind, errors.RheostatError)
-    and kind not in errors.STATUS_CODES
+    and kind not in STATUS_CODES
     and kind is not errors.RheostatError
 ]
 
@@ -40,7 +40,7 @@ BLOCKS = {
 def test_every_error_names_a_reason_of_the_contract_and_has_its_code(kind) -> None:
     number = errors_pb2.Reason.Value(kind.reason)
     (codes,) = [codes for block, codes in BLOCKS.items() if number in block]
-    assert {errors.status_code(kind("text"))} == codes
+    assert {status_code(kind("text"))} == codes
 
 
 def test_no_two_errors_share_a_reason() -> None:

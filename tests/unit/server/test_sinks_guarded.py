@@ -23,6 +23,7 @@ from rheostat_server.sinks import (
 )
 from rheostat_server.sinks.guarded import Written
 from rheostat_server.sinks.samples import CAPTURES, blocks, request
+from rheostat_server.status import status_code
 
 from .sink_plugins import Broken, failing, recorded, with_plugin
 
@@ -156,7 +157,7 @@ def test_what_a_plugin_raises_is_a_typed_failure_that_gives_nothing_away(
     with pytest.raises(SinkFailed) as caught:
         recorded(sinks, request("a", None, sink="s", captures=CAPTURES[:1]))
     assert caught.value.message == f"the sink s could not keep the rows: {words}"
-    assert errors.status_code(caught.value) is grpc.StatusCode.DATA_LOSS
+    assert status_code(caught.value) is grpc.StatusCode.DATA_LOSS
     sink = sinks.sink("s")
     assert isinstance(sink, Broken)
     assert sink.calls.count("abandon") == (where != "open")
