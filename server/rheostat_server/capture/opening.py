@@ -49,6 +49,7 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
 
     Raises:
         SubscriptionNotFound: the request sends rows to one that has ended meanwhile.
+        ArtifactExists: the sink holds rows under the request's id and tag.
         SinkFailed: a sink does not take the request.
         RunExists: a run has been made meanwhile whose id the request gives to one.
         StoreFull: there is no room for another run.

@@ -255,6 +255,7 @@ async def open_recording(
         model: the model's name.
 
     Raises:
+        ArtifactExists: the sink holds rows under the request's id and tag.
         SinkFailed: the sink does not take it.
     """
     about = RequestAbout(

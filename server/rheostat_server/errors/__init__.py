@@ -6,7 +6,7 @@
     │   ├── EmptySelector · InvalidPosition · SpanNotFound · SpanAmbiguous
     │   ├── UnknownLayer · UnknownToken · PromptTooLong
     │   └── TensorPayload · VectorShape · ZeroVector · DigestMismatch · TruncatedUpload
-    ├── AlreadyExists ── DuplicateRequest · RunExists
+    ├── AlreadyExists ── DuplicateRequest · RunExists · ArtifactExists
     ├── NotFound
     │   ├── VectorNotFound · NameNotFound · RunNotFound · RequestNotFound · LoraNotFound
     │   └── SubscriptionNotFound · SinkNotFound · ArtifactNotFound
@@ -42,6 +42,7 @@ from rheostat_server.errors.kinds import (
     Unimplemented,
 )
 from rheostat_server.errors.leaves import (
+    ArtifactExists,
     ArtifactNotFound,
     BankFull,
     CacheSuspect,
@@ -108,6 +109,7 @@ from rheostat_server.errors.startup import (
 __all__ = [
     "Aborted",
     "AlreadyExists",
+    "ArtifactExists",
     "ArtifactNotFound",
     "BankFull",
     "CacheSuspect",

@@ -124,6 +124,12 @@ class RunExists(AlreadyExists):
     reason = "REASON_RUN_EXISTS"
 
 
+class ArtifactExists(AlreadyExists):
+    """The sink holds rows under this request id and tag."""
+
+    reason = "REASON_ARTIFACT_EXISTS"
+
+
 class VectorNotFound(NotFound):
     """No vector with this digest is stored."""
 

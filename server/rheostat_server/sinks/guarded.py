@@ -1,8 +1,9 @@
 """A recording that keeps to its life cycle, whatever its plugin does.
 
-Invariants: what the plugin raises comes out as SinkFailed; after a failure it is abandoned once and
-given nothing more; every request that was opened here ends in `Written` as complete, partial or
-failed. Callers keep to one call at a time per recording.
+Invariants: whatever the plugin raises becomes SinkFailed, or ArtifactExists if its `open` raises
+Collision. After a failure the recording is abandoned once and given nothing more. Every request
+that was opened here ends in `Written` as complete, partial or failed. Callers keep to one call at a
+time per recording.
 """
 
 import logging
@@ -12,10 +13,11 @@ from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
 
-from rheostat_server.errors import RheostatError, RowsLost
+from rheostat_server.errors import ArtifactExists, RheostatError, RowsLost
 from rheostat_server.sinks.protocol import (
     Artifact,
     Buffering,
+    Collision,
     Outcome,
     Recording,
     RequestAbout,
@@ -122,6 +124,7 @@ class GuardedRecording:
         """Opens it.
 
         Raises:
+            ArtifactExists: the sink holds rows under this request id and tag.
             SinkFailed: the sink does not take it.
         """
         self.about = about
@@ -133,6 +136,13 @@ class GuardedRecording:
         self._pending: list[Artifact] | None = None
         try:
             self._recording: Recording = sink.open(about)
+        except Collision as error:
+            # The client chose the id and the tag, and no row has been made: no sink has failed.
+            raise ArtifactExists(
+                str(error),
+                field=f"captures[{about.captures[0].capture_index}].sink",
+                metadata={"sink": about.target.sink, "tag": about.target.tag},
+            ) from error
         except Exception as error:  # a plugin may raise anything
             raise self._failed(error) from error
         try:

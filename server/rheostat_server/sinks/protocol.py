@@ -96,7 +96,10 @@ class SinkError(Exception):
 
 
 class Collision(SinkError):
-    """There is something under this request id and tag, which is never overwritten."""
+    """The sink holds rows under this request id and tag, and never overwrites them.
+
+    If `open` raises it, the request is refused before it runs.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +299,11 @@ class Sink(Protocol):
         """
 
     def open(self, about: RequestAbout) -> Recording:
-        """Begins a recording. Nothing of it can be seen by readers yet."""
+        """Begins a recording. Nothing of it can be seen by readers yet.
+
+        Raises:
+            Collision: the sink holds rows under this request id and tag.
+        """
 
     def artifacts(self, request_id: str) -> list[Artifact]:
         """What it published for a request and still has; from before a restart too, if it can."""

@@ -196,6 +196,7 @@ class Sinks:
         """Begins to record a request whose target `check` gave.
 
         Raises:
+            ArtifactExists: the sink holds rows under the request's id and tag.
             SinkFailed: the sink does not take it.
         """
         return GuardedRecording(self._made[about.target.sink].sink, about, self._written)

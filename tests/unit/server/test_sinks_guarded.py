@@ -64,7 +64,7 @@ def test_what_is_being_written_is_pending_and_what_failed_says_so(sinks: Sinks) 
 def test_a_collision_takes_nothing_from_the_request_that_is_there(sinks: Sinks) -> None:
     about = request("a", Layout.PACKED, sink="disk")
     recorded(sinks, about)
-    with pytest.raises(SinkFailed, match="is not overwritten"):
+    with pytest.raises(errors.ArtifactExists, match="is not overwritten"):
         sinks.open(about)
     assert {one.artifact.state for one in sinks.artifacts("a")} == {State.COMPLETE}
 

@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 
 from rheostat import captures
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, generation_pb2, types_pb2
+from rheostat._proto.v1 import (
+    capture_pb2,
+    capture_service_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    types_pb2,
+)
 from rheostat_engine import Point, Site
 from rheostat_server.errors import SinksFailed
 
-from .conftest import Refusal
+from .conftest import Refusal, rest
 from .fakes import ScriptedBackend, row
 from .messages import capture, request, selector, site_set, window
 from .streams import captured, settled
@@ -103,14 +109,29 @@ async def test_an_aborted_request_leaves_the_rows_that_it_had(starter, tmp_path)
     }
 
 
-async def test_a_request_whose_rows_cannot_be_kept_fails_and_says_so(disk) -> None:
+@pytest.mark.parametrize("sink", ["disk", "mem"])
+@pytest.mark.parametrize("rpc", ["Generate", "Session"])
+async def test_rows_that_are_kept_already_refuse_a_request_before_it_runs(disk, sink, rpc) -> None:
     running, root = disk
-    await generate(running, "a", stored(1))
-    refusal = await running.client.refusal(request(request_id="a", captures=[stored(1)]))
-    assert (refusal.code, refusal.reason) == (Code.DATA_LOSS, "REASON_ROWS_LOST")
-    assert dict(refusal.metadata)["sink"] == "disk"
-    found = captures.open_captures(root).rows_of("a", "resid_post", 1)
-    assert len(found.positions) == 5
+    kept = stored(1, sink_name=sink, tag="t")
+    await generate(running, "a", kept)
+    again = request(request_id="a", captures=[stored(0, tag="free"), kept])
+    if rpc == "Generate":
+        refusal = await running.client.refusal(again)
+    else:
+        opening = generation_service_pb2.SessionRequest(start=again)
+        call = running.client.generation.Session(iter([opening]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(call)
+        refusal = Refusal.of(caught.value)
+    field = "captures[1].sink" if rpc == "Generate" else "start.captures[1].sink"
+    assert refusal.brief == (Code.ALREADY_EXISTS, "REASON_ARTIFACT_EXISTS", field)
+    assert dict(refusal.metadata) == {"sink": sink, "tag": "t"}
+    assert refusal.message.startswith("a ")
+    assert len(running.backend.jobs) == 1
+    if sink == "disk":
+        found = captures.open_captures(root).rows_of("a", "resid_post", 1)
+        assert len(found.positions) == 5
     await generate(running, "b", stored(1))
     stats = await settled(running)
     assert stats.leaked_count == 0

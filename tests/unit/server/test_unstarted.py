@@ -60,7 +60,7 @@ async def test_one_whose_second_sink_group_collides(starter, tmp_path) -> None:
     await generate(running, "a", captures=[to_sink(tag="taken")])
     both = [to_sink(tag="free"), to_sink(tag="taken")]
     refusal = await running.client.refusal(request(request_id="a", steer=[add()], captures=both))
-    assert refusal.reason == "REASON_ROWS_LOST"
+    assert refusal.brief == (Code.ALREADY_EXISTS, "REASON_ARTIFACT_EXISTS", "captures[1].sink")
     assert await leaked(running) == 0
     await takes_everything(running)
     await generate(running, "a", captures=[to_sink(tag="free")])
@@ -211,7 +211,7 @@ async def test_a_subscription_that_had_joined_it_hears_nothing_and_holds_nothing
     await until(lambda: running.host.open_requests == 1)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0, 2)]))
     running.backend.loading.set()
-    assert (await refused).reason == "REASON_ROWS_LOST"
+    assert (await refused).reason == "REASON_ARTIFACT_EXISTS"
     assert await leaked(running) == 0
     await takes_everything(running, "b")
     await one.rest()

@@ -290,7 +290,9 @@ class SinkTarget(_message.Message):
     sink_name: _builtins.str
     """Name, as ListSinks gives it. Unknown: REASON_SINK_NOT_FOUND."""
     tag: _builtins.str
-    """Groups artefacts: becomes a folder. [A-Za-z0-9][A-Za-z0-9._-]{0,127}. Default: "default"."""
+    """Groups artefacts: becomes a folder. [A-Za-z0-9][A-Za-z0-9._-]{0,127}. Default: "default".
+    If the sink holds rows under this tag and the request's id: REASON_ARTIFACT_EXISTS.
+    """
     layout: Global___Layout.ValueType
     """How files are laid out, for sinks that write files. Default: the sink's own."""
     @_builtins.property

@@ -75,6 +75,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """ALREADY_EXISTS. A running request has this id."""
     REASON_RUN_EXISTS: _Reason.ValueType  # 31
     """ALREADY_EXISTS. A run has this id."""
+    REASON_ARTIFACT_EXISTS: _Reason.ValueType  # 32
+    """ALREADY_EXISTS. The sink holds rows under this request id and tag. It overwrites nothing.
+    Metadata "sink" and "tag".
+    """
     REASON_VECTOR_NOT_FOUND: _Reason.ValueType  # 40
     """NOT_FOUND. No vector with this digest is stored."""
     REASON_NAME_NOT_FOUND: _Reason.ValueType  # 41
@@ -211,6 +215,10 @@ REASON_DUPLICATE_REQUEST: Reason.ValueType  # 30
 """ALREADY_EXISTS. A running request has this id."""
 REASON_RUN_EXISTS: Reason.ValueType  # 31
 """ALREADY_EXISTS. A run has this id."""
+REASON_ARTIFACT_EXISTS: Reason.ValueType  # 32
+"""ALREADY_EXISTS. The sink holds rows under this request id and tag. It overwrites nothing.
+Metadata "sink" and "tag".
+"""
 REASON_VECTOR_NOT_FOUND: Reason.ValueType  # 40
 """NOT_FOUND. No vector with this digest is stored."""
 REASON_NAME_NOT_FOUND: Reason.ValueType  # 41
