@@ -5,12 +5,13 @@
 
 The server derives one tone vector per layer from joyful and gloomy prompts. Each is then added to
 every token at that layer, in doses that are norms of the stream there, so layers can be compared.
-What it does is the share of joyful words among the tonal words of sampled texts; what it costs, the
-facts that the model still knows.
+What it does is the share of joyful words among the tonal words of sampled texts, with the interval
+that holds 95 % of resampled texts; what it costs, the facts that the model still knows.
 """
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
@@ -47,7 +48,9 @@ TONES = (
 )
 JOYFUL, GLOOMY = (frozenset(words.split()) for words in TONES)
 DOSES = (-1.0, -0.7, -0.5, -0.35, -0.2, -0.1, 0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
-SAMPLES, TOKENS, AT_ONCE = 8, 12, 32
+SAMPLES, TOKENS, AT_ONCE, RESAMPLED = 8, 12, 32, 200
+COLUMNS = 8
+"""Layers that the picture shows, evenly spaced, beside the best."""
 
 
 def joyful_share(texts: Sequence[str]) -> float:
@@ -57,10 +60,20 @@ def joyful_share(texts: Sequence[str]) -> float:
     return sum(tonal) / len(tonal) if tonal else float("nan")
 
 
+def interval(texts: Sequence[str]) -> tuple[float, float]:
+    """Where the joyful share of 95 % of resampled sets of texts lies."""
+    rng = np.random.default_rng(0)
+    drawn = (rng.integers(0, len(texts), len(texts)) for _ in range(RESAMPLED))
+    shares = [joyful_share([texts[index] for index in indices]) for indices in drawn]
+    known = [share for share in shares if not np.isnan(share)]
+    low, high = np.quantile(known, [0.025, 0.975]) if known else (np.nan, np.nan)
+    return float(low), float(high)
+
+
 async def measure(
     engine: aio.Engine, steering: rheostat.Add, limit: asyncio.Semaphore
-) -> tuple[float, float]:
-    """The joyful share of sampled texts, and the fraction of facts that come out right."""
+) -> tuple[float, float, float, float]:
+    """Joyful share of sampled texts, its interval, and the fraction of facts that come right."""
 
     async def ask(prompt: str, **options: Unpack[rheostat.GenerateOptions]) -> list[str]:
         options["steering"] = steering
@@ -70,16 +83,17 @@ async def measure(
 
     told = [ask(prompt, max_tokens=TOKENS, n=SAMPLES, seed=0) for prompt in NEUTRAL]
     asked = [ask(prompt, max_tokens=1, temperature=0) for prompt in FACTS]
-    texts, answers = await asyncio.gather(asyncio.gather(*told), asyncio.gather(*asked))
-    share = joyful_share([text for group in texts for text in group])
+    groups, answers = await asyncio.gather(asyncio.gather(*told), asyncio.gather(*asked))
+    texts = [text for group in groups for text in group]
     right = sum(a == [b] for a, b in zip(answers, FACTS.values(), strict=True)) / len(FACTS)
-    return share, right
+    return joyful_share(texts), *interval(texts), right
 
 
-async def dose_response(target: str) -> tuple[rheostat.Derivation, np.ndarray]:
-    """The derivation, and [layers, doses, 2]: joyful share and facts right."""
+async def dose_response(target: str) -> tuple[str, rheostat.Derivation, np.ndarray]:
+    """The model, the derivation, and [layers, doses, 4]: what `measure` gives."""
     async with aio.connect(target) as engine:
         await engine.wait_until_ready()
+        model = await engine.model()
         derivation = await engine.vectors.derive(
             [f"{cue} {beginning}" for cue in CUES for beginning in BEGINNINGS],
             [f"{cue} {beginning}" for cue in CUES.values() for beginning in BEGINNINGS],
@@ -91,38 +105,55 @@ async def dose_response(target: str) -> tuple[rheostat.Derivation, np.ndarray]:
         values = (await engine.vectors.get("tone")).values
         limit = asyncio.Semaphore(AT_ONCE)
 
-        async def cell(row: int, dose: float) -> tuple[float, float]:
+        done = 0
+
+        async def cell(row: int, dose: float) -> tuple[float, float, float, float]:
+            nonlocal done
             made = derivation.rows[row]
             unit = values[row] * (made.stream_norm / made.norm)
             vector = rheostat.inline(unit, points=made.site.point, layers=made.site.layer)
-            return await measure(engine, vector * dose, limit)
+            found = await measure(engine, vector * dose, limit)
+            done += 1
+            if done % len(DOSES) == 0:
+                total = len(derivation.rows) * len(DOSES)
+                print(f"{done} of {total} layers and doses measured", file=sys.stderr)
+            return found
 
         rows = range(len(derivation.rows))
         cells = await asyncio.gather(*(cell(row, dose) for row in rows for dose in DOSES))
-    return derivation, np.array(cells).reshape(len(rows), len(DOSES), 2)
+    return model.name, derivation, np.array(cells).reshape(len(rows), len(DOSES), 4)
 
 
-def draw(derivation: rheostat.Derivation, found: np.ndarray, path: Path) -> None:
-    """Two panels, a line per layer."""
-    from matplotlib import colormaps
+def draw(model: str, derivation: rheostat.Derivation, found: np.ndarray, path: Path) -> None:
+    """A column per layer: what its vector does, and what it costs."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    colours = colormaps["viridis"](np.linspace(0, 0.9, len(found)))
-    for panel, title in enumerate(("joyful share of tonal words", "facts still right")):
-        axes = figure.add_subplot(1, 2, panel + 1)
-        for made, line, colour in zip(derivation.rows, found, colours, strict=True):
-            label = f"layer {made.site.layer}, {made.separation:.1f}"
-            width = 3.0 if made is derivation.best else 1.2
-            axes.plot(DOSES, line[:, panel], color=colour, label=label, linewidth=width)
-        axes.set(
-            title=title,
-            xlabel="dose, in norms of the stream",
-            ylabel="fraction",
-            ylim=(-0.03, 1.03),
-        )
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(title="resid_post, separation", fontsize=8)
+    layers = len(derivation.rows)
+    spaced = {round(at) for at in np.linspace(0, layers - 1, min(layers, COLUMNS))}
+    shown = sorted(spaced | {derivation.rows.index(derivation.best)})
+    figure = Figure(figsize=(2.0 * len(shown) + 1, 5.2), layout="constrained")
+    texts = len(NEUTRAL) * SAMPLES
+    figure.suptitle(
+        f"{model}: what does a tone vector do to a text, by layer and dose, and at what cost?\n"
+        f"{texts} sampled texts and {len(FACTS)} facts per point; bars hold 95 % of resampled texts"
+    )
+    panels = figure.subplots(2, len(shown), sharex=True, sharey="row", squeeze=False)
+    for (above, below), row in zip(panels.T, shown, strict=True):
+        made, (share, low, high, facts) = derivation.rows[row], found[row].T
+        best = made is derivation.best
+        errors = np.clip([share - low, high - share], 0, None)
+        colour = "tab:blue" if best else "tab:gray"
+        above.errorbar(DOSES, share, errors, fmt="o-", color=colour, markersize=3, elinewidth=0.8)
+        below.plot(DOSES, facts * len(FACTS), "o-", color=colour, markersize=3)
+        name = f"{made.site.point} {made.site.layer}" + (", best" if best else "")
+        known = "-" if made.separation is None else f"{made.separation:.1f}"
+        above.set_title(f"{name}\nseparation {known}", fontsize=9)
+        for axes in (above, below):
+            axes.axvline(0, color="lightgray", linewidth=0.8, zorder=0)
+            axes.grid(alpha=0.3)
+    panels[0, 0].set(ylabel="joyful share of words\nthat have a tone", ylim=(-0.03, 1.03))
+    panels[1, 0].set(ylabel=f"right answers of {len(FACTS)}", ylim=(-0.3, len(FACTS) + 0.3))
+    figure.supxlabel("dose, in norms of the residual stream there", fontsize=10)
     figure.savefig(path, dpi=150)
 
 
@@ -132,7 +163,7 @@ def main() -> None:
     parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT")
     parser.add_argument("--out", type=Path, default=Path("dose-response.png"))
     args = parser.parse_args()
-    derivation, found = asyncio.run(dose_response(args.target))
+    model, derivation, found = asyncio.run(dose_response(args.target))
     print(derivation)
     print("\njoyful share / facts right, by dose in norms of the stream")
     print("dose  " + "".join(f"{f'layer {made.site.layer}':>14}" for made in derivation.rows))
@@ -140,11 +171,11 @@ def main() -> None:
         shares = ("-" if np.isnan(share) else f"{share:.0%}" for share in found[:, number, 0])
         cells = (
             f"{share} / {right:.0%}"
-            for share, right in zip(shares, found[:, number, 1], strict=True)
+            for share, right in zip(shares, found[:, number, 3], strict=True)
         )
         print(f"{dose:+.2f} " + "".join(f"{cell:>14}" for cell in cells))
     try:
-        draw(derivation, found, args.out)
+        draw(model, derivation, found, args.out)
     except ModuleNotFoundError:
         print("\nfor the picture: pip install matplotlib")
     else:

@@ -8,12 +8,14 @@ of its last word, the same in all of them, goes to a sink at every layer, and is
 shards. Train: one ridge regression per layer; sentences with words that it never saw say which
 layer is best. Watch: a subscription brings what that layer's probe says of somebody else's requests
 as they generate, wherever the next word will tell the tone. The server projects the rows on the
-probe's weights: of each, one number comes.
+probe's weights: of each, one number comes. With matplotlib the readings are drawn, too.
 """
 
 import argparse
 import threading
 import uuid
+from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -95,8 +97,13 @@ def train(
     return probe, float((np.sign(score(data[test], probe)) == wanted[test]).mean())
 
 
-def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -> None:
+Readings = dict[str, list[tuple[int, float]]]
+"""By request: position and reading."""
+
+
+def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -> Readings:
     """Scores the tokens of requests that run elsewhere, as they come."""
+    readings: Readings = defaultdict(list)
     run = uuid.uuid4().hex
     watched = [engine.tokenize(f"It{word}").token_ids[-1] for word in BEFORE]
     weights = probe[None, :-1].astype(np.float32)  # [1, width]: one direction
@@ -123,6 +130,7 @@ def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -
                 values = event.values[0, :, 0] + probe[-1]
                 for position, value in zip(event.positions, values, strict=True):
                     bar = ("+" if value > 0 else "-") * min(20, round(abs(value) * 10))
+                    readings[event.request_id].append((int(position), float(value)))
                     where = f"{event.request_id}, position {position}"
                     print(f"{where:24} {value:+.2f} {bar}", flush=True)
             elif isinstance(event, rheostat.EndOfRequest):
@@ -134,6 +142,27 @@ def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -
             other.join()
     for name, text in sorted(said.items()):
         print(f"{name}: {text}")
+    return readings
+
+
+def draw(model: str, layer: int, readings: Readings, path: Path) -> None:
+    """A line per request."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, style in zip(sorted(readings), ("o-", "s--"), strict=False):
+        where, values = zip(*sorted(readings[name]), strict=True)
+        axes.plot(where, values, style, label=name)
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set(
+        title=f"{model}, layer {layer}: what a probe reads before a word of either tone",
+        xlabel="position of the token in its request",
+        ylabel="reading: about 1 is joyful, -1 gloomy",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(title="request", loc="center left")
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
@@ -141,17 +170,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT")
     parser.add_argument("--root", required=True, help="root= of the server's sink `disk`")
+    parser.add_argument("--out", type=Path, default=Path("live-probe.png"))
     arguments = parser.parse_args()
     with rheostat.connect(arguments.target) as engine:
         stored, texts = harvest(engine, arguments.root)
         print(f"{len(texts)} sentences stored")
         found = {}
-        for layer in range(engine.model().layer_count):
+        model = engine.model()
+        for layer in range(model.layer_count):
             found[layer] = train(stored, texts, layer)
             print(f"layer {layer}: {found[layer][1]:.0%} of sentences with unseen words right")
         best = max(found, key=lambda layer: (found[layer][1], layer))
         print(f"watching layer {best}")
-        watch(engine, best, found[best][0])
+        readings = watch(engine, best, found[best][0])
+    try:
+        draw(model.name, best, readings, arguments.out)
+    except ModuleNotFoundError:
+        print("for the picture: pip install matplotlib")
+    else:
+        print(f"wrote {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -83,11 +83,12 @@ def test_the_dose_response_example_draws_its_picture(
 
 
 def test_the_live_probe_example_reads_the_tone(
-    server: Server, sink_root: Path, environment: dict[str, str]
+    server: Server, sink_root: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     command = [sys.executable, str(ROOT / "examples" / "live_probe.py")]
+    picture = tmp_path / "picture.png"
     done = subprocess.run(
-        [*command, "--target", server.target, "--root", str(sink_root)],
+        [*command, "--target", server.target, "--root", str(sink_root), "--out", str(picture)],
         env=environment,
         capture_output=True,
         text=True,
@@ -98,6 +99,7 @@ def test_the_live_probe_example_reads_the_tone(
     assert "watching layer" in done.stdout
     happy = [line for line in done.stdout.splitlines() if line.startswith("happy-")]
     assert any("+" in line for line in happy)
+    assert picture.stat().st_size > 10_000
 
 
 @pytest.mark.usefixtures("tidy")

@@ -85,7 +85,7 @@ async def _show(target: str, out: Path) -> None:
                 limit,
                 lambda done, total: phase.note(f"{done} of {total} requests"),
             )
-        _heatmap.draw(trace, out)
+        _heatmap.draw(trace, model.name, out)
         print(f"\nThe fact that makes it {pair.answers[0]} is carried by")
         for line in _trace.peaks(trace):
             print(f"  {line}")
