@@ -44,7 +44,7 @@ def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_p
             assert client.stats().running_request_count == 1
             assert len(stream.result().token_ids) == 1500
             drain.join(60)
-            assert json.loads(answers[0].stdout)["finished"] >= 1
+            assert json.loads(answers[0].stdout)["finishedRequestCount"] >= 1
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()[-2000:]
     finally:

@@ -1,4 +1,4 @@
-"""Vectors outlive a server: over the wire, with the folder that `vector_dir` names."""
+"""What outlives a server: vectors in the folder that `vector_dir` names. Subscriptions don't."""
 
 import threading
 from dataclasses import replace
@@ -9,10 +9,12 @@ import pytest
 from rheostat._proto.v1 import steering_pb2, steering_service_pb2, types_pb2
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import EngineFailed, VectorDirFailed
-from rheostat_server.serve import start
+from rheostat_server.serve import RunningServer, start
 
+from .conftest import Client, Refusal, Running
 from .fakes import WIDTH, ScriptedBackend
 from .messages import add, request, site_set
+from .subscribers import Message, Subscriber, failure, opening, resuming
 from .uploads import chunk, digest, header, put, refusal_of, values
 
 steering = steering_service_pb2
@@ -132,3 +134,45 @@ async def test_a_server_without_a_folder_forgets(starter, tmp_path, monkeypatch)
     await first.server.stop(0)
     assert await listed((await starter()).client) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def is_refused_as_restarted(refusal: Refusal) -> bool:
+    """Whether a resumption was refused because the server was restarted."""
+    assert refusal.brief == (
+        grpc.StatusCode.NOT_FOUND,
+        "REASON_SUBSCRIPTION_NOT_FOUND",
+        "open.resume.subscription_id",
+    )
+    return "the server was restarted since this subscription was opened" in refusal.message
+
+
+async def test_a_subscription_from_before_a_restart_is_refused_as_such(starter) -> None:
+    first = await starter()
+    opened = await Subscriber.open(first, opening())
+    await first.server.stop(0)
+
+    second = await starter()
+    resumed = Subscriber(second)
+    await resumed.call.write(Message(open=resuming(opened.name)))
+    assert is_refused_as_restarted(await failure(resumed))
+    other = Subscriber(second)
+    await other.call.write(Message(open=resuming("never-opened")))
+    assert not is_refused_as_restarted(await failure(other))
+
+
+async def test_a_subscription_is_refused_as_such_while_the_model_is_being_loaded(starter) -> None:
+    first = await starter()
+    opened = await Subscriber.open(first, opening())
+    await first.server.stop(0)
+
+    server = RunningServer(ServerConfig(model="toy", port=0))
+    await server.bind()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        loading = Running(server, ScriptedBackend(), Client(channel))
+        resumed = Subscriber(loading)
+        await resumed.call.write(Message(open=resuming(opened.name)))
+        assert is_refused_as_restarted(await failure(resumed))
+        new = Subscriber(loading)
+        await new.call.write(Message(open=opening()))
+        assert (await failure(new)).reason == "REASON_WARMING_UP"
+    await server.stop(0)
