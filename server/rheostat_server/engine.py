@@ -222,7 +222,9 @@ class EngineHost:
         try:
             return await self._drained(timeout)
         finally:
-            self.subscriptions.end()
+            self.subscriptions.end(
+                Draining("the server has ended, and the subscription with it: open another")
+            )
 
     async def _drained(self, timeout: float | None) -> Drained:
         running = len(self._flights)

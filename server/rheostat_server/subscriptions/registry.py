@@ -222,10 +222,10 @@ class Subscriptions:
         """Those whose filter selects a request."""
         return [one for one in self._open.values() if one.selects(request_id, labels)]
 
-    def end(self) -> None:
-        """Nothing more is captured: what waits is sent, then each ends."""
+    def end(self, reason: RheostatError) -> None:
+        """Captures nothing more, sends what waits, then ends each call with `reason`."""
         for one in list(self._open.values()):
-            one.close()
+            one.close(reason)
 
     def remove_shared_memory(self) -> None:
         """Leaves nothing behind, though nobody took up what waits for its reader."""

@@ -102,6 +102,7 @@ class Subscription:
         self._interruption: RheostatError | None = None
         self._credit = Credit()
         self._closing = False
+        self._reason: RheostatError | None = None
         self.carrier = Carrier()
         """How payloads reach the reader."""
         self._upcoming = Upcoming(self.reservoir, self.carrier)
@@ -228,8 +229,15 @@ class Subscription:
             )
         self.acknowledge(sequence)
 
-    def close(self) -> None:
-        """Takes nothing more; what waits is sent, without need of credit, then it ends."""
+    def close(self, reason: RheostatError | None = None) -> None:
+        """Takes nothing more; what waits is sent, without need of credit, then it ends.
+
+        Args:
+            reason: the error with which its call ends then. None: its client closed it, so the
+                call ends with OK.
+        """
+        if reason is None or not self._closing:
+            self._reason = reason
         self._closing = True
         self._credit.endless = True
         for tap in list(self._taps):
@@ -262,7 +270,7 @@ class Subscription:
 
         Raises:
             Superseded: another call has taken over.
-            RheostatError: the subscription has failed.
+            RheostatError: the subscription has failed, or was closed with this error.
         """
         self._call, self._interruption = call, None
         self._credit.begin(credit)
@@ -288,6 +296,8 @@ class Subscription:
             elif self._closing and not self._taps and not len(self._upcoming):
                 self.ended = True
                 self.reservoir.close()
+                if self._reason is not None:
+                    raise self._reason
                 return
             elif time.monotonic() < silent_until:
                 await self._news_until(silent_until)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 import rheostat
 from rheostat_engine import Point, Site
 from rheostat_server.config import ServerConfig
-from rheostat_server.serve import start
+from rheostat_server.serve import RunningServer, start
 
 from ..server.fakes import WIDTH, ScriptedBackend, row
 
@@ -52,7 +52,8 @@ class RowsServer:
             return self.backend
 
         self._server = self._thread.run(start(settings, bring_up))
-        self.target = f"127.0.0.1:{self._server.port}"
+        self.port = self._server.port
+        self.target = f"127.0.0.1:{self.port}"
         self.engine = rheostat.connect(self.target)
         """A client that runs requests."""
 
@@ -74,8 +75,30 @@ class RowsServer:
         """Bytes of a subscription that were sent and are not acknowledged."""
         return self.ask(lambda them: them.named(name, "").reservoir.kept)
 
+    def crash(self) -> None:
+        """End every call and close the port, without a word to anybody."""
+        self._thread.run(self._server._server.stop(0))
+
     def stop(self) -> None:
         self.engine.close()
+        self._thread.run(self._server.stop(0))
+        self._thread.end()
+
+
+class LoadingServer:
+    """A server that listens and never has its model."""
+
+    def __init__(self, port: int) -> None:
+        self._thread = LoopThread()
+        self._server = self._thread.run(self._bound(port))
+
+    @staticmethod
+    async def _bound(port: int) -> RunningServer:
+        server = RunningServer(ServerConfig(model="toy", port=port, drain_grace=0.0))
+        await server.bind()
+        return server
+
+    def stop(self) -> None:
         self._thread.run(self._server.stop(0))
         self._thread.end()
 

@@ -11,7 +11,16 @@ import pytest
 import rheostat
 from rheostat import Capture, Cursor
 
-from .rows_server import ROW, RowsServer, ends_of, expected, rows_of, until, until_ends
+from .rows_server import (
+    ROW,
+    LoadingServer,
+    RowsServer,
+    ends_of,
+    expected,
+    rows_of,
+    until,
+    until_ends,
+)
 
 POST = Capture("resid_post", [0, 1])
 ONE = Capture("resid_post", 0)
@@ -115,6 +124,36 @@ def test_a_subscription_that_is_gone_is_not_found(starter, kind):
     with pytest.raises(rheostat.NotFound) as raised:
         subscriber.resume(subscription.cursor)
     assert raised.value.reason == "REASON_SUBSCRIPTION_NOT_FOUND"
+
+
+@pytest.mark.parametrize("loading", [True, False], ids=["it loads its model", "it serves"])
+def test_a_subscription_of_a_server_that_was_restarted_is_gone(kind, loading):
+    first = RowsServer()
+    subscriber = kind(first.target)
+    subscription = subscriber.subscribe(capture=ONE, every=True)
+    first.generate("a")
+    until_ends(subscription)
+    first.crash()
+    second = LoadingServer(first.port) if loading else RowsServer(port=first.port)
+    for read in (lambda: next(subscription), lambda: subscriber.resume(subscription.acknowledged)):
+        with pytest.raises(rheostat.NotFound, match="the server was restarted") as raised:
+            read()
+        assert raised.value.reason == "REASON_SUBSCRIPTION_NOT_FOUND"
+        assert raised.value.resource == ("subscription", subscription.id)
+    second.stop()
+    first.stop()
+
+
+def test_a_server_that_ends_says_so_to_its_subscribers(kind):
+    running = RowsServer()
+    subscriber = kind(running.target)
+    subscription = subscriber.subscribe(capture=ONE, every=True)
+    running.generate("a")
+    running.stop()
+    assert rows_of(until_ends(subscription)) == expected("a", 0)
+    with pytest.raises(rheostat.Unavailable, match="the server has ended") as raised:
+        next(subscription)
+    assert raised.value.reason == "REASON_DRAINING"
 
 
 def test_what_was_acknowledged_cannot_be_had_again(running, subscriber):

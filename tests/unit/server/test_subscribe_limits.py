@@ -14,7 +14,7 @@ from rheostat._proto.v1 import (
 
 from .fakes import ScriptedBackend, sites_with
 from .messages import capture, request, site_set
-from .streams import settled
+from .streams import settled, until
 from .subscribers import (
     EVERY,
     PLENTY,
@@ -233,6 +233,23 @@ async def test_a_lost_engine_ends_subscriptions(starter) -> None:
     assert (refusal.code, refusal.reason) == (Code.UNAVAILABLE, "REASON_ENGINE_LOST")
 
 
+async def test_a_subscription_that_its_client_ends_while_the_server_drains_ends_well(
+    starter,
+) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
+    one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
+    call = running.client.generation.Generate(request(request_id="a"))
+    await call.read()
+    draining = asyncio.create_task(running.server.stop())
+    await one.call.done_writing()
+    subscription = running.host.subscriptions.named(one.name, "")
+    await until(lambda: not subscription.taking)
+    running.backend.hold.set()
+    await one.rest()
+    assert await one.call.code() == Code.OK
+    await draining
+
+
 async def test_a_server_that_ends_sends_what_waits_first(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)], credit=0))
@@ -244,9 +261,8 @@ async def test_a_server_that_ends_sends_what_waits_first(starter) -> None:
     running.backend.hold.set()
     while await call.read() is not grpc.aio.EOF:
         pass
-    while (event := await asyncio.wait_for(one.call.read(), 10)) is not grpc.aio.EOF:
-        one.events.append(event)
+    refusal = await failure(one)
     await draining
-    assert await one.call.code() == Code.OK
+    assert (refusal.code, refusal.reason) == (Code.UNAVAILABLE, "REASON_DRAINING")
     assert rows_of(one.events) == expected("a", 0)
     assert set(ends_of(one.events)) == {"a"}

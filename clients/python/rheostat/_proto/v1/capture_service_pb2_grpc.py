@@ -59,7 +59,8 @@ class CaptureServiceServicer(object):
     def Subscribe(self, request_iterator, context):
         """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
         the subscription: what is buffered is sent, without need of credit, and requests that still run
-        end here with what they had. Messages up to Limits.tensor_message_bytes.
+        end here with what they had. A server that drains sends what is buffered too, then ends the call
+        with REASON_DRAINING. Messages up to Limits.tensor_message_bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,8 @@ class CaptureServiceStub:
     Subscribe: _grpc.StreamStreamMultiCallable[_capture_service_pb2.SubscribeRequest, _capture_service_pb2.SubscribeResponse]
     """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
     the subscription: what is buffered is sent, without need of credit, and requests that still run
-    end here with what they had. Messages up to Limits.tensor_message_bytes.
+    end here with what they had. A server that drains sends what is buffered too, then ends the call
+    with REASON_DRAINING. Messages up to Limits.tensor_message_bytes.
     """
     ListSinks: _grpc.UnaryUnaryMultiCallable[_capture_service_pb2.ListSinksRequest, _capture_service_pb2.ListSinksResponse]
     """The sinks that this server has."""
@@ -51,7 +52,8 @@ class CaptureServiceAsyncStub(CaptureServiceStub):
     Subscribe: _aio.StreamStreamMultiCallable[_capture_service_pb2.SubscribeRequest, _capture_service_pb2.SubscribeResponse]  # type: ignore[assignment]
     """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
     the subscription: what is buffered is sent, without need of credit, and requests that still run
-    end here with what they had. Messages up to Limits.tensor_message_bytes.
+    end here with what they had. A server that drains sends what is buffered too, then ends the call
+    with REASON_DRAINING. Messages up to Limits.tensor_message_bytes.
     """
     ListSinks: _aio.UnaryUnaryMultiCallable[_capture_service_pb2.ListSinksRequest, _capture_service_pb2.ListSinksResponse]  # type: ignore[assignment]
     """The sinks that this server has."""
@@ -68,7 +70,8 @@ class CaptureServiceServicer:
     ) -> _typing.Union[_abc.Iterator[_capture_service_pb2.SubscribeResponse], _abc.AsyncIterator[_capture_service_pb2.SubscribeResponse]]:
         """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
         the subscription: what is buffered is sent, without need of credit, and requests that still run
-        end here with what they had. Messages up to Limits.tensor_message_bytes.
+        end here with what they had. A server that drains sends what is buffered too, then ends the call
+        with REASON_DRAINING. Messages up to Limits.tensor_message_bytes.
         """
 
     def ListSinks(
