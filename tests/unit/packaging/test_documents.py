@@ -1,10 +1,16 @@
 """The pages: every block is run by the tests or says why not, and every link leads somewhere."""
 
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import Descriptor
+
+from rheostat._proto import v1
+from rheostat._proto.v1 import errors_pb2
 
 from ...documents import PAGES, ROOT, Block, Page, blocks_of, differences, problems
 
@@ -43,6 +49,40 @@ def broken(page: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: str) -> None:
     assert list(broken(page)) == []
+
+
+JSON_NAME = re.compile(r"(?!cuda)[a-z]+[0-9]?(?:[A-Z][a-z0-9]+)+")
+"""How a field reads in JSON: `requestId`. Names of CUDA's functions look alike."""
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def names(descriptor: Descriptor) -> Iterator[str]:
+    """The names of a message's fields in JSON, and those of the messages in it."""
+    yield from (field.json_name for field in descriptor.fields)
+    for nested in descriptor.nested_types:
+        yield from names(nested)
+
+
+def contract() -> tuple[set[str], set[str]]:
+    """Names of fields in JSON, and reasons."""
+    fields: set[str] = set()
+    modules = [module.name for module in pkgutil.iter_modules(v1.__path__)]
+    for module in modules:
+        if module.endswith("_pb2"):
+            file = importlib.import_module(f"{v1.__name__}.{module}").DESCRIPTOR
+            for message in file.message_types_by_name.values():
+                fields.update(names(message))
+    return fields, set(errors_pb2.Reason.keys())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_fields_and_reasons_of_the_contract_alone(page: str) -> None:
+    fields, reasons = contract()
+    text = (ROOT / page).read_text(encoding="utf-8")
+    fenced = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    words = {word for code in _CODE.findall(fenced) for word in re.findall(r"\w+", code)}
+    assert {word for word in words if JSON_NAME.fullmatch(word)} <= fields
+    assert {word for word in words if re.fullmatch(r"REASON_[A-Z_]*[A-Z]", word)} <= reasons
 
 
 TEXT = """\
