@@ -176,7 +176,9 @@ def test_the_baseline_follows_the_text_and_their_distance_goes_to_stderr(server,
 def test_a_baseline_that_draws_by_itself_is_warned_of(server, capsys, flags, warned):
     server.on("Generate", PLAIN)  # without a baseline, which is another matter
     main(["generate", "x", "--target", server.target, *flags])
-    said = "rheostat: without --seed the two draw differently\n"
+    said = (
+        "rheostat: without --seed or --temperature 0 the text and its baseline sample differently\n"
+    )
     assert (said in capsys.readouterr().err) is warned
 
 

@@ -18,12 +18,18 @@ from rheostat._steering import ablate, norm_add, scale
 from rheostat._vectors import Vector
 
 _HELP = {
-    "--steer": ("NAME[:SCALE]", "add a stored vector, this many times (default: 1)"),
-    "--norm-add": ("NAME[:SCALE]", "add its direction, SCALE norms of the stream (default: 1)"),
-    "--ablate": ("NAME[,NAME...][:STRENGTH]", "remove what lies along directions (default: all)"),
+    "--steer": ("NAME[:SCALE]", "add SCALE times a stored vector (default: 1)"),
+    "--norm-add": (
+        "NAME[:SCALE]",
+        "add its direction, as long as SCALE norms of the residual stream (default: 1)",
+    ),
+    "--ablate": (
+        "NAME[,NAME...][:STRENGTH]",
+        "remove the part along directions; STRENGTH 0 to 1 (default: 1)",
+    ),
     "--clamp": (
         "NAME:BOUNDS[:STRENGTH][,...]",
-        "pull the coordinate along a direction into BOUNDS: MIN..MAX, MIN.., ..MAX, or one number",
+        "limit the coordinate along a direction to BOUNDS: MIN..MAX, MIN.., ..MAX, or one number",
     ),
     "--scale": ("NAME:FACTOR", "multiply the coordinate along a direction; -1 mirrors"),
 }
@@ -39,7 +45,7 @@ class Typed(NamedTuple):
 
 def add_ops(parser: argparse.ArgumentParser) -> None:
     """Give a command the flags of all ops."""
-    group = parser.add_argument_group("steering", "Ops, which act in the order given.")
+    group = parser.add_argument_group("steering", "Ops act in the order given.")
     for (flag, (metavar, told)), read in zip(_HELP.items(), _READERS, strict=True):
         group.add_argument(
             flag,
@@ -50,7 +56,9 @@ def add_ops(parser: argparse.ArgumentParser) -> None:
             metavar=metavar,
             help=told,
         )
-    group.add_argument("--points", type=points, help="where they act (default: the vector's own)")
+    group.add_argument(
+        "--points", type=points, help="where the ops act (default: the vector's points)"
+    )
     group.add_argument("--layers", type=layers, help='e.g. 3, 2-5, "all"; with --points')
 
 

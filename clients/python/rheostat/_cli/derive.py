@@ -39,11 +39,16 @@ rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_po
     derive.add_argument("--points", type=points, required=True, help="e.g. resid_post")
     derive.add_argument("--layers", type=layers, required=True, help='e.g. 3, 2-5, "all"')
     derive.add_argument(
-        "--method", choices=METHODS, default="difference_of_means", help="default: %(default)s"
+        "--method",
+        choices=METHODS,
+        default="difference_of_means",
+        help="how the sets are contrasted (default: %(default)s)",
     )
     derive.add_argument("--lora", metavar="NAME", help="a loaded adapter to run the prompts under")
-    derive.add_argument("--name", help="default: none, so that the server may evict what is made")
-    derive.add_argument("--description", default="")
+    derive.add_argument(
+        "--name", help="name to store the vector under (default: none; the server may evict it)"
+    )
+    derive.add_argument("--description", default="", help="text that is stored with the name")
     add_target(derive)
     derive.set_defaults(run=run)
 

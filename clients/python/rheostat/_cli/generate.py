@@ -26,26 +26,31 @@ rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 -
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from stdin")
     add_target(parser)
     parser.add_argument(
-        "--max-tokens", type=int, default=_MAX_TOKENS, help=f"default: {_MAX_TOKENS}"
+        "--max-tokens",
+        type=int,
+        default=_MAX_TOKENS,
+        help=f"most tokens to generate (default: {_MAX_TOKENS})",
     )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the server's, 1)")
     parser.add_argument(
-        "--top-p", type=float, help="sample from the likeliest tokens that have this probability"
+        "--top-p",
+        type=float,
+        help="sample from the most likely tokens, up to this probability together",
     )
-    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.add_argument("--seed", type=int, help="seed that makes sampling repeatable")
     parser.add_argument("--lora", metavar="NAME", help="a loaded adapter to run under")
     parser.add_argument(
         "--label",
         action="append",
         type=label,
         metavar="KEY=VALUE",
-        help="by which subscribers find the request; may be repeated",
+        help="a label that subscribers can filter by; may be repeated",
     )
     parser.add_argument(
         "--baseline",
         action="store_true",
-        help="also continue it without the steering, and tell how far apart the two are; "
-        "with --seed or --temperature 0, as else the two draw differently",
+        help="also generate without the steering, and print the KL between the two; "
+        "use --seed or --temperature 0, otherwise the two sample differently",
     )
     add_ops(parser)
     parser.set_defaults(run=run)
@@ -54,7 +59,7 @@ rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 -
 def run(args: argparse.Namespace) -> int:
     """Print the continuation as it comes, then the baseline's, then what was done."""
     if args.baseline and args.seed is None and args.temperature != 0:
-        warn("without --seed the two draw differently")
+        warn("without --seed or --temperature 0 the text and its baseline sample differently")
     prompt = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     with connected(args) as engine:
         steered = steering(engine, args)

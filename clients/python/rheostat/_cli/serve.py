@@ -47,32 +47,32 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
             value = f"{value:g}"
         elif field.endswith("_bytes") and isinstance(value, int):
             value //= _MIB
-        group.add_argument(
-            name, help=f"{help} (default: {default or value})".replace("%", "%%"), **options
-        )
+        if default or defaults:  # without the server package no default is known
+            help = f"{help} (default: {default or value})"
+        group.add_argument(name, help=help.replace("%", "%%"), **options)
 
     text = parser.add_argument_group("where it listens")
-    flag(text, "--host", "address", metavar="ADDRESS")
-    flag(text, "--port", "port; 0: any free one", type=_port, metavar="PORT")
+    flag(text, "--host", "address to listen on", metavar="ADDRESS")
+    flag(text, "--port", "port to listen on; 0 takes any free port", type=_port, metavar="PORT")
     engine = parser.add_argument_group("how the model runs")
     flag(
         engine,
         "--dtype",
-        "element type of weights and stream",
+        "element type of weights and activations",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     tokens = {"type": int, "metavar": "TOKENS"}
     flag(
         engine,
         "--max-model-len",
-        "tokens of prompt and generation together",
+        "longest prompt and generation together, in tokens",
         default="what the model allows",
         **tokens,
     )
     flag(
         engine,
         "--max-num-seqs",
-        "samples that run at once",
+        "samples that run at the same time",
         default="vLLM's choice",
         type=int,
         metavar="SAMPLES",
@@ -87,7 +87,7 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
     flag(
         engine,
         "--enforce-eager",
-        "run the model uncompiled and without graphs",
+        "run the model uncompiled and without CUDA graphs",
         default="off",
         action="store_true",
     )
@@ -106,7 +106,7 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
         type=int,
         metavar="DEVICES",
     )
-    flag(engine, "--seed", "seed of samples that bring none", type=int, metavar="SEED")
+    flag(engine, "--seed", "seed for requests that give none", type=int, metavar="SEED")
     flag(
         engine,
         "--lora",
@@ -118,7 +118,7 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
         metavar="NAME=FOLDER",
     )
     flag(
-        engine, "--load-format", 'how weights are read; "dummy" makes random ones', metavar="FORMAT"
+        engine, "--load-format", 'how to read weights; "dummy" makes random ones', metavar="FORMAT"
     )
     memory = parser.add_argument_group("memory, in MiB")
     flag(
@@ -127,28 +127,28 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
         "KV cache",
         default="vLLM's choice on a GPU, up to 4096 on a CPU",
     )
-    flag(memory, "--bank-mib", "on the device, vectors of steering")
-    flag(memory, "--capture-mib", "on the device, ring of captured rows")
-    flag(memory, "--encode-mib", "on the device, to encode and project captured rows there")
+    flag(memory, "--bank-mib", "device memory for steering vectors")
+    flag(memory, "--capture-mib", "device memory for the ring of captured rows")
+    flag(memory, "--encode-mib", "device memory to encode and project captured rows")
     flag(
         memory,
         "--staging-mib",
-        "on the host, of each worker, where captured rows wait for the server",
+        "host memory of each worker in which captured rows wait for the server",
     )
     flag(
         memory,
         "--request-buffer-mib",
-        "what waits of one request for slow readers: rows, tokens, log-probabilities",
+        "memory in which one request's rows, tokens and log-probabilities wait for slow readers",
     )
-    flag(memory, "--buffers-mib", "the same of all requests together")
+    flag(memory, "--buffers-mib", "the same for all requests together")
     flag(
         memory,
         "--subscriptions-mib",
-        "captured rows that subscribers have not read and acknowledged, all together",
+        "captured rows that subscribers have not acknowledged, for all subscriptions together",
     )
-    flag(memory, "--vector-store-mib", "stored vectors and their names")
-    flag(memory, "--runs-mib", "stored runs")
-    sinks = parser.add_argument_group("where captured rows can be kept")
+    flag(memory, "--vector-store-mib", "memory for stored vectors and their names")
+    flag(memory, "--runs-mib", "memory for stored runs")
+    sinks = parser.add_argument_group("files for captured rows")
     flag(
         sinks,
         "--sink",
@@ -158,11 +158,11 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
         action="append",
         metavar="NAME=PLUGIN:KEY=VALUE,...",
     )
-    waits = parser.add_argument_group("how long it waits, in seconds")
+    waits = parser.add_argument_group("broken connections")
     flag(
         waits,
         "--resume-window",
-        "for the client of a subscription whose connection broke",
+        "how long a subscription waits for its client to reconnect",
         type=float,
         metavar="SECONDS",
     )
@@ -170,15 +170,15 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
     flag(
         folders,
         "--spool",
-        "where captured rows wait, under the policy spill; one server per folder",
+        "folder in which captured rows wait under the policy spill; one server per folder",
         default="none",
         metavar="FOLDER",
     )
-    flag(folders, "--spool-mib", "how much may wait there")
+    flag(folders, "--spool-mib", "largest size of that folder")
     flag(
         folders,
         "--vector-dir",
-        "keeps stored vectors and their names over restarts; one server per folder",
+        "folder that keeps stored vectors and their names over restarts; one server per folder",
         default="none",
         metavar="FOLDER",
     )

@@ -21,7 +21,7 @@ def add(commands: Subparsers) -> None:
 
     setting = actions.add_parser(
         "set",
-        help="replace it by these ops, for requests from now on",
+        help="replace it by these ops, for requests that start from now on",
         description="Replace the server-wide steering by these ops, for requests from now on.",
         example="rheostat global set --scale joy:0 --expected-version 3",
     )
@@ -50,7 +50,7 @@ def add(commands: Subparsers) -> None:
             "--expected-version",
             type=int,
             metavar="VERSION",
-            help="fail where another version holds (default: replace any)",
+            help="fail if another version is in force (default: replace any)",
         )
     for action in (setting, getting, clearing):
         add_target(action)

@@ -34,38 +34,38 @@ def add(commands: Subparsers) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "subscribe",
-        help="show rows of requests that others run, as they are made",
-        description="Show rows of requests that others run, as they are made: a line per event, "
-        "with the mean norm of the rows.",
+        help="print captured rows of other clients' requests, live",
+        description="Print captured rows of other clients' requests while they run: a line per "
+        "event, with the mean norm of the rows.",
         example="""\
 rheostat subscribe --every --points resid_post --layers 3 --limit 10 --out rows.npz
 rheostat subscribe --label team=red --points resid_post --where -1""",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
-        "--request", action="append", metavar="ID", help="of this request; again for more"
+        "--request", action="append", metavar="ID", help="watch this request; may be repeated"
     )
     which.add_argument(
         "--label",
         action="append",
         type=label,
         metavar="KEY=VALUE",
-        help="of requests with this label; again for requests with all of them",
+        help="watch requests with this label; if repeated, requests with all of them",
     )
-    which.add_argument("--every", action="store_true", help="of every request")
+    which.add_argument("--every", action="store_true", help="watch every request")
     parser.add_argument("--points", type=points, required=True, help="e.g. resid_post")
     parser.add_argument("--layers", type=layers, default="all", help="e.g. 3, 2-5 (default: all)")
     parser.add_argument(
         "--where",
         type=_where,
         default="all",
-        help="prompt, generated or all tokens, or positions as -1 (the last of the prompt) and "
-        "--where=0,-1 (default: all)",
+        help="prompt, generated, all, or positions: -1 is the last prompt token; write several "
+        "as --where=0,-1 (default: all)",
     )
     parser.add_argument(
         "--overload",
         choices=get_args(Overload),
-        help="when the rows come too fast to be shown (default: fail)",
+        help="what happens if rows come faster than they are printed (default: fail)",
     )
     parser.add_argument(
         "--limit", type=_count, metavar="N", help="end after N requests (default: never)"

@@ -51,7 +51,7 @@ rheostat vectors put joy.npy --points resid_post --layers 3""",
         example="rheostat vectors list --prefix demo/",
     )
     add_json(listing)
-    listing.add_argument("--prefix", default="", help="only names that begin so")
+    listing.add_argument("--prefix", default="", help="only names that begin with this")
     listing.set_defaults(run=run_list)
 
     put = actions.add_parser(
@@ -116,8 +116,8 @@ rheostat vectors import gpt2-res-jb/blocks.8.hook_resid_pre --feature 1234 --nam
 
     naming = actions.add_parser(
         "name",
-        help="put a name on a stored vector",
-        description="Put a name on a stored vector; a name on another vector moves.",
+        help="name a stored vector",
+        description="Name a stored vector. A name that another vector has moves to this one.",
         example="""\
 rheostat vectors name joy 3fa2b81c
 rheostat vectors name joy joy/v2 --expect joy/v1""",
@@ -126,15 +126,15 @@ rheostat vectors name joy joy/v2 --expect joy/v1""",
     naming.add_argument("vector", metavar="VECTOR", help="its name, or 8 digits of its digest")
     holder = naming.add_mutually_exclusive_group()
     holder.add_argument(
-        "--expect", metavar="VECTOR", help="refuse if the name is on another vector than this now"
+        "--expect", metavar="VECTOR", help="refuse if the name belongs to another vector now"
     )
-    holder.add_argument("--new", action="store_true", help="refuse if there is such a name now")
+    holder.add_argument("--new", action="store_true", help="refuse if the name exists")
     naming.set_defaults(run=run_name)
 
     delete = actions.add_parser(
         "delete",
-        help="take a name off its vector",
-        description="Take a name off its vector; running requests keep what they started with.",
+        help="delete a name",
+        description="Delete a name. Requests that run keep the vector that they started with.",
         example="rheostat vectors delete joy",
     )
     delete.add_argument("name", metavar="NAME")
