@@ -132,8 +132,7 @@ class VectorKeeper:
         """Stores a vector and puts a name on it, which moves if it was elsewhere.
 
         Raises:
-            StoreFull: held vectors leave too little room, there are too many names, or the disk is
-                full.
+            StoreFull: held vectors or other names leave too little room, or the disk is full.
             NotSupported: the folder cannot be written.
         """
         if self._files is None:
@@ -146,7 +145,7 @@ class VectorKeeper:
         Raises:
             NameConflict: the name is not where it was expected.
             VectorNotFound: the vector is not stored.
-            StoreFull: there are too many names, or the disk is full.
+            StoreFull: other names leave too little room, or the disk is full.
             NotSupported: the folder cannot be written.
         """
         return await self._see_through(self._set_name(name, naming))
@@ -177,10 +176,10 @@ class VectorKeeper:
         self, files: VectorFiles, vector: Vector, name: str, label: Name
     ) -> PutResult:
         async with self._turn:
-            self._store.check_name(name, "header.name")
+            self._store.check_name(name, label, "header.name")
             with self._store.held(vector) as existed:
                 await self._save(files, vector)
-                await _on_disk(files.write_names, {**self._store.names, name: label})
+                await _on_disk(files.set_name, name, label)
                 result = self._store.put_named(vector, name, label)
             return PutResult(existed, result.previous)
 
@@ -189,19 +188,18 @@ class VectorKeeper:
             before = self._store.label(name)
             label = naming.label(name, before)
             vector = self._store.get(naming.digest, "digest")
-            self._store.check_name(name, "name")
+            self._store.check_name(name, label, "name")
             with self._store.held(vector):
                 if self._files is not None:
                     await self._save(self._files, vector)
-                    await _on_disk(self._files.write_names, {**self._store.names, name: label})
+                    await _on_disk(self._files.set_name, name, label)
                 self._store.put_named(vector, name, label)
             return before.digest if before is not None else b""
 
     async def _delete_name(self, files: VectorFiles, name: str, path: str) -> bytes:
         async with self._turn:
             self._store.named(name, path)
-            names = {n: label for n, label in self._store.names.items() if n != name}
-            await _on_disk(files.write_names, names)
+            await _on_disk(files.delete_name, name)
             return self._store.delete_name(name, path)
 
     async def _save(self, files: VectorFiles, vector: Vector) -> None:

@@ -123,6 +123,12 @@ LABEL_VALUE_BYTES = 255
 NAMES = 65536
 """Most names in the store of vectors."""
 
+NAMES_BYTES = 64 * MIB
+"""Memory of all names in the store, with their descriptions and sites."""
+
+NAME_DESCRIPTION_BYTES = 1024
+"""Longest description of a name, in bytes of UTF-8."""
+
 DERIVED_PROMPTS = 1024
 """Most prompts of each of the two sets of a contrast."""
 

@@ -24,12 +24,16 @@ from rheostat_server.errors import (
     TruncatedUpload,
     VectorShape,
 )
-from rheostat_server.limits import CHUNK_BYTES, LAYERS, UPLOADED_BYTES, VECTOR_BYTES
+from rheostat_server.limits import (
+    CHUNK_BYTES,
+    LAYERS,
+    NAME_DESCRIPTION_BYTES,
+    UPLOADED_BYTES,
+    VECTOR_BYTES,
+)
 from rheostat_server.offload import offload
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vectors import Vector, make_vector, vector_rows
-
-_DESCRIPTION_BYTES = 1024
 
 _POINTS = len(types_pb2.Point.values()) - 1
 
@@ -166,10 +170,7 @@ def check_label(name: str, description: str, path: str) -> None:
     """
     if name:
         checks.matches(name, checks.VECTOR_NAME, join(path, "name"))
-    if len(description.encode()) > _DESCRIPTION_BYTES:
-        raise InvalidValue(
-            f"has more than {_DESCRIPTION_BYTES} bytes", field=join(path, "description")
-        )
+    checks.text_bytes(description, NAME_DESCRIPTION_BYTES, join(path, "description"))
 
 
 def check_meant_sites(sites: types_pb2.SiteSet, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Vectors in a folder: a safetensors file each, named by its digest, and one JSON file of names.
+"""Vectors in a folder: a safetensors file each, named by its digest, and a table of names.
 
 Invariants: a file under its final name is whole and on the disk, whenever power fails; one whose
 content does not have the digest in its name is set aside, never loaded and never deleted; no other
@@ -7,27 +7,23 @@ event loop, one call at a time.
 """
 
 import fcntl
-import json
 import logging
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from google.protobuf import json_format
 from safetensors import SafetensorError, TensorSpec, deserialize, safe_open, serialize
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_server.errors import NonFinite, NotSupported, VectorDirFailed
 from rheostat_server.tensors import FloatType
+from rheostat_server.vector_names import NameFile
 from rheostat_server.vectors import Name, Vector, make_vector
 
 _LOG = logging.getLogger(__name__)
 
 _LOCK = "lock"
-_NAMES = "names.json"
 _TENSOR = "vector"
 _STORE_TIME = "store_time"
 _FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -80,12 +76,15 @@ class VectorFiles:
                 ) from error
             raise _unusable(folder, error) from error
         self._open = True
-        self._left: Mapping[str, Name] | None = None
+        self._names = NameFile(folder)
+        self._lost: list[str] = []
+        """Names without a vector, which are still on the disk."""
 
     def close(self) -> None:
         """Gives the folder up."""
         if self._open:
             self._open = False
+            self._names.close()
             # Closing alone would leave it locked while a process that was forked from ours lives.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
@@ -97,13 +96,13 @@ class VectorFiles:
         without a vector are dropped; they leave the disk before the next vector comes to it.
 
         Raises:
-            VectorDirFailed: a file cannot be read, or the names are not what was written.
+            VectorDirFailed: a file cannot be read, or the names are not what a server writes.
         """
         try:
             for part in self.folder.glob(".*.part"):
                 part.unlink()
             vectors = self._read_vectors()
-            names = self._read_names()
+            names = self._names.read()
         except OSError as error:
             raise _unusable(self.folder, error) from error
         there = {saved.vector.digest for saved in vectors}
@@ -113,14 +112,21 @@ class VectorFiles:
                     'the name "%s" is dropped: its vector %s is not in %s',
                     name, label.digest.hex(), self.folder,
                 )  # fmt: skip
+        self._lost = [name for name, label in names.items() if label.digest not in there]
         kept = {name: label for name, label in names.items() if label.digest in there}
-        self._left = kept if len(kept) < len(names) else None
         return Contents(vectors, kept)
 
     def write(self, vector: Vector, store_time: float) -> None:
-        """Returns once the vector is on the disk. Raises as `write_names`."""
-        if self._left is not None:
-            self.write_names(self._left)
+        """Returns once the vector is on the disk.
+
+        Raises:
+            OSError: the folder cannot be written, and is as it was.
+            NotSupported: the folder cannot be written, and may have changed.
+        """
+        if self._lost:
+            # The vector may be theirs. A name that was dropped must not come back with it.
+            self._names.delete_names(self._lost)
+            self._lost = []
         held = np.frombuffer(vector.data, np.uint8)
         tensor = TensorSpec(
             dtype=vector.kind.value,
@@ -135,23 +141,14 @@ class VectorFiles:
         """Deletes a vector's file. Raises OSError if it stays."""
         (self.folder / _file_name(digest)).unlink(missing_ok=True)
 
-    def write_names(self, names: Mapping[str, Name]) -> None:
-        """Returns once the disk has these names and no others.
+    def set_name(self, name: str, label: Name) -> None:
+        """Returns once the disk has the name. Raises as `write`."""
+        self._names.set_name(name, label)
+        self._lost = [lost for lost in self._lost if lost != name]
 
-        Raises:
-            OSError: the folder cannot be written, and is as it was.
-            NotSupported: the folder cannot be written, and may have changed.
-        """
-        said = {
-            name: {
-                "digest": label.digest.hex(),
-                "description": label.description,
-                "sites": None if label.sites is None else json_format.MessageToDict(label.sites),
-            }
-            for name, label in sorted(names.items())
-        }
-        self._replace(_NAMES, json.dumps(said, ensure_ascii=False, indent=1).encode())
-        self._left = None
+    def delete_name(self, name: str) -> None:
+        """Returns once the name has left the disk. Raises as `write`."""
+        self._names.delete_names([name])
 
     def _replace(self, name: str, data: bytes) -> None:
         path = self.folder / name
@@ -179,27 +176,6 @@ class VectorFiles:
                 os.replace(path, aside)
                 _LOG.error("%s is damaged, %s; it is %s from here on", path, damage, aside.name)
         return sorted(found, key=lambda saved: saved.store_time)
-
-    def _read_names(self) -> dict[str, Name]:
-        path = self.folder / _NAMES
-        if not path.exists():
-            return {}
-        try:
-            return {
-                name: Name(
-                    bytes.fromhex(said["digest"]),
-                    str(said["description"]),
-                    None
-                    if said["sites"] is None
-                    else json_format.ParseDict(said["sites"], types_pb2.SiteSet()),
-                )
-                for name, said in json.loads(path.read_bytes()).items()
-            }
-        except (ValueError, LookupError, TypeError, AttributeError, json_format.Error) as error:
-            raise VectorDirFailed(
-                f"{path} is not what a server writes ({error}): mend it, or move it away to start "
-                "without names"
-            ) from error
 
 
 def _move_in(data: bytes, path: Path) -> None:

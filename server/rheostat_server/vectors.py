@@ -2,7 +2,8 @@
 
 Invariants: a vector that a name, a running request or the server-wide steering holds is never
 evicted, so a name that moves or goes leaves them what they started with. The bytes held never
-exceed the budget. Names point at stored vectors only.
+exceed the budget, and names with what is said of them never exceed theirs. Names point at stored
+vectors only.
 """
 
 import hashlib
@@ -24,11 +25,16 @@ from rheostat_server.errors import (
     VectorNotFound,
     VectorShape,
 )
-from rheostat_server.limits import NAMES, VECTOR_ROWS
+from rheostat_server.limits import NAMES, NAMES_BYTES, VECTOR_ROWS
 from rheostat_server.listing import FIRST, Key, Listing
 from rheostat_server.tensors import FloatType, widen
 
 _RETRY = 1.0
+
+_NAME_BYTES = 512
+_SITES_BYTES = 512
+_LAYER_BYTES = 8
+"""Memory of a name, its sites, and a layer of a list of theirs, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,14 @@ class Name:
     """Where the vector is meant to be used; advice."""
 
 
+def _name_bytes(name: str, label: Name) -> int:
+    """Memory that a name takes, about."""
+    text = len(name) + len(label.description.encode())
+    if label.sites is None:
+        return _NAME_BYTES + text
+    return _NAME_BYTES + text + _SITES_BYTES + _LAYER_BYTES * len(label.sites.list.layers)
+
+
 class PutResult(NamedTuple):
     """What storing a vector did."""
 
@@ -151,6 +165,7 @@ class VectorStore:
         self._kept: Counter[bytes] = Counter()
         self._listing = Listing()
         self._used = 0
+        self._names_used = 0
 
     def follow(self, on_evict: Callable[[bytes], None]) -> None:
         """Tells another of every vector that leaves."""
@@ -203,12 +218,13 @@ class VectorStore:
         """Stores a vector and puts a name on it, which moves if it was elsewhere.
 
         Raises:
-            StoreFull: held vectors leave too little room, or there are too many names.
+            StoreFull: held vectors or other names leave too little room.
         """
-        self.check_name(name, "header.name")
+        self.check_name(name, label, "header.name")
         before = self._names.get(name)
         existed = self.put(vector)
         self._names[name] = label
+        self._names_used += self._more_bytes(name, label, before)
         if before is not None:
             self._unname(name, before.digest)
         if not self._named[vector.digest]:
@@ -222,14 +238,27 @@ class VectorStore:
         """A name's label; None where there is no such name."""
         return self._names.get(name)
 
-    def check_name(self, name: str, path: str) -> None:
-        """Refuses one name too many.
+    def check_name(self, name: str, label: Name, path: str) -> None:
+        """Checks that there is room for a name.
 
         Raises:
-            StoreFull: there are too many names.
+            StoreFull: there are too many names, or they take too much memory.
         """
-        if name not in self._names and len(self._names) >= NAMES:
-            raise StoreFull(f"there are {NAMES} names; take some off", field=path)
+        before = self._names.get(name)
+        if before is None and len(self._names) >= NAMES:
+            raise StoreFull(f"there are {NAMES} names, the most; delete some", field=path)
+        size = self._more_bytes(name, label, before)
+        if self._names_used + size > NAMES_BYTES:
+            raise StoreFull(
+                f"the name, its description and its sites take {size} bytes more; all names take "
+                f"{self._names_used} of {NAMES_BYTES}. Delete names, or shorten this one",
+                field=path,
+            )
+
+    @staticmethod
+    def _more_bytes(name: str, label: Name, before: Name | None) -> int:
+        """Bytes that names take more once this one has changed."""
+        return _name_bytes(name, label) - (0 if before is None else _name_bytes(name, before))
 
     def restore(self, vector: Vector, store_time: float, labels: Mapping[str, Name]) -> None:
         """Stores a vector that was stored before, with its names.
@@ -299,6 +328,7 @@ class VectorStore:
         """
         label = self.named(name, path)
         del self._names[name]
+        self._names_used -= _name_bytes(name, label)
         self._unname(name, label.digest)
         return label.digest
 

@@ -9,7 +9,7 @@ from itertools import islice
 
 from google.protobuf import timestamp_pb2
 
-from rheostat._proto.v1 import steering_service_pb2, steering_service_pb2_grpc
+from rheostat._proto.v1 import steering_service_pb2, steering_service_pb2_grpc, types_pb2
 from rheostat_server import checks
 from rheostat_server.derivation import Derivations
 from rheostat_server.engine import EngineHost
@@ -100,7 +100,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
             digest=request.digest,
             expected=request.expected_digest if request.HasField("expected_digest") else None,
             description=request.description if request.HasField("description") else None,
-            sites=request.sites if request.HasField("sites") else None,
+            sites=_detached(request.sites) if request.HasField("sites") else None,
         )
         previous = await keeper.set_name(request.name, naming)
         return _pb.SetNameResponse(previous_digest=previous)
@@ -153,6 +153,14 @@ async def _store(upload: Upload, host: EngineHost) -> steering_service_pb2.PutVe
     return _pb.PutVectorResponse(
         digest=vector.digest, existed=result.existed, previous_digest=result.previous
     )
+
+
+def _detached(sites: types_pb2.SiteSet) -> types_pb2.SiteSet:
+    """A copy, because a part of a message keeps all of the message in memory."""
+    sites.DiscardUnknownFields()
+    copy = types_pb2.SiteSet()
+    copy.CopyFrom(sites)
+    return copy
 
 
 def _info(entry: Entry) -> steering_service_pb2.VectorInfo:

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import threading
 from pathlib import Path
 
@@ -229,10 +228,11 @@ async def test_names_that_cannot_be_written_stay_as_they_were(begin, monkeypatch
     server = await begin()
     await server.keeper.put_named(vector(1), "joy", label(vector(1)))
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(errno.EIO, "why")
 
-    monkeypatch.setattr(server.files, "write_names", fail)
+    monkeypatch.setattr(server.files, "set_name", fail)
+    monkeypatch.setattr(server.files, "delete_name", fail)
     with pytest.raises(NotSupported, match="nothing was changed"):
         await server.keeper.put_named(vector(2), "joy", label(vector(2)))
     with pytest.raises(NotSupported, match="nothing was changed"):
@@ -255,20 +255,40 @@ async def test_one_name_too_many_is_refused_before_anything_is_written(begin, mo
     await server.keeper.put_named(vector(1), "joy", label(vector(1)))
     with pytest.raises(StoreFull, match="there are 1 names"):
         await server.keeper.put_named(vector(2), "fear", label(vector(2)))
-    assert json.loads((server.files.folder / "names.json").read_bytes()).keys() == {"joy"}
+    assert server.files.read().names.keys() == {"joy"}
+
+
+async def test_names_that_take_too_much_memory_are_refused_before_anything_is_written(
+    begin, monkeypatch
+) -> None:
+    monkeypatch.setattr(vectors, "NAMES_BYTES", 2000)
+    server = await begin()
+    await server.keeper.put_named(vector(1), "joy", label(vector(1), "d" * 1000))
+    words = r"all names take 15\d\d of 2000"
+    with pytest.raises(StoreFull, match=words) as caught:
+        await server.keeper.put_named(vector(2), "fear", label(vector(2), "d" * 1000))
+    assert caught.value.field == "header.name"
+    naming = Naming(vector(1).digest, None, "d" * 1000, None)
+    with pytest.raises(StoreFull, match=words) as caught:
+        await server.keeper.set_name("fear", naming)
+    assert caught.value.field == "name"
+    assert server.files.read().names.keys() == {"joy"}
+    assert server.on_disk == {vector(1).digest}
+    await server.keeper.delete_name("joy", "name")
+    await server.keeper.put_named(vector(2), "fear", label(vector(2), "d" * 1000))
 
 
 async def test_a_put_that_nobody_waits_for_any_more_is_seen_through(begin, monkeypatch) -> None:
     server = await begin()
     entered, go_on = threading.Event(), threading.Event()
-    write = server.files.write_names
+    set_name = server.files.set_name
 
-    def slow(names: dict[str, Name]) -> None:
+    def slow(name: str, label: Name) -> None:
         entered.set()
         go_on.wait(10)
-        write(names)
+        set_name(name, label)
 
-    monkeypatch.setattr(server.files, "write_names", slow)
+    monkeypatch.setattr(server.files, "set_name", slow)
     put = asyncio.create_task(server.keeper.put_named(vector(1), "joy", label(vector(1))))
     await asyncio.to_thread(entered.wait, 10)
     assert server.store.names == {}

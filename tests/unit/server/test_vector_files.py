@@ -1,8 +1,9 @@
 """The folder of vectors: what is written is read, what is damaged is not, and it has one owner."""
 
-import json
+import errno
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from rheostat._proto.v1 import types_pb2
 from rheostat_server.errors import NotSupported, VectorDirFailed
 from rheostat_server.tensors import FloatType
 from rheostat_server.vector_files import Contents, Saved, VectorFiles
+from rheostat_server.vector_names import NameFile
 from rheostat_server.vectors import Name, Vector, make_vector
 
 
@@ -56,8 +58,10 @@ def test_vectors_come_oldest_first_and_names_with_what_was_said(files: VectorFil
     for age, value in ((3.0, 1.0), (1.0, 2.0), (2.0, 3.0)):
         files.write(vector(value), age)
     names = {"b/2": Name(vector(1).digest, "ünï", SITES), "a": Name(vector(2).digest, "", None)}
-    files.write_names({"gone": Name(vector(3).digest, "", None)})
-    files.write_names(names)
+    files.set_name("gone", Name(vector(3).digest, "", None))
+    for name, label in names.items():
+        files.set_name(name, label)
+    files.delete_name("gone")
     expected = [Saved(vector(2), 1.0), Saved(vector(3), 2.0), Saved(vector(1), 3.0)]
     assert files.read() == Contents(expected, names)
 
@@ -121,37 +125,51 @@ def test_a_name_without_its_vector_is_dropped_and_reported(
 ) -> None:
     files.write(vector(1), 1.0)
     here = {"here": Name(vector(1).digest, "", None)}
-    files.write_names({**here, "lost": Name(vector(2).digest, "", None)})
+    files.set_name("here", here["here"])
+    files.set_name("lost", Name(vector(2).digest, "", None))
     assert files.read() == Contents([Saved(vector(1), 1.0)], here)
     (record,) = caplog.records
     assert f'"lost" is dropped: its vector {vector(2).digest.hex()}' in record.message
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{", '{"a": 1}', '{"a": {"digest": "xy"}}', '{"a": {"digest": ""}}'],
-)
-def test_names_that_nobody_wrote_so_end_the_start_and_stay(
-    files: VectorFiles, content: str
+@pytest.mark.parametrize("content", [b"names", b"SQLite format 3\0" + b"z" * 4096])
+def test_names_that_no_server_wrote_end_the_start_and_stay(
+    files: VectorFiles, content: bytes
 ) -> None:
-    path = files.folder / "names.json"
-    path.write_text(content)
-    with pytest.raises(VectorDirFailed, match=r"names\.json is not what a server writes"):
+    path = files.folder / "names.sqlite"
+    path.write_bytes(content)
+    with pytest.raises(VectorDirFailed, match=r"names\.sqlite is not what a server writes"):
         files.read()
-    assert path.read_text() == content
+    assert path.read_bytes() == content
 
 
-def test_names_of_sites_that_do_not_exist_end_the_start(files: VectorFiles) -> None:
-    said = {"digest": "00", "description": "", "sites": {"points": ["POINT_NOWHERE"]}}
-    (files.folder / "names.json").write_text(json.dumps({"a": said}))
-    with pytest.raises(VectorDirFailed, match="POINT_NOWHERE"):
-        files.read()
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE names SET sites = X'FFFF'",
+        "UPDATE names SET sites = 'text'",
+        "ALTER TABLE names RENAME TO others",
+        "PRAGMA user_version = 7",
+    ],
+)
+def test_names_that_cannot_be_read_end_the_start(tmp_path: Path, change: str) -> None:
+    first = VectorFiles(tmp_path)
+    first.set_name("a", Name(vector(1).digest, "", SITES))
+    first.close()
+    with sqlite3.connect(tmp_path / "names.sqlite") as names:
+        names.execute(change)
+    names.close()
+    second = VectorFiles(tmp_path)
+    with pytest.raises(VectorDirFailed, match=r"names\.sqlite is not what a server writes"):
+        second.read()
+    second.close()
 
 
 def test_what_a_broken_write_left_is_neither_read_nor_kept(
     files: VectorFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.write(vector(1), 1.0)
+    files.read()
     before = sorted(files.folder.iterdir())
     part = files.folder / f".{file_of(files.folder, vector(2)).name}.part"
     part.write_bytes(b"half")
@@ -164,7 +182,7 @@ def test_a_write_that_fails_changes_nothing(
 ) -> None:
     old = {"a": Name(vector(1).digest, "", None)}
     files.write(vector(1), 1.0)
-    files.write_names(old)
+    files.set_name("a", old["a"])
     before = sorted(files.folder.iterdir())
 
     def fail(_: int) -> None:
@@ -173,8 +191,6 @@ def test_a_write_that_fails_changes_nothing(
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
         files.write(vector(2), 2.0)
-    with pytest.raises(OSError, match="No space"):
-        files.write_names({})
     assert sorted(files.folder.iterdir()) == before
     assert files.read() == Contents([Saved(vector(1), 1.0)], old)
 
@@ -197,13 +213,12 @@ def test_what_moved_into_place_but_is_not_known_to_last_moves_back(
 ) -> None:
     old = {"a": Name(vector(1).digest, "", None)}
     files.write(vector(1), 1.0)
-    files.write_names(old)
+    files.set_name("a", old["a"])
     before = {path.name: path.read_bytes() for path in files.folder.iterdir()}
     request.getfixturevalue("broken_folder")
     for change in (
         lambda: files.write(vector(1), 2.0),
         lambda: files.write(vector(2), 2.0),
-        lambda: files.write_names({}),
     ):
         with pytest.raises(OSError, match="Input/output"):
             change()
@@ -235,17 +250,78 @@ def test_what_cannot_be_moved_back_is_said_to_be_there(
 def test_a_dropped_name_stays_away_from_a_vector_that_comes_back(files: VectorFiles) -> None:
     files.write(vector(1), 1.0)
     here = {"here": Name(vector(1).digest, "", None)}
-    files.write_names({**here, "lost": Name(vector(2).digest, "", None)})
+    files.set_name("here", here["here"])
+    files.set_name("lost", Name(vector(2).digest, "", None))
     files.read()
     files.write(vector(2), 2.0)
     assert files.read().names == here
 
 
 def test_reading_alone_changes_no_name_on_the_disk(files: VectorFiles) -> None:
-    files.write_names({"lost": Name(vector(1).digest, "", None)})
-    before = (files.folder / "names.json").read_bytes()
+    lost = {"lost": Name(vector(1).digest, "", None)}
+    files.set_name("lost", lost["lost"])
     assert files.read().names == {}
-    assert (files.folder / "names.json").read_bytes() == before
+    assert NameFile(files.folder).read() == lost
+
+
+def test_a_name_is_written_without_the_others(files: VectorFiles) -> None:
+    names = {f"n{number}": Name(vector(1).digest, "d" * 1024, None) for number in range(2000)}
+    for name, label in names.items():
+        files.set_name(name, label)
+    before = bytes_moved()
+    files.set_name("one more", Name(vector(2).digest, "d" * 1024, None))
+    files.delete_name("n7")
+    moved = bytes_moved() - before
+    assert moved < 200_000  # all names have 2 MB
+
+
+def bytes_moved() -> int:
+    """Bytes that this process has read and written."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"]) + int(counts["wchar"])
+
+
+def test_names_that_cannot_be_written_are_as_they_were(
+    files: VectorFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(vector(1), 1.0)
+    old = Name(vector(1).digest, "", None)
+    files.set_name("a", old)
+    files.close()
+    connect = sqlite3.connect
+
+    def small(*args: object, **options: object) -> sqlite3.Connection:
+        database = connect(*args, **options)
+        database.execute("PRAGMA max_page_count = 1")  # as many as there are: the disk is full
+        return database
+
+    monkeypatch.setattr(sqlite3, "connect", small)
+    again = VectorFiles(files.folder)
+    with pytest.raises(OSError, match="full") as caught:
+        again.set_name("b", Name(vector(1).digest, "d" * 65536, None))
+    assert caught.value.errno == errno.ENOSPC
+    assert again.read().names == {"a": old}
+    again.close()
+
+
+def test_names_that_were_set_outlive_a_process_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys\n"
+        "from rheostat_server.vector_files import VectorFiles\n"
+        "from rheostat_server.vectors import Name\n"
+        "files = VectorFiles(pathlib.Path(sys.argv[1]))\n"
+        "for number in range(1 << 20):\n"
+        "    files.set_name(f'n{number}', Name(bytes(32), 'd' * 4096, None))\n"
+        "    print(number, flush=True)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for _ in range(50):
+            last = int(child.stdout.readline())
+        child.kill()
+    names = NameFile(tmp_path).read()
+    assert {f"n{number}" for number in range(last + 1)} <= names.keys()
+    assert set(names.values()) == {Name(bytes(32), "d" * 4096, None)}
 
 
 def test_file_and_folder_are_on_the_disk_before_a_write_returns(

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from rheostat._proto.v1 import types_pb2
 from rheostat_server import vectors
 from rheostat_server.errors import NameNotFound, NonFinite, StoreFull, VectorNotFound
 from rheostat_server.listing import Key
@@ -188,6 +189,23 @@ def test_a_store_that_names_fill_gives_no_hope(store) -> None:
     with pytest.raises(StoreFull) as caught:
         store.put(vector(3))
     assert caught.value.retry_after is None
+
+
+def test_names_with_the_longest_descriptions_and_sites_take_bounded_memory(store) -> None:
+    sites = types_pb2.SiteSet(list=types_pb2.LayerList(layers=range(1024)))
+    store.put(vector(1))
+    large = Name(vector(1).digest, "d" * 1024, sites)
+    count = 0
+    with contextlib.suppress(StoreFull):
+        for count in range(vectors.NAMES):
+            store.put_named(vector(1), f"n{count}", large)
+    assert 5000 < count < 10_000  # of these each takes about 10 KB
+    with pytest.raises(StoreFull, match="Delete names"):
+        store.put_named(vector(1), "n", large)
+    store.put_named(vector(1), "n0", Name(vector(1).digest, "", None))  # less than before
+    for number in range(count):
+        store.delete_name(f"n{number}", "name")
+    store.put_named(vector(1), "n0", Name(vector(1).digest, "d" * 1024, sites))
 
 
 def test_names_are_limited_but_may_move(store, monkeypatch) -> None:

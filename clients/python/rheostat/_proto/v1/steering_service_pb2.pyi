@@ -112,7 +112,8 @@ class VectorHeader(_message.Message):
     """
     name: _builtins.str
     """Name to put on the vector; a name on another vector moves. [A-Za-z0-9][A-Za-z0-9._/-]{0,127}.
-    Empty: none.
+    Empty: none. More than 65536 names, or names that with descriptions and sites take more than
+    64 MiB of the server's memory: REASON_STORE_FULL.
     """
     description: _builtins.str
     """For people, kept with the name. At most 1024 bytes of UTF-8."""
