@@ -1,20 +1,33 @@
 """Correctness on a real GPU: the V2 runner, torch.compile and full CUDA graphs.
 
     python tests/gpu/check.py --out check.json
+    python tests/gpu/check.py --out check.json --only points fp8
 
 Starts stock vLLM, ours, and ours eager on a small random model, on a real shape and on a small
-mixture of experts, and checks that steering changes what it should, that an idle request in a mixed
+mixture of experts. Checks that steering changes what it should, that an idle request in a mixed
 batch is bit-identical to stock vLLM's, that captured rows equal those of an eager run, and that
 captures may join requests which run already. With two GPUs a model is split over them (`split.py`).
-`--only` does one of these: `kernels` starts no engine; `8b`, `tp` and `pp` start three each,
-`small` and `moe` four, the last one stock again, which says what two starts differ by. Every line
-has a threshold (`verdicts.py`); prints a line per check; exits 1 if one fails.
+
+| part | engine starts | what |
+|---|---|---|
+| `kernels` | 0 | the compiled kernels against their plain twins |
+| `small`, `moe` | 4 | all checks of a model; stock starts once more (`control.py`) |
+| `8b` | 3 | the same on a real shape, without the second start of stock |
+| `points` | 2 | points of OLMo-2's and Gemma 3's blocks (`points.py`) |
+| `fp8` | 2 | neighbours of huge doses in a quantised model (`huge.py`) |
+| `tp`, `pp` | 3 | split models |
+
+Every line has a threshold (`verdicts.py`). A part that raises fails as one line, and the others go
+on. Prints a line per check and a table last; exits 1 if one fails.
 """
 
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +49,13 @@ from cases import (
     same,
     whole,
 )
+from control import REQUESTS, check_control, report
 from forms import check_forms
+from huge import check_huge
 from models import build
 from offline import OfflineEngine, Outcome, bfloat16_to_float32
+from own_graphs import check_own_graphs
+from points import check_points
 from routers import check_routers, routed_alike, trimmed
 from split import SPLITS, check_split
 from verdicts import (
@@ -212,10 +229,14 @@ def check_model(
     batch = prompts(24, 40, vocabulary)
     sampling = {"max_tokens": 24, "logprobs": 3}
     results: dict[str, Verdict] = {}
+    patient = {"max_tokens": 200, "logprobs": 3}
+    with_weights = "load_format" not in options
+    many = prompts(REQUESTS, 40, vocabulary) if with_weights else []
     stock = OfflineEngine(model, "", sited=False, **options)
     plain = stock.run(batch, **sampling)
-    patient = {"max_tokens": 200, "logprobs": 3}
     again = stock.run(batch, **sampling)
+    plain_patient = stock.run(batch, **patient) if many else []
+    plain_many = [stock.run(many, **sampling) for _ in range(2)] if many else []
     stock.close()
     ours = OfflineEngine(model, f"ipc://{scratch}/a", **options)
     assert ours.sites is not None
@@ -228,6 +249,7 @@ def check_model(
     results["stock equals itself"] = each([*map(same, plain, again)])
     idle = ours.run(batch, **sampling)
     results["idle requests bit-identical to stock"] = each([*map(same, plain, idle)])
+    idle_many = ours.run(many, **sampling) if many else []
     yield results
     vector = np.random.default_rng(1).normal(size=(2, width)).astype(np.float32)
     ours.load({VECTOR: vector})
@@ -265,6 +287,9 @@ def check_model(
         [same(mixed[i], alone[i]) for i in range(0, 24, 4)]
     )
     yield results
+    if many:
+        results |= check_own_graphs(ours, plain_patient, batch, patient)
+        yield results
     results |= check_ops(ours, vector, middle, batch, sampling)
     branch = check_ops(ours, vector, sites_of[Point.MLP_OUT], batch, sampling)
     results |= {f"mlp_out: {name}": verdict for name, verdict in branch.items()}
@@ -288,6 +313,9 @@ def check_model(
     for name in ("requests", *(name for name in stats if name.endswith("_used"))):
         results[f"{name} at the end"] = equal(stats[name], 0)
     yield results
+    at = {"the first block": Site(Point.RESID_PRE, 0).index, "a middle block": middle}
+    results |= guarded("huge doses", lambda: check_huge(ours, plain, batch, at, sampling))
+    yield results
     ours.close()
     eager = OfflineEngine(model, f"ipc://{scratch}/b", **{**options, "enforce_eager": True})
     reference = [trimmed(one, experts) for one in eager.run(batch, some, **sampling)]
@@ -302,48 +330,139 @@ def check_model(
     results |= check_eager(compiled[:count], reference[:count], every, experts)
     results["captured rows, least relative distance of two tokens"] = at_least(min(apart), APART)
     yield results
-    if "load_format" in options:
+    if not many:
         return  # the small models show it, in a shorter start
     other = OfflineEngine(model, "", sited=False, **options)
     started = other.run(batch, **sampling)
+    other_many = other.run(many, **sampling)
     other.close()
-    results["control: another start of stock equals the first"] = each([*map(same, plain, started)])
+    results["control: another start of stock equals the first"] = report(
+        each([*map(same, plain, started)]).value
+    )
+    results |= check_control(*plain_many, other_many, idle_many)
     yield results
+
+
+def check_quantised(model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]) -> Lines:
+    """Neighbours of huge doses where activations are quantised to fp8 in each step."""
+    batch = prompts(24, 40, vocabulary)
+    sampling = {"max_tokens": 24, "logprobs": 3}
+    options = {**options, "quantization": "fp8_per_tensor"}
+    stock = OfflineEngine(model, "", sited=False, **options)
+    plain = stock.run(batch, **sampling)
+    stock.close()
+    ours = OfflineEngine(model, f"ipc://{scratch}/fp8", **options)
+    assert ours.sites is not None
+    results = {
+        "points that are not served": equal(sorted(ours.sites.refused), []),
+        "idle requests bit-identical to stock": each(
+            [*map(same, plain, ours.run(batch, **sampling))]
+        ),
+    }
+    vector = np.random.default_rng(1).normal(size=(2, ours.sites.width)).astype(np.float32)
+    ours.load({VECTOR: vector})
+    layer = ours.sites.num_layers // 2
+    at = {
+        "the first block": Site(Point.RESID_PRE, 0).index,
+        "what attention adds": Site(Point.ATTN_OUT, layer).index,
+        "the MLP's input": Site(Point.RESID_MID, layer).index,
+    }
+    found = {**results, **check_huge(ours, plain, batch, at, sampling)}
+    ours.close()
+    return found
+
+
+def check_blocks(scratch: Path, options: dict[str, Any]) -> Lines:
+    """Points of blocks that norm what they add, in bfloat16."""
+    results: dict[str, Verdict] = {}
+    for name in ("olmo2", "gemma3"):
+        eager = {**options, "enforce_eager": True}
+        engine = OfflineEngine(build(name, scratch), f"ipc://{scratch}/{name}", **eager)
+        lines = check_points(engine, prompts(8, 40, 128), {"max_tokens": 8, "logprobs": 3})
+        engine.close()
+        results |= {f"{name}: {line}": verdict for line, verdict in lines.items()}
+    return results
+
+
+def guarded(name: str, check: Callable[[], Lines]) -> Lines:
+    """What a check finds; if it raises, one line that says so, so that others can still run."""
+    try:
+        return check()
+    except Exception as error:  # vLLM raises all kinds
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {error}"[:300]
+        return {f"{name} ran to its end": equal(said, "no exception")}
+
+
+class Checks:
+    """Runs parts one after another and keeps what they found, also of a part that raises."""
+
+    def __init__(self, out: Path) -> None:
+        """Nothing has run.
+
+        Args:
+            out: where the lines are written after each step, as JSON.
+        """
+        self.results: dict[str, Lines] = {}
+        self.seconds: dict[str, float] = {}
+        self._out = out
+
+    def run(self, name: str, check: Callable[[], Iterator[Lines] | Lines]) -> None:
+        """Runs a part: its lines at once, or all lines so far again and again."""
+        begun = time.monotonic()
+        print(f"--- {name}", flush=True)
+
+        def follow() -> Lines:
+            found = check()
+            for lines in [found] if isinstance(found, dict) else found:
+                self.results[name] = lines
+                write(self.results, self._out)
+            return {}
+
+        failure = guarded("the part", follow)
+        self.results[name] = {**self.results.get(name, {}), **failure}
+        self.seconds[name] = time.monotonic() - begun
+        write(self.results, self._out)
 
 
 def main() -> None:
     """Runs the checks."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=["kernels", *MODELS, *SPLITS])
+    parts = ["kernels", *MODELS, "points", "fp8", *SPLITS]
+    parser.add_argument("--only", choices=parts, nargs="+", default=parts)
     arguments = parser.parse_args()
-    only, out = arguments.only, arguments.out
-    results: dict[str, Lines] = {}
-    if only in (None, "kernels"):
-        results["kernels"] = check_kernels()
+    only = arguments.only
+    checks = Checks(arguments.out)
     shared: dict[str, Any] = {"device": "cuda", "enforce_eager": False}
     shared |= {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.4, "max_model_len": 512, "block_size": 32}
     shared["kv_cache_memory_bytes"] = 16 << 30  # nothing is profiled, so two may share a GPU
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        for name in (name for name in MODELS if only in (None, name)):
+        if "kernels" in only:
+            checks.run("kernels", check_kernels)
+        if "points" in only:
+            checks.run("points", lambda: check_blocks(scratch, shared))
+        if "fp8" in only:
+            small = build("qwen3", scratch)
+            checks.run("fp8", lambda: check_quantised(small, 128, scratch, shared))
+        for name in (name for name in MODELS if name in only):
             if name == "8b":
                 model, vocabulary = write_shape("qwen3-8b", scratch), 1000
                 options = {**shared, "load_format": "dummy", "capture_bytes": 512 << 20}
             else:
                 model, vocabulary, options = build(MODELS[name], scratch), 128, shared
-            for lines in check_model(model, vocabulary, scratch, options):
-                results[name] = lines
-                write(results, out)
-        splits = [name for name in SPLITS if only in (None, name)]
+            checks.run(name, partial(check_model, model, vocabulary, scratch, options))
+        splits = [name for name in SPLITS if name in only]
         if splits and torch.cuda.device_count() < 2:
             print("two GPUs are needed to split a model; this is left out")
         elif splits:
-            for lines in check_split(splits, build("qwen3", scratch), 128, scratch, shared):
-                results["split"] = lines
-                write(results, out)
-    sys.exit(conclude(results, out))
+            model = build("qwen3", scratch)
+            checks.run("split", lambda: check_split(splits, model, 128, scratch, shared))
+    sys.exit(conclude(checks.results, arguments.out, checks.seconds))
 
 
 if __name__ == "__main__":

@@ -115,14 +115,32 @@ def write(results: Mapping[str, Lines], out: Path) -> None:
     out.write_text(json.dumps(lines, indent=1))
 
 
-def conclude(results: Mapping[str, Lines], out: Path) -> int:
-    """Writes and prints the lines of each model; the exit status: 1 if one is not ok."""
+def conclude(
+    results: Mapping[str, Lines], out: Path, seconds: Mapping[str, float] | None = None
+) -> int:
+    """Writes and prints the lines of each model, then a table; the status: 1 if one is not ok.
+
+    Args:
+        results: lines by model or part.
+        out: where they are written as JSON.
+        seconds: how long each part took, if that was measured.
+    """
     write(results, out)
-    verdicts = []
     for model, lines in results.items():
         for line, one in lines.items():
             word = "ok" if one.ok else "FAILED"
             print(f"{word:6} {model:10} {line}: {one.value} ({one.threshold})")
-            verdicts.append(one.ok)
-    print(f"{sum(verdicts)} of {len(verdicts)} as they have to be")
-    return 0 if verdicts and all(verdicts) else 1
+    print("\npart         ok    of  seconds")
+    for model, lines in results.items():
+        held = sum(one.ok for one in lines.values())
+        took = (seconds or {}).get(model, 0.0)
+        print(f"{model:10} {held:4d}  {len(lines):4d}  {took:7.1f}")
+    verdicts = [
+        (model, line, one) for model, lines in results.items() for line, one in lines.items()
+    ]
+    for model, line, one in verdicts:
+        if not one.ok:
+            print(f"FAILED {model}: {line}: {one.value} ({one.threshold})")
+    good = sum(one.ok for _, _, one in verdicts)
+    print(f"{good} of {len(verdicts)} as they have to be")
+    return 0 if verdicts and good == len(verdicts) else 1

@@ -6,11 +6,13 @@ what an uninstrumented model would. Otherwise the first is replayed, with the no
 that are not active disabled. A disabled node still costs the device half a microsecond, so a set of
 sites that stays active gets a graph of its own, which costs the host some milliseconds once.
 
-Invariant: what a replay does at a site follows `ActiveSites` at that moment, whether or not there
-was memory for a graph of its own.
+Invariants: what a replay does at a site follows `ActiveSites` at that moment, whether or not there
+was memory for a graph of its own. However many sets of sites clients choose, at most `_OWN` such
+graphs are held beside each of vLLM's graphs, and `_ALL_OWN` beside all of them.
 """
 
 import logging
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +35,10 @@ _PATIENCE = 128
 _WAITING = 64
 """Sets of sites whose replays are counted."""
 _OWN = 4
-"""Sets of sites that have a graph of their own at the same time."""
+"""Graphs of single sets of sites beside one of vLLM's graphs."""
+_ALL_OWN = 256
+"""The same beside all of vLLM's graphs together. Clients choose the sites, and each graph takes
+memory of the device, so without a limit they could take all of it."""
 
 
 class _CudaError(RuntimeError):
@@ -50,6 +55,8 @@ class _Turns:
         self.active = active
         self._given_up = False
         self._last: npt.NDArray[np.bool_] | None = None
+        self._held: OrderedDict[tuple[int, bytes], weakref.ref[SiteGraph]] = OrderedDict()
+        """Graphs that sets of sites have, by number of their `SiteGraph`; last used last."""
 
     def take(self) -> bool:
         """Whether one may be made now; not again in the same step."""
@@ -61,6 +68,27 @@ class _Turns:
     def give_up(self) -> None:
         """No further one will be made."""
         self._given_up = True
+
+    def use(self, graph: "SiteGraph", key: bytes) -> None:
+        """Notes that a set's graph is held and replayed now; frees the oldest beyond the limit."""
+        self._held[id(graph), key] = weakref.ref(graph)
+        self._held.move_to_end((id(graph), key))
+        while len(self._held) > _ALL_OWN:
+            (_, old), owner = self._held.popitem(last=False)
+            holder = owner()
+            if holder is not None:
+                holder.free(old)
+        self.active.held_graphs = len(self._held)
+
+    def forget(self, number: int, key: bytes) -> None:
+        """Notes that the graph of a set is freed.
+
+        Args:
+            number: `id` of the `SiteGraph` that held it.
+            key: of the set of sites.
+        """
+        self._held.pop((number, key), None)
+        self.active.held_graphs = len(self._held)
 
 
 class _Current:
@@ -124,15 +152,24 @@ class SiteGraph(_CudaGraph):
 
     def __del__(self) -> None:
         """Frees the further graphs; torch frees the first."""
-        for executable in (getattr(self, "_without", None), *getattr(self, "_own", {}).values()):
+        own = getattr(self, "_own", {})
+        for executable in (getattr(self, "_without", None), *own.values()):
             if executable is not None:
                 runtime.cudaGraphExecDestroy(executable)
+        for key in own:
+            self._turns.forget(id(self), key)
+
+    def free(self, key: bytes) -> None:
+        """Frees the graph of a set of sites. Where the device still runs it, the driver waits."""
+        self._turns.forget(id(self), key)
+        _checked(runtime.cudaGraphExecDestroy(self._own.pop(key)))
 
     def _graph_of(self, key: bytes) -> runtime.cudaGraphExec_t | None:
         """The graph of the active sites alone, if they have one."""
         own = self._own.get(key)
         if own is not None:
             self._own.move_to_end(key)
+            self._turns.use(self, key)
             return own
         if key not in self._waited and len(self._waited) >= _WAITING:
             self._waited.clear()
@@ -153,10 +190,9 @@ class SiteGraph(_CudaGraph):
             return None
         self._own[key] = own
         self._active.own_graphs += 1
+        self._turns.use(self, key)
         if len(self._own) > _OWN:
-            # The device may still run it; the driver frees it once it has.
-            _, oldest = self._own.popitem(last=False)
-            _checked(runtime.cudaGraphExecDestroy(oldest))
+            self.free(next(iter(self._own)))
         return own
 
     def _enable(self) -> None:

@@ -84,6 +84,7 @@ class SiteRpc:
             **_capturing(runtime.captures),
             "steps": dict(runtime.steps),
             "own_graphs": runtime.buffers.active.own_graphs,
+            "held_graphs": runtime.buffers.active.held_graphs,
         }
 
     def shutdown(self) -> None:

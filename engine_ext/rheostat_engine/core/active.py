@@ -20,6 +20,8 @@ class ActiveSites:
         """Equal for equal masks; None where no site is active."""
         self.own_graphs = 0
         """CUDA graphs that were made for the sites of one mask alone."""
+        self.held_graphs = 0
+        """Those of them that are held now."""
 
     def set(self, mask: npt.NDArray[np.bool_]) -> None:
         """Makes exactly the sites of `mask` active."""

@@ -13,10 +13,11 @@ import pytest
 
 from rheostat_engine.events import Dose
 
+GPU = Path(__file__).parents[2] / "gpu"
 
-def _load() -> ModuleType:
-    path = Path(__file__).parents[2] / "gpu" / "verdicts.py"
-    spec = importlib.util.spec_from_file_location("gpu_verdicts", path)
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", GPU / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,7 +25,8 @@ def _load() -> ModuleType:
     return module
 
 
-verdicts = _load()
+verdicts = _load("verdicts")
+chances = _load("chances")
 X = np.random.default_rng(0).normal(size=(40, 64))
 MOVED = X + 0.3 * np.random.default_rng(1).normal(size=(40, 64))
 
@@ -114,5 +116,42 @@ def test_everything_that_the_check_imports_is_there_before_it_begins() -> None:
     check = Path(__file__).parents[2] / "gpu" / "check.py"
     done = subprocess.run([sys.executable, check, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for choice in ("kernels", "small", "8b", "moe", "tp", "pp"):
+    for choice in ("kernels", "small", "8b", "moe", "points", "fp8", "tp", "pp"):
         assert choice in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("extra", "base", "of", "probability"),
+    [
+        (0, 0, 1000, 1.0),
+        (1, 0, 1000, 0.5),
+        (0, 5, 1000, 1.0),
+        (3, 1, 4, 17 / 70),  # of the tea and the milk
+        (12, 0, 1000, 0.000236),
+    ],
+)
+def test_how_probable_it_is_that_chance_alone_makes_more_requests_differ(
+    extra: int, base: int, of: int, probability: float
+) -> None:
+    assert chances.fisher(extra, base, of) == pytest.approx(probability, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("count", "of", "rate"),
+    [(0, 1000, 0.002991), (1, 1000, 0.004735), (10, 100, 0.1637), (4, 4, 1.0)],
+)
+def test_the_largest_share_that_so_few_leave_possible(count: int, of: int, rate: float) -> None:
+    assert chances.upper_bound(count, of) == pytest.approx(rate, rel=1e-3)
+
+
+def test_a_table_of_all_parts_comes_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {"one": verdicts.equal(1, 1), "two": verdicts.equal(1, 2)}
+    verdicts.conclude({"small": lines}, tmp_path / "check.json", {"small": 61.25})
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "part         ok    of  seconds",
+        "small         1     2     61.2",
+        "FAILED small: two: 1 (== 2)",
+        "1 of 2 as they have to be",
+    ]

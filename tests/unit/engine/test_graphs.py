@@ -1,5 +1,6 @@
 """Which of a captured graph's executables is replayed; CUDA itself is played by a few lines."""
 
+import gc
 import importlib
 import sys
 from collections import Counter
@@ -54,6 +55,11 @@ class Cuda:
         clone, node = twin
         clone.remove(node)
         return (SUCCESS,)
+
+    @property
+    def held(self) -> int:
+        """Executables that are not freed."""
+        return len(self._executables)
 
     def cudaGraphInstantiate(self, graph: Nodes, flags: int) -> tuple[int, int | None]:
         self.asked += 1
@@ -183,3 +189,36 @@ def test_where_there_is_no_memory_for_another_graph_steps_go_on_without(
     assert cuda[0].graphs == 0
     (record,) = caplog.records
     assert "CUDA: out of memory" in record.message
+
+
+def test_clients_that_change_their_sites_hold_few_graphs_of_each_size(
+    cuda: tuple[Cuda, Any],
+) -> None:
+    engine = Engine(*cuda, graphs=1)
+    before = cuda[0].held
+    sets = [(site, other) for site in range(SITES) for other in range(site)]
+    for sites in sets * 2:
+        assert engine.steps(130, *sites) == [[*sorted(sites)]]
+    assert (cuda[0].held - before, engine.active.held_graphs) == (4, 4)
+    assert engine.active.own_graphs == 2 * len(sets)
+
+
+def test_the_graphs_of_all_sizes_share_a_limit_and_the_oldest_goes_first(
+    cuda: tuple[Cuda, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda[1], "_ALL_OWN", 5)
+    engine = Engine(*cuda, graphs=8)
+    before = cuda[0].held
+    assert engine.steps(140, 1) == [[1]] * 8
+    assert (cuda[0].held - before, engine.active.held_graphs) == (5, 5)
+    assert engine.steps(140, 0, 2) == [[0, 2]] * 8
+    assert (cuda[0].held - before, engine.active.held_graphs) == (5, 5)
+
+
+def test_a_graph_that_goes_takes_those_of_its_sets_along(cuda: tuple[Cuda, Any]) -> None:
+    engine = Engine(*cuda, graphs=2)
+    engine.steps(140, 1)
+    assert engine.active.held_graphs == 2
+    engine.graphs.pop()
+    gc.collect()
+    assert engine.active.held_graphs == 1
