@@ -1,4 +1,4 @@
-"""A subscription of the asyncio client: as `_subscription`, with a task for the thread."""
+"""A subscription of the asyncio client: as `_subscription`, with a task instead of a thread."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _Outgoing: TypeAlias = "asyncio.Queue[capture_service_pb2.SubscribeRequest | Non
 
 
 class Subscription(Standing):
-    """Rows of requests that others, or other calls, run, as `rheostat.Subscription`.
+    """Captured rows of other requests, as `rheostat.Subscription`.
 
         async with engine.subscribe(capture=Capture("resid_post"), every=True) as subscription:
             async for event in subscription:
                 ...
 
-    It stands once it has been entered, or when the first event has come. One task iterates; a task
-    that is cancelled while it waits for an event loses none. Closing ends the loop; the task that
-    closed it before its end and begins another gets `Refused`.
+    It is open once it has been entered, or when the first event has come. One task iterates. A task
+    that is cancelled while it waits for an event loses none. Closing ends the loop. If the task
+    that closed it early begins another loop, it gets `Refused`.
     """
 
     def __init__(self, connection: Connection, intake: Intake) -> None:
@@ -48,11 +48,11 @@ class Subscription(Standing):
         line.start(loop)
 
     def ack(self) -> None:
-        """Every event that came has been dealt with, as `rheostat.Subscription.ack`."""
+        """Acknowledge all events that were read, as `rheostat.Subscription.ack`."""
         self._line.acknowledge()
 
     def __aiter__(self) -> Self:
-        """The events that have not come yet."""
+        """The events that have not been read yet."""
         self._line.check_open()
         return self
 
@@ -61,19 +61,19 @@ class Subscription(Standing):
         return await self._line.next_event()
 
     def finish(self) -> None:
-        """Want nothing more, as `rheostat.Subscription.finish`."""
+        """Take no further requests, as `rheostat.Subscription.finish`."""
         self._line.finish()
 
     async def close(self) -> None:
-        """End it at the server, as `rheostat.Subscription.close`."""
+        """End the subscription, as `rheostat.Subscription.close`."""
         await self._line.close()
 
     async def leave(self) -> None:
-        """Stop reading, and leave it to the server's resume window, as `rheostat.Subscription`."""
+        """Stop reading, so that it can be resumed, as `rheostat.Subscription.leave`."""
         await self._line.leave()
 
     async def __aenter__(self) -> Self:
-        """Itself, once it stands."""
+        """Itself, once it is open."""
         await self._line.wait_until_open()
         return self
 
@@ -83,7 +83,7 @@ class Subscription(Standing):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close, as `rheostat.Subscription` does, also where the task is cancelled."""
+        """Close, as `rheostat.Subscription` does, also if the task is cancelled."""
         await self.close()
 
 

@@ -1,4 +1,4 @@
-"""The synchronous client. It carries calls; what they say and mean stands in `_calls`.
+"""The synchronous client. It carries calls; `_calls` defines what they send and mean.
 
 It runs on gRPC's own threads, so it works inside a running event loop, as in a notebook, and may be
 shared between threads.
@@ -39,10 +39,10 @@ class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation])
 
 
 class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
-    """A generation that can be changed while it runs: as `Stream`, and threads may change it.
+    """A `Stream` whose steering can be replaced while it runs, also by other threads.
 
-    Every update that `steer` takes is answered by one event, `UpdateApplied` or `UpdateRefused`,
-    before the `Receipt`.
+    One event, `UpdateApplied` or `UpdateRefused`, answers each call of `steer`, before the
+    `Receipt`.
     """
 
     def __init__(
@@ -60,24 +60,23 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
         super().__init__(connection, responses, call.fold(self._updates), timeout)
 
     def steer(self, steering: SteeringLike) -> int:
-        """Replace the request's steering, and give the update's id.
+        """Replace the request's own steering, and return the update's id at once.
 
-        It acts from the server's next step on, never before the first generated token, and replaces
-        what the request had; ``None`` or ``[]`` leaves the server-wide steering alone. Returns at
-        once; an event answers it. Raises InvalidRequest for what can be seen to be wrong here, and
-        Refused once the request has ended.
+        The update acts from the server's next step on, never before the first generated token.
+        ``None`` or ``[]`` leaves only the server-wide steering. An event answers the update. Raises
+        InvalidRequest for errors that the client can see, and Refused if the request has ended.
         """
         return self._updates.steer(steering)
 
     def stop(self) -> None:
-        """End the request: finish reason "aborted", and the receipt still comes.
+        """End the request with the finish reason "aborted". The receipt still comes.
 
-        Nothing happens where it has ended.
+        Does nothing if the request has ended already.
         """
         self._updates.stop()
 
     def cancel(self) -> None:
-        """End the call; the server frees what it held. Nothing happens where it has ended."""
+        """End the call; the server frees its resources. Does nothing if it has ended already."""
         self._updates.close()
         super().cancel()
 
@@ -87,28 +86,28 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
 
 
 class Steering:
-    """The server-wide steering. Every request runs under it; setting it takes role steer_global."""
+    """The server-wide steering, which acts on every request. To set it takes role steer_global."""
 
     def __init__(self, connection: Connection) -> None:
         """Made by `Engine`."""
         self._connection = connection
 
     def set_global(self, steering: SteeringLike, expected_version: int | None = None) -> int:
-        """Replace it as a whole, for requests admitted from then on, and give its new version.
+        """Replace it as a whole, for requests admitted from now on, and return its new version.
 
-        ``None`` or ``[]`` clears it. With ``expected_version`` it is replaced only where that is
-        the version that holds; else Refused is raised, with reason "REASON_VERSION_CONFLICT" and
-        the version that does in ``metadata["version"]``.
+        ``None`` or ``[]`` clears it. If ``expected_version`` is given and another version is in
+        force, Refused is raised with reason "REASON_VERSION_CONFLICT"; ``metadata["version"]`` is
+        the version in force.
         """
         return self._connection.unary(_calls.set_global(steering, expected_version))
 
     def get_global(self) -> GlobalSteering:
-        """What holds. Its interventions can be set again, changed or not."""
+        """The steering in force. Its interventions can be set again, changed or not."""
         return self._connection.unary(_calls.get_global())
 
 
 class Engine:
-    """A connection to a Rheostat server. Every method raises `RheostatError` alone.
+    """A connection to a Rheostat server. All its errors are `RheostatError`.
 
     Use it as a context manager or close it. It connects with the first call.
     """
@@ -133,9 +132,9 @@ class Engine:
     ) -> Generation:
         """Run a request to its end. ``options`` are those of `GenerateOptions`.
 
-        Nothing is decided here that is left out: the server samples at temperature 1 until an end
-        token or the context's end. For the most likely text, and for what can be repeated, give
-        ``temperature=0``; and give ``max_tokens``. ``timeout`` is in seconds; None waits.
+        The client sets no option that you leave out. By default the server samples at temperature
+        1 until an end token or the context's end, so give ``max_tokens``, and ``temperature=0`` for
+        the most likely text. ``timeout`` is in seconds; None waits without limit.
         """
         check_options("generate", options)
         with self.stream(prompt, timeout=timeout, **options) as stream:
@@ -166,21 +165,21 @@ class Engine:
         return Session(self._connection, _calls.session(prompt, **options), timeout)
 
     def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
-        """Get rows of requests that others, or other calls, run.
+        """Subscribe to captured rows of other clients' requests, or of other calls of this one.
 
-        ``options`` are those of `SubscribeOptions`. Requests that begin from now on
-        are selected, and those that run already from their next step on; one that has ended is not,
-        and one that never comes is waited for.
+        ``options`` are those of `SubscribeOptions`. Requests that begin from now on are captured
+        whole, requests that run already from their next step on. Requests that have ended are not
+        captured; a subscription that names such a request waits for a new one of that id.
         """
         check_options("subscribe", options, SubscribeOptions)
         return Subscription(self._connection, _subscribe_requests.opening(**options))
 
     def resume(self, cursor: Cursor, **options: Unpack[ResumeOptions]) -> Subscription:
-        """Take a subscription up that was left, or whose client is gone, after ``cursor``.
+        """Continue a subscription after ``cursor``, if its client left it or is gone.
 
-        Iterating goes on with the event after it. Raises NotFound where the server has given it up,
-        and OutOfRange where that event was acknowledged; ``metadata["oldest"]`` is then the number
-        of the first that can be had.
+        Iterating continues with the event after the cursor. Raises NotFound if the server has ended
+        the subscription, and OutOfRange if that event was acknowledged before;
+        ``metadata["oldest"]`` is then the number of the first event that can still be read.
         """
         check_options("resume", options, ResumeOptions)
         return Subscription(self._connection, _subscribe_requests.resuming(cursor, **options))
@@ -192,19 +191,19 @@ class Engine:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Explanation:
-        """What `generate` would do: sites, positions and doses. Runs nothing."""
+        """What `generate` would do: sites, positions and doses. Runs no model."""
         check_options("explain", options)
         return self._connection.unary(_calls.explain(prompt, **options), timeout)
 
     def tokenize(self, prompt: Prompt) -> Tokenized:
-        """The tokens of a text or of messages; the text of token ids."""
+        """The tokens of a text or of messages, or the text of token ids."""
         return self._connection.unary(_calls.tokenize(prompt))
 
     def wait_until_ready(self, timeout: float | None = _readiness.READY_TIMEOUT) -> None:
-        """Wait until the server's health is SERVING, as while it loads its model.
+        """Wait until the server takes requests (its health is SERVING), while it loads its model.
 
-        Raises DeadlineExceeded where it is not after ``timeout`` seconds (None: waits on), and
-        Unavailable where for 10 seconds in a row no server answers.
+        Raises DeadlineExceeded if it does not within ``timeout`` seconds (None waits without
+        limit), and Unavailable if no server answers for 10 seconds in a row.
         """
         wait = _readiness.Wait(self._connection.target, timeout)
         while True:
@@ -226,7 +225,7 @@ class Engine:
         return self._connection.unary(_calls.sinks())
 
     def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
-        """What sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
+        """What the sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
         return self._connection.unary(_calls.artifacts(request_id, sink_name))
 
     def runs(self) -> list[RunInfo]:
@@ -234,11 +233,11 @@ class Engine:
         return self._connection.script(_run_calls.list_runs())
 
     def delete_run(self, run_id: str) -> int:
-        """Delete a run, leased or not, and give its bytes. Raises Refused where it is in use."""
+        """Delete a run, leased or not, and return its bytes. Raises Refused if it is in use."""
         return self._connection.unary(_run_calls.delete_run(run_id))
 
     def renew_lease(self, run_id: str, seconds: float) -> RunInfo:
-        """Keep a run for so many seconds from now (1 to 86400), if that is longer than so far."""
+        """Keep a run for ``seconds`` from now on, 1 to 86400. A lease never becomes shorter."""
         return self._connection.unary(_run_calls.renew_lease(run_id, seconds))
 
     def stats(self) -> Stats:
@@ -270,7 +269,8 @@ class Engine:
 def connect(target: str, *, timeout: float | None = UNARY_TIMEOUT) -> Engine:
     """A client of the server at ``target``, "host:port". Raises InvalidRequest for another form.
 
-    ``timeout`` is how many seconds a call may take that is given none and runs no prompt, as those
-    that put and get vectors; None: as long as it likes. What runs prompts has its own timeout.
+    ``timeout``, in seconds, limits calls that run no prompt and have no timeout of their own, for
+    instance those that put and get vectors. None sets no limit. Calls that run prompts have their
+    own ``timeout``.
     """
     return Engine(target, timeout=timeout)

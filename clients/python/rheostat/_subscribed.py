@@ -1,7 +1,7 @@
-"""What a subscription yields, and the proof that nothing of it is missing or damaged.
+"""The events of a subscription, and the check that none is missing or damaged.
 
-Every row is checked by the checksum of its tensor, and at a request's end all of them once more by
-count and by the checksum over the checksums.
+Every tensor's checksum is verified. At the end of a request its rows are verified once more: by
+count, and by a checksum over the checksums.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rheostat._results import DroppedRows, FinishReason
 
 
 class Cursor(NamedTuple):
-    """Where a subscription can be taken up again, by `Engine.resume`."""
+    """A place in a subscription from which `Engine.resume` continues."""
 
     subscription_id: str
     """Id of the subscription."""
     sequence: int
-    """Number of the last event that is not wanted again; 0: all are."""
+    """Number of the last event that shall not come again; 0 if all shall."""
 
 
 class Heartbeat(NamedTuple):
-    """How a subscription stood at the server when nothing else happened there."""
+    """The state of a subscription at the server, sent every 5 seconds without other events."""
 
     buffered_bytes: int
     """Bytes that wait for credit or the network."""
@@ -56,7 +56,7 @@ class CapturedRows:
     request_id: str
     """The request."""
     capture: int
-    """Index of the capture in the subscription's; those that requests send here count on."""
+    """Index of the subscription's capture. Captures that requests send here count after those."""
     sample: int
     """Sample, from 0."""
     baseline: bool
@@ -73,12 +73,11 @@ class CapturedRows:
 
     @property
     def values(self) -> FloatArray:
-        """The stream, float32 [sites, positions, width]; for "rp8" its projection.
+        """The rows, float32 [sites, positions, width].
 
-        Where directions were given, x.d for each of them.
-
-        With ``views=True`` made when it is first asked for, which raises Refused once the rows are
-        acknowledged.
+        For encoding "rp8" they are projected to ``kept`` numbers. With ``projection=`` they are x·d
+        for each direction d. With ``views=True`` the array is made at the first access, which
+        raises Refused if the rows were acknowledged before.
         """
         return self._numbers.values
 
@@ -86,15 +85,15 @@ class CapturedRows:
     def elements(self) -> npt.NDArray[np.generic] | None:
         """With ``views=True``: the elements as they travelled, of `shape`, read-only.
 
-        float32, float16, or uint16 with bfloat16's bits. None without it, and for encodings other
-        than "raw". Not copied: what is in the array changes once the rows are acknowledged, by this
-        client or one that took the subscription up, and asking for it then raises Refused.
+        float32, float16, or uint16 with bfloat16's bits. None without ``views=True``, and for
+        encodings other than "raw". The array is no copy: its content changes once this client, or
+        one that resumed the subscription, has acknowledged the rows. Access then raises Refused.
         """
         return self._numbers.elements if isinstance(self._numbers, View) else None
 
     @property
     def encoding(self) -> Encoding:
-        """How they travelled."""
+        """The encoding in which the rows travelled."""
         return self._numbers.encoding
 
     @property
@@ -107,7 +106,7 @@ class CapturedRows:
 
     @property
     def rows(self) -> tuple[Rows, ...]:
-        """The same by site."""
+        """The same rows, site by site."""
         return tuple(
             Rows(
                 self.sample,
@@ -134,7 +133,7 @@ class CapturedRows:
 
 @dataclass(frozen=True)
 class Attached:
-    """A sample of a request that began before the subscription did: what of it comes."""
+    """A sample that began before the subscription, and from where on its rows come."""
 
     request_id: str
     """The request."""
@@ -143,33 +142,33 @@ class Attached:
     baseline: bool
     """Whether it is the sample's baseline."""
     first_position: int | None
-    """First position whose rows come. None: not known yet, or, at the end, that none came."""
+    """First position whose rows come. None: not known yet or, in `EndOfRequest`, no row came."""
 
 
 @dataclass(frozen=True)
 class EndOfRequest:
-    """All of a request has come, and was as the server counted it. Its last event."""
+    """The last event of a request: all its rows have come, as the server counted them."""
 
     sequence: int
     """Number of the event."""
     request_id: str
     """The request."""
     chunk_count: int
-    """Events with rows of it."""
+    """Number of its `CapturedRows` events."""
     row_count: int
-    """Rows of it, positions times sites."""
+    """Number of its rows, positions times sites."""
     dropped_row_count: int
-    """Rows of it that are lost."""
+    """Number of its rows that were lost."""
     finish_reasons: tuple[FinishReason, ...]
-    """How each sample ended; empty where the subscription ended before the request did."""
+    """How each sample ended; empty if the subscription ended before the request."""
     attached: tuple[Attached, ...] = ()
-    """From where on each sample came; empty where the request began after the subscription did."""
+    """From where on each sample came; empty if the request began after the subscription."""
     missed_reason: str = ""
-    """Why nothing of the request was captured for ``capture``; empty: it was."""
+    """Why the request was not captured for the subscription; empty if it was."""
 
 
 SubscriptionEvent: TypeAlias = CapturedRows | DroppedRows | EndOfRequest
-"""What a subscription yields."""
+"""The events of a subscription."""
 
 
 @dataclass

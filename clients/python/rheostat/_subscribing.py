@@ -1,10 +1,11 @@
-"""A subscription's bookkeeping: what comes, what is handed over, what the server is told.
+"""The state of a subscription, without I/O except mapping shared memory, so both clients share it.
 
-Invariants: events are handed over in the order of their numbers, each once, whatever connections
-do. What waits here and what the server may send together never exceed the window, and nothing is
-acknowledged before it was handed over and dealt with, so a break is survived by asking again for
-everything after the last acknowledgement. It does no I/O but mapping shared memory, so both clients
-share it.
+Invariants:
+
+* The reader gets events in the order of their numbers, each once, whatever connections do.
+* Bytes that wait here and bytes that the server may send together never exceed the window.
+* An event is acknowledged only after the reader has dealt with it. After a broken connection the
+  client therefore asks for all events after the last acknowledgement.
 """
 
 from __future__ import annotations
@@ -40,15 +41,14 @@ from rheostat._subscribed import (
 )
 
 Acknowledgement: TypeAlias = Literal["auto", "manual"]
-"""Who says that an event was dealt with: asking for the next one does, or `ack` alone."""
+"""When an event is acknowledged: when the next one is read, or by `ack` alone."""
 
 CREDIT = 64 * 1024 * 1024
-"""Bytes that may wait here, unless told otherwise."""
+"""Default for the bytes that may wait in the client."""
 PATIENCE = 60.0
-"""Seconds for which a broken connection is tried again where the server does not say how long it
-waits for its client."""
+"""Seconds for which the client tries to reconnect if the server gives no resume window."""
 GOODBYE = 5.0
-"""Seconds that the server gets to end a subscription that is closed, or a call that is left."""
+"""Seconds that the server has to end a subscription that was closed, or a call that was left."""
 
 _ACK_EVENTS = 64
 _ACK_BYTES = 8 * 1024 * 1024
@@ -266,53 +266,56 @@ def _payload(message: capture_service_pb2.SubscribeResponse) -> int:
 
 
 class Standing:
-    """What a subscription says of itself, in both clients."""
+    """The public properties of a subscription, the same in both clients."""
 
     def __init__(self, intake: Intake) -> None:
-        """Of a subscription that brings this."""
+        """Of the subscription with this state."""
         self._intake = intake
 
     @property
     def id(self) -> str:
-        """Its id, for captures that send their rows here. Raises Refused before it stands."""
+        """Its id, for captures that send their rows here. Raises Refused before it is open."""
         if not self._intake.id:
-            raise Refused("the subscription does not stand yet: enter it by async with")
+            raise Refused("the subscription is not open yet: enter it with async with")
         return self._intake.id
 
     @property
     def attached(self) -> tuple[Attached, ...]:
-        """Samples, at most 1024, that it selects and that began before it: what of them comes.
+        """Samples of selected requests that began before the subscription was opened, at most 1024.
 
-        Of a subscription that is resumed, those that began before it was first opened.
+        Each names the first position from which its rows come.
         """
         return self._intake.attached
 
     @property
     def missed(self) -> dict[str, str]:
-        """Why nothing comes of requests, at most 1024, that it selects and that began before it."""
+        """Selected requests that cannot be captured because they began before, with the reason.
+
+        At most 1024, by request id.
+        """
         return dict(self._intake.missed)
 
     @property
     def inline_reason(self) -> str | None:
-        """Why rows come inside messages; None: chunks of 64 KiB or more come by shared memory."""
+        """Why rows come inside messages; None if large chunks come through shared memory."""
         return self._intake.payloads.inline_reason
 
     @property
     def cursor(self) -> Cursor:
-        """Where to resume in order to go on after the event that came last.
+        """Where to resume after the event that was read last.
 
-        Stored together with what was made of that event, it makes each event count exactly once.
+        Store it together with your results for that event, and each event counts exactly once.
         """
         return self._intake.cursor
 
     @property
     def acknowledged(self) -> Cursor:
-        """Where to resume in order to go on after the event that was dealt with last."""
+        """Where to resume after the event that was acknowledged last."""
         return self._intake.acknowledged
 
     @property
     def last_heartbeat(self) -> Heartbeat | None:
-        """What the server said when it last had nothing else to say."""
+        """The server's last heartbeat: how much is buffered, and how much credit is left."""
         return self._intake.last_heartbeat
 
 
@@ -365,8 +368,8 @@ class Breaks:
 def closed() -> Refused:
     """The error of reading on, or acknowledging, after closing or leaving before the end."""
     return Refused(
-        "the subscription is closed: read and acknowledge within its with block, or take up by "
-        "engine.resume what was left"
+        "the subscription is closed: read and acknowledge within its with block, or continue a "
+        "subscription that was left with engine.resume"
     )
 
 
@@ -377,4 +380,4 @@ def not_opened(timeout: float | None) -> DeadlineExceeded:
 
 def ended_early() -> ServerError:
     """The error of a stream that ends as if it had been closed."""
-    return ServerError("the server ended the subscription, which nobody had closed")
+    return ServerError("the server ended the subscription, although no client closed it")

@@ -1,8 +1,9 @@
 """A subscription of the synchronous client.
 
-A thread of its own keeps the call: it takes what comes, up to the credit, and calls again when the
-connection breaks, also while the reader is busy. The thread never holds the `Subscription`, so one
-that is forgotten ends, and the server keeps it for its resume window.
+Each subscription has a thread that runs its call, so events arrive up to the credit, and a broken
+connection is made again, also while the reader is busy. The thread holds no reference to the
+`Subscription`: if the program drops it, the call ends, and the server keeps the subscription for
+its resume window.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ _Outgoing: TypeAlias = "SimpleQueue[capture_service_pb2.SubscribeRequest | None]
 
 
 class Subscription(Standing):
-    """Rows of requests that others, or other calls, run: an iterator of events.
+    """Captured rows of other requests: an iterator of events.
 
         with engine.subscribe(capture=rheostat.Capture("resid_post"), every=True) as subscription:
             for event in subscription:
                 if isinstance(event, rheostat.CapturedRows):
                     print(event.request_id, event.sites, event.positions, event.values.shape)
 
-    It waits for events until it is closed. One thread iterates; others may close it. A connection
-    that breaks is taken up again, and every event comes once. Iterating raises `DataLoss` where
-    rows are missing or damaged, `Unavailable` where no connection comes about for a minute,
-    `NotFound` where the server has given the subscription up, `ResourceExhausted` where this client
-    was too slow for it, and `Aborted` where another call took it up. Closing ends the loop; the
-    thread that closed it before its end and begins another gets `Refused`.
+    Iterating waits for events until the subscription is closed. One thread iterates; others may
+    close it. If the connection breaks, the client reconnects, and every event comes exactly once.
+
+    Iterating raises `DataLoss` if rows are missing or damaged, `Unavailable` if no connection comes
+    about for a minute, `NotFound` if the server has ended the subscription, `ResourceExhausted` if
+    this client was too slow, and `Aborted` if another call continues the subscription. Closing ends
+    the loop. If the thread that closed it early begins another loop, it gets `Refused`.
     """
 
     def __init__(self, connection: Connection, intake: Intake) -> None:
-        """Made by `Engine`; returns once the subscription stands."""
+        """Made by `Engine`; returns once the subscription is open."""
         self._line = line = _Line(connection, intake)
         super().__init__(intake)
         weakref.finalize(self, line.abandon)
@@ -51,14 +53,14 @@ class Subscription(Standing):
         line.wait_until_open()
 
     def ack(self) -> None:
-        """Every event that came has been dealt with, and the server may forget it.
+        """Acknowledge all events that were read; the server then discards them.
 
-        Raises Refused in the thread that closed it before its end: the server is not told.
+        Raises Refused in the thread that closed the subscription early.
         """
         self._line.acknowledge()
 
     def __iter__(self) -> Self:
-        """The events that have not come yet."""
+        """The events that have not been read yet."""
         self._line.check_open()
         return self
 
@@ -67,24 +69,24 @@ class Subscription(Standing):
         return self._line.next_event()
 
     def finish(self) -> None:
-        """Want nothing more: what the server has comes still, then iterating ends.
+        """Take no further requests: buffered events still come, then iterating ends.
 
         Requests that still run end here with the rows that they had.
         """
         self._line.finish()
 
     def close(self) -> None:
-        """End it at the server, and drop what has not been taken. Wakes the thread that iterates.
+        """End the subscription and drop events that were not read. Wakes the thread that iterates.
 
-        Nothing happens where it has ended.
+        Does nothing if it has ended already.
         """
         self._line.close()
 
     def leave(self) -> None:
-        """Stop reading, and leave it to the server's resume window: see `Engine.resume`.
+        """Stop reading, so that `Engine.resume` can continue within the server's resume window.
 
-        Returns once the server has every acknowledgement, or after 5 seconds. With ``ack="auto"``
-        that includes all events but the one in hand.
+        Returns when the server has every acknowledgement, or after 5 seconds. With ``ack="auto"``
+        all events are acknowledged but the last one read.
         """
         self._line.leave()
 
@@ -98,7 +100,7 @@ class Subscription(Standing):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close, also after an error. What has been left, or lost its connection, stays so."""
+        """Close, also after an error. A subscription that was left or lost can still be resumed."""
         self.close()
 
 

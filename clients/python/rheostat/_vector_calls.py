@@ -74,9 +74,9 @@ def get_vector(
 ) -> Download[steering_service_pb2.GetVectorResponse, None, Vector]:
     """Fetch a vector by name or digest."""
     if name is not None and digest is not None:
-        raise invalid("digest", "a vector is fetched by its name or by its digest, not by both")
+        raise invalid("digest", "give the vector's name or its digest, not both")
     if name is None and digest is None:
-        raise invalid("name", "say which vector: its name or its digest", "REASON_MISSING_FIELD")
+        raise invalid("name", "give the vector's name or its digest", "REASON_MISSING_FIELD")
     request = steering_service_pb2.GetVectorRequest()
     if digest is not None:
         request.digest = vector_digest(digest)
@@ -155,7 +155,7 @@ def set_name(
     layers: LayersLike | None,
     description: str | None,
 ) -> Unary[steering_service_pb2.SetNameResponse, str]:
-    """Put a name on a stored vector; gives the digest that had it before, "" for none."""
+    """Name a stored vector; returns the digest that had the name before, "" for none."""
     at_points, at_layers = defaults(points, layers)
     if isinstance(vector, Vector):
         at_points, at_layers = at_points or vector.points, at_layers or vector.layers
@@ -185,14 +185,14 @@ def _digest(vector: Vector | str, path: str) -> bytes:
     if vector.digest is None:
         raise invalid(
             path,
-            f"the digest of {vector.label} is not known here: engine.vectors.get brings it",
+            f"the client does not know the digest of {vector.label}: use engine.vectors.get",
         )
     return vector_digest(vector.digest, path)
 
 
 @builds_message
 def delete_name(name: str) -> Unary[steering_service_pb2.DeleteNameResponse, str]:
-    """Take a name off its vector; gives the digest that it was on."""
+    """Delete a name; returns its vector's digest."""
     return Unary(
         "/rheostat.v1.SteeringService/DeleteName",
         steering_service_pb2.DeleteNameRequest(name=vector_name(name)),

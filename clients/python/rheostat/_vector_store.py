@@ -36,18 +36,21 @@ class Vectors:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Vector:
-        """Store a vector and give a handle on it. Storing the same numbers twice stores them once.
+        """Store a vector and return its handle. Equal numbers are stored once.
 
         ``array`` is [width], one row for every layer, or [layers, width], one row per layer: a
         numpy array, a torch tensor or anything with ``__array__``. float32, float16 and bfloat16
-        are kept as they are, other numbers rounded to float32; ``dtype`` converts, and
-        ``dtype="bfloat16"`` reads uint16 as bits. ``points`` and ``layers`` are where the handle
-        acts by default; with a name and both given, the server keeps them for others to see. A name
-        that is on another vector moves here. Without a name the server may evict the vector once
-        no request uses it. A `Vector` that holds its numbers, as from `load_vector`, brings its own
-        name, description, points and layers for those that are not given. Raises InvalidRequest for
-        another rank and for elements that are not finite. What ``progress`` raises ends the upload
-        and comes out as it is.
+        are kept, other numbers are rounded to float32. ``dtype`` converts; ``dtype="bfloat16"``
+        reads uint16 as bits.
+
+        The handle acts at ``points`` and ``layers`` by default. With ``name`` and both given, the
+        server keeps them for other clients. If another vector has the name, the name moves to this
+        one. A vector without a name may be evicted when no request uses it. A `Vector` that holds
+        its numbers, for instance from `load_vector`, supplies the name, description, points and
+        layers that are not given.
+
+        Raises InvalidRequest for another rank and for elements that are not finite. An exception of
+        ``progress`` ends the upload and is raised unchanged.
         """
         call = _vector_calls.put_vector(
             array,
@@ -83,22 +86,27 @@ class Vectors:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Derivation:
-        """Make vectors that tell two sets of prompts apart, store them, and say how well they do.
+        """Make and store vectors that separate two sets of prompts, and say how well they do.
 
-        The server runs every prompt and takes its rows at the points and layers on the tokens
-        ``where`` (default: the last prompt token), averaged per prompt. A row of a vector, one per
-        layer, is then the mean of the positive prompts' less that of the negative ones'
-        ("difference_of_means"; Rimsky et al., 2023), or the first principal component of the
-        pairwise differences, of norm 1 ("principal_component"; Zou et al., 2023), for which the
-        sets pair up in order. With several points there is one vector per point, and "/resid_pre"
-        etc. is appended to ``name``. Without a name the server may evict a vector.
+        The server runs every prompt and captures it at the points and layers, on the tokens
+        ``where`` (default: the last prompt token), averaged per prompt. A vector has one row per
+        layer, by ``method``:
 
-        To steer at the best layer alone, derive there once more:
-        ``derive(..., layers=derivation.best.site.layer, name="joy")``.
+        * "difference_of_means": the mean of the positive prompts less the mean of the negative ones
+          (Rimsky et al., 2023).
+        * "principal_component": the first principal component of the pairwise differences, of norm
+          1 (Zou et al., 2023). The sets pair up in order.
 
-        ``progress`` is called with the number of prompts that have run, and that of all; what it
-        raises ends the call and comes out as it is. ``timeout`` is in seconds; None waits. Raises
-        InvalidRequest that names the prompt (``positive[3].text``) where one cannot run.
+        With several points there is one vector per point, and "/resid_pre" etc. is appended to
+        ``name``. A vector without a name may be evicted.
+
+        To steer at the best layer alone, take its row:
+        ``derived.vector.at(layers=derived.best.site.layer)``.
+
+        ``progress`` is called with the number of prompts that have run and the number of all
+        prompts; its exceptions end the call and are raised unchanged. ``timeout`` is in seconds;
+        None waits without limit. If a prompt cannot run, InvalidRequest names it
+        (``positive[3].text``).
         """
         call = _vector_calls.derive_vectors(
             positive,
@@ -126,14 +134,15 @@ class Vectors:
         layers: LayersLike | None = None,
         description: str | None = None,
     ) -> str:
-        """Put ``name`` on a stored vector; give the digest that had it before, "" for none.
+        """Name a stored vector, and return the digest that had the name before, "" for none.
 
-        Vectors are given as handles or digests. A name on another vector moves, without the numbers
-        being sent again; running requests go on. ``expected``: the vector that has the name now,
-        or "" where none should: if that is not so, Refused is raised with REASON_NAME_CONFLICT.
-        ``points``, ``layers`` and ``description`` are kept with the name; those that neither are
-        given nor come with the handle stay as they are. Raises NotFound for a vector that is not
-        stored.
+        ``vector`` and ``expected`` are handles or digests. If another vector has the name, the name
+        moves, and no numbers are sent. Running requests keep the vector that they started with.
+
+        ``expected`` is the vector that should have the name now, "" for none. If that is not so,
+        Refused is raised with REASON_NAME_CONFLICT. ``points``, ``layers`` and ``description`` are
+        stored with the name; those that are neither given nor part of the handle stay unchanged.
+        Raises NotFound if ``vector`` is not stored.
         """
         call = _vector_calls.set_name(
             name,
@@ -146,9 +155,9 @@ class Vectors:
         return self._connection.unary(call)
 
     def list(self, prefix: str = "") -> list[VectorInfo]:
-        """Stored vectors by name, those whose name begins with ``prefix``; "": unnamed ones too."""
+        """Stored vectors whose name begins with ``prefix``, by name; "" lists unnamed ones too."""
         return self._connection.script(_vector_calls.list_vectors(prefix))
 
     def delete(self, name: str) -> str:
-        """Take a name off its vector, and give the vector's digest. Running requests go on."""
+        """Delete a name and return its vector's digest. Running requests keep the vector."""
         return self._connection.unary(_vector_calls.delete_name(name))

@@ -1,4 +1,4 @@
-"""The asyncio client: as `rheostat.connect`, awaited. `_calls` says what its calls mean.
+"""The asyncio client: `rheostat.connect`, awaited. `_calls` defines what its calls mean.
 
 A client belongs to the event loop in which it makes its first call.
 """
@@ -53,10 +53,10 @@ class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation])
 
 
 class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
-    """A generation that can be changed while it runs, as `rheostat.Session`.
+    """A `Stream` whose steering can be replaced while it runs, as `rheostat.Session`.
 
-    As `cancel`, its verbs are not awaited: they hand an update over, and events answer it. Other
-    threads may call `steer` and `stop`. It is made while its event loop runs.
+    `steer`, `stop` and `cancel` are not awaited: they queue an update, and events answer it. Other
+    threads may call `steer` and `stop`. Open a session while its event loop runs.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
         self._updates.stop()
 
     def cancel(self) -> None:
-        """End the call; the server frees what it held. Nothing happens where it has ended."""
+        """End the call; the server frees its resources. Does nothing if it has ended already."""
         self._updates.close()
         super().cancel()
 
@@ -188,32 +188,32 @@ class Vectors:
         return await self._connection.unary(call)
 
     async def list(self, prefix: str = "") -> list[VectorInfo]:
-        """Stored vectors by name, those whose name begins with ``prefix``; "": unnamed ones too."""
+        """Stored vectors whose name begins with ``prefix``, by name; "" lists unnamed ones too."""
         return await self._connection.script(_vector_calls.list_vectors(prefix))
 
     async def delete(self, name: str) -> str:
-        """Take a name off its vector, and give the vector's digest. Running requests go on."""
+        """Delete a name and return its vector's digest. Running requests keep the vector."""
         return await self._connection.unary(_vector_calls.delete_name(name))
 
 
 class Steering:
-    """The server-wide steering. Every request runs under it; setting it takes role steer_global."""
+    """The server-wide steering, which acts on every request. To set it takes role steer_global."""
 
     def __init__(self, connection: Connection) -> None:
         """Made by `Engine`."""
         self._connection = connection
 
     async def set_global(self, steering: SteeringLike, expected_version: int | None = None) -> int:
-        """Replace it as a whole and give its new version, as `rheostat.Steering.set_global`."""
+        """Replace it as a whole and return its new version, as `rheostat.Steering.set_global`."""
         return await self._connection.unary(_calls.set_global(steering, expected_version))
 
     async def get_global(self) -> GlobalSteering:
-        """What holds. Its interventions can be set again, changed or not."""
+        """The steering in force. Its interventions can be set again, changed or not."""
         return await self._connection.unary(_calls.get_global())
 
 
 class Engine:
-    """A connection to a Rheostat server. Every method raises `RheostatError` alone.
+    """A connection to a Rheostat server. All its errors are `RheostatError`.
 
     Use it with ``async with`` or close it. It connects with the first call.
     """
@@ -266,15 +266,15 @@ class Engine:
         return Session(self._connection, _calls.session(prompt, **options), timeout)
 
     def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
-        """Get rows of requests that others, or other calls, run, as `rheostat.Engine.subscribe`.
+        """Subscribe to rows of other clients' requests, as `rheostat.Engine.subscribe`.
 
-        It is made while its event loop runs, and stands once ``async with`` has entered it.
+        Call it while the event loop runs. The subscription is open once ``async with`` has entered.
         """
         check_options("subscribe", options, SubscribeOptions)
         return Subscription(self._connection, _subscribe_requests.opening(**options))
 
     def resume(self, cursor: Cursor, **options: Unpack[ResumeOptions]) -> Subscription:
-        """Take a subscription up that was left, as `rheostat.Engine.resume`."""
+        """Continue a subscription after ``cursor``, as `rheostat.Engine.resume`."""
         check_options("resume", options, ResumeOptions)
         return Subscription(self._connection, _subscribe_requests.resuming(cursor, **options))
 
@@ -285,12 +285,12 @@ class Engine:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Explanation:
-        """What `generate` would do: sites, positions and doses. Runs nothing."""
+        """What `generate` would do: sites, positions and doses. Runs no model."""
         check_options("explain", options)
         return await self._connection.unary(_calls.explain(prompt, **options), timeout)
 
     async def tokenize(self, prompt: Prompt) -> Tokenized:
-        """The tokens of a text or of messages; the text of token ids."""
+        """The tokens of a text or of messages, or the text of token ids."""
         return await self._connection.unary(_calls.tokenize(prompt))
 
     async def wait_until_ready(self, timeout: float | None = _readiness.READY_TIMEOUT) -> None:
@@ -315,7 +315,7 @@ class Engine:
         return await self._connection.unary(_calls.sinks())
 
     async def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
-        """What sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
+        """What the sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
         return await self._connection.unary(_calls.artifacts(request_id, sink_name))
 
     async def runs(self) -> list[RunInfo]:
@@ -323,11 +323,11 @@ class Engine:
         return await self._connection.script(_run_calls.list_runs())
 
     async def delete_run(self, run_id: str) -> int:
-        """Delete a run, leased or not, and give its bytes. Raises Refused where it is in use."""
+        """Delete a run, leased or not, and return its bytes. Raises Refused if it is in use."""
         return await self._connection.unary(_run_calls.delete_run(run_id))
 
     async def renew_lease(self, run_id: str, seconds: float) -> RunInfo:
-        """Keep a run for so many seconds from now (1 to 86400), if that is longer than so far."""
+        """Keep a run for ``seconds`` from now on, 1 to 86400. A lease never becomes shorter."""
         return await self._connection.unary(_run_calls.renew_lease(run_id, seconds))
 
     async def stats(self) -> Stats:

@@ -142,12 +142,12 @@ def capture_at(make):
         (
             lambda engine: engine.vectors.get("joy", digest="ab" * 32),
             "digest",
-            "a vector is fetched by its name or by its digest, not by both",
+            "give the vector's name or its digest, not both",
         ),
         (
             lambda engine: engine.vectors.get(),
             "name",
-            "say which vector: its name or its digest",
+            "give the vector's name or its digest",
         ),
         (
             lambda engine: engine.steering.set_global(None, 2**70),

@@ -158,7 +158,7 @@ def test_a_killed_server_is_an_error_and_the_next_one_removes_its_memory(server)
             assert not memory.exists()
             with rheostat.connect(following.target) as fresh:
                 cursor = subscription.acknowledged
-                with pytest.raises(rheostat.NotFound, match="no such subscription"):
+                with pytest.raises(rheostat.NotFound, match="the server was restarted"):
                     fresh.resume(cursor)
         finally:
             following.told.send(None)

@@ -350,7 +350,7 @@ async def test_a_task_that_is_cancelled_while_it_waits_loses_no_event(running):
 async def test_the_id_is_there_once_the_subscription_stands(running):
     async with rheostat.aio.connect(running.target) as engine:
         subscription = engine.subscribe()
-        with pytest.raises(rheostat.Refused, match="enter it by async with"):
+        with pytest.raises(rheostat.Refused, match="enter it with async with"):
             _ = subscription.id
         async with subscription:
             assert subscription.id
