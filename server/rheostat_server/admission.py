@@ -44,6 +44,7 @@ from rheostat_server.steering import (
     check_vectors,
     draft_steering,
     look_up,
+    refuse_probes_and_rules,
     sums_work,
 )
 from rheostat_server.subscriptions.registry import Subscriptions
@@ -148,7 +149,7 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     request_id = request.request_id
     if request_id:
         checks.matches(request_id, checks.REQUEST_ID, "request_id")
-    _refuse_unserved(request)
+    refuse_probes_and_rules(request, "")
     _check_lora(request.lora_name, desk.info.loras)
     checks.labels(request.labels, "labels")
     waits = _waits(request)
@@ -309,15 +310,6 @@ def _looks_for_text(request: GenerateRequest) -> bool:
     selectors = [i.where for i in request.steering.interventions]
     selectors += [c.where for c in request.captures]
     return any(needs_text(selector) for selector in selectors)
-
-
-def _refuse_unserved(request: GenerateRequest) -> None:
-    if request.patches:
-        raise NotSupported(
-            "patches are not served yet; steer with a difference of rows", field="patches"
-        )
-    if request.rules:
-        raise NotSupported("rules are not served yet; send the request without", field="rules")
 
 
 def _check_lora(name: str, known: Sequence[str]) -> None:

@@ -223,7 +223,10 @@ async def _derive(
 async def _run(
     jobs: Sequence[_Job], reading: Reading, host: EngineHost
 ) -> AsyncGenerator[int, None]:
-    """Runs prompts; yields how many have run, at first 0. A reader that is late misses numbers."""
+    """Runs prompts; yields how many have run, at first 0.
+
+    A reader that is late misses numbers, but never the last.
+    """
     waiting, done, changed = iter(jobs), 0, asyncio.Event()
 
     async def work() -> None:
@@ -252,6 +255,8 @@ async def _run(
             if done > told:
                 yield (told := done)
         await working
+        if done > told:  # the last prompts ended while the reader was busy
+            yield done
     finally:
         working.cancel()
         await asyncio.wait({working})

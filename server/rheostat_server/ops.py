@@ -8,12 +8,13 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rheostat._proto.v1 import receipt_pb2, steering_pb2, tensor_pb2
+from rheostat._proto.v1 import receipt_pb2, steering_pb2, tensor_pb2, vector_pb2
 from rheostat_engine import Act, Band, Kind, Site
 from rheostat_server import checks
 from rheostat_server.checks import join
-from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField, OpNotServed
+from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField, NotSupported
 from rheostat_server.limits import DIRECTIONS, INLINE_VECTOR_BYTES, LAYERS
+from rheostat_server.readouts import OF_OPS, check_readout
 from rheostat_server.selection import Selection
 from rheostat_server.tensors import checked_payload, float_type
 from rheostat_server.vectors import Vector, make_vector, vector_rows
@@ -27,7 +28,7 @@ SERVED: dict[str, receipt_pb2.Op.ValueType] = {
 }
 """The ops that are served, by their field in `Intervention`."""
 
-NO_REPLACE = "Replace is not served yet; Add, NormAdd, Ablate, Clamp and Scale are"
+NO_REPLACE = "Replace is not served yet: use Add with a difference of rows, or Ablate"
 """Why the last op of the contract is refused, and what can be done."""
 
 
@@ -36,7 +37,7 @@ class VectorDraft(NamedTuple):
 
     path: str
     """Path of the VectorRef."""
-    vector: Vector | steering_pb2.VectorRef
+    vector: Vector | vector_pb2.VectorRef
     """The vector if it came inline, otherwise what to look up."""
     row_layers: tuple[int, ...] = ()
     """The layer of each row; empty where it was not said."""
@@ -123,13 +124,13 @@ def check_served(intervention: steering_pb2.Intervention, path: str) -> None:
 
     Raises:
         MissingField: there is no op.
-        OpNotServed: it is not served.
+        NotSupported: it is not served.
     """
     name = checks.required(
         intervention.WhichOneof("op"), path, "add, norm_add, ablate, clamp, scale and replace"
     )
     if name not in SERVED:
-        raise OpNotServed(NO_REPLACE, field=join(path, name))
+        raise NotSupported(NO_REPLACE, field=join(path, name))
 
 
 def draft_op(intervention: steering_pb2.Intervention, width: int, path: str) -> OpDraft:
@@ -155,7 +156,7 @@ def draft_op(intervention: steering_pb2.Intervention, width: int, path: str) -> 
 
 def vector_refs(
     intervention: steering_pb2.Intervention,
-) -> list[tuple[str, steering_pb2.VectorRef | None]]:
+) -> list[tuple[str, vector_pb2.VectorRef | None]]:
     """The path within the op of each of its vectors, and the vector; None where it is missing."""
     match intervention.WhichOneof("op"):
         case "add":
@@ -169,14 +170,17 @@ def vector_refs(
             return [(f"directions[{i}]", ref) for i, ref in enumerate(directions)]
         case "clamp":
             return [
-                (f"bands[{i}].direction", band.direction if band.HasField("direction") else None)
+                (f"bands[{i}].read.vector", _vector_of(band.read))
                 for i, band in enumerate(intervention.clamp.bands)
             ]
         case "scale":
-            scale = intervention.scale
-            return [("direction", scale.direction if scale.HasField("direction") else None)]
+            return [("read.vector", _vector_of(intervention.scale.read))]
         case _:
             return []
+
+
+def _vector_of(read: vector_pb2.Readout) -> vector_pb2.VectorRef | None:
+    return read.vector if read.HasField("vector") else None
 
 
 def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float, tuple[Band, ...]]:
@@ -197,6 +201,7 @@ def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float,
             if not intervention.scale.HasField("factor"):
                 raise MissingField("a factor is required", field=join(path, "factor"))
             factor = checks.finite(intervention.scale.factor, join(path, "factor"))
+            _check_read(intervention.scale, path)
             return 1.0, (Band(0.0, 0.0, 1.0 - factor),)
         case "norm_add":
             return _scale(intervention.norm_add, path), ()
@@ -224,7 +229,19 @@ def _band(band: steering_pb2.Band, path: str) -> Band:
         high = checks.finite(band.max, join(path, "max"))
     if low > high:
         raise InvalidValue(f"{high:g} is below min, {low:g}", field=join(path, "max"))
+    _check_read(band, path)
+    if band.HasField("write"):
+        raise NotSupported(
+            "writing along another vector than is read is not served yet: leave write out",
+            field=join(path, "write"),
+        )
     return Band(low, high, _strength(band, path))
+
+
+def _check_read(op: steering_pb2.Band | steering_pb2.Scale, path: str) -> None:
+    if not op.HasField("read"):
+        raise MissingField("what is read is required", field=join(path, "read"))
+    check_readout(op.read, OF_OPS, join(path, "read"))
 
 
 def _strength(op: steering_pb2.Ablate | steering_pb2.Band, path: str) -> float:
@@ -237,7 +254,7 @@ def _strength(op: steering_pb2.Ablate | steering_pb2.Band, path: str) -> float:
     return strength
 
 
-def draft_vector(ref: steering_pb2.VectorRef | None, width: int, path: str) -> VectorDraft:
+def draft_vector(ref: vector_pb2.VectorRef | None, width: int, path: str) -> VectorDraft:
     """Checks a reference to a vector as far as the request itself goes.
 
     Raises:
@@ -257,7 +274,7 @@ def draft_vector(ref: steering_pb2.VectorRef | None, width: int, path: str) -> V
     return VectorDraft(path, ref, layers)
 
 
-def _row_layers(ref: steering_pb2.VectorRef, path: str) -> tuple[int, ...]:
+def _row_layers(ref: vector_pb2.VectorRef, path: str) -> tuple[int, ...]:
     if not ref.HasField("row_layers"):
         return ()
     layers, field = ref.row_layers.layers, join(path, "row_layers.layers")

@@ -24,6 +24,7 @@ from rheostat_server.errors import (
     EngineLost,
     InvalidValue,
     MissingField,
+    NotSupported,
     QueueFull,
     RequestNotFound,
     RheostatError,
@@ -158,7 +159,7 @@ class _Control:
         """
         action = message.WhichOneof("action")
         if action is None:
-            raise MissingField("one of steering and stop is required")
+            raise MissingField("one of steering, stop and gain is required")
         if action == "start":
             raise InvalidValue("only a session's first message is start", field="start")
         if message.update_id <= self._last_number:
@@ -166,6 +167,10 @@ class _Control:
                 f"update ids rise; the last was {self._last_number}", field="update_id"
             )
         self._last_number = message.update_id
+        if action == "gain":
+            raise NotSupported(
+                "gains are not served yet: send the steering anew with other scales", field=action
+            )
         if action == "stop":
             self._flight.abort()
             self._flight.answer(generation_pb2.UpdateApplied(update_id=message.update_id))

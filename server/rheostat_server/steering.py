@@ -12,7 +12,12 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from rheostat._proto.v1 import receipt_pb2, steering_pb2
+from rheostat._proto.v1 import (
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+    steering_service_pb2,
+)
 from rheostat_engine import Act, ModelSites, Site
 from rheostat_server import checks, directions
 from rheostat_server.checks import join
@@ -91,6 +96,26 @@ def draft_steering(
         _draft(intervention, model, context, f"{path}[{index}]")
         for index, intervention in enumerate(steering.interventions)
     ]
+
+
+def refuse_probes_and_rules(
+    message: generation_service_pb2.GenerateRequest | steering_service_pb2.Policy, path: str
+) -> None:
+    """Refuses probes and rules, which are not served yet.
+
+    Raises:
+        NotSupported: there are some.
+    """
+    if message.probes:
+        raise NotSupported(
+            "probes are not served yet: capture with a projection, and read what comes",
+            field=join(path, "probes"),
+        )
+    if message.rules:
+        raise NotSupported(
+            "rules are not served yet: run a Session, and steer or stop it from what you read",
+            field=join(path, "rules"),
+        )
 
 
 def look_up(
@@ -221,7 +246,8 @@ def _draft(
     check_served(intervention, path)
     if intervention.HasField("gate"):
         raise NotSupported(
-            "gates are not served yet; send the intervention without one", field=join(path, "gate")
+            "gates are not served yet: run a Session, and steer it from what you read",
+            field=join(path, "gate"),
         )
     if not intervention.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))

@@ -232,7 +232,9 @@ def set_global(
     return Unary(
         "/rheostat.v1.SteeringService/SetGlobal",
         steering_service_pb2.SetGlobalRequest(
-            steering=steering_to_wire(steering) or steering_pb2.Steering(),
+            policy=steering_service_pb2.Policy(
+                steering=steering_to_wire(steering) or steering_pb2.Steering()
+            ),
             expected_version=expected_version,
         ),
         steering_service_pb2.SetGlobalResponse,

@@ -15,7 +15,7 @@ from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import UINT64, did_you_mean, utf8_text, whole_number
 from rheostat._interventions import row_ref
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
-from rheostat._proto.v1 import capture_pb2, tensor_pb2
+from rheostat._proto.v1 import capture_pb2, tensor_pb2, vector_pb2
 from rheostat._runs import Run
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
@@ -184,8 +184,9 @@ class Capture:
         if self.dtype is not None:
             spec.dtype = _one_of(_DTYPES, self.dtype, "dtype")
         if self.projection:
-            spec.projection.directions.extend(
-                row_ref(one, self.layers, f"captures.projection.directions[{number}]")
+            path = "captures.projection.readouts.readouts"
+            spec.projection.readouts.readouts.extend(
+                vector_pb2.Readout(vector=row_ref(one, self.layers, f"{path}[{number}].vector"))
                 for number, one in enumerate(self.projection)
             )
         return spec
@@ -245,7 +246,7 @@ def _directions_of(given: object) -> tuple[Vector, ...]:
     """Directions, of which an array holds one per row."""
     if isinstance(given, Vector):
         return (given,)
-    path = "captures.projection.directions"
+    path = "captures.projection"
     if hasattr(given, "__array__"):
         numbers = vector_data(given)
         many: list[object] = [

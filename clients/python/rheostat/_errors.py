@@ -53,7 +53,10 @@ _CAUSES = (
 _ARGUMENTS = (
     (re.compile(r"^(captures|open\.captures)\b"), "capture"),
     (re.compile(r"^open\.credit_bytes$"), "credit"),
+    (re.compile(r"^policy\."), ""),
     (re.compile(r"^lora_name$"), "lora"),
+    (re.compile(r"\.projection\.readouts\.readouts(\[\d+\])\.vector"), r".projection\1"),
+    (re.compile(r"\.read\.vector\b"), ".direction"),
     (re.compile(r"^open\.filter\.(requests|labels)\.\w+"), r"\1"),
     (re.compile(r"^open\."), ""),
     (re.compile(r"\.sites\.list\."), "."),

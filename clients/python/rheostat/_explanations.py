@@ -44,7 +44,7 @@ class ResolvedIntervention:
     """One intervention, resolved."""
 
     origin: str
-    """Where it comes from: "global", "request", "patch", "rule"."""
+    """Where it comes from: "global", "request", "rule"."""
     index: int
     """Index in the list there."""
     op: str

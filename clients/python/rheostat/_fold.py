@@ -235,8 +235,10 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
             stop = message.stop_text
         case "stop_token_id":
             stop = message.stop_token_id
-        case "rule":
+        case "rule_name":
             stop = message.rule_name
+        case "watch_label":
+            stop = message.watch_label
     reason = read_word(types_pb2.FinishReason.DESCRIPTOR, message.reason, "FINISH_REASON_")
     return Finished(
         sample=message.sample,

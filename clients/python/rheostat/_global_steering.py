@@ -9,7 +9,7 @@ from rheostat._errors import ServerError, Unimplemented
 from rheostat._interventions import Ablate, Add, Band, Clamp, Intervention, NormAdd, Scale
 from rheostat._notebook import table
 from rheostat._points import read_site_set
-from rheostat._proto.v1 import steering_pb2, steering_service_pb2
+from rheostat._proto.v1 import steering_pb2, steering_service_pb2, vector_pb2
 from rheostat._selectors import from_wire as selector_from_wire
 from rheostat._vectors import Vector
 
@@ -44,12 +44,15 @@ class GlobalSteering:
 def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteering:
     """The server-wide steering of a wire message.
 
-    Raises Unimplemented for interventions that this client cannot hold, as those with gates.
+    Raises Unimplemented for what this client cannot hold, as gates and rules: setting what it has
+    read would take them away.
     """
+    if message.policy.probes or message.policy.rules:
+        raise Unimplemented("the server has probes or rules, which this client does not know")
     return GlobalSteering(
         interventions=tuple(
             _read_intervention(one, f"interventions[{number}]")
-            for number, one in enumerate(message.steering.interventions)
+            for number, one in enumerate(message.policy.steering.interventions)
         ),
         version=message.version,
         set_time=(
@@ -88,23 +91,33 @@ def _read_op(message: steering_pb2.Intervention, path: str) -> Intervention:
                 ablate.strength if ablate.HasField("strength") else 1.0,
             )
         case "clamp":
-            return Clamp(tuple(_read_band(one) for one in message.clamp.bands))
+            bands = enumerate(message.clamp.bands)
+            return Clamp(tuple(_read_band(one, f"{path}.bands[{i}]") for i, one in bands))
         case "scale":
-            return Scale(_stored(message.scale.direction), message.scale.factor)
+            return Scale(_read_direction(message.scale.read, path), message.scale.factor)
         case op:
             raise Unimplemented(f"{path} of the server is {op}, which this client does not know")
 
 
-def _read_band(message: steering_pb2.Band) -> Band:
+def _read_band(message: steering_pb2.Band, path: str) -> Band:
+    if message.HasField("write"):
+        raise Unimplemented(f"{path} of the server writes elsewhere, which this client cannot hold")
     return Band(
-        _stored(message.direction),
+        _read_direction(message.read, path),
         message.min if message.HasField("min") else None,
         message.max if message.HasField("max") else None,
         message.strength if message.HasField("strength") else 1.0,
     )
 
 
-def _stored(ref: steering_pb2.VectorRef) -> Vector:
+def _read_direction(read: vector_pb2.Readout, path: str) -> Vector:
+    """The direction along which a coordinate is read."""
+    if read.bias or read.HasField("activation") or read.normalise != vector_pb2.NORMALISE_UNIT:
+        raise Unimplemented(f"{path} of the server reads in a way that this client does not know")
+    return _stored(read.vector)
+
+
+def _stored(ref: vector_pb2.VectorRef) -> Vector:
     """A handle on what the server holds, which it names by digest."""
     if ref.WhichOneof("ref") != "digest":
         raise ServerError("the server sent steering whose vectors are not resolved to digests")

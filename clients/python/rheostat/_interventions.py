@@ -25,7 +25,7 @@ from rheostat._points import (
     show_layers,
     site_set,
 )
-from rheostat._proto.v1 import steering_pb2
+from rheostat._proto.v1 import steering_pb2, vector_pb2
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 
@@ -234,7 +234,7 @@ class Band:
         if low is not None and high is not None and low > high:
             raise invalid(f"{path}.max", f"max {high:.6g} is below min {low:.6g}")
         return steering_pb2.Band(
-            direction=_direction(self.direction, layers, f"{path}.direction"),
+            read=_along(self.direction, layers, f"{path}.read"),
             min=low,
             max=high,
             strength=_fraction(self.strength, f"{path}.strength"),
@@ -292,7 +292,7 @@ class Scale(Intervention):
     def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
         return steering_pb2.Intervention(
             scale=steering_pb2.Scale(
-                direction=_direction(self.direction, layers, f"{path}.scale.direction"),
+                read=_along(self.direction, layers, f"{path}.scale.read"),
                 factor=_finite(self.factor, f"{path}.scale.factor", "factor"),
             )
         )
@@ -312,7 +312,7 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     return known[0] if known else None
 
 
-def row_ref(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
+def row_ref(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
     """The reference that takes the vector's row of each of ``layers``.
 
     Raises InvalidRequest where the vector has several rows and not one for each of the layers.
@@ -342,7 +342,14 @@ def row_ref(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef
     return ref
 
 
-def _direction(vector: Vector, layers: Layers, path: str) -> steering_pb2.VectorRef:
+def _along(vector: Vector, layers: Layers, path: str) -> vector_pb2.Readout:
+    """The coordinate along a direction, whatever its norm."""
+    return vector_pb2.Readout(
+        vector=_direction(vector, layers, f"{path}.vector"), normalise=vector_pb2.NORMALISE_UNIT
+    )
+
+
+def _direction(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
     """As `row_ref`, if no row that this handle knows is zero."""
     if vector.rows is not None and not vector.rows.values.any(axis=1).all():
         raise invalid(path, f"{vector.label} is zero and has no direction", "REASON_ZERO_VECTOR")

@@ -54,7 +54,7 @@ class AppliedIntervention:
     """An intervention as it happened."""
 
     origin: str
-    """Where it came from: "global", "request", "patch", "rule", "update"."""
+    """Where it came from: "global", "request", "rule", "update", "watch"."""
     index: int
     """Index in the list there."""
     op: str

@@ -10,7 +10,7 @@ from rheostat._arrays import FloatArray
 from rheostat._notebook import passage, table
 from rheostat._receipts import Receipt
 
-FinishReason: TypeAlias = Literal["stop", "length", "aborted", "rule", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "aborted", "rule", "error", "watch"]
 """Why a sample ended: an end token or stop text, max_tokens, from outside, a rule, a failure."""
 
 

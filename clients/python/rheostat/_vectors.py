@@ -25,7 +25,7 @@ from rheostat._points import (
     read_site_set,
     show_layers,
 )
-from rheostat._proto.v1 import steering_pb2, steering_service_pb2
+from rheostat._proto.v1 import steering_service_pb2, vector_pb2
 from rheostat._selectors import SelectorLike
 
 
@@ -117,13 +117,13 @@ class Vector:
             parts.append(f"layers {show_layers(self.layers)}")
         return f"Vector({', '.join(parts)})"
 
-    def to_wire(self) -> steering_pb2.VectorRef:
+    def to_wire(self) -> vector_pb2.VectorRef:
         """The reference that a request carries."""
         if self.by_value and self.rows is not None:
-            return steering_pb2.VectorRef(inline=self.rows.to_tensor())
+            return vector_pb2.VectorRef(inline=self.rows.to_tensor())
         if self.digest is not None:
-            return steering_pb2.VectorRef(digest=vector_digest(self.digest))
-        return steering_pb2.VectorRef(name=self.name or "")
+            return vector_pb2.VectorRef(digest=vector_digest(self.digest))
+        return vector_pb2.VectorRef(name=self.name or "")
 
 
 def inline(

@@ -14,6 +14,7 @@ from rheostat._proto.v1 import (
     steering_pb2,
     tensor_pb2,
     types_pb2,
+    vector_pb2,
 )
 from rheostat_server.bench.calls import Call
 
@@ -83,7 +84,7 @@ def add(
     )
     act = steering_pb2.Intervention(
         sites=sites(types_pb2.POINT_RESID_POST, layers=list(layers)),
-        add=steering_pb2.Add(vector=steering_pb2.VectorRef(inline=vector)),
+        add=steering_pb2.Add(vector=vector_pb2.VectorRef(inline=vector)),
     )
     if where is not None:
         act.where.CopyFrom(where)

@@ -83,7 +83,9 @@ def set_global(target: Target, rng: random.Random, size: float) -> Call:
         act = add(rng, target, None, rows=target.layers)
         act.add.scale = 0.0
         steering.interventions.append(act)
-    message = steering_service_pb2.SetGlobalRequest(steering=steering)
+    message = steering_service_pb2.SetGlobalRequest(
+        policy=steering_service_pb2.Policy(steering=steering)
+    )
     return Call("SteeringService/SetGlobal", (message.SerializeToString(),))
 
 

@@ -9,13 +9,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from rheostat._proto.v1 import capture_pb2
+from rheostat._proto.v1 import capture_pb2, vector_pb2
 from rheostat_engine import Directions, ModelSites
 from rheostat_server import checks
 from rheostat_server.checks import join
-from rheostat_server.errors import MissingField
+from rheostat_server.errors import MissingField, NotSupported
 from rheostat_server.limits import PROJECTIONS
 from rheostat_server.ops import VectorDraft, draft_vector
+from rheostat_server.readouts import OF_PROJECTIONS, check_readout
 from rheostat_server.tensors import FloatArray, widen
 from rheostat_server.vector_lookup import FoundVector, find_vector, rows_by_layer
 from rheostat_server.vectors import Vector, VectorStore
@@ -69,16 +70,32 @@ def draft_directions(
 
     Raises:
         InvalidArgument: something is malformed.
+        NotSupported: something is not served yet.
         MessageTooLarge: an inline vector is too large.
     """
-    field = join(path, "directions")
-    if not projection.directions:
-        raise MissingField("at least one direction is required", field=field)
-    checks.at_most(len(projection.directions), PROJECTIONS, field, "directions")
+    kind = checks.required(projection.WhichOneof("onto"), path, "readouts and matrix")
+    if kind == "matrix":
+        raise NotSupported(
+            f"matrices are not served yet: give readouts one by one, at most {PROJECTIONS} of them",
+            field=join(path, kind),
+        )
+    if projection.HasField("top_k"):
+        raise NotSupported(
+            "top_k is not served yet: choose among the numbers that come", field=join(path, "top_k")
+        )
+    readouts, field = projection.readouts.readouts, join(path, "readouts.readouts")
+    if not readouts:
+        raise MissingField("at least one readout is required", field=field)
+    checks.at_most(len(readouts), PROJECTIONS, field, "readouts")
     return tuple(
-        draft_vector(ref, width, f"{field}[{index}]")
-        for index, ref in enumerate(projection.directions)
+        _draft(readout, width, f"{field}[{index}]") for index, readout in enumerate(readouts)
     )
+
+
+def _draft(readout: vector_pb2.Readout, width: int, path: str) -> VectorDraft:
+    check_readout(readout, OF_PROJECTIONS, path)
+    ref = readout.vector if readout.HasField("vector") else None
+    return draft_vector(ref, width, join(path, "vector"))
 
 
 def projection_work(directions: int, layers: int) -> int:

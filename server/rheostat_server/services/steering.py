@@ -13,12 +13,13 @@ from rheostat._proto.v1 import steering_service_pb2, steering_service_pb2_grpc, 
 from rheostat_server import checks
 from rheostat_server.derivation import Derivations
 from rheostat_server.engine import EngineHost
-from rheostat_server.errors import InvalidValue
+from rheostat_server.errors import InvalidValue, RheostatError
 from rheostat_server.keeper import Naming
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.listing import FIRST, Key
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
+from rheostat_server.steering import refuse_probes_and_rules
 from rheostat_server.upload import Upload, Uploads, check_label, check_meant_sites
 from rheostat_server.vectors import Entry, Name
 
@@ -128,7 +129,14 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     ) -> steering_service_pb2.SetGlobalResponse:
         """Replaces the server-wide steering."""
         expected = request.expected_version if request.HasField("expected_version") else None
-        after = await self._readiness.host().server_wide.set(request.steering, expected)
+        host = self._readiness.host()
+        refuse_probes_and_rules(request.policy, "policy")
+        try:
+            after = await host.server_wide.set(request.policy.steering, expected)
+        except RheostatError as error:
+            if error.field.startswith("steering"):
+                error.field = f"policy.{error.field}"
+            raise
         return _pb.SetGlobalResponse(version=after.version)
 
     async def GetGlobal(
@@ -136,7 +144,9 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     ) -> steering_service_pb2.GetGlobalResponse:
         """The server-wide steering."""
         held = self._readiness.host().server_wide.current
-        response = _pb.GetGlobalResponse(steering=held.steering, version=held.version)
+        response = _pb.GetGlobalResponse(
+            policy=_pb.Policy(steering=held.steering), version=held.version
+        )
         if held.set_time is not None:
             response.set_time.CopyFrom(_timestamp(held.set_time))
         return response

@@ -143,7 +143,7 @@ class _Sound:
             SESSION: lambda: self._session(rng, number),
             SET_GLOBAL: lambda: [
                 service.SetGlobalRequest(
-                    steering=steering_to_wire(self._steering(rng)),
+                    policy=service.Policy(steering=steering_to_wire(self._steering(rng))),
                     expected_version=rng.choice([None, None, None, 0, 7]),
                 )
             ],

@@ -49,8 +49,8 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "CaptureService/ListSinks": ({}, ""),
     "RunService/ListRuns": ({}, "capacityBytes"),
-    "SteeringService/SetGlobal": ({"steering": {}}, "version"),
-    "SteeringService/GetGlobal": ({}, "steering"),
+    "SteeringService/SetGlobal": ({"policy": {}}, "version"),
+    "SteeringService/GetGlobal": ({}, "policy"),
 }
 """What is called, with what, and a field of the answer."""
 
@@ -60,6 +60,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "SteeringService/DeleteName": ({"name": "nobody"}, "not_found"),
     "CaptureService/GetArtifacts": ({"requestId": "nobody"}, "not_found"),
     "PatchService/CaptureRun": ({}, "unimplemented"),
+    "PatchService/GetRun": ({}, "unimplemented"),
+    "PatchService/ReadRun": ({}, "unimplemented"),
     "RunService/DeleteRun": ({"runId": "nobody"}, "not_found"),
     "RunService/RenewLease": ({"runId": "nobody"}, "not_found"),
     "PatchService/Sweep": ({}, "unimplemented"),

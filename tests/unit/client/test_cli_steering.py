@@ -91,13 +91,14 @@ def test_ops_act_in_the_order_typed_at_the_sites_typed(server):
     assert main([*line, "--steer", "bare", "--scale", "joy:0"]) == 0
     request = server.asked[-1]
     joy, bare = (f'{{ digest: "{digest}" }}' for digest in (JOY_DIGEST, BARE_DIGEST))
+    along = "normalise: NORMALISE_UNIT vector"
     ops = (
         f"ablate {{ directions {bare} strength: 1 }}",
         f"add {{ vector {joy} scale: 2 }}",
-        f"clamp {{ bands {{ direction {bare} max: 1 strength: 1 }} }}",
+        f"clamp {{ bands {{ read {{ {along} {bare} }} max: 1 strength: 1 }} }}",
         f"norm_add {{ vector {joy} scale: 0.5 }}",
         f"add {{ vector {bare} scale: 1 }}",
-        f"scale {{ direction {joy} factor: 0 }}",
+        f"scale {{ read {{ {along} {joy} }} factor: 0 }}",
     )
     assert request.steering == text_format.Parse(
         "".join(f"interventions {{ {SITES} {op} }}" for op in ops), type(request.steering)()
@@ -202,9 +203,10 @@ def test_global_set_sends_the_ops_and_prints_the_version(server, capsys):
     line += ["--clamp", "joy:0", "--points", "resid_mid", "--layers", "3"]
     assert main(line) == 0
     assert capsys.readouterr() == ("version 4\n", "")
-    band = f'direction {{ digest: "{JOY_DIGEST}" }} min: 0 max: 0 strength: 1'
+    joy = f'{{ digest: "{JOY_DIGEST}" }}'
+    band = f"read {{ vector {joy} normalise: NORMALISE_UNIT }} min: 0 max: 0 strength: 1"
     assert server.asked[-1] == text_format.Parse(
-        f"steering {{ interventions {{ {SITES} clamp {{ bands {{ {band} }} }} }} }} "
+        f"policy {{ steering {{ interventions {{ {SITES} clamp {{ bands {{ {band} }} }} }} }} }} "
         "expected_version: 3",
         steering_service_pb2.SetGlobalRequest(),
     )
@@ -228,14 +230,17 @@ def test_global_clear_sets_none(server, capsys):
     assert main(["global", "clear", "--target", server.target]) == 0
     assert capsys.readouterr() == ("version 5\n", "")
     (request,) = server.asked
-    assert request == text_format.Parse("steering {}", steering_service_pb2.SetGlobalRequest())
+    assert request == steering_service_pb2.SetGlobalRequest(policy={"steering": {}})
 
 
 def test_global_get_prints_a_line_for_each_intervention(server, capsys):
     held = text_format.Parse(
-        f"""steering {{ interventions {{
-              {SITES} scale {{ direction {{ digest: "{JOY_DIGEST}" }} factor: 0.5 }}
-            }} }}
+        f"""policy {{ steering {{ interventions {{
+              {SITES}
+              scale {{
+                read {{ vector {{ digest: "{JOY_DIGEST}" }} normalise: NORMALISE_UNIT }} factor: 0.5
+              }}
+            }} }} }}
             version: 4""",
         steering_service_pb2.GetGlobalResponse(),
     )

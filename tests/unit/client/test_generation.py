@@ -256,7 +256,7 @@ def test_prompt_logprobs_come_as_an_event_and_in_the_whole(client, server):
 
 def test_events_of_a_newer_server_are_passed_over(client, server):
     newer = generation_service_pb2.GenerateResponse.FromString(b"\xfa\x07\x00")
-    server.on("Generate", [STARTED, newer, response("signal {}"), *WHOLE[1:]])
+    server.on("Generate", [STARTED, newer, response("signals {}"), *WHOLE[1:]])
     events, out = client.stream("x")
     assert (len(events), out.text) == (9, " Paris")
 
@@ -364,7 +364,7 @@ def test_every_reason_to_finish_has_a_word(client, server):
         if name != "FINISH_REASON_UNSPECIFIED":
             server.on("Generate", [STARTED, end, response("receipt {}")])
             words.append(client.run(lambda engine: engine.generate("x")).finish_reason)
-    assert words == ["stop", "length", "aborted", "rule", "error"]
+    assert words == ["stop", "length", "aborted", "rule", "error", "watch"]
 
 
 def test_every_op_and_origin_of_a_receipt_has_a_word(client, server):
@@ -377,5 +377,5 @@ def test_every_op_and_origin_of_a_receipt_has_a_word(client, server):
     done = client.run(lambda engine: engine.generate("x")).receipt.interventions
     ops = ["add", "norm_add", "ablate", "clamp", "scale", "replace"]
     assert [one.op for one in done[: len(ops)]] == ops
-    origins = ["global", "request", "patch", "rule", "update"]
+    origins = ["global", "request", "rule", "update", "watch"]
     assert [one.origin for one in done[len(ops) :]] == origins

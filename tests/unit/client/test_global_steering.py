@@ -22,7 +22,7 @@ def held(text: str) -> pb.GetGlobalResponse:
 
 
 EVERY_OP = held(
-    """steering {
+    """policy { steering {
          interventions {
            sites { points: POINT_RESID_POST range { start: 2 stop: 6 } }
            add { vector { DIGEST } scale: 4 }
@@ -45,15 +45,15 @@ EVERY_OP = held(
          interventions {
            sites { points: POINT_RESID_PRE all {} }
            clamp {
-             bands { direction { DIGEST } min: 0 max: 0 }
-             bands { direction { OTHER } max: 2 strength: 0 }
+             bands { read { vector { DIGEST } normalise: NORMALISE_UNIT } min: 0 max: 0 }
+             bands { read { vector { OTHER } normalise: NORMALISE_UNIT } max: 2 strength: 0 }
            }
          }
          interventions {
            sites { points: POINT_RESID_PRE all {} }
-           scale { direction { DIGEST } factor: -1 }
+           scale { read { vector { DIGEST } normalise: NORMALISE_UNIT } factor: -1 }
          }
-       }
+       } }
        version: 3 set_time { seconds: 1700000000 }"""
 )
 VECTOR, SECOND = Vector(DIGEST), Vector(OTHER)
@@ -81,21 +81,21 @@ EXPECTED = rheostat.GlobalSteering(
 @pytest.mark.parametrize(
     ("steering", "version", "expected"),
     [
-        (None, None, "steering {}"),
-        ([], 0, "steering {} expected_version: 0"),
+        (None, None, "policy { steering {} }"),
+        ([], 0, "policy { steering {} } expected_version: 0"),
         (
             [JOY * 2, rheostat.scale(JOY, 0)],
             4,
-            """steering {
+            """policy { steering {
                  interventions {
                    sites { points: POINT_RESID_POST list { layers: 2 } }
                    add { vector { name: "joy" } scale: 2 }
                  }
                  interventions {
                    sites { points: POINT_RESID_POST list { layers: 2 } }
-                   scale { direction { name: "joy" } factor: 0 }
+                   scale { read { vector { name: "joy" } normalise: NORMALISE_UNIT } factor: 0 }
                  }
-               }
+               } }
                expected_version: 4""",
         ),
     ],
@@ -138,8 +138,8 @@ def test_what_holds_reads_as_what_it_could_be_set_with(client, server):
     found = client.run(lambda engine: engine.steering.get_global())
     assert found == EXPECTED
     client.run(lambda engine: engine.steering.set_global(found.interventions))
-    sent = server.asked[-1].steering
-    again = pb.GetGlobalResponse(steering=sent, version=3, set_time=EVERY_OP.set_time)
+    sent = server.asked[-1].policy
+    again = pb.GetGlobalResponse(policy=sent, version=3, set_time=EVERY_OP.set_time)
     server.on("GetGlobal", again)
     assert client.run(lambda engine: engine.steering.get_global()) == EXPECTED
 
@@ -203,7 +203,7 @@ def test_what_this_client_cannot_hold_is_an_error_and_not_left_out(
 ):
     if "sites" not in text:
         text += " sites { points: POINT_RESID_PRE all {} }"
-    server.on("GetGlobal", held(f"steering {{ interventions {{ {text} }} }}"))
+    server.on("GetGlobal", held(f"policy {{ steering {{ interventions {{ {text} }} }} }}"))
     with pytest.raises(error) as raised:
         client.run(lambda engine: engine.steering.get_global())
     assert raised.value.message == message
@@ -214,8 +214,9 @@ def test_which_layers_rows_belong_to_reads_as_it_was_set(client, server):
     server.on(
         "GetGlobal",
         held(
-            "steering { interventions { sites { points: POINT_RESID_PRE list { layers: 4 } } "
-            f"add {{ vector {{ DIGEST {text} }} }} }} }}"
+            "policy { steering { interventions { "
+            f"sites {{ points: POINT_RESID_PRE list {{ layers: 4 }} }} "
+            f"add {{ vector {{ DIGEST {text} }} }} }} }} }}"
         ),
     )
     found = client.run(lambda engine: engine.steering.get_global())

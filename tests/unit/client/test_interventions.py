@@ -20,6 +20,7 @@ SITES = "sites { points: POINT_RESID_POST range { start: 2 stop: 6 } }"
 
 
 def wire(text: str) -> steering_pb2.Steering:
+    text = text.replace("UNIT", "normalise: NORMALISE_UNIT")
     return text_format.Parse(text, steering_pb2.Steering())
 
 
@@ -54,26 +55,26 @@ def wire(text: str) -> steering_pb2.Steering:
             rheostat.clamp(JOY, min=-1, max=2.5, strength=0),
             Clamp((Band(JOY, -1, 2.5, 0),)),
             """clamp {
-                 bands { direction { name: "joy" } min: -1 max: 2.5 strength: 0 }
+                 bands { read { vector { name: "joy" } UNIT } min: -1 max: 2.5 strength: 0 }
                }""",
         ),
         (
             rheostat.clamp(JOY, min=0, max=0),
             Clamp((Band(JOY, 0, 0),)),
-            'clamp { bands { direction { name: "joy" } min: 0 max: 0 strength: 1 } }',
+            'clamp { bands { read { vector { name: "joy" } UNIT } min: 0 max: 0 strength: 1 } }',
         ),
         (
             rheostat.clamp(rheostat.band(JOY, max=0), rheostat.band(FEAR, 1, strength=0.5)),
             Clamp((Band(JOY, None, 0), Band(FEAR, 1, None, 0.5))),
             """clamp {
-                 bands { direction { name: "joy" } max: 0 strength: 1 }
-                 bands { direction { name: "fear" } min: 1 strength: 0.5 }
+                 bands { read { vector { name: "joy" } UNIT } max: 0 strength: 1 }
+                 bands { read { vector { name: "fear" } UNIT } min: 1 strength: 0.5 }
                }""",
         ),
         (
             rheostat.scale(JOY, np.float32(-1)),
             Scale(JOY, -1),
-            'scale { direction { name: "joy" } factor: -1 }',
+            'scale { read { vector { name: "joy" } UNIT } factor: -1 }',
         ),
     ],
 )
@@ -147,7 +148,7 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
         ),
         (
             rheostat.clamp(ZERO, min=0),
-            "clamp.bands[0].direction",
+            "clamp.bands[0].read.vector",
             "REASON_ZERO_VECTOR",
             f"{ZERO.label} is zero and has no direction",
         ),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rheostat._proto.v1 import (
-    steering_pb2,
+    vector_pb2,
 )
 from rheostat_server import errors
 from rheostat_server.admission import Admitted, Desk, admit
@@ -44,5 +44,5 @@ def stored(at: Desk, rows: int = 1, name: str = "joy", value: float = 2.0):
     return vector
 
 
-def named(name: str = "joy") -> steering_pb2.VectorRef:
-    return steering_pb2.VectorRef(name=name)
+def named(name: str = "joy") -> vector_pb2.VectorRef:
+    return vector_pb2.VectorRef(name=name)

@@ -12,6 +12,7 @@ from rheostat._proto.v1 import (
     steering_pb2,
     tensor_pb2,
     types_pb2,
+    vector_pb2,
 )
 
 from .fakes import WIDTH
@@ -23,7 +24,7 @@ def site_set(*points: int, layers: Sequence[int] | None = None) -> types_pb2.Sit
     return types_pb2.SiteSet(points=points, list=types_pb2.LayerList(layers=layers))
 
 
-def tensor(values: np.ndarray, **fields: object) -> steering_pb2.VectorRef:
+def tensor(values: np.ndarray, **fields: object) -> vector_pb2.VectorRef:
     message = tensor_pb2.Tensor(
         dtype=tensor_pb2.DTYPE_FLOAT32,
         shape=values.shape,
@@ -31,7 +32,7 @@ def tensor(values: np.ndarray, **fields: object) -> steering_pb2.VectorRef:
         inline=values.astype("<f4").tobytes(),
     )
     message.MergeFrom(tensor_pb2.Tensor(**fields))
-    return steering_pb2.VectorRef(inline=message)
+    return vector_pb2.VectorRef(inline=message)
 
 
 ONES = np.ones((1, WIDTH), dtype=np.float32)
@@ -41,9 +42,10 @@ FIRST, SECOND, THIRD, FOURTH = (
 """Unit vectors, [1, WIDTH] each."""
 
 
-def along(*directions: steering_pb2.VectorRef) -> capture_pb2.Projection:
+def along(*directions: vector_pb2.VectorRef) -> capture_pb2.Projection:
     """What rows are projected on."""
-    return capture_pb2.Projection(directions=directions)
+    readouts = [vector_pb2.Readout(vector=one) for one in directions]
+    return capture_pb2.Projection(readouts=capture_pb2.ReadoutList(readouts=readouts))
 
 
 def at_post1(**fields: object) -> steering_pb2.Intervention:
@@ -52,23 +54,28 @@ def at_post1(**fields: object) -> steering_pb2.Intervention:
     return steering_pb2.Intervention(**fields)
 
 
+def coordinate(direction: vector_pb2.VectorRef | None = None) -> vector_pb2.Readout:
+    """The coordinate along a direction."""
+    return vector_pb2.Readout(vector=direction or tensor(ONES), normalise=vector_pb2.NORMALISE_UNIT)
+
+
 def norm_add(
-    vector: steering_pb2.VectorRef | None = None, scale: float | None = None, **fields: object
+    vector: vector_pb2.VectorRef | None = None, scale: float | None = None, **fields: object
 ) -> steering_pb2.Intervention:
     op = steering_pb2.NormAdd(vector=vector or tensor(ONES), scale=scale)
     return at_post1(norm_add=op, **fields)
 
 
 def ablate(
-    *directions: steering_pb2.VectorRef, strength: float | None = None, **fields: object
+    *directions: vector_pb2.VectorRef, strength: float | None = None, **fields: object
 ) -> steering_pb2.Intervention:
     return at_post1(ablate=steering_pb2.Ablate(directions=directions, strength=strength), **fields)
 
 
 def band(
-    direction: steering_pb2.VectorRef | None = None, low: float | None = None, **fields: object
+    direction: vector_pb2.VectorRef | None = None, low: float | None = None, **fields: object
 ) -> steering_pb2.Band:
-    return steering_pb2.Band(direction=direction or tensor(ONES), min=low, **fields)
+    return steering_pb2.Band(read=coordinate(direction), min=low, **fields)
 
 
 def clamp(*bands: steering_pb2.Band, **fields: object) -> steering_pb2.Intervention:
@@ -77,15 +84,15 @@ def clamp(*bands: steering_pb2.Band, **fields: object) -> steering_pb2.Intervent
 
 def scaled(
     factor: float | None = None,
-    direction: steering_pb2.VectorRef | None = None,
+    direction: vector_pb2.VectorRef | None = None,
     **fields: object,
 ) -> steering_pb2.Intervention:
-    op = steering_pb2.Scale(direction=direction or tensor(ONES), factor=factor)
+    op = steering_pb2.Scale(read=coordinate(direction), factor=factor)
     return at_post1(scale=op, **fields)
 
 
 def add(
-    vector: steering_pb2.VectorRef | None = None,
+    vector: vector_pb2.VectorRef | None = None,
     *,
     sites: types_pb2.SiteSet | None = None,
     scale: float | None = None,

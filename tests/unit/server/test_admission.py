@@ -5,8 +5,8 @@ import pytest
 
 from rheostat._proto.v1 import (
     generation_pb2,
-    steering_pb2,
     types_pb2,
+    vector_pb2,
 )
 from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point, Site
 from rheostat_server import errors
@@ -88,7 +88,7 @@ def test_name_digest_and_inline_are_one_vector() -> None:
     at = desk()
     vector = stored(at)
     inline = tensor(np.full((1, WIDTH), 2.0))
-    digest = steering_pb2.VectorRef(digest=vector.digest)
+    digest = vector_pb2.VectorRef(digest=vector.digest)
     plans = [
         replace(admitted(request(steer=[add(ref)]), at).plan, request_id="")
         for ref in (named(), digest, inline)

@@ -52,7 +52,7 @@ def top(token: int, *, steered: bool) -> Listed:
 async def set_global(running, *interventions: steering_pb2.Intervention) -> None:
     steering = steering_pb2.Steering(interventions=interventions)
     await running.client.steering.SetGlobal(
-        steering_service_pb2.SetGlobalRequest(steering=steering)
+        steering_service_pb2.SetGlobalRequest(policy={"steering": steering})
     )
 
 

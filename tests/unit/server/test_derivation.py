@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rheostat._proto.v1 import (
-    steering_pb2,
     steering_service_pb2,
     tensor_pb2,
     types_pb2,
+    vector_pb2,
 )
 from rheostat_engine import Point, Rows, Site, site_count
 from rheostat_server import derivation, generation, release
@@ -345,7 +345,7 @@ async def test_a_drain_ends_a_derivation_without_a_vector(starter, monkeypatch) 
 async def test_a_derived_vector_steers(starter) -> None:
     running = await starter(TokenBackend())
     answer = await derive(running, order(name="joy"))
-    steer = add(steering_pb2.VectorRef(name="joy"), sites=order().sites)
+    steer = add(vector_pb2.VectorRef(name="joy"), sites=order().sites)
     await running.client.generate(request(steer=[steer]))
     assert running.backend.loaded == [answer.vectors[0].digest.hex()]
 

@@ -124,7 +124,9 @@ async def test_keys_change_with_the_server_wide_steering_and_the_epoch(running) 
     plain = await key()
     assert await key() == plain
     await running.client.steering.SetGlobal(
-        steering_service_pb2.SetGlobalRequest(steering=steering_pb2.Steering(interventions=[add()]))
+        steering_service_pb2.SetGlobalRequest(
+            policy={"steering": steering_pb2.Steering(interventions=[add()])}
+        )
     )
     steered = await key()
     running.backend.deliver(Installed("somebody", "no such vector"))

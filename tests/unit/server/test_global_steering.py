@@ -9,12 +9,15 @@ import pytest
 
 from rheostat._proto.v1 import (
     engine_service_pb2,
+    gate_pb2,
     generation_service_pb2,
+    monitor_pb2,
     receipt_pb2,
     selector_pb2,
     steering_pb2,
     steering_service_pb2,
     types_pb2,
+    vector_pb2,
 )
 from rheostat_engine import OPEN_END, Act, Kind
 from rheostat_server import planning
@@ -52,7 +55,7 @@ POST1 = 8
 async def set_global(running, *steer: steering_pb2.Intervention, **fields: int) -> int:
     steering = steering_pb2.Steering(interventions=steer)
     answer = await running.client.steering.SetGlobal(
-        pb.SetGlobalRequest(steering=steering, **fields)
+        pb.SetGlobalRequest(policy={"steering": steering}, **fields)
     )
     return answer.version
 
@@ -76,27 +79,27 @@ def scales(running) -> list[list[float]]:
 
 
 async def test_nothing_holds_at_startup(running) -> None:
-    assert await held(running) == pb.GetGlobalResponse(steering=steering_pb2.Steering())
+    assert await held(running) == pb.GetGlobalResponse(policy={"steering": {}})
 
 
 async def test_what_was_set_holds_with_digests_a_version_and_a_time(running) -> None:
     data = values(2.0)
     await put(running.client, header(name="joy"), chunk(data))
     steer = [
-        add(steering_pb2.VectorRef(name="joy"), scale=0.5, where=selector(PROMPT)),
+        add(vector_pb2.VectorRef(name="joy"), scale=0.5, where=selector(PROMPT)),
         norm_add(tensor(ONES)),
         ablate(tensor(FIRST), tensor(SECOND)),
         clamp(band(tensor(ONES), 1.0)),
-        scaled(2.0, steering_pb2.VectorRef(digest=digest(data))),
+        scaled(2.0, vector_pb2.VectorRef(digest=digest(data))),
     ]
     before = time.time()
     assert await set_global(running, *steer) == 1
     answer = await held(running)
 
-    def inline(values: np.ndarray) -> steering_pb2.VectorRef:
-        return steering_pb2.VectorRef(digest=digest(values.tobytes()))
+    def inline(values: np.ndarray) -> vector_pb2.VectorRef:
+        return vector_pb2.VectorRef(digest=digest(values.tobytes()))
 
-    joy = steering_pb2.VectorRef(digest=digest(data))
+    joy = vector_pb2.VectorRef(digest=digest(data))
     expected = [
         add(joy, scale=0.5, where=selector(PROMPT)),
         norm_add(inline(ONES)),
@@ -104,18 +107,36 @@ async def test_what_was_set_holds_with_digests_a_version_and_a_time(running) -> 
         clamp(band(inline(ONES), 1.0)),
         scaled(2.0, joy),
     ]
-    assert (answer.version, list(answer.steering.interventions)) == (1, expected)
+    assert (answer.version, list(answer.policy.steering.interventions)) == (1, expected)
     assert before <= answer.set_time.ToNanoseconds() / 1e9 <= time.time()
     assert await set_global(running) == 2
     answer = await held(running)
-    assert (answer.version, answer.steering) == (2, steering_pb2.Steering())
+    assert (answer.version, answer.policy.steering) == (2, steering_pb2.Steering())
     assert answer.HasField("set_time")
+
+
+@pytest.mark.parametrize(
+    ("policy", "field"),
+    [
+        (pb.Policy(probes=[gate_pb2.Probe(name="p")]), "policy.probes"),
+        (pb.Policy(rules=[monitor_pb2.Rule(name="r")]), "policy.rules"),
+    ],
+)
+async def test_probes_and_rules_are_refused_by_name_and_change_nothing(
+    running, policy, field
+) -> None:
+    await set_global(running, add())
+    refusal = await refusal_of(
+        running.client.steering.SetGlobal(pb.SetGlobalRequest(policy=policy))
+    )
+    assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", field)
+    assert (await held(running)).version == 1
 
 
 async def test_a_range_of_layers_that_holds_has_an_end(running) -> None:
     (steer := add()).sites.range.start = 1
     await set_global(running, steer)
-    (one,) = (await held(running)).steering.interventions
+    (one,) = (await held(running)).policy.steering.interventions
     assert (one.sites.range.start, one.sites.range.stop) == (1, running.host.sites.num_layers)
 
 
@@ -206,7 +227,7 @@ async def test_a_running_request_keeps_what_it_started_with(starter) -> None:
 
 async def test_a_name_that_moves_later_leaves_it_as_it_is(running) -> None:
     await put(running.client, header(name="joy"), chunk(values(2.0)))
-    await set_global(running, add(steering_pb2.VectorRef(name="joy")))
+    await set_global(running, add(vector_pb2.VectorRef(name="joy")))
     await put(running.client, header(name="joy"), chunk(values(3.0)))
     await running.client.steering.DeleteName(pb.DeleteNameRequest(name="joy"))
     await running.client.generate(request())
@@ -247,7 +268,7 @@ async def test_a_caller_that_leaves_while_vectors_are_loaded_leaves_nothing_held
 
     running = await starter(Slow(), vector_store_bytes=WIDTH * 4)
     call = running.client.steering.SetGlobal(
-        pb.SetGlobalRequest(steering=steering_pb2.Steering(interventions=[add()]))
+        pb.SetGlobalRequest(policy={"steering": steering_pb2.Steering(interventions=[add()])})
     )
     await until(lambda: bool(running.backend.loaded))
     call.cancel()
@@ -314,7 +335,7 @@ async def test_token_ids_are_looked_for_in_every_prompt(running) -> None:
             "[0].ablate.directions[1]",
         ),
         (
-            [add(steering_pb2.VectorRef(name="x"))],
+            [add(vector_pb2.VectorRef(name="x"))],
             "NOT_FOUND",
             "NAME_NOT_FOUND",
             "[0].add.vector.name",
@@ -334,7 +355,11 @@ async def test_wrong_steering_is_refused_by_field_and_what_holds_goes_on_holding
 ) -> None:
     await set_global(running, add(scale=3.0))
     refusal = await global_refusal(running, *steer)
-    assert refusal.brief == (Code[code], f"REASON_{reason}", f"steering.interventions{field}")
+    assert refusal.brief == (
+        Code[code],
+        f"REASON_{reason}",
+        f"policy.steering.interventions{field}",
+    )
     await running.client.generate(request())
     assert ((await held(running)).version, scales(running)) == (1, [[3.0]])
 
@@ -342,14 +367,14 @@ async def test_wrong_steering_is_refused_by_field_and_what_holds_goes_on_holding
 async def test_steering_that_no_engine_can_carry_out_is_refused(running) -> None:
     eight = [band(tensor(ONES), float(i)) for i in range(8)]
     refusal = await global_refusal(running, *[clamp(*eight)] * 9)
-    assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "steering")
+    assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "policy.steering")
     assert refusal.message == "72 steps meet at one site; at most 64 can"
 
 
 async def test_steering_that_could_never_be_in_force_is_refused(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(directions=1)))
     refusal = await global_refusal(running, ablate(tensor(FIRST), tensor(SECOND)))
-    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "policy.steering")
     assert not refusal.retry
 
 
@@ -387,7 +412,7 @@ async def test_two_that_set_it_at_once_follow_each_other(running) -> None:
     )
     assert sorted(versions) == [1, 2, 3]
     last = [FIRST, SECOND, THIRD][versions.index(3)]
-    (one,) = (await held(running)).steering.interventions
+    (one,) = (await held(running)).policy.steering.interventions
     assert one.add.vector.digest == digest(last.tobytes())
 
 

@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from rheostat._proto.v1 import steering_pb2, steering_service_pb2, types_pb2
+from rheostat._proto.v1 import steering_service_pb2, types_pb2, vector_pb2
 from rheostat_server import vectors
 
 from .messages import add, request, site_set
@@ -55,7 +55,7 @@ async def test_a_vector_gets_a_further_name_or_its_first(stored) -> None:
 
 
 async def test_a_name_that_moves_steers_requests_from_then_on(stored) -> None:
-    joy = {"steer": [add(steering_pb2.VectorRef(name="joy"), sites=site_set(POST, layers=[1]))]}
+    joy = {"steer": [add(vector_pb2.VectorRef(name="joy"), sites=site_set(POST, layers=[1]))]}
     await stored.client.generate(request(**joy))
     await set_name(stored, "joy", TWO)
     await stored.client.generate(request(**joy))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat._proto.v1 import receipt_pb2, steering_pb2, types_pb2
+from rheostat._proto.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
 from rheostat_engine import OPEN_END, Act, Band, Condition, Kind, Plan
 from rheostat_server import errors
 from rheostat_server.directions import DEPENDENT
@@ -104,7 +104,7 @@ def test_each_vector_of_an_op_has_its_own_row_at_each_layer() -> None:
     assert acts(one)[0].rows == ((2, (0, 0)), (4, (0, 0)), (10, (1, 0)), (12, (1, 0)))
 
 
-def of_layers(values: np.ndarray, *layers: int) -> steering_pb2.VectorRef:
+def of_layers(values: np.ndarray, *layers: int) -> vector_pb2.VectorRef:
     ref = tensor(values)
     ref.row_layers.layers.extend(layers)
     return ref
@@ -208,6 +208,7 @@ def test_a_band_without_strength_is_left_out_of_its_act() -> None:
 ZERO = tensor(np.zeros((1, WIDTH)))
 DIRECTIONS = [tensor(one) for one in (FIRST, SECOND, THIRD, FOURTH)]
 LONG = np.concatenate([FIRST, 0 * FIRST])
+UNIT = vector_pb2.Readout(normalise=vector_pb2.NORMALISE_UNIT)
 BARE = {
     "norm_add": steering_pb2.NormAdd(),
     "clamp": steering_pb2.Clamp(bands=[steering_pb2.Band(min=1)]),
@@ -219,7 +220,7 @@ BARE = {
     ("intervention", "error", "field"),
     [
         (at_post1(norm_add=BARE["norm_add"]), errors.MissingField, "norm_add.vector"),
-        (norm_add(steering_pb2.VectorRef()), errors.MissingField, "norm_add.vector"),
+        (norm_add(vector_pb2.VectorRef()), errors.MissingField, "norm_add.vector"),
         (norm_add(scale=math.nan), errors.NonFinite, "norm_add.scale"),
         (norm_add(scale=-math.inf), errors.NonFinite, "norm_add.scale"),
         (norm_add(ZERO), errors.ZeroVector, "norm_add.vector"),
@@ -235,7 +236,7 @@ BARE = {
         (ablate(), errors.MissingField, "ablate.directions"),
         (ablate(*DIRECTIONS * 3), errors.InvalidValue, "ablate.directions"),
         (
-            ablate(tensor(ONES), steering_pb2.VectorRef()),
+            ablate(tensor(ONES), vector_pb2.VectorRef()),
             errors.MissingField,
             "ablate.directions[1]",
         ),
@@ -257,7 +258,12 @@ BARE = {
         (ablate(tensor(ONES), strength=math.nan), errors.NonFinite, "ablate.strength"),
         (clamp(), errors.MissingField, "clamp.bands"),
         (clamp(*[band(low=0.0)] * 9), errors.InvalidValue, "clamp.bands"),
-        (at_post1(clamp=BARE["clamp"]), errors.MissingField, "clamp.bands[0].direction"),
+        (at_post1(clamp=BARE["clamp"]), errors.MissingField, "clamp.bands[0].read"),
+        (
+            clamp(steering_pb2.Band(read=UNIT, min=0.0)),
+            errors.MissingField,
+            "clamp.bands[0].read.vector",
+        ),
         (clamp(band(low=0.0), band()), errors.MissingField, "clamp.bands[1]"),
         (clamp(band(low=1.0, max=0.5)), errors.InvalidValue, "clamp.bands[0].max"),
         (clamp(band(low=math.nan)), errors.NonFinite, "clamp.bands[0].min"),
@@ -269,22 +275,27 @@ BARE = {
             "clamp.bands[1].strength",
         ),
         (clamp(band(low=0.0, strength=math.inf)), errors.NonFinite, "clamp.bands[0].strength"),
-        (clamp(band(ZERO, 0.0)), errors.ZeroVector, "clamp.bands[0].direction"),
-        (clamp(band(ZERO, 0.0, strength=0.0)), errors.ZeroVector, "clamp.bands[0].direction"),
+        (clamp(band(ZERO, 0.0)), errors.ZeroVector, "clamp.bands[0].read.vector"),
+        (clamp(band(ZERO, 0.0, strength=0.0)), errors.ZeroVector, "clamp.bands[0].read.vector"),
         (scaled(), errors.MissingField, "scale.factor"),
         (scaled(math.inf), errors.NonFinite, "scale.factor"),
-        (at_post1(scale=BARE["scale"]), errors.MissingField, "scale.direction"),
-        (scaled(2.0, ZERO), errors.ZeroVector, "scale.direction"),
-        (scaled(1.0, ZERO), errors.ZeroVector, "scale.direction"),
-        (scaled(2.0, named("/")), errors.InvalidValue, "scale.direction.name"),
+        (at_post1(scale=BARE["scale"]), errors.MissingField, "scale.read"),
         (
-            scaled(2.0, steering_pb2.VectorRef(digest=bytes(32))),
+            at_post1(scale=steering_pb2.Scale(read=UNIT, factor=2.0)),
+            errors.MissingField,
+            "scale.read.vector",
+        ),
+        (scaled(2.0, ZERO), errors.ZeroVector, "scale.read.vector"),
+        (scaled(1.0, ZERO), errors.ZeroVector, "scale.read.vector"),
+        (scaled(2.0, named("/")), errors.InvalidValue, "scale.read.vector.name"),
+        (
+            scaled(2.0, vector_pb2.VectorRef(digest=bytes(32))),
             errors.VectorNotFound,
-            "scale.direction.digest",
+            "scale.read.vector.digest",
         ),
         (scaled(2.0, sites=site_set(PRE, POST)), errors.InvalidValue, "sites"),
         (
-            at_post1(norm_add=norm_add().norm_add, gate=steering_pb2.Gate()),
+            at_post1(norm_add=norm_add().norm_add, gate=gate_pb2.Gate()),
             errors.NotSupported,
             "gate",
         ),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rheostat._encodings import read_tensor
-from rheostat._proto.v1 import generation_service_pb2, steering_pb2, tensor_pb2
+from rheostat._proto.v1 import generation_service_pb2, tensor_pb2, vector_pb2
 from rheostat_server import errors
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, make_vector
@@ -38,8 +38,8 @@ def put(running, rows: np.ndarray, name: str = "joy") -> bytes:
     return vector.digest
 
 
-def joy() -> steering_pb2.VectorRef:
-    return steering_pb2.VectorRef(name="joy")
+def joy() -> vector_pb2.VectorRef:
+    return vector_pb2.VectorRef(name="joy")
 
 
 def sent(events) -> dict[tuple[int, int], np.ndarray]:
@@ -158,7 +158,7 @@ async def test_a_subscription_on_what_is_not_stored_is_refused(running) -> None:
     one = Subscriber(running)
     with pytest.raises(errors.NameNotFound) as caught:
         await running.host.subscriptions.open(opening(EVERY, [wanted(1, projection=along(joy()))]))
-    assert caught.value.field == "open.captures[0].projection.directions[0].name"
+    assert caught.value.field == "open.captures[0].projection.readouts.readouts[0].vector.name"
     assert len(running.host.subscriptions) == 0
     one.call.cancel()
 

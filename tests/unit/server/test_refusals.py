@@ -5,14 +5,16 @@ import pytest
 
 from rheostat._proto.v1 import (
     capture_pb2,
+    gate_pb2,
     generation_pb2,
     generation_service_pb2,
     monitor_pb2,
-    patch_pb2,
+    replace_pb2,
     selector_pb2,
     steering_pb2,
     tensor_pb2,
     types_pb2,
+    vector_pb2,
 )
 from rheostat_server import errors, planning, sampling
 
@@ -115,7 +117,7 @@ STEER = "steering.interventions[0]"
         (request(lora_name="x"), errors.LoraNotFound, "lora_name"),
         (request(when_full=0), errors.UnknownEnum, "when_full"),
         (request(when_full=9), errors.UnknownEnum, "when_full"),
-        (request(patches=[patch_pb2.Patch()]), errors.NotSupported, "patches"),
+        (request(probes=[gate_pb2.Probe()]), errors.NotSupported, "probes"),
         (request(rules=[monitor_pb2.Rule()]), errors.NotSupported, "rules"),
         (request(labels={"": "x"}), errors.InvalidValue, "labels"),
         (request(labels={"k": "x" * 256}), errors.InvalidValue, "labels[k]"),
@@ -134,12 +136,12 @@ def test_a_wrong_request_is_refused_by_field(message, error, field) -> None:
         (steering_pb2.Intervention(), errors.MissingField, ""),
         (steering_pb2.Intervention(add=steering_pb2.Add()), errors.MissingField, "sites"),
         (
-            steering_pb2.Intervention(replace=steering_pb2.Replace()),
-            errors.OpNotServed,
+            steering_pb2.Intervention(replace=replace_pb2.Replace()),
+            errors.NotSupported,
             "replace",
         ),
         (
-            steering_pb2.Intervention(add=add().add, sites=add().sites, gate=steering_pb2.Gate()),
+            steering_pb2.Intervention(add=add().add, sites=add().sites, gate=gate_pb2.Gate()),
             errors.NotSupported,
             "gate",
         ),
@@ -167,14 +169,14 @@ def test_a_wrong_request_is_refused_by_field(message, error, field) -> None:
             errors.MissingField,
             "add.vector",
         ),
-        (add(steering_pb2.VectorRef()), errors.MissingField, "add.vector"),
+        (add(vector_pb2.VectorRef()), errors.MissingField, "add.vector"),
         (
-            add(steering_pb2.VectorRef(digest=b"x")),
+            add(vector_pb2.VectorRef(digest=b"x")),
             errors.InvalidValue,
             "add.vector.digest",
         ),
         (
-            add(steering_pb2.VectorRef(digest=bytes(32))),
+            add(vector_pb2.VectorRef(digest=bytes(32))),
             errors.VectorNotFound,
             "add.vector.digest",
         ),
@@ -241,31 +243,31 @@ def test_wrong_steering_is_refused_by_field(intervention, error, field) -> None:
         ),
         ({"kept": 2}, errors.InvalidValue, "kept"),
         ({"seed": 2}, errors.InvalidValue, "seed"),
-        ({"projection": capture_pb2.Projection()}, errors.MissingField, "projection.directions"),
+        ({"projection": capture_pb2.Projection()}, errors.MissingField, "projection"),
         (
-            {"projection": along(*[steering_pb2.VectorRef(name="joy")] * 4097)},
+            {"projection": along(*[vector_pb2.VectorRef(name="joy")] * 4097)},
             errors.InvalidValue,
-            "projection.directions",
+            "projection.readouts.readouts",
         ),
         (
-            {"projection": along(tensor(FIRST), steering_pb2.VectorRef())},
+            {"projection": along(tensor(FIRST), vector_pb2.VectorRef())},
             errors.MissingField,
-            "projection.directions[1]",
+            "projection.readouts.readouts[1].vector",
         ),
         (
-            {"projection": along(tensor(FIRST), steering_pb2.VectorRef(name="nobody"))},
+            {"projection": along(tensor(FIRST), vector_pb2.VectorRef(name="nobody"))},
             errors.NameNotFound,
-            "projection.directions[1].name",
+            "projection.readouts.readouts[1].vector.name",
         ),
         (
             {"projection": along(tensor(np.ones((1, WIDTH + 1))))},
             errors.VectorShape,
-            "projection.directions[0].inline.shape",
+            "projection.readouts.readouts[0].vector.inline.shape",
         ),
         (
             {"projection": along(tensor(np.ones((2, WIDTH))))},
             errors.VectorShape,
-            "projection.directions[0]",
+            "projection.readouts.readouts[0].vector",
         ),
         (
             {

@@ -6,7 +6,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat._proto.v1 import steering_pb2, steering_service_pb2, types_pb2
+from rheostat._proto.v1 import steering_service_pb2, types_pb2, vector_pb2
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import EngineFailed, VectorDirFailed
 from rheostat_server.serve import RunningServer, start
@@ -38,7 +38,7 @@ async def test_a_restarted_server_lists_and_steers_with_what_was_put(starter, tm
 
     second = await starter(vector_dir=str(tmp_path))
     assert await listed(second.client) == before
-    joy = add(steering_pb2.VectorRef(name="joy"), sites=SITES)
+    joy = add(vector_pb2.VectorRef(name="joy"), sites=SITES)
     assert (await second.client.generate(request(steer=[joy])))[-1].HasField("receipt")
     assert second.backend.loaded == [digest(values(1.0)).hex()]
 

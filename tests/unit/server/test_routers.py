@@ -11,17 +11,17 @@ from rheostat._proto.v1 import (
     capture_pb2,
     engine_service_pb2,
     generation_service_pb2,
-    steering_pb2,
     steering_service_pb2,
     tensor_pb2,
     types_pb2,
+    vector_pb2,
 )
 from rheostat_engine import ROUTERS, Event, Rows
 from rheostat_server.capture.trimming import trimming
 
 from .conftest import Refusal
 from .fakes import LAYERS, SITES, WIDTH, ScriptedBackend, row
-from .messages import add, capture, request, site_set
+from .messages import add, along, capture, request, site_set
 from .subscribers import EVERY, Subscriber, opening, rows_of
 
 Code = grpc.StatusCode
@@ -110,8 +110,8 @@ async def test_no_more_numbers_are_kept_than_there_are_experts(mixture) -> None:
 
 
 async def test_a_router_is_not_projected(mixture) -> None:
-    along = capture_pb2.Projection(directions=[steering_pb2.VectorRef(name="joy")])
-    refusal = await refused(mixture, captures=[router(1, projection=along)])
+    projection = along(vector_pb2.VectorRef(name="joy"))
+    refusal = await refused(mixture, captures=[router(1, projection=projection)])
     assert refusal.brief == (
         Code.FAILED_PRECONDITION,
         "REASON_NOT_SUPPORTED",

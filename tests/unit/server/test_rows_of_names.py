@@ -10,6 +10,7 @@ from rheostat._proto.v1 import (
     steering_pb2,
     steering_service_pb2,
     types_pb2,
+    vector_pb2,
 )
 
 from .conftest import Refusal
@@ -28,8 +29,8 @@ def at(*layers: int) -> types_pb2.SiteSet:
     return site_set(POST, layers=layers)
 
 
-def joy(*row_layers: int) -> steering_pb2.VectorRef:
-    ref = steering_pb2.VectorRef(name="joy")
+def joy(*row_layers: int) -> vector_pb2.VectorRef:
+    ref = vector_pb2.VectorRef(name="joy")
     ref.row_layers.layers.extend(row_layers)
     if not row_layers:
         ref.ClearField("row_layers")
@@ -40,7 +41,7 @@ async def stored(running, sites: types_pb2.SiteSet | None, rows: np.ndarray = RO
     await put(running.client, header(len(rows), name="joy", sites=sites), chunk(rows.tobytes()))
 
 
-async def doses(running, ref: steering_pb2.VectorRef, *layers: int) -> dict[int, float]:
+async def doses(running, ref: vector_pb2.VectorRef, *layers: int) -> dict[int, float]:
     """The largest number that is added at each layer."""
     await running.client.generate(request(steer=[add(ref, sites=at(*layers))]))
     (act,) = running.backend.jobs[-1].plan.acts
@@ -87,7 +88,7 @@ async def test_a_projection_by_name_takes_the_rows_of_its_layers(running) -> Non
     refusal = await refused(running, captures=[capture(at(1, 2), projection=along(joy()))])
     assert refusal.reason == "REASON_VECTOR_SHAPE"
     assert f"{ELSEWHERE} 1-2" in refusal.message
-    assert refusal.field == "captures[0].projection.directions[0]"
+    assert refusal.field == "captures[0].projection.readouts.readouts[0].vector"
 
 
 async def test_a_subscription_projects_by_name_on_the_rows_of_its_layers(running) -> None:
@@ -124,7 +125,7 @@ async def test_server_wide_steering_by_name_keeps_the_layers_of_its_rows(running
     pb = steering_service_pb2
 
     async def set_global(steering: steering_pb2.Steering) -> None:
-        await running.client.steering.SetGlobal(pb.SetGlobalRequest(steering=steering))
+        await running.client.steering.SetGlobal(pb.SetGlobalRequest(policy={"steering": steering}))
 
     refusal = await refusal_of(
         set_global(steering_pb2.Steering(interventions=[add(joy(), sites=at(1, 2))]))
@@ -136,4 +137,4 @@ async def test_server_wide_steering_by_name_keeps_the_layers_of_its_rows(running
         await running.client.generate(request())
         (act,) = running.backend.jobs[-1].plan.acts
         assert act.rows == ((site(2), (1,)),)
-        await set_global(held.steering)
+        await set_global(held.policy.steering)

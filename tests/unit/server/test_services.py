@@ -15,9 +15,9 @@ from rheostat._proto.v1 import (
     generation_service_pb2,
     patch_service_pb2,
     receipt_pb2,
-    steering_pb2,
     steering_service_pb2,
     types_pb2,
+    vector_pb2,
 )
 from rheostat_server.host import WorkerStats
 from rheostat_server.limits import STATS_SECONDS
@@ -95,7 +95,7 @@ async def test_a_plain_request_has_the_engines_own_cache_keys(running) -> None:
 
 async def test_explain_refuses_what_generate_would_with_its_own_path(running) -> None:
     refusal = await refusal_of(
-        explained(running, request(steer=[add(steering_pb2.VectorRef(name="x"))]))
+        explained(running, request(steer=[add(vector_pb2.VectorRef(name="x"))]))
     )
     assert refusal.brief == (
         Code.NOT_FOUND,

@@ -106,8 +106,11 @@ async def test_an_update_finds_text_in_a_prompt_of_token_ids_whatever_the_sessio
 
 
 async def test_without_a_tokenizer_an_update_that_names_text_is_refused(starter) -> None:
-    running, talk = await held(starter)
-    running.host.prompts._tokenizer = None
+    backend = ScriptedBackend(text=None, hold=asyncio.Event(), hold_from=1)
+    running = await starter(backend)
+    talk = Talk(running)
+    await talk.say(start())
+    await talk.hear("tokens")
     await talk.say(update(1, add(where=selector(span("x")))))
     refusal = await talk.refused()
     assert (refusal.reason, refusal.field) == (
@@ -138,7 +141,7 @@ async def test_server_wide_steering_stays_whatever_an_update_says(starter) -> No
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     await running.client.steering.SetGlobal(
         steering_service_pb2.SetGlobalRequest(
-            steering=steering_pb2.Steering(interventions=[add(scale=0.5)])
+            policy={"steering": steering_pb2.Steering(interventions=[add(scale=0.5)])}
         )
     )
     talk = Talk(running)

@@ -8,9 +8,11 @@ import pytest
 
 from rheostat._proto.v1 import (
     engine_service_pb2,
+    gate_pb2,
     generation_pb2,
     generation_service_pb2,
     steering_pb2,
+    vector_pb2,
 )
 from rheostat_server import session
 from rheostat_server.errors import Defect
@@ -25,7 +27,7 @@ Sampling = generation_pb2.Sampling
 Code = grpc.StatusCode
 
 
-NAME = steering_pb2.VectorRef(name="x")
+NAME = vector_pb2.VectorRef(name="x")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,11 @@ async def test_update_ids_rise_from_one(starter, numbers) -> None:
 @pytest.mark.parametrize(
     ("message", "reason", "field"),
     [
+        (
+            generation_service_pb2.SessionRequest(update_id=1, gain=gate_pb2.Gain(factor=0.5)),
+            "REASON_NOT_SUPPORTED",
+            "gain",
+        ),
         (
             generation_service_pb2.SessionRequest(update_id=1, start=request()),
             "REASON_INVALID_VALUE",

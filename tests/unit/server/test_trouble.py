@@ -10,8 +10,8 @@ from rheostat._proto.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
-    steering_pb2,
     types_pb2,
+    vector_pb2,
 )
 from rheostat_engine import Dropped, Installed, Released, Rows
 from rheostat_server import admission, errors, generation, release
@@ -315,7 +315,7 @@ async def test_a_refusal_is_typed_and_one_short_line_of_the_log_whatever_it_says
 
 
 async def test_a_refused_request_is_counted_and_harms_no_other(running) -> None:
-    refusal = await running.client.refusal(request(steer=[add(steering_pb2.VectorRef(name="x"))]))
+    refusal = await running.client.refusal(request(steer=[add(vector_pb2.VectorRef(name="x"))]))
     assert refusal.brief == (
         Code.NOT_FOUND,
         "REASON_NAME_NOT_FOUND",

@@ -250,7 +250,7 @@ async def test_every_sample_has_room_for_what_it_decides_by_its_tokens(starter) 
     ruled = add(where=selector(GENERATED, exclude=[token_range(5)]))
     server_wide = steering_pb2.Steering(interventions=[ruled])
     await running.client.steering.SetGlobal(
-        steering_service_pb2.SetGlobalRequest(steering=server_wide)
+        steering_service_pb2.SetGlobalRequest(policy={"steering": server_wide})
     )
     sampling = generation_pb2.Sampling(max_tokens=2, n=3)
     both = request(steer=[ruled], sampling=sampling, with_baseline=True)

@@ -23,13 +23,14 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from rheostat._proto.v1 import matrix_pb2 as rheostat_dot_v1_dot_matrix__pb2
 from rheostat._proto.v1 import selector_pb2 as rheostat_dot_v1_dot_selector__pb2
-from rheostat._proto.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
 from rheostat._proto.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat._proto.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
+from rheostat._proto.v1 import vector_pb2 as rheostat_dot_v1_dot_vector__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rheostat/v1/capture.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xac\x05\n\x0b\x43\x61ptureSpec\x12*\n\x05sites\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x36\n\x08\x65ncoding\x18\x03 \x01(\x0e\x32\x15.rheostat.v1.EncodingH\x01R\x08\x65ncoding\x88\x01\x01\x12\x33\n\x06inline\x18\x04 \x01(\x0b\x32\x19.rheostat.v1.InlineTargetH\x00R\x06inline\x12)\n\x0fsubscription_id\x18\x05 \x01(\tH\x00R\x0esubscriptionId\x12-\n\x04sink\x18\x06 \x01(\x0b\x32\x17.rheostat.v1.SinkTargetH\x00R\x04sink\x12*\n\x03run\x18\x07 \x01(\x0b\x32\x16.rheostat.v1.RunTargetH\x00R\x03run\x12-\n\x05\x64type\x18\x08 \x01(\x0e\x32\x12.rheostat.v1.DtypeH\x02R\x05\x64type\x88\x01\x01\x12\x17\n\x04kept\x18\t \x01(\rH\x03R\x04kept\x88\x01\x01\x12\x17\n\x04seed\x18\n \x01(\x04H\x04R\x04seed\x88\x01\x01\x12\x37\n\nprojection\x18\x0b \x01(\x0b\x32\x17.rheostat.v1.ProjectionR\nprojection\x12\x36\n\x08sharding\x18\x0c \x01(\x0e\x32\x15.rheostat.v1.ShardingH\x05R\x08sharding\x88\x01\x01\x12\x36\n\x08overload\x18\r \x01(\x0e\x32\x15.rheostat.v1.OverloadH\x06R\x08overload\x88\x01\x01\x42\x04\n\x02toB\x0b\n\t_encodingB\x08\n\x06_dtypeB\x07\n\x05_keptB\x07\n\x05_seedB\x0b\n\t_shardingB\x0b\n\t_overload\"\x0e\n\x0cInlineTarget\"\x81\x02\n\nSinkTarget\x12\x1b\n\tsink_name\x18\x01 \x01(\tR\x08sinkName\x12\x15\n\x03tag\x18\x02 \x01(\tH\x00R\x03tag\x88\x01\x01\x12\x30\n\x06layout\x18\x03 \x01(\x0e\x32\x13.rheostat.v1.LayoutH\x01R\x06layout\x88\x01\x01\x12>\n\x07options\x18\x04 \x03(\x0b\x32$.rheostat.v1.SinkTarget.OptionsEntryR\x07options\x1a:\n\x0cOptionsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\x42\x06\n\x04_tagB\t\n\x07_layout\"S\n\tRunTarget\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\"D\n\nProjection\x12\x36\n\ndirections\x18\x01 \x03(\x0b\x32\x16.rheostat.v1.VectorRefR\ndirections\"\xd7\x02\n\x08\x43\x61ptured\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12#\n\rcapture_index\x18\x02 \x01(\rR\x0c\x63\x61ptureIndex\x12\x16\n\x06sample\x18\x03 \x01(\rR\x06sample\x12\x1a\n\x08\x62\x61seline\x18\x04 \x01(\x08R\x08\x62\x61seline\x12\'\n\x05sites\x18\x05 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x06 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12\x1b\n\ttoken_ids\x18\x07 \x03(\rR\x08tokenIds\x12+\n\x06tensor\x18\x08 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06tensor\x12(\n\x05shard\x18\t \x01(\x0b\x32\x12.rheostat.v1.ShardR\x05shard\"R\n\x05Shard\x12\x12\n\x04rank\x18\x01 \x01(\rR\x04rank\x12\x1d\n\nrank_count\x18\x02 \x01(\rR\trankCount\x12\x16\n\x06offset\x18\x03 \x01(\rR\x06offset\"\xd6\x01\n\x07\x44ropped\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12#\n\rcapture_index\x18\x02 \x01(\rR\x0c\x63\x61ptureIndex\x12\x16\n\x06sample\x18\x03 \x01(\rR\x06sample\x12\x1b\n\trow_count\x18\x04 \x01(\x04R\x08rowCount\x12\x36\n\tpositions\x18\x05 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12\x1a\n\x08\x62\x61seline\x18\x06 \x01(\x08R\x08\x62\x61seline*\\\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fLAYOUT_PER_FILE\x10\x01\x12\x11\n\rLAYOUT_PACKED\x10\x02\x12\x12\n\x0eLAYOUT_SHARDED\x10\x03*O\n\x08Sharding\x12\x18\n\x14SHARDING_UNSPECIFIED\x10\x00\x12\x15\n\x11SHARDING_GATHERED\x10\x01\x12\x12\n\x0eSHARDING_LOCAL\x10\x02*\x7f\n\x08Overload\x12\x18\n\x14OVERLOAD_UNSPECIFIED\x10\x00\x12\x11\n\rOVERLOAD_FAIL\x10\x01\x12\x18\n\x14OVERLOAD_DROP_OLDEST\x10\x02\x12\x18\n\x14OVERLOAD_DROP_NEWEST\x10\x03\x12\x12\n\x0eOVERLOAD_SPILL\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rheostat/v1/capture.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18rheostat/v1/matrix.proto\x1a\x1arheostat/v1/selector.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"\xac\x05\n\x0b\x43\x61ptureSpec\x12*\n\x05sites\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x36\n\x08\x65ncoding\x18\x03 \x01(\x0e\x32\x15.rheostat.v1.EncodingH\x01R\x08\x65ncoding\x88\x01\x01\x12\x33\n\x06inline\x18\x04 \x01(\x0b\x32\x19.rheostat.v1.InlineTargetH\x00R\x06inline\x12)\n\x0fsubscription_id\x18\x05 \x01(\tH\x00R\x0esubscriptionId\x12-\n\x04sink\x18\x06 \x01(\x0b\x32\x17.rheostat.v1.SinkTargetH\x00R\x04sink\x12*\n\x03run\x18\x07 \x01(\x0b\x32\x16.rheostat.v1.RunTargetH\x00R\x03run\x12-\n\x05\x64type\x18\x08 \x01(\x0e\x32\x12.rheostat.v1.DtypeH\x02R\x05\x64type\x88\x01\x01\x12\x17\n\x04kept\x18\t \x01(\rH\x03R\x04kept\x88\x01\x01\x12\x17\n\x04seed\x18\n \x01(\x04H\x04R\x04seed\x88\x01\x01\x12\x37\n\nprojection\x18\x0b \x01(\x0b\x32\x17.rheostat.v1.ProjectionR\nprojection\x12\x36\n\x08sharding\x18\x0c \x01(\x0e\x32\x15.rheostat.v1.ShardingH\x05R\x08sharding\x88\x01\x01\x12\x36\n\x08overload\x18\r \x01(\x0e\x32\x15.rheostat.v1.OverloadH\x06R\x08overload\x88\x01\x01\x42\x04\n\x02toB\x0b\n\t_encodingB\x08\n\x06_dtypeB\x07\n\x05_keptB\x07\n\x05_seedB\x0b\n\t_shardingB\x0b\n\t_overload\"\x0e\n\x0cInlineTarget\"\x81\x02\n\nSinkTarget\x12\x1b\n\tsink_name\x18\x01 \x01(\tR\x08sinkName\x12\x15\n\x03tag\x18\x02 \x01(\tH\x00R\x03tag\x88\x01\x01\x12\x30\n\x06layout\x18\x03 \x01(\x0e\x32\x13.rheostat.v1.LayoutH\x01R\x06layout\x88\x01\x01\x12>\n\x07options\x18\x04 \x03(\x0b\x32$.rheostat.v1.SinkTarget.OptionsEntryR\x07options\x1a:\n\x0cOptionsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\x42\x06\n\x04_tagB\t\n\x07_layout\"S\n\tRunTarget\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\"\xa2\x01\n\nProjection\x12\x36\n\x08readouts\x18\x01 \x01(\x0b\x32\x18.rheostat.v1.ReadoutListH\x00R\x08readouts\x12\x30\n\x06matrix\x18\x02 \x01(\x0b\x32\x16.rheostat.v1.MatrixRefH\x00R\x06matrix\x12\x18\n\x05top_k\x18\x03 \x01(\rH\x01R\x04topK\x88\x01\x01\x42\x06\n\x04ontoB\x08\n\x06_top_k\"?\n\x0bReadoutList\x12\x30\n\x08readouts\x18\x01 \x03(\x0b\x32\x14.rheostat.v1.ReadoutR\x08readouts\"\xd7\x02\n\x08\x43\x61ptured\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12#\n\rcapture_index\x18\x02 \x01(\rR\x0c\x63\x61ptureIndex\x12\x16\n\x06sample\x18\x03 \x01(\rR\x06sample\x12\x1a\n\x08\x62\x61seline\x18\x04 \x01(\x08R\x08\x62\x61seline\x12\'\n\x05sites\x18\x05 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x06 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12\x1b\n\ttoken_ids\x18\x07 \x03(\rR\x08tokenIds\x12+\n\x06tensor\x18\x08 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06tensor\x12(\n\x05shard\x18\t \x01(\x0b\x32\x12.rheostat.v1.ShardR\x05shard\"R\n\x05Shard\x12\x12\n\x04rank\x18\x01 \x01(\rR\x04rank\x12\x1d\n\nrank_count\x18\x02 \x01(\rR\trankCount\x12\x16\n\x06offset\x18\x03 \x01(\rR\x06offset\"\xd6\x01\n\x07\x44ropped\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12#\n\rcapture_index\x18\x02 \x01(\rR\x0c\x63\x61ptureIndex\x12\x16\n\x06sample\x18\x03 \x01(\rR\x06sample\x12\x1b\n\trow_count\x18\x04 \x01(\x04R\x08rowCount\x12\x36\n\tpositions\x18\x05 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12\x1a\n\x08\x62\x61seline\x18\x06 \x01(\x08R\x08\x62\x61seline*\\\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fLAYOUT_PER_FILE\x10\x01\x12\x11\n\rLAYOUT_PACKED\x10\x02\x12\x12\n\x0eLAYOUT_SHARDED\x10\x03*O\n\x08Sharding\x12\x18\n\x14SHARDING_UNSPECIFIED\x10\x00\x12\x15\n\x11SHARDING_GATHERED\x10\x01\x12\x12\n\x0eSHARDING_LOCAL\x10\x02*\x7f\n\x08Overload\x12\x18\n\x14OVERLOAD_UNSPECIFIED\x10\x00\x12\x11\n\rOVERLOAD_FAIL\x10\x01\x12\x18\n\x14OVERLOAD_DROP_OLDEST\x10\x02\x12\x18\n\x14OVERLOAD_DROP_NEWEST\x10\x03\x12\x12\n\x0eOVERLOAD_SPILL\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,28 +39,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SINKTARGET_OPTIONSENTRY']._loaded_options = None
   _globals['_SINKTARGET_OPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_LAYOUT']._serialized_start=1946
-  _globals['_LAYOUT']._serialized_end=2038
-  _globals['_SHARDING']._serialized_start=2040
-  _globals['_SHARDING']._serialized_end=2119
-  _globals['_OVERLOAD']._serialized_start=2121
-  _globals['_OVERLOAD']._serialized_end=2248
-  _globals['_CAPTURESPEC']._serialized_start=182
-  _globals['_CAPTURESPEC']._serialized_end=866
-  _globals['_INLINETARGET']._serialized_start=868
-  _globals['_INLINETARGET']._serialized_end=882
-  _globals['_SINKTARGET']._serialized_start=885
-  _globals['_SINKTARGET']._serialized_end=1142
-  _globals['_SINKTARGET_OPTIONSENTRY']._serialized_start=1065
-  _globals['_SINKTARGET_OPTIONSENTRY']._serialized_end=1123
-  _globals['_RUNTARGET']._serialized_start=1144
-  _globals['_RUNTARGET']._serialized_end=1227
-  _globals['_PROJECTION']._serialized_start=1229
-  _globals['_PROJECTION']._serialized_end=1297
-  _globals['_CAPTURED']._serialized_start=1300
-  _globals['_CAPTURED']._serialized_end=1643
-  _globals['_SHARD']._serialized_start=1645
-  _globals['_SHARD']._serialized_end=1727
-  _globals['_DROPPED']._serialized_start=1730
-  _globals['_DROPPED']._serialized_end=1944
+  _globals['_LAYOUT']._serialized_start=2130
+  _globals['_LAYOUT']._serialized_end=2222
+  _globals['_SHARDING']._serialized_start=2224
+  _globals['_SHARDING']._serialized_end=2303
+  _globals['_OVERLOAD']._serialized_start=2305
+  _globals['_OVERLOAD']._serialized_end=2432
+  _globals['_CAPTURESPEC']._serialized_start=206
+  _globals['_CAPTURESPEC']._serialized_end=890
+  _globals['_INLINETARGET']._serialized_start=892
+  _globals['_INLINETARGET']._serialized_end=906
+  _globals['_SINKTARGET']._serialized_start=909
+  _globals['_SINKTARGET']._serialized_end=1166
+  _globals['_SINKTARGET_OPTIONSENTRY']._serialized_start=1089
+  _globals['_SINKTARGET_OPTIONSENTRY']._serialized_end=1147
+  _globals['_RUNTARGET']._serialized_start=1168
+  _globals['_RUNTARGET']._serialized_end=1251
+  _globals['_PROJECTION']._serialized_start=1254
+  _globals['_PROJECTION']._serialized_end=1416
+  _globals['_READOUTLIST']._serialized_start=1418
+  _globals['_READOUTLIST']._serialized_end=1481
+  _globals['_CAPTURED']._serialized_start=1484
+  _globals['_CAPTURED']._serialized_end=1827
+  _globals['_SHARD']._serialized_start=1829
+  _globals['_SHARD']._serialized_end=1911
+  _globals['_DROPPED']._serialized_start=1914
+  _globals['_DROPPED']._serialized_end=2128
 # @@protoc_insertion_point(module_scope)

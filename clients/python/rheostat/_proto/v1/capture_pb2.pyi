@@ -9,10 +9,11 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rheostat._proto.v1 import matrix_pb2 as _matrix_pb2
 from rheostat._proto.v1 import selector_pb2 as _selector_pb2
-from rheostat._proto.v1 import steering_pb2 as _steering_pb2
 from rheostat._proto.v1 import tensor_pb2 as _tensor_pb2
 from rheostat._proto.v1 import types_pb2 as _types_pb2
+from rheostat._proto.v1 import vector_pb2 as _vector_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -148,7 +149,7 @@ class CaptureSpec(_message.Message):
     """
     kept: _builtins.int
     """K of ENCODING_RP8 and ENCODING_TOPK8, required there: 1 to W, with a projection 1 to the number
-    of directions. Elsewhere REASON_INVALID_VALUE.
+    of readouts. Elsewhere REASON_INVALID_VALUE.
     """
     seed: _builtins.int
     """Seed of ENCODING_RP8. Default 0."""
@@ -183,8 +184,8 @@ class CaptureSpec(_message.Message):
 
     @_builtins.property
     def projection(self) -> Global___Projection:
-        """Delivers x.d for each direction d, in their order, instead of the row: W is then the number of
-        directions, and encoding, kept and dtype concern these numbers. Sums are made in float32.
+        """Delivers a number for each readout, in their order, instead of the row: W is then the number of
+        readouts, and encoding, kept and dtype concern these numbers. Sums are made in float32.
         Absent: whole rows.
         """
 
@@ -359,30 +360,74 @@ Global___RunTarget: _TypeAlias = RunTarget  # noqa: Y015
 
 @_typing.final
 class Projection(_message.Message):
-    """Directions to project on."""
+    """What rows are projected on: one number per readout takes the place of a row."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIRECTIONS_FIELD_NUMBER: _builtins.int
+    READOUTS_FIELD_NUMBER: _builtins.int
+    MATRIX_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    top_k: _builtins.int
+    """Keeps only so many largest numbers of each row, with their places. Absent: all. Not served yet:
+    REASON_NOT_SUPPORTED.
+    """
     @_builtins.property
-    def directions(self) -> _containers.RepeatedCompositeFieldContainer[_steering_pb2.VectorRef]:
-        """1 to 4096 vectors, each of one row or one row per layer of the capture's sites. Used as they
-        are, not normalised. A name means what it names when the request is admitted, in SubscribeOpen
-        when the subscription is opened.
+    def readouts(self) -> Global___ReadoutList:
+        """Readouts one by one."""
+
+    @_builtins.property
+    def matrix(self) -> _matrix_pb2.MatrixRef:
+        """The rows of a stored matrix. Not served yet: REASON_NOT_SUPPORTED."""
+
+    def __init__(
+        self,
+        *,
+        readouts: Global___ReadoutList | None = ...,
+        matrix: _matrix_pb2.MatrixRef | None = ...,
+        top_k: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "matrix", b"matrix", "onto", b"onto", "readouts", b"readouts", "top_k", b"top_k"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "matrix", b"matrix", "onto", b"onto", "readouts", b"readouts", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType_onto: _TypeAlias = _typing.Literal["readouts", "matrix"]  # noqa: Y015
+    _WhichOneofArgType_onto: _TypeAlias = _typing.Literal["onto", b"onto"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_onto) -> _WhichOneofReturnType_onto | None: ...
+
+Global___Projection: _TypeAlias = Projection  # noqa: Y015
+
+@_typing.final
+class ReadoutList(_message.Message):
+    """Readouts of a projection."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READOUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def readouts(self) -> _containers.RepeatedCompositeFieldContainer[_vector_pb2.Readout]:
+        """1 to 4096, each with a vector of one row, or one row per layer of the capture's sites. Served with
+        NORMALISE_NONE alone, without bias and activation: x.v. Others: REASON_NOT_SUPPORTED; they can be
+        computed from x.v and, for the cosine, from the rows. A name means what it names when the request
+        is admitted, in SubscribeOpen when the subscription is opened.
         """
 
     def __init__(
         self,
         *,
-        directions: _abc.Iterable[_steering_pb2.VectorRef] | None = ...,
+        readouts: _abc.Iterable[_vector_pb2.Readout] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directions", b"directions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["readouts", b"readouts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Projection: _TypeAlias = Projection  # noqa: Y015
+Global___ReadoutList: _TypeAlias = ReadoutList  # noqa: Y015
 
 @_typing.final
 class Captured(_message.Message):

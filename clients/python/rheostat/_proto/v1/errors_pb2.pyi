@@ -68,9 +68,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_PROMPT_TOO_LONG: _Reason.ValueType  # 16
     """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
     REASON_GATE_ORDER: _Reason.ValueType  # 17
-    """INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts."""
-    REASON_NOT_ONE_TOKEN: _Reason.ValueType  # 18
-    """INVALID_ARGUMENT. A text that should be one token is not."""
+    """INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts. Not sent yet."""
     REASON_DUPLICATE_REQUEST: _Reason.ValueType  # 30
     """ALREADY_EXISTS. A running request has this id."""
     REASON_RUN_EXISTS: _Reason.ValueType  # 31
@@ -110,9 +108,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_RUN_IN_USE: _Reason.ValueType  # 66
     """FAILED_PRECONDITION. A request or sweep uses the run, or makes it."""
     REASON_RUN_INCOMPLETE: _Reason.ValueType  # 67
-    """FAILED_PRECONDITION. The run lacks a site or position that the patch needs."""
+    """FAILED_PRECONDITION. The run lacks a site or position that is needed of it. Not sent yet."""
     REASON_NO_CONTRAST: _Reason.ValueType  # 68
-    """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover."""
+    """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover. Not sent yet."""
     REASON_NAME_CONFLICT: _Reason.ValueType  # 69
     """FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
     vector's, in hex; empty: the name is on none.
@@ -208,9 +206,7 @@ REASON_TRUNCATED_UPLOAD: Reason.ValueType  # 15
 REASON_PROMPT_TOO_LONG: Reason.ValueType  # 16
 """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
 REASON_GATE_ORDER: Reason.ValueType  # 17
-"""INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts."""
-REASON_NOT_ONE_TOKEN: Reason.ValueType  # 18
-"""INVALID_ARGUMENT. A text that should be one token is not."""
+"""INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts. Not sent yet."""
 REASON_DUPLICATE_REQUEST: Reason.ValueType  # 30
 """ALREADY_EXISTS. A running request has this id."""
 REASON_RUN_EXISTS: Reason.ValueType  # 31
@@ -250,9 +246,9 @@ REASON_VERSION_CONFLICT: Reason.ValueType  # 65
 REASON_RUN_IN_USE: Reason.ValueType  # 66
 """FAILED_PRECONDITION. A request or sweep uses the run, or makes it."""
 REASON_RUN_INCOMPLETE: Reason.ValueType  # 67
-"""FAILED_PRECONDITION. The run lacks a site or position that the patch needs."""
+"""FAILED_PRECONDITION. The run lacks a site or position that is needed of it. Not sent yet."""
 REASON_NO_CONTRAST: Reason.ValueType  # 68
-"""FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover."""
+"""FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover. Not sent yet."""
 REASON_NAME_CONFLICT: Reason.ValueType  # 69
 """FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
 vector's, in hex; empty: the name is on none.

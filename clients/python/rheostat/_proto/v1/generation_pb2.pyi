@@ -358,6 +358,7 @@ class Finished(_message.Message):
     STOP_TEXT_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     RULE_NAME_FIELD_NUMBER: _builtins.int
+    WATCH_LABEL_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_AFTER_FIELD_NUMBER: _builtins.int
@@ -374,6 +375,8 @@ class Finished(_message.Message):
     """The end or stop token."""
     rule_name: _builtins.str
     """The rule's name."""
+    watch_label: _builtins.str
+    """What the watch that ended it says. Not sent yet."""
     token_count: _builtins.int
     """Tokens generated."""
     cumulative_logprob: _builtins.float
@@ -395,18 +398,19 @@ class Finished(_message.Message):
         stop_text: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
         rule_name: _builtins.str = ...,
+        watch_label: _builtins.str = ...,
         token_count: _builtins.int = ...,
         cumulative_logprob: _builtins.float | None = ...,
         first_token_after: _duration_pb2.Duration | None = ...,
         finished_after: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "rule_name", b"rule_name", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "rule_name", b"rule_name", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "watch_label", b"watch_label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "baseline", b"baseline", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "reason", b"reason", "rule_name", b"rule_name", "sample", b"sample", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "baseline", b"baseline", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "reason", b"reason", "rule_name", b"rule_name", "sample", b"sample", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "token_count", b"token_count", "watch_label", b"watch_label"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
-    _WhichOneofReturnType_stop: _TypeAlias = _typing.Literal["stop_text", "stop_token_id", "rule_name"]  # noqa: Y015
+    _WhichOneofReturnType_stop: _TypeAlias = _typing.Literal["stop_text", "stop_token_id", "rule_name", "watch_label"]  # noqa: Y015
     _WhichOneofArgType_stop: _TypeAlias = _typing.Literal["stop", b"stop"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cumulative_logprob) -> _WhichOneofReturnType__cumulative_logprob | None: ...
@@ -418,7 +422,7 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 @_typing.final
 class Divergence(_message.Message):
     """How far a sample's distributions lie from those that the baseline has for the same tokens: the
-    request without its steering, patches and rules reads the sample's own tokens. After the sample's
+    request without its steering and rules reads the sample's own tokens. After the sample's
     Finished, with GenerateRequest.with_baseline; none for a sample that was aborted. Distributions
     are the model's, as in TokenLogprobs. A sample that fills the context lacks its last token here:
     reading it takes room for one more. Each side lists its most likely tokens, 20 or as many as

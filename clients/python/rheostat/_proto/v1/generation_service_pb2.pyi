@@ -9,10 +9,11 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rheostat._proto.v1 import capture_pb2 as _capture_pb2
+from rheostat._proto.v1 import gate_pb2 as _gate_pb2
 from rheostat._proto.v1 import generation_pb2 as _generation_pb2
 from rheostat._proto.v1 import monitor_pb2 as _monitor_pb2
-from rheostat._proto.v1 import patch_pb2 as _patch_pb2
 from rheostat._proto.v1 import receipt_pb2 as _receipt_pb2
+from rheostat._proto.v1 import replace_pb2 as _replace_pb2
 from rheostat._proto.v1 import steering_pb2 as _steering_pb2
 from rheostat._proto.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -87,7 +88,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
     CAPTURES_FIELD_NUMBER: _builtins.int
-    PATCHES_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     WITH_BASELINE_FIELD_NUMBER: _builtins.int
@@ -103,7 +104,7 @@ class GenerateRequest(_message.Message):
     lora_name: _builtins.str
     """Name of a loaded adapter. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
     with_baseline: _builtins.bool
-    """Also run the request without its steering, patches and rules, with the same sampling, seed
+    """Also run the request without its steering and rules, with the same sampling, seed
     included. Server-wide steering and captures stay. Its events are marked `baseline`; then each
     sample's Divergence from it is measured, for which the baseline reads prompt and sample once
     more. Updates of a session don't touch it. The receipt is about the request's own samples.
@@ -135,12 +136,14 @@ class GenerateRequest(_message.Message):
         """At most 16."""
 
     @_builtins.property
-    def patches(self) -> _containers.RepeatedCompositeFieldContainer[_patch_pb2.Patch]:
-        """At most 1024."""
+    def probes(self) -> _containers.RepeatedCompositeFieldContainer[_gate_pb2.Probe]:
+        """What is read for rules and gates, and sent as signals. At most 256 readings: probes times their
+        sites. Not served yet: REASON_NOT_SUPPORTED.
+        """
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:
-        """At most 16, with different names."""
+        """At most 16, with different names. Not served yet: REASON_NOT_SUPPORTED."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -158,7 +161,7 @@ class GenerateRequest(_message.Message):
         sampling: _generation_pb2.Sampling | None = ...,
         steering: _steering_pb2.Steering | None = ...,
         captures: _abc.Iterable[_capture_pb2.CaptureSpec] | None = ...,
-        patches: _abc.Iterable[_patch_pb2.Patch] | None = ...,
+        probes: _abc.Iterable[_gate_pb2.Probe] | None = ...,
         rules: _abc.Iterable[_monitor_pb2.Rule] | None = ...,
         lora_name: _builtins.str = ...,
         with_baseline: _builtins.bool = ...,
@@ -168,7 +171,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "labels", b"labels", "lora_name", b"lora_name", "patches", b"patches", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "labels", b"labels", "lora_name", b"lora_name", "probes", b"probes", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__when_full: _TypeAlias = _typing.Literal["when_full"]  # noqa: Y015
     _WhichOneofArgType__when_full: _TypeAlias = _typing.Literal["_when_full", b"_when_full"]  # noqa: Y015
@@ -192,10 +195,11 @@ class GenerateResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CAPTURED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
-    SIGNAL_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
     DIVERGENCE_FIELD_NUMBER: _builtins.int
+    SIGNAL_TABLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> _generation_pb2.Started:
         """First."""
@@ -217,8 +221,8 @@ class GenerateResponse(_message.Message):
         """Rows of an inline capture that are lost."""
 
     @_builtins.property
-    def signal(self) -> _monitor_pb2.Signal:
-        """Readings of the request's rules and gates at one token."""
+    def signals(self) -> _monitor_pb2.Signals:
+        """What the request's probes and gates read. Not sent yet."""
 
     @_builtins.property
     def finished(self) -> _generation_pb2.Finished:
@@ -232,6 +236,10 @@ class GenerateResponse(_message.Message):
     def divergence(self) -> _generation_pb2.Divergence:
         """How far a sample lies from the baseline."""
 
+    @_builtins.property
+    def signal_table(self) -> _monitor_pb2.SignalTable:
+        """What the columns of signals are. Not sent yet."""
+
     def __init__(
         self,
         *,
@@ -240,16 +248,17 @@ class GenerateResponse(_message.Message):
         tokens: _generation_pb2.Tokens | None = ...,
         captured: _capture_pb2.Captured | None = ...,
         dropped: _capture_pb2.Dropped | None = ...,
-        signal: _monitor_pb2.Signal | None = ...,
+        signals: _monitor_pb2.Signals | None = ...,
         finished: _generation_pb2.Finished | None = ...,
         receipt: _receipt_pb2.Receipt | None = ...,
         divergence: _generation_pb2.Divergence | None = ...,
+        signal_table: _monitor_pb2.SignalTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signal", "finished", "receipt", "divergence"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signals", "finished", "receipt", "divergence", "signal_table"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -269,6 +278,7 @@ class SessionRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
     update_id: _builtins.int
     """Echoed in UpdateApplied or UpdateRefused; at least 1 and rising, else REASON_INVALID_VALUE. Not
     in `start`.
@@ -290,6 +300,12 @@ class SessionRequest(_message.Message):
     def stop(self) -> Global___SessionStop:
         """Ends it with FINISH_REASON_ABORTED; the Receipt still comes."""
 
+    @_builtins.property
+    def gain(self) -> _gate_pb2.Gain:
+        """Multiplies its own steering from the next step on; counts as no update. Not served yet:
+        REASON_NOT_SUPPORTED.
+        """
+
     def __init__(
         self,
         *,
@@ -297,12 +313,13 @@ class SessionRequest(_message.Message):
         start: Global___GenerateRequest | None = ...,
         steering: _steering_pb2.Steering | None = ...,
         stop: Global___SessionStop | None = ...,
+        gain: _gate_pb2.Gain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "start", b"start", "steering", b"steering", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "gain", b"gain", "start", b"start", "steering", b"steering", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "start", b"start", "steering", b"steering", "stop", b"stop", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "gain", b"gain", "start", b"start", "steering", b"steering", "stop", b"stop", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "steering", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "steering", "stop", "gain"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -336,12 +353,13 @@ class SessionResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CAPTURED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
-    SIGNAL_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     DIVERGENCE_FIELD_NUMBER: _builtins.int
+    SIGNAL_TABLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> _generation_pb2.Started:
         """As in GenerateResponse."""
@@ -363,7 +381,7 @@ class SessionResponse(_message.Message):
         """As in GenerateResponse."""
 
     @_builtins.property
-    def signal(self) -> _monitor_pb2.Signal:
+    def signals(self) -> _monitor_pb2.Signals:
         """As in GenerateResponse."""
 
     @_builtins.property
@@ -386,6 +404,10 @@ class SessionResponse(_message.Message):
     def divergence(self) -> _generation_pb2.Divergence:
         """As in GenerateResponse."""
 
+    @_builtins.property
+    def signal_table(self) -> _monitor_pb2.SignalTable:
+        """As in GenerateResponse."""
+
     def __init__(
         self,
         *,
@@ -394,18 +416,19 @@ class SessionResponse(_message.Message):
         tokens: _generation_pb2.Tokens | None = ...,
         captured: _capture_pb2.Captured | None = ...,
         dropped: _capture_pb2.Dropped | None = ...,
-        signal: _monitor_pb2.Signal | None = ...,
+        signals: _monitor_pb2.Signals | None = ...,
         finished: _generation_pb2.Finished | None = ...,
         receipt: _receipt_pb2.Receipt | None = ...,
         applied: _generation_pb2.UpdateApplied | None = ...,
         refused: _generation_pb2.UpdateRefused | None = ...,
         divergence: _generation_pb2.Divergence | None = ...,
+        signal_table: _monitor_pb2.SignalTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal", b"signal", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signal", "finished", "receipt", "applied", "refused", "divergence"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signals", "finished", "receipt", "applied", "refused", "divergence", "signal_table"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -460,7 +483,7 @@ class ExplainResponse(_message.Message):
 
     @_builtins.property
     def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResolvedIntervention]:
-        """Interventions in the order in which they act: server-wide, patches, steering, rules."""
+        """Interventions in the order in which they act: server-wide, then the request's."""
 
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResolvedCapture]:
@@ -500,6 +523,7 @@ class ResolvedIntervention(_message.Message):
     SELECTION_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     DOSES_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def intervention(self) -> _receipt_pb2.InterventionRef:
         """What it is and where it came from."""
@@ -522,6 +546,10 @@ class ResolvedIntervention(_message.Message):
         NormAdd |scale|, in norms of the stream. Empty for other ops, whose dose depends on the stream.
         """
 
+    @_builtins.property
+    def source(self) -> _replace_pb2.ReplaceSource:
+        """What a Replace would draw from. Not sent yet."""
+
     def __init__(
         self,
         *,
@@ -530,10 +558,11 @@ class ResolvedIntervention(_message.Message):
         selection: Global___ResolvedSelection | None = ...,
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
         doses: _abc.Iterable[Global___SiteDose] | None = ...,
+        source: _replace_pb2.ReplaceSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["intervention", b"intervention", "selection", b"selection"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["intervention", b"intervention", "selection", b"selection", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "doses", b"doses", "intervention", b"intervention", "selection", b"selection", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "doses", b"doses", "intervention", b"intervention", "selection", b"selection", "sites", b"sites", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,37 +24,44 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from rheostat._proto.v1 import capture_service_pb2 as rheostat_dot_v1_dot_capture__service__pb2
+from rheostat._proto.v1 import gate_pb2 as rheostat_dot_v1_dot_gate__pb2
 from rheostat._proto.v1 import generation_pb2 as rheostat_dot_v1_dot_generation__pb2
 from rheostat._proto.v1 import monitor_pb2 as rheostat_dot_v1_dot_monitor__pb2
 from rheostat._proto.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
 from rheostat._proto.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rheostat/v1/monitor_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!rheostat/v1/capture_service.proto\x1a\x1crheostat/v1/generation.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/steering.proto\x1a\x17rheostat/v1/types.proto\"\xa5\x01\n\x0cWatchRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.WatchOpenH\x00R\x04open\x12/\n\x05steer\x18\x02 \x01(\x0b\x32\x17.rheostat.v1.WatchSteerH\x00R\x05steer\x12,\n\x04stop\x18\x03 \x01(\x0b\x32\x16.rheostat.v1.WatchStopH\x00R\x04stopB\x08\n\x06\x61\x63tion\"\xd3\x01\n\tWatchOpen\x12\x32\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.rheostat.v1.RequestFilterR\x06\x66ilter\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\x12*\n\x0e\x62uffer_signals\x18\x04 \x01(\rH\x00R\rbufferSignals\x88\x01\x01\x42\x11\n\x0f_buffer_signals\"{\n\nWatchSteer\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12\x31\n\x08steering\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\"G\n\tWatchStop\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\"\x9b\x03\n\rWatchResponse\x12\x32\n\x06opened\x18\x01 \x01(\x0b\x32\x18.rheostat.v1.WatchOpenedH\x00R\x06opened\x12-\n\x06signal\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.SignalH\x00R\x06signal\x12\x36\n\x07\x61pplied\x18\x03 \x01(\x0b\x32\x1a.rheostat.v1.UpdateAppliedH\x00R\x07\x61pplied\x12\x36\n\x07refused\x18\x04 \x01(\x0b\x32\x1a.rheostat.v1.UpdateRefusedH\x00R\x07refused\x12\x38\n\x05\x65nded\x18\x05 \x01(\x0b\x32 .rheostat.v1.WatchedRequestEndedH\x00R\x05\x65nded\x12\x37\n\x07\x64ropped\x18\x06 \x01(\x0b\x32\x1b.rheostat.v1.SignalsDroppedH\x00R\x07\x64ropped\x12;\n\theartbeat\x18\x07 \x01(\x0b\x32\x1b.rheostat.v1.WatchHeartbeatH\x00R\theartbeatB\x07\n\x05\x65vent\"W\n\x0bWatchOpened\x12H\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x11heartbeatInterval\"\xaa\x01\n\x13WatchedRequestEnded\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x18\n\x07signals\x18\x02 \x01(\x04R\x07signals\x12\x18\n\x07\x64ropped\x18\x03 \x01(\x04R\x07\x64ropped\x12@\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32\x19.rheostat.v1.FinishReasonR\rfinishReasons\"*\n\x0eSignalsDropped\x12\x18\n\x07signals\x18\x01 \x01(\x04R\x07signals\",\n\x0eWatchHeartbeat\x12\x1a\n\x08requests\x18\x01 \x01(\rR\x08requests2T\n\x0eMonitorService\x12\x42\n\x05Watch\x12\x19.rheostat.v1.WatchRequest\x1a\x1a.rheostat.v1.WatchResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rheostat/v1/monitor_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!rheostat/v1/capture_service.proto\x1a\x16rheostat/v1/gate.proto\x1a\x1crheostat/v1/generation.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/steering.proto\x1a\x17rheostat/v1/types.proto\"\xfa\x01\n\x0cWatchRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.WatchOpenH\x00R\x04open\x12-\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.CreditH\x00R\x06\x63redit\x12$\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x10.rheostat.v1.AckH\x00R\x03\x61\x63k\x12/\n\x05steer\x18\x04 \x01(\x0b\x32\x17.rheostat.v1.WatchSteerH\x00R\x05steer\x12,\n\x04stop\x18\x05 \x01(\x0b\x32\x16.rheostat.v1.WatchStopH\x00R\x04stopB\x08\n\x06\x61\x63tion\"\xa6\x03\n\tWatchOpen\x12\x32\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.rheostat.v1.RequestFilterR\x06\x66ilter\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\x12\x35\n\x06report\x18\x04 \x01(\x0e\x32\x18.rheostat.v1.WatchReportH\x00R\x06report\x88\x01\x01\x12\x34\n\x07on_lost\x18\x05 \x01(\x0e\x32\x16.rheostat.v1.WatchLostH\x01R\x06onLost\x88\x01\x01\x12!\n\x0c\x63redit_bytes\x18\x06 \x01(\x04R\x0b\x63reditBytes\x12&\n\x0c\x62uffer_bytes\x18\x07 \x01(\x04H\x02R\x0b\x62ufferBytes\x88\x01\x01\x12\x30\n\x06resume\x18\x08 \x01(\x0b\x32\x18.rheostat.v1.WatchResumeR\x06resumeB\t\n\x07_reportB\n\n\x08_on_lostB\x0f\n\r_buffer_bytes\"O\n\x0bWatchResume\x12\x19\n\x08watch_id\x18\x01 \x01(\tR\x07watchId\x12%\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04R\rafterSequence\"\xdd\x01\n\nWatchSteer\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12-\n\x05layer\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SteeringH\x00R\x05layer\x12\'\n\x04gain\x18\x04 \x01(\x0b\x32\x11.rheostat.v1.GainH\x00R\x04gain\x12\x31\n\x07replace\x18\x05 \x01(\x0b\x32\x15.rheostat.v1.SteeringH\x00R\x07replaceB\x08\n\x06\x63hange\"]\n\tWatchStop\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12\x14\n\x05label\x18\x03 \x01(\tR\x05label\"\xb5\x03\n\rWatchResponse\x12\x1a\n\x08sequence\x18\x01 \x01(\x04R\x08sequence\x12\x32\n\x06opened\x18\x02 \x01(\x0b\x32\x18.rheostat.v1.WatchOpenedH\x00R\x06opened\x12\x30\n\x07signals\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SignalsH\x00R\x07signals\x12\x37\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x1b.rheostat.v1.SignalsDroppedH\x00R\x07\x64ropped\x12\x38\n\x05\x65nded\x18\x05 \x01(\x0b\x32 .rheostat.v1.WatchedRequestEndedH\x00R\x05\x65nded\x12\x36\n\x07\x61pplied\x18\x06 \x01(\x0b\x32\x1a.rheostat.v1.UpdateAppliedH\x00R\x07\x61pplied\x12\x36\n\x07refused\x18\x07 \x01(\x0b\x32\x1a.rheostat.v1.UpdateRefusedH\x00R\x07refused\x12\x36\n\theartbeat\x18\x08 \x01(\x0b\x32\x16.rheostat.v1.HeartbeatH\x00R\theartbeatB\x07\n\x05\x65vent\"\xba\x02\n\x0bWatchOpened\x12\x19\n\x08watch_id\x18\x01 \x01(\tR\x07watchId\x12#\n\rnext_sequence\x18\x02 \x01(\x04R\x0cnextSequence\x12H\n\x12heartbeat_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationR\x11heartbeatInterval\x12>\n\rresume_window\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0cresumeWindow\x12.\n\x05table\x18\x05 \x01(\x0b\x32\x18.rheostat.v1.SignalTableR\x05table\x12\x31\n\x08\x61ttached\x18\x06 \x03(\x0b\x32\x15.rheostat.v1.AttachedR\x08\x61ttached\"\x7f\n\x0eSignalsDropped\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x16\n\x06sample\x18\x02 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\"\xf3\x02\n\x13WatchedRequestEnded\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x1f\n\x0b\x65vent_count\x18\x02 \x01(\x04R\neventCount\x12%\n\x0eposition_count\x18\x03 \x01(\x04R\rpositionCount\x12\x34\n\x16\x64ropped_position_count\x18\x04 \x01(\x04R\x14\x64roppedPositionCount\x12@\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x19.rheostat.v1.FinishReasonR\rfinishReasons\x12\x38\n\tsummaries\x18\x06 \x03(\x0b\x32\x1a.rheostat.v1.SignalSummaryR\tsummaries\x12\x43\n\x10unread_positions\x18\x07 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\x0funreadPositions\"\xd2\x01\n\rSignalSummary\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x16\n\x06\x63olumn\x18\x02 \x01(\rR\x06\x63olumn\x12%\n\x0eposition_count\x18\x03 \x01(\x04R\rpositionCount\x12\x10\n\x03max\x18\x04 \x01(\x02R\x03max\x12!\n\x0cmax_position\x18\x05 \x01(\rR\x0bmaxPosition\x12\x12\n\x04mean\x18\x06 \x01(\x02R\x04mean\x12!\n\x0c\x66iring_count\x18\x07 \x01(\x04R\x0b\x66iringCount*u\n\x0bWatchReport\x12\x1c\n\x18WATCH_REPORT_UNSPECIFIED\x10\x00\x12\x16\n\x12WATCH_REPORT_EVERY\x10\x01\x12\x16\n\x12WATCH_REPORT_FIRED\x10\x02\x12\x18\n\x14WATCH_REPORT_SUMMARY\x10\x03*j\n\tWatchLost\x12\x1a\n\x16WATCH_LOST_UNSPECIFIED\x10\x00\x12\x17\n\x13WATCH_LOST_CONTINUE\x10\x01\x12\x13\n\x0fWATCH_LOST_HOLD\x10\x02\x12\x13\n\x0fWATCH_LOST_STOP\x10\x03\x32T\n\x0eMonitorService\x12\x42\n\x05Watch\x12\x19.rheostat.v1.WatchRequest\x1a\x1a.rheostat.v1.WatchResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat._proto.v1.monitor_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WATCHREQUEST']._serialized_start=228
-  _globals['_WATCHREQUEST']._serialized_end=393
-  _globals['_WATCHOPEN']._serialized_start=396
-  _globals['_WATCHOPEN']._serialized_end=607
-  _globals['_WATCHSTEER']._serialized_start=609
-  _globals['_WATCHSTEER']._serialized_end=732
-  _globals['_WATCHSTOP']._serialized_start=734
-  _globals['_WATCHSTOP']._serialized_end=805
-  _globals['_WATCHRESPONSE']._serialized_start=808
-  _globals['_WATCHRESPONSE']._serialized_end=1219
-  _globals['_WATCHOPENED']._serialized_start=1221
-  _globals['_WATCHOPENED']._serialized_end=1308
-  _globals['_WATCHEDREQUESTENDED']._serialized_start=1311
-  _globals['_WATCHEDREQUESTENDED']._serialized_end=1481
-  _globals['_SIGNALSDROPPED']._serialized_start=1483
-  _globals['_SIGNALSDROPPED']._serialized_end=1525
-  _globals['_WATCHHEARTBEAT']._serialized_start=1527
-  _globals['_WATCHHEARTBEAT']._serialized_end=1571
-  _globals['_MONITORSERVICE']._serialized_start=1573
-  _globals['_MONITORSERVICE']._serialized_end=1657
+  _globals['_WATCHREPORT']._serialized_start=2802
+  _globals['_WATCHREPORT']._serialized_end=2919
+  _globals['_WATCHLOST']._serialized_start=2921
+  _globals['_WATCHLOST']._serialized_end=3027
+  _globals['_WATCHREQUEST']._serialized_start=252
+  _globals['_WATCHREQUEST']._serialized_end=502
+  _globals['_WATCHOPEN']._serialized_start=505
+  _globals['_WATCHOPEN']._serialized_end=927
+  _globals['_WATCHRESUME']._serialized_start=929
+  _globals['_WATCHRESUME']._serialized_end=1008
+  _globals['_WATCHSTEER']._serialized_start=1011
+  _globals['_WATCHSTEER']._serialized_end=1232
+  _globals['_WATCHSTOP']._serialized_start=1234
+  _globals['_WATCHSTOP']._serialized_end=1327
+  _globals['_WATCHRESPONSE']._serialized_start=1330
+  _globals['_WATCHRESPONSE']._serialized_end=1767
+  _globals['_WATCHOPENED']._serialized_start=1770
+  _globals['_WATCHOPENED']._serialized_end=2084
+  _globals['_SIGNALSDROPPED']._serialized_start=2086
+  _globals['_SIGNALSDROPPED']._serialized_end=2213
+  _globals['_WATCHEDREQUESTENDED']._serialized_start=2216
+  _globals['_WATCHEDREQUESTENDED']._serialized_end=2587
+  _globals['_SIGNALSUMMARY']._serialized_start=2590
+  _globals['_SIGNALSUMMARY']._serialized_end=2800
+  _globals['_MONITORSERVICE']._serialized_start=3029
+  _globals['_MONITORSERVICE']._serialized_end=3113
 # @@protoc_insertion_point(module_scope)

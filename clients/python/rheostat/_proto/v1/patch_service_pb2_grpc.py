@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PatchServiceStub(object):
-    """Runs that are made by a call of their own, and grids of patches. Role: generate.
+    """Makes runs, and runs grids of replacements. Role: generate.
     """
 
     def __init__(self, channel):
@@ -40,6 +40,21 @@ class PatchServiceStub(object):
                 request_serializer=rheostat_dot_v1_dot_patch__service__pb2.CaptureRunRequest.SerializeToString,
                 response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.CaptureRunResponse.FromString,
                 _registered_method=True)
+        self.GetRun = channel.unary_unary(
+                '/rheostat.v1.PatchService/GetRun',
+                request_serializer=rheostat_dot_v1_dot_patch__service__pb2.GetRunRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.GetRunResponse.FromString,
+                _registered_method=True)
+        self.ReadRun = channel.unary_stream(
+                '/rheostat.v1.PatchService/ReadRun',
+                request_serializer=rheostat_dot_v1_dot_patch__service__pb2.ReadRunRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.ReadRunResponse.FromString,
+                _registered_method=True)
+        self.PutRun = channel.stream_unary(
+                '/rheostat.v1.PatchService/PutRun',
+                request_serializer=rheostat_dot_v1_dot_patch__service__pb2.PutRunRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.PutRunResponse.FromString,
+                _registered_method=True)
         self.Sweep = channel.unary_stream(
                 '/rheostat.v1.PatchService/Sweep',
                 request_serializer=rheostat_dot_v1_dot_patch__service__pb2.SweepRequest.SerializeToString,
@@ -48,19 +63,41 @@ class PatchServiceStub(object):
 
 
 class PatchServiceServicer(object):
-    """Runs that are made by a call of their own, and grids of patches. Role: generate.
+    """Makes runs, and runs grids of replacements. Role: generate.
     """
 
     def CaptureRun(self, request, context):
-        """Runs a prompt once and stores rows of it. Prompts with media: REASON_NOT_SUPPORTED.
+        """Runs a prompt once and stores rows of it. Not served yet: UNIMPLEMENTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRun(self, request, context):
+        """What is stored under an id. Not served yet: UNIMPLEMENTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadRun(self, request, context):
+        """A run's rows. Not served yet: UNIMPLEMENTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutRun(self, request_iterator, context):
+        """Stores rows that the client has, as a run: a header, then rows. Not served yet: UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sweep(self, request, context):
-        """A grid of single patches, graded. Started first, cells as they are ready, Summary last.
-        Cancelling the call stops what has not run.
+        """A grid of replacements, graded. Started first, then cells as they are ready, the summary last. A
+        call that ends early can be taken up: cells have indices, and `done` leaves out those that are
+        there. Not served yet: UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +110,21 @@ def add_PatchServiceServicer_to_server(servicer, server):
                     servicer.CaptureRun,
                     request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.CaptureRunRequest.FromString,
                     response_serializer=rheostat_dot_v1_dot_patch__service__pb2.CaptureRunResponse.SerializeToString,
+            ),
+            'GetRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRun,
+                    request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.GetRunRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_patch__service__pb2.GetRunResponse.SerializeToString,
+            ),
+            'ReadRun': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadRun,
+                    request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.ReadRunRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_patch__service__pb2.ReadRunResponse.SerializeToString,
+            ),
+            'PutRun': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutRun,
+                    request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.PutRunRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_patch__service__pb2.PutRunResponse.SerializeToString,
             ),
             'Sweep': grpc.unary_stream_rpc_method_handler(
                     servicer.Sweep,
@@ -88,7 +140,7 @@ def add_PatchServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PatchService(object):
-    """Runs that are made by a call of their own, and grids of patches. Role: generate.
+    """Makes runs, and runs grids of replacements. Role: generate.
     """
 
     @staticmethod
@@ -108,6 +160,87 @@ class PatchService(object):
             '/rheostat.v1.PatchService/CaptureRun',
             rheostat_dot_v1_dot_patch__service__pb2.CaptureRunRequest.SerializeToString,
             rheostat_dot_v1_dot_patch__service__pb2.CaptureRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rheostat.v1.PatchService/GetRun',
+            rheostat_dot_v1_dot_patch__service__pb2.GetRunRequest.SerializeToString,
+            rheostat_dot_v1_dot_patch__service__pb2.GetRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rheostat.v1.PatchService/ReadRun',
+            rheostat_dot_v1_dot_patch__service__pb2.ReadRunRequest.SerializeToString,
+            rheostat_dot_v1_dot_patch__service__pb2.ReadRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutRun(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/rheostat.v1.PatchService/PutRun',
+            rheostat_dot_v1_dot_patch__service__pb2.PutRunRequest.SerializeToString,
+            rheostat_dot_v1_dot_patch__service__pb2.PutRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rheostat._proto.v1 import replace_pb2 as _replace_pb2
 from rheostat._proto.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -32,12 +33,12 @@ class _OriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Origin.ValueTy
     """Server-wide steering."""
     ORIGIN_REQUEST: _Origin.ValueType  # 2
     """The request's steering."""
-    ORIGIN_PATCH: _Origin.ValueType  # 3
-    """The request's patches."""
-    ORIGIN_RULE: _Origin.ValueType  # 4
-    """Steering of a rule."""
-    ORIGIN_UPDATE: _Origin.ValueType  # 5
-    """Steering that a session or watch set."""
+    ORIGIN_RULE: _Origin.ValueType  # 3
+    """Steering of a rule. Not sent yet."""
+    ORIGIN_UPDATE: _Origin.ValueType  # 4
+    """Steering that a session set."""
+    ORIGIN_WATCH: _Origin.ValueType  # 5
+    """Steering that a watch set. Not sent yet."""
 
 class Origin(_Origin, metaclass=_OriginEnumTypeWrapper):
     """Where an intervention came from."""
@@ -48,12 +49,12 @@ ORIGIN_GLOBAL: Origin.ValueType  # 1
 """Server-wide steering."""
 ORIGIN_REQUEST: Origin.ValueType  # 2
 """The request's steering."""
-ORIGIN_PATCH: Origin.ValueType  # 3
-"""The request's patches."""
-ORIGIN_RULE: Origin.ValueType  # 4
-"""Steering of a rule."""
-ORIGIN_UPDATE: Origin.ValueType  # 5
-"""Steering that a session or watch set."""
+ORIGIN_RULE: Origin.ValueType  # 3
+"""Steering of a rule. Not sent yet."""
+ORIGIN_UPDATE: Origin.ValueType  # 4
+"""Steering that a session set."""
+ORIGIN_WATCH: Origin.ValueType  # 5
+"""Steering that a watch set. Not sent yet."""
 Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 class _Op:
@@ -75,7 +76,7 @@ class _OpEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Op.ValueType], _bu
     OP_SCALE: _Op.ValueType  # 5
     """Scale."""
     OP_REPLACE: _Op.ValueType  # 6
-    """Replace; also what a patch does."""
+    """Replace."""
 
 class Op(_Op, metaclass=_OpEnumTypeWrapper):
     """What an intervention does."""
@@ -93,7 +94,7 @@ OP_CLAMP: Op.ValueType  # 4
 OP_SCALE: Op.ValueType  # 5
 """Scale."""
 OP_REPLACE: Op.ValueType  # 6
-"""Replace; also what a patch does."""
+"""Replace."""
 Global___Op: _TypeAlias = Op  # noqa: Y015
 
 @_typing.final
@@ -131,7 +132,7 @@ class Receipt(_message.Message):
     global_version: _builtins.int
     """Version of the server-wide steering that it ran under."""
     update_count: _builtins.int
-    """Changes of steering by a session or watch that were carried out."""
+    """Changes of steering by a session that were carried out."""
     @_builtins.property
     def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppliedIntervention]:
         """Every intervention of the request and of the server, in the order of ExplainResponse.
@@ -212,6 +213,7 @@ class AppliedIntervention(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def intervention(self) -> Global___InterventionRef:
         """Which."""
@@ -228,6 +230,10 @@ class AppliedIntervention(_message.Message):
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppliedRows]:
         """On which tokens, the same at all its sites."""
 
+    @_builtins.property
+    def source(self) -> _replace_pb2.ReplaceSource:
+        """What a Replace drew from. Not sent yet."""
+
     def __init__(
         self,
         *,
@@ -235,10 +241,11 @@ class AppliedIntervention(_message.Message):
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
         sites: _abc.Iterable[Global___AppliedSite] | None = ...,
         rows: _abc.Iterable[Global___AppliedRows] | None = ...,
+        source: _replace_pb2.ReplaceSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["intervention", b"intervention"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["intervention", b"intervention", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "intervention", b"intervention", "rows", b"rows", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "intervention", b"intervention", "rows", b"rows", "sites", b"sites", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,44 +22,34 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from rheostat._proto.v1 import gate_pb2 as rheostat_dot_v1_dot_gate__pb2
+from rheostat._proto.v1 import replace_pb2 as rheostat_dot_v1_dot_replace__pb2
 from rheostat._proto.v1 import selector_pb2 as rheostat_dot_v1_dot_selector__pb2
-from rheostat._proto.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat._proto.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
+from rheostat._proto.v1 import vector_pb2 as rheostat_dot_v1_dot_vector__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arheostat/v1/steering.proto\x12\x0brheostat.v1\x1a\x1arheostat/v1/selector.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"K\n\x08Steering\x12?\n\rinterventions\x18\x01 \x03(\x0b\x32\x19.rheostat.v1.InterventionR\rinterventions\"\xa6\x03\n\x0cIntervention\x12*\n\x05sites\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12$\n\x03\x61\x64\x64\x18\x03 \x01(\x0b\x32\x10.rheostat.v1.AddH\x00R\x03\x61\x64\x64\x12\x31\n\x08norm_add\x18\x04 \x01(\x0b\x32\x14.rheostat.v1.NormAddH\x00R\x07normAdd\x12-\n\x06\x61\x62late\x18\x05 \x01(\x0b\x32\x13.rheostat.v1.AblateH\x00R\x06\x61\x62late\x12*\n\x05\x63lamp\x18\x06 \x01(\x0b\x32\x12.rheostat.v1.ClampH\x00R\x05\x63lamp\x12*\n\x05scale\x18\x07 \x01(\x0b\x32\x12.rheostat.v1.ScaleH\x00R\x05scale\x12\x30\n\x07replace\x18\x08 \x01(\x0b\x32\x14.rheostat.v1.ReplaceH\x00R\x07replace\x12%\n\x04gate\x18\t \x01(\x0b\x32\x11.rheostat.v1.GateR\x04gateB\x04\n\x02op\"\xa8\x01\n\tVectorRef\x12\x18\n\x06\x64igest\x18\x01 \x01(\x0cH\x00R\x06\x64igest\x12\x14\n\x04name\x18\x02 \x01(\tH\x00R\x04name\x12-\n\x06inline\x18\x03 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x06inline\x12\x35\n\nrow_layers\x18\x04 \x01(\x0b\x32\x16.rheostat.v1.LayerListR\trowLayersB\x05\n\x03ref\"Z\n\x03\x41\x64\x64\x12.\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x06vector\x12\x19\n\x05scale\x18\x02 \x01(\x02H\x00R\x05scale\x88\x01\x01\x42\x08\n\x06_scale\"^\n\x07NormAdd\x12.\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x06vector\x12\x19\n\x05scale\x18\x02 \x01(\x02H\x00R\x05scale\x88\x01\x01\x42\x08\n\x06_scale\"n\n\x06\x41\x62late\x12\x36\n\ndirections\x18\x01 \x03(\x0b\x32\x16.rheostat.v1.VectorRefR\ndirections\x12\x1f\n\x08strength\x18\x02 \x01(\x02H\x00R\x08strength\x88\x01\x01\x42\x0b\n\t_strength\"0\n\x05\x43lamp\x12\'\n\x05\x62\x61nds\x18\x01 \x03(\x0b\x32\x11.rheostat.v1.BandR\x05\x62\x61nds\"\xa8\x01\n\x04\x42\x61nd\x12\x34\n\tdirection\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\tdirection\x12\x15\n\x03min\x18\x02 \x01(\x02H\x00R\x03min\x88\x01\x01\x12\x15\n\x03max\x18\x03 \x01(\x02H\x01R\x03max\x88\x01\x01\x12\x1f\n\x08strength\x18\x04 \x01(\x02H\x02R\x08strength\x88\x01\x01\x42\x06\n\x04_minB\x06\n\x04_maxB\x0b\n\t_strength\"e\n\x05Scale\x12\x34\n\tdirection\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\tdirection\x12\x1b\n\x06\x66\x61\x63tor\x18\x02 \x01(\x02H\x00R\x06\x66\x61\x63tor\x88\x01\x01\x42\t\n\x07_factor\"\x8e\x01\n\x07Replace\x12.\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x06vector\x12\x19\n\x05\x61lpha\x18\x02 \x01(\x02H\x00R\x05\x61lpha\x88\x01\x01\x12.\n\x04mask\x18\x03 \x01(\x0b\x32\x1a.rheostat.v1.DimensionMaskR\x04maskB\x08\n\x06_alpha\"\x83\x01\n\rDimensionMask\x12\x39\n\ndimensions\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.DimensionsH\x00R\ndimensions\x12/\n\x07weights\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x07weightsB\x06\n\x04kind\",\n\nDimensions\x12\x1e\n\ndimensions\x18\x01 \x03(\rR\ndimensions\"\x90\x02\n\x04Gate\x12%\n\x04site\x18\x01 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04site\x12,\n\x05probe\x18\x02 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x05probe\x12!\n\tthreshold\x18\x03 \x01(\x02H\x00R\tthreshold\x88\x01\x01\x12!\n\tsharpness\x18\x04 \x01(\x02H\x01R\tsharpness\x88\x01\x01\x12-\n\x05scope\x18\x05 \x01(\x0e\x32\x12.rheostat.v1.ScopeH\x02R\x05scope\x88\x01\x01\x12\x18\n\x07signals\x18\x06 \x01(\x08R\x07signalsB\x0c\n\n_thresholdB\x0c\n\n_sharpnessB\x08\n\x06_scope*J\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSCOPE_TOKEN\x10\x01\x12\x19\n\x15SCOPE_REST_OF_REQUEST\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arheostat/v1/steering.proto\x12\x0brheostat.v1\x1a\x16rheostat/v1/gate.proto\x1a\x19rheostat/v1/replace.proto\x1a\x1arheostat/v1/selector.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"K\n\x08Steering\x12?\n\rinterventions\x18\x01 \x03(\x0b\x32\x19.rheostat.v1.InterventionR\rinterventions\"\xa6\x03\n\x0cIntervention\x12*\n\x05sites\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12$\n\x03\x61\x64\x64\x18\x03 \x01(\x0b\x32\x10.rheostat.v1.AddH\x00R\x03\x61\x64\x64\x12\x31\n\x08norm_add\x18\x04 \x01(\x0b\x32\x14.rheostat.v1.NormAddH\x00R\x07normAdd\x12-\n\x06\x61\x62late\x18\x05 \x01(\x0b\x32\x13.rheostat.v1.AblateH\x00R\x06\x61\x62late\x12*\n\x05\x63lamp\x18\x06 \x01(\x0b\x32\x12.rheostat.v1.ClampH\x00R\x05\x63lamp\x12*\n\x05scale\x18\x07 \x01(\x0b\x32\x12.rheostat.v1.ScaleH\x00R\x05scale\x12\x30\n\x07replace\x18\x08 \x01(\x0b\x32\x14.rheostat.v1.ReplaceH\x00R\x07replace\x12%\n\x04gate\x18\t \x01(\x0b\x32\x11.rheostat.v1.GateR\x04gateB\x04\n\x02op\"Z\n\x03\x41\x64\x64\x12.\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x06vector\x12\x19\n\x05scale\x18\x02 \x01(\x02H\x00R\x05scale\x88\x01\x01\x42\x08\n\x06_scale\"^\n\x07NormAdd\x12.\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x06vector\x12\x19\n\x05scale\x18\x02 \x01(\x02H\x00R\x05scale\x88\x01\x01\x42\x08\n\x06_scale\"n\n\x06\x41\x62late\x12\x36\n\ndirections\x18\x01 \x03(\x0b\x32\x16.rheostat.v1.VectorRefR\ndirections\x12\x1f\n\x08strength\x18\x02 \x01(\x02H\x00R\x08strength\x88\x01\x01\x42\x0b\n\t_strength\"0\n\x05\x43lamp\x12\'\n\x05\x62\x61nds\x18\x01 \x03(\x0b\x32\x11.rheostat.v1.BandR\x05\x62\x61nds\"\xca\x01\n\x04\x42\x61nd\x12(\n\x04read\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.ReadoutR\x04read\x12,\n\x05write\x18\x02 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x05write\x12\x15\n\x03min\x18\x03 \x01(\x02H\x00R\x03min\x88\x01\x01\x12\x15\n\x03max\x18\x04 \x01(\x02H\x01R\x03max\x88\x01\x01\x12\x1f\n\x08strength\x18\x05 \x01(\x02H\x02R\x08strength\x88\x01\x01\x42\x06\n\x04_minB\x06\n\x04_maxB\x0b\n\t_strength\"Y\n\x05Scale\x12(\n\x04read\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.ReadoutR\x04read\x12\x1b\n\x06\x66\x61\x63tor\x18\x02 \x01(\x02H\x00R\x06\x66\x61\x63tor\x88\x01\x01\x42\t\n\x07_factorb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat._proto.v1.steering_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCOPE']._serialized_start=2019
-  _globals['_SCOPE']._serialized_end=2093
-  _globals['_STEERING']._serialized_start=122
-  _globals['_STEERING']._serialized_end=197
-  _globals['_INTERVENTION']._serialized_start=200
-  _globals['_INTERVENTION']._serialized_end=622
-  _globals['_VECTORREF']._serialized_start=625
-  _globals['_VECTORREF']._serialized_end=793
-  _globals['_ADD']._serialized_start=795
-  _globals['_ADD']._serialized_end=885
-  _globals['_NORMADD']._serialized_start=887
-  _globals['_NORMADD']._serialized_end=981
-  _globals['_ABLATE']._serialized_start=983
-  _globals['_ABLATE']._serialized_end=1093
-  _globals['_CLAMP']._serialized_start=1095
-  _globals['_CLAMP']._serialized_end=1143
-  _globals['_BAND']._serialized_start=1146
-  _globals['_BAND']._serialized_end=1314
-  _globals['_SCALE']._serialized_start=1316
-  _globals['_SCALE']._serialized_end=1417
-  _globals['_REPLACE']._serialized_start=1420
-  _globals['_REPLACE']._serialized_end=1562
-  _globals['_DIMENSIONMASK']._serialized_start=1565
-  _globals['_DIMENSIONMASK']._serialized_end=1696
-  _globals['_DIMENSIONS']._serialized_start=1698
-  _globals['_DIMENSIONS']._serialized_end=1742
-  _globals['_GATE']._serialized_start=1745
-  _globals['_GATE']._serialized_end=2017
+  _globals['_STEERING']._serialized_start=173
+  _globals['_STEERING']._serialized_end=248
+  _globals['_INTERVENTION']._serialized_start=251
+  _globals['_INTERVENTION']._serialized_end=673
+  _globals['_ADD']._serialized_start=675
+  _globals['_ADD']._serialized_end=765
+  _globals['_NORMADD']._serialized_start=767
+  _globals['_NORMADD']._serialized_end=861
+  _globals['_ABLATE']._serialized_start=863
+  _globals['_ABLATE']._serialized_end=973
+  _globals['_CLAMP']._serialized_start=975
+  _globals['_CLAMP']._serialized_end=1023
+  _globals['_BAND']._serialized_start=1026
+  _globals['_BAND']._serialized_end=1228
+  _globals['_SCALE']._serialized_start=1230
+  _globals['_SCALE']._serialized_end=1319
 # @@protoc_insertion_point(module_scope)

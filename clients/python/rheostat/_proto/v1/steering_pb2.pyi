@@ -7,10 +7,11 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rheostat._proto.v1 import gate_pb2 as _gate_pb2
+from rheostat._proto.v1 import replace_pb2 as _replace_pb2
 from rheostat._proto.v1 import selector_pb2 as _selector_pb2
-from rheostat._proto.v1 import tensor_pb2 as _tensor_pb2
 from rheostat._proto.v1 import types_pb2 as _types_pb2
+from rheostat._proto.v1 import vector_pb2 as _vector_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -22,35 +23,12 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _Scope:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _ScopeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Scope.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    SCOPE_UNSPECIFIED: _Scope.ValueType  # 0
-    """Refused with REASON_UNKNOWN_ENUM."""
-    SCOPE_TOKEN: _Scope.ValueType  # 1
-    """The token that was read, and no other."""
-    SCOPE_REST_OF_REQUEST: _Scope.ValueType  # 2
-    """That token and every later one of its sample. A gate counts as fired at 0.5 and is 1 after."""
-
-class Scope(_Scope, metaclass=_ScopeEnumTypeWrapper):
-    """How long a gate or rule acts once it has fired."""
-
-SCOPE_UNSPECIFIED: Scope.ValueType  # 0
-"""Refused with REASON_UNKNOWN_ENUM."""
-SCOPE_TOKEN: Scope.ValueType  # 1
-"""The token that was read, and no other."""
-SCOPE_REST_OF_REQUEST: Scope.ValueType  # 2
-"""That token and every later one of its sample. A gate counts as fired at 0.5 and is 1 after."""
-Global___Scope: _TypeAlias = Scope  # noqa: Y015
-
 @_typing.final
 class Steering(_message.Message):
     """A composition of interventions. At one site and token, server-wide ones come first, then the
     request's; within each, in the order of the list, each seeing what the former left, except that
-    adjacent adds are summed in float32 and rounded once. Captures see the stream after all of them.
+    adjacent adds are summed in float32 and rounded once. `Replace` acts after all others, whatever its
+    place in the list. Probes read and captures copy the stream after all of them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -120,12 +98,12 @@ class Intervention(_message.Message):
         """Multiplies x's coordinate along a direction."""
 
     @_builtins.property
-    def replace(self) -> Global___Replace:
-        """(1 - alpha) * x + alpha * v."""
+    def replace(self) -> _replace_pb2.Replace:
+        """Puts other rows in the place of x. Not served yet: REASON_NOT_SUPPORTED."""
 
     @_builtins.property
-    def gate(self) -> Global___Gate:
-        """Scales the op's effect by a probe read in the same forward pass. Absent: 1."""
+    def gate(self) -> _gate_pb2.Gate:
+        """Scales the op's effect by what probes read. Absent: 1. Not served yet: REASON_NOT_SUPPORTED."""
 
     def __init__(
         self,
@@ -137,8 +115,8 @@ class Intervention(_message.Message):
         ablate: Global___Ablate | None = ...,
         clamp: Global___Clamp | None = ...,
         scale: Global___Scale | None = ...,
-        replace: Global___Replace | None = ...,
-        gate: Global___Gate | None = ...,
+        replace: _replace_pb2.Replace | None = ...,
+        gate: _gate_pb2.Gate | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "clamp", b"clamp", "gate", b"gate", "norm_add", b"norm_add", "op", b"op", "replace", b"replace", "scale", b"scale", "sites", b"sites", "where", b"where"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -151,67 +129,6 @@ class Intervention(_message.Message):
 Global___Intervention: _TypeAlias = Intervention  # noqa: Y015
 
 @_typing.final
-class VectorRef(_message.Message):
-    """A vector: rank 2, [rows, W], float32, float16 or bfloat16, all elements finite. One row: the same
-    for every layer. Several rows: VectorRef.row_layers says which layer each row belongs to, or else
-    the sites of the name that refers to the vector (VectorHeader.sites). If neither says it, row i
-    belongs to the i-th layer, ascending, of the intervention's SiteSet, and rows must equal the
-    number of its layers. With several points, a layer's row serves each of them. Other shapes:
-    REASON_VECTOR_SHAPE; non-finite elements: REASON_NON_FINITE.
-
-    The digest is the SHA-256 of the canonical form:
-      the ASCII line "rheostat.v1 vector <dtype> <rows>x<width>\\n", with <dtype> one of float32,
-      float16, bfloat16 and decimal extents without leading zeros, e.g.
-      "rheostat.v1 vector bfloat16 1x4096\\n";
-      then the elements, little-endian, row-major, rows * width * (4 or 2) bytes.
-    Equal numbers in two dtypes are two vectors; +0 and -0 differ. Names, sites and descriptions
-    are not covered.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DIGEST_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    INLINE_FIELD_NUMBER: _builtins.int
-    ROW_LAYERS_FIELD_NUMBER: _builtins.int
-    digest: _builtins.bytes
-    """Digest: 32 bytes, else REASON_INVALID_VALUE. Not stored: REASON_VECTOR_NOT_FOUND."""
-    name: _builtins.str
-    """Name, resolved to its digest at admission; moving it later does not touch the request.
-    Not known: REASON_NAME_NOT_FOUND.
-    """
-    @_builtins.property
-    def inline(self) -> _tensor_pb2.Tensor:
-        """The vector itself, with an inline payload. At most Limits.inline_vector_bytes, else
-        REASON_MESSAGE_TOO_LARGE.
-        """
-
-    @_builtins.property
-    def row_layers(self) -> _types_pb2.LayerList:
-        """The layer of each row, different ones, as many as there are rows. The intervention's layers must
-        be among them and take their rows; others are left aside. Else REASON_VECTOR_SHAPE. Absent: the
-        layers of VectorHeader.sites, if a name refers to the vector and there is one for each row.
-        """
-
-    def __init__(
-        self,
-        *,
-        digest: _builtins.bytes = ...,
-        name: _builtins.str = ...,
-        inline: _tensor_pb2.Tensor | None = ...,
-        row_layers: _types_pb2.LayerList | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref", "row_layers", b"row_layers"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref", "row_layers", b"row_layers"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["digest", "name", "inline"]  # noqa: Y015
-    _WhichOneofArgType_ref: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_ref) -> _WhichOneofReturnType_ref | None: ...
-
-Global___VectorRef: _TypeAlias = VectorRef  # noqa: Y015
-
-@_typing.final
 class Add(_message.Message):
     """x + scale * v."""
 
@@ -222,13 +139,13 @@ class Add(_message.Message):
     scale: _builtins.float
     """Any finite number; 0 leaves every bit as it was. Default 1."""
     @_builtins.property
-    def vector(self) -> Global___VectorRef:
+    def vector(self) -> _vector_pb2.VectorRef:
         """What is added."""
 
     def __init__(
         self,
         *,
-        vector: Global___VectorRef | None = ...,
+        vector: _vector_pb2.VectorRef | None = ...,
         scale: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_scale", b"_scale", "scale", b"scale", "vector", b"vector"]  # noqa: Y015
@@ -252,13 +169,13 @@ class NormAdd(_message.Message):
     scale: _builtins.float
     """Added norm over the stream's norm. Any finite number. Default 1."""
     @_builtins.property
-    def vector(self) -> Global___VectorRef:
+    def vector(self) -> _vector_pb2.VectorRef:
         """Its direction is added; its norm does not matter."""
 
     def __init__(
         self,
         *,
-        vector: Global___VectorRef | None = ...,
+        vector: _vector_pb2.VectorRef | None = ...,
         scale: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_scale", b"_scale", "scale", b"scale", "vector", b"vector"]  # noqa: Y015
@@ -285,13 +202,13 @@ class Ablate(_message.Message):
     strength: _builtins.float
     """0 (nothing) to 1 (all). Default 1."""
     @_builtins.property
-    def directions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VectorRef]:
+    def directions(self) -> _containers.RepeatedCompositeFieldContainer[_vector_pb2.VectorRef]:
         """1 to 8."""
 
     def __init__(
         self,
         *,
-        directions: _abc.Iterable[Global___VectorRef] | None = ...,
+        directions: _abc.Iterable[_vector_pb2.VectorRef] | None = ...,
         strength: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_strength", b"_strength", "strength", b"strength"]  # noqa: Y015
@@ -306,9 +223,9 @@ Global___Ablate: _TypeAlias = Ablate  # noqa: Y015
 
 @_typing.final
 class Clamp(_message.Message):
-    """For each band in turn: x + strength * (clip(x.u, min, max) - x.u) * u. Orthogonal directions end
-    in their bands together. With others, a later band moves x along earlier directions too: only the
-    last one is sure to be met.
+    """For each band in turn: x + strength * (clip(r, min, max) - r) * w, where r is what `read` reads of x.
+    Orthogonal directions end in their bands together. With others, a later band moves x along earlier
+    directions too: only the last one is sure to be met.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -333,35 +250,46 @@ Global___Clamp: _TypeAlias = Clamp  # noqa: Y015
 
 @_typing.final
 class Band(_message.Message):
-    """Where the coordinate x.u may lie."""
+    """Where a reading may lie."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIRECTION_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    WRITE_FIELD_NUMBER: _builtins.int
     MIN_FIELD_NUMBER: _builtins.int
     MAX_FIELD_NUMBER: _builtins.int
     STRENGTH_FIELD_NUMBER: _builtins.int
     min: _builtins.float
     """Lower bound. Absent: none. At least one of min and max is required: REASON_MISSING_FIELD."""
     max: _builtins.float
-    """Upper bound. Absent: none. Below min: REASON_INVALID_VALUE. Equal to min: x.u is pinned."""
+    """Upper bound. Absent: none. Below min: REASON_INVALID_VALUE. Equal to min: the reading is pinned."""
     strength: _builtins.float
     """0 (nothing) to 1 (all the way). Default 1."""
     @_builtins.property
-    def direction(self) -> Global___VectorRef:
-        """The direction."""
+    def read(self) -> _vector_pb2.Readout:
+        """What is read. Required. Served with NORMALISE_UNIT alone, without bias and activation: r = x.u.
+        Others: REASON_NOT_SUPPORTED. So that a vector's norm does not matter, say NORMALISE_UNIT.
+        """
+
+    @_builtins.property
+    def write(self) -> _vector_pb2.VectorRef:
+        """w, used as it is. Absent: the unit vector u of `read`. With the encoder's row in `read` and the
+        decoder's row here a band clamps a feature of a sparse autoencoder. Not served yet:
+        REASON_NOT_SUPPORTED.
+        """
 
     def __init__(
         self,
         *,
-        direction: Global___VectorRef | None = ...,
+        read: _vector_pb2.Readout | None = ...,
+        write: _vector_pb2.VectorRef | None = ...,
         min: _builtins.float | None = ...,
         max: _builtins.float | None = ...,
         strength: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "_strength", b"_strength", "direction", b"direction", "max", b"max", "min", b"min", "strength", b"strength"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "_strength", b"_strength", "max", b"max", "min", b"min", "read", b"read", "strength", b"strength", "write", b"write"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "_strength", b"_strength", "direction", b"direction", "max", b"max", "min", b"min", "strength", b"strength"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "_strength", b"_strength", "max", b"max", "min", b"min", "read", b"read", "strength", b"strength", "write", b"write"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max: _TypeAlias = _typing.Literal["max"]  # noqa: Y015
     _WhichOneofArgType__max: _TypeAlias = _typing.Literal["_max", b"_max"]  # noqa: Y015
@@ -380,186 +308,30 @@ Global___Band: _TypeAlias = Band  # noqa: Y015
 
 @_typing.final
 class Scale(_message.Message):
-    """x + (factor - 1) * (x.u) * u."""
+    """x + (factor - 1) * r * u, where r is what `read` reads of x."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIRECTION_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
     FACTOR_FIELD_NUMBER: _builtins.int
     factor: _builtins.float
     """Any finite number; 1 changes nothing, 0 ablates, -1 mirrors. Required."""
     @_builtins.property
-    def direction(self) -> Global___VectorRef:
-        """The direction."""
+    def read(self) -> _vector_pb2.Readout:
+        """What is read. Required. Served as in Band."""
 
     def __init__(
         self,
         *,
-        direction: Global___VectorRef | None = ...,
+        read: _vector_pb2.Readout | None = ...,
         factor: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "direction", b"direction", "factor", b"factor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "factor", b"factor", "read", b"read"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "direction", b"direction", "factor", b"factor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "factor", b"factor", "read", b"read"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__factor: _TypeAlias = _typing.Literal["factor"]  # noqa: Y015
     _WhichOneofArgType__factor: _TypeAlias = _typing.Literal["_factor", b"_factor"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__factor) -> _WhichOneofReturnType__factor | None: ...
 
 Global___Scale: _TypeAlias = Scale  # noqa: Y015
-
-@_typing.final
-class Replace(_message.Message):
-    """(1 - alpha * m) * x + alpha * m * v, elementwise in the mask m. alpha 1 without a mask: v, bit
-    for bit, rounded to the stream's dtype.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VECTOR_FIELD_NUMBER: _builtins.int
-    ALPHA_FIELD_NUMBER: _builtins.int
-    MASK_FIELD_NUMBER: _builtins.int
-    alpha: _builtins.float
-    """0 (nothing) to 1. Default 1."""
-    @_builtins.property
-    def vector(self) -> Global___VectorRef:
-        """The target."""
-
-    @_builtins.property
-    def mask(self) -> Global___DimensionMask:
-        """Which of the W dimensions. Absent: all."""
-
-    def __init__(
-        self,
-        *,
-        vector: Global___VectorRef | None = ...,
-        alpha: _builtins.float | None = ...,
-        mask: Global___DimensionMask | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "mask", b"mask", "vector", b"vector"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "mask", b"mask", "vector", b"vector"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
-    _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__alpha) -> _WhichOneofReturnType__alpha | None: ...
-
-Global___Replace: _TypeAlias = Replace  # noqa: Y015
-
-@_typing.final
-class DimensionMask(_message.Message):
-    """A weight m in 0..1 for each of the W dimensions."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DIMENSIONS_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def dimensions(self) -> Global___Dimensions:
-        """Weight 1 on these dimensions, 0 elsewhere."""
-
-    @_builtins.property
-    def weights(self) -> _tensor_pb2.Tensor:
-        """Weights themselves: float32 [W], each 0..1."""
-
-    def __init__(
-        self,
-        *,
-        dimensions: Global___Dimensions | None = ...,
-        weights: _tensor_pb2.Tensor | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "kind", b"kind", "weights", b"weights"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "kind", b"kind", "weights", b"weights"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["dimensions", "weights"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
-
-Global___DimensionMask: _TypeAlias = DimensionMask  # noqa: Y015
-
-@_typing.final
-class Dimensions(_message.Message):
-    """Dimensions one by one."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DIMENSIONS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def dimensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Different, below W, at least one, else REASON_INVALID_VALUE."""
-
-    def __init__(
-        self,
-        *,
-        dimensions: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Dimensions: _TypeAlias = Dimensions  # noqa: Y015
-
-@_typing.final
-class Gate(_message.Message):
-    """gate = sigmoid(sharpness * (x.probe - threshold)), x the stream at the probe's site and the same
-    token, in the same forward pass. What a gated request computes depends on run-time state, so its
-    KV from the first gated token on is shared with no other request.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SITE_FIELD_NUMBER: _builtins.int
-    PROBE_FIELD_NUMBER: _builtins.int
-    THRESHOLD_FIELD_NUMBER: _builtins.int
-    SHARPNESS_FIELD_NUMBER: _builtins.int
-    SCOPE_FIELD_NUMBER: _builtins.int
-    SIGNALS_FIELD_NUMBER: _builtins.int
-    threshold: _builtins.float
-    """Default 0."""
-    sharpness: _builtins.float
-    """Not 0; negative opens the gate below the threshold. Default 1."""
-    scope: Global___Scope.ValueType
-    """How long an open gate stays open. Default SCOPE_TOKEN."""
-    signals: _builtins.bool
-    """Send its readings as signals."""
-    @_builtins.property
-    def site(self) -> _types_pb2.Site:
-        """The probe's site. Later in the forward pass than a site of the op: REASON_GATE_ORDER.
-        At one and the same site the probe reads x before the gated op.
-        """
-
-    @_builtins.property
-    def probe(self) -> Global___VectorRef:
-        """One row, [1, W], used as it is, not normalised."""
-
-    def __init__(
-        self,
-        *,
-        site: _types_pb2.Site | None = ...,
-        probe: Global___VectorRef | None = ...,
-        threshold: _builtins.float | None = ...,
-        sharpness: _builtins.float | None = ...,
-        scope: Global___Scope.ValueType | None = ...,
-        signals: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_scope", b"_scope", "_sharpness", b"_sharpness", "_threshold", b"_threshold", "probe", b"probe", "scope", b"scope", "sharpness", b"sharpness", "site", b"site", "threshold", b"threshold"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_scope", b"_scope", "_sharpness", b"_sharpness", "_threshold", b"_threshold", "probe", b"probe", "scope", b"scope", "sharpness", b"sharpness", "signals", b"signals", "site", b"site", "threshold", b"threshold"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__scope: _TypeAlias = _typing.Literal["scope"]  # noqa: Y015
-    _WhichOneofArgType__scope: _TypeAlias = _typing.Literal["_scope", b"_scope"]  # noqa: Y015
-    _WhichOneofReturnType__sharpness: _TypeAlias = _typing.Literal["sharpness"]  # noqa: Y015
-    _WhichOneofArgType__sharpness: _TypeAlias = _typing.Literal["_sharpness", b"_sharpness"]  # noqa: Y015
-    _WhichOneofReturnType__threshold: _TypeAlias = _typing.Literal["threshold"]  # noqa: Y015
-    _WhichOneofArgType__threshold: _TypeAlias = _typing.Literal["_threshold", b"_threshold"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__scope) -> _WhichOneofReturnType__scope | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__sharpness) -> _WhichOneofReturnType__sharpness | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__threshold) -> _WhichOneofReturnType__threshold | None: ...
-
-Global___Gate: _TypeAlias = Gate  # noqa: Y015

@@ -23,65 +23,69 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from rheostat._proto.v1 import gate_pb2 as rheostat_dot_v1_dot_gate__pb2
+from rheostat._proto.v1 import monitor_pb2 as rheostat_dot_v1_dot_monitor__pb2
 from rheostat._proto.v1 import selector_pb2 as rheostat_dot_v1_dot_selector__pb2
 from rheostat._proto.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
 from rheostat._proto.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat._proto.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rheostat/v1/steering_service.proto\x12\x0brheostat.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"g\n\x10PutVectorRequest\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32\x19.rheostat.v1.VectorHeaderH\x00R\x06header\x12\x16\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00R\x05\x63hunkB\x06\n\x04part\"\xe9\x01\n\x0cVectorHeader\x12(\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05shape\x18\x02 \x03(\rR\x05shape\x12\x16\n\x06\x64igest\x18\x03 \x01(\x0cR\x06\x64igest\x12\x1f\n\x0btotal_bytes\x18\x04 \x01(\x04R\ntotalBytes\x12\x12\n\x04name\x18\x05 \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\x06 \x01(\tR\x0b\x64\x65scription\x12*\n\x05sites\x18\x07 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\"n\n\x11PutVectorResponse\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\x12\x18\n\x07\x65xisted\x18\x02 \x01(\x08R\x07\x65xisted\x12\'\n\x0fprevious_digest\x18\x03 \x01(\x0cR\x0epreviousDigest\"\x84\x01\n\x12ListVectorsRequest\x12 \n\tpage_size\x18\x01 \x01(\rH\x00R\x08pageSize\x88\x01\x01\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x1f\n\x0bname_prefix\x18\x03 \x01(\tR\nnamePrefixB\x0c\n\n_page_size\"\xb6\x01\n\x13ListVectorsResponse\x12\x31\n\x07vectors\x18\x01 \x03(\x0b\x32\x17.rheostat.v1.VectorInfoR\x07vectors\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nused_bytes\x18\x03 \x01(\x04R\tusedBytes\x12%\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04R\rcapacityBytes\"\xa6\x02\n\nVectorInfo\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12(\n\x05\x64type\x18\x03 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05shape\x18\x04 \x03(\rR\x05shape\x12 \n\x0b\x64\x65scription\x18\x05 \x01(\tR\x0b\x64\x65scription\x12*\n\x05sites\x18\x06 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12\x39\n\nstore_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstoreTime\x12#\n\rrequest_count\x18\x08 \x01(\rR\x0crequestCount\"I\n\x10GetVectorRequest\x12\x18\n\x06\x64igest\x18\x01 \x01(\x0cH\x00R\x06\x64igest\x12\x14\n\x04name\x18\x02 \x01(\tH\x00R\x04nameB\x05\n\x03ref\"b\n\x11GetVectorResponse\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.VectorInfoH\x00R\x04info\x12\x16\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00R\x05\x63hunkB\x06\n\x04part\"\xe1\x01\n\x0eSetNameRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06\x64igest\x18\x02 \x01(\x0cR\x06\x64igest\x12,\n\x0f\x65xpected_digest\x18\x03 \x01(\x0cH\x00R\x0e\x65xpectedDigest\x88\x01\x01\x12%\n\x0b\x64\x65scription\x18\x04 \x01(\tH\x01R\x0b\x64\x65scription\x88\x01\x01\x12*\n\x05sites\x18\x05 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sitesB\x12\n\x10_expected_digestB\x0e\n\x0c_description\":\n\x0fSetNameResponse\x12\'\n\x0fprevious_digest\x18\x01 \x01(\x0cR\x0epreviousDigest\"\'\n\x11\x44\x65leteNameRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\",\n\x12\x44\x65leteNameResponse\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\"\xe7\x02\n\x14\x44\x65riveVectorsRequest\x12/\n\x08positive\x18\x01 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08positive\x12/\n\x08negative\x18\x02 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08negative\x12*\n\x05sites\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x36\n\x06method\x18\x05 \x01(\x0e\x32\x19.rheostat.v1.DeriveMethodH\x00R\x06method\x88\x01\x01\x12\x12\n\x04name\x18\x06 \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\x07 \x01(\tR\x0b\x64\x65scription\x12\x1b\n\tlora_name\x18\x08 \x01(\tR\x08loraNameB\t\n\x07_method\"\x94\x01\n\x15\x44\x65riveVectorsResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.rheostat.v1.DeriveProgressH\x00R\x08progress\x12\x37\n\x07\x64\x65rived\x18\x02 \x01(\x0b\x32\x1b.rheostat.v1.DerivedVectorsH\x00R\x07\x64\x65rivedB\x07\n\x05\x65vent\"j\n\x0e\x44\x65riveProgress\x12*\n\x11\x64one_prompt_count\x18\x01 \x01(\rR\x0f\x64onePromptCount\x12,\n\x12total_prompt_count\x18\x02 \x01(\rR\x10totalPromptCount\"F\n\x0e\x44\x65rivedVectors\x12\x34\n\x07vectors\x18\x01 \x03(\x0b\x32\x1a.rheostat.v1.DerivedVectorR\x07vectors\"\x92\x01\n\rDerivedVector\x12(\n\x05point\x18\x01 \x01(\x0e\x32\x12.rheostat.v1.PointR\x05point\x12\x16\n\x06\x64igest\x18\x02 \x01(\x0cR\x06\x64igest\x12\x12\n\x04name\x18\x03 \x01(\tR\x04name\x12+\n\x04rows\x18\x04 \x03(\x0b\x32\x17.rheostat.v1.DerivedRowR\x04rows\"\xa9\x01\n\nDerivedRow\x12\x14\n\x05layer\x18\x01 \x01(\rR\x05layer\x12\x12\n\x04norm\x18\x02 \x01(\x02R\x04norm\x12\x1f\n\x0bstream_norm\x18\x03 \x01(\x02R\nstreamNorm\x12\x1c\n\texplained\x18\x04 \x01(\x02R\texplained\x12#\n\nseparation\x18\x05 \x01(\x02H\x00R\nseparation\x88\x01\x01\x42\r\n\x0b_separation\"\x8a\x01\n\x10SetGlobalRequest\x12\x31\n\x08steering\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12.\n\x10\x65xpected_version\x18\x02 \x01(\x04H\x00R\x0f\x65xpectedVersion\x88\x01\x01\x42\x13\n\x11_expected_version\"-\n\x11SetGlobalResponse\x12\x18\n\x07version\x18\x01 \x01(\x04R\x07version\"\x12\n\x10GetGlobalRequest\"\x97\x01\n\x11GetGlobalResponse\x12\x31\n\x08steering\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12\x18\n\x07version\x18\x02 \x01(\x04R\x07version\x12\x35\n\x08set_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07setTime*{\n\x0c\x44\x65riveMethod\x12\x1d\n\x19\x44\x45RIVE_METHOD_UNSPECIFIED\x10\x00\x12%\n!DERIVE_METHOD_DIFFERENCE_OF_MEANS\x10\x01\x12%\n!DERIVE_METHOD_PRINCIPAL_COMPONENT\x10\x02\x32\x86\x05\n\x0fSteeringService\x12L\n\tPutVector\x12\x1d.rheostat.v1.PutVectorRequest\x1a\x1e.rheostat.v1.PutVectorResponse(\x01\x12P\n\x0bListVectors\x12\x1f.rheostat.v1.ListVectorsRequest\x1a .rheostat.v1.ListVectorsResponse\x12L\n\tGetVector\x12\x1d.rheostat.v1.GetVectorRequest\x1a\x1e.rheostat.v1.GetVectorResponse0\x01\x12\x44\n\x07SetName\x12\x1b.rheostat.v1.SetNameRequest\x1a\x1c.rheostat.v1.SetNameResponse\x12M\n\nDeleteName\x12\x1e.rheostat.v1.DeleteNameRequest\x1a\x1f.rheostat.v1.DeleteNameResponse\x12X\n\rDeriveVectors\x12!.rheostat.v1.DeriveVectorsRequest\x1a\".rheostat.v1.DeriveVectorsResponse0\x01\x12J\n\tSetGlobal\x12\x1d.rheostat.v1.SetGlobalRequest\x1a\x1e.rheostat.v1.SetGlobalResponse\x12J\n\tGetGlobal\x12\x1d.rheostat.v1.GetGlobalRequest\x1a\x1e.rheostat.v1.GetGlobalResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rheostat/v1/steering_service.proto\x12\x0brheostat.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16rheostat/v1/gate.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"g\n\x10PutVectorRequest\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32\x19.rheostat.v1.VectorHeaderH\x00R\x06header\x12\x16\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00R\x05\x63hunkB\x06\n\x04part\"\xe9\x01\n\x0cVectorHeader\x12(\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05shape\x18\x02 \x03(\rR\x05shape\x12\x16\n\x06\x64igest\x18\x03 \x01(\x0cR\x06\x64igest\x12\x1f\n\x0btotal_bytes\x18\x04 \x01(\x04R\ntotalBytes\x12\x12\n\x04name\x18\x05 \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\x06 \x01(\tR\x0b\x64\x65scription\x12*\n\x05sites\x18\x07 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\"n\n\x11PutVectorResponse\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\x12\x18\n\x07\x65xisted\x18\x02 \x01(\x08R\x07\x65xisted\x12\'\n\x0fprevious_digest\x18\x03 \x01(\x0cR\x0epreviousDigest\"\x84\x01\n\x12ListVectorsRequest\x12 \n\tpage_size\x18\x01 \x01(\rH\x00R\x08pageSize\x88\x01\x01\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x1f\n\x0bname_prefix\x18\x03 \x01(\tR\nnamePrefixB\x0c\n\n_page_size\"\xb6\x01\n\x13ListVectorsResponse\x12\x31\n\x07vectors\x18\x01 \x03(\x0b\x32\x17.rheostat.v1.VectorInfoR\x07vectors\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nused_bytes\x18\x03 \x01(\x04R\tusedBytes\x12%\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04R\rcapacityBytes\"\xa6\x02\n\nVectorInfo\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12(\n\x05\x64type\x18\x03 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05shape\x18\x04 \x03(\rR\x05shape\x12 \n\x0b\x64\x65scription\x18\x05 \x01(\tR\x0b\x64\x65scription\x12*\n\x05sites\x18\x06 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12\x39\n\nstore_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstoreTime\x12#\n\rrequest_count\x18\x08 \x01(\rR\x0crequestCount\"I\n\x10GetVectorRequest\x12\x18\n\x06\x64igest\x18\x01 \x01(\x0cH\x00R\x06\x64igest\x12\x14\n\x04name\x18\x02 \x01(\tH\x00R\x04nameB\x05\n\x03ref\"b\n\x11GetVectorResponse\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.VectorInfoH\x00R\x04info\x12\x16\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00R\x05\x63hunkB\x06\n\x04part\"\xe1\x01\n\x0eSetNameRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06\x64igest\x18\x02 \x01(\x0cR\x06\x64igest\x12,\n\x0f\x65xpected_digest\x18\x03 \x01(\x0cH\x00R\x0e\x65xpectedDigest\x88\x01\x01\x12%\n\x0b\x64\x65scription\x18\x04 \x01(\tH\x01R\x0b\x64\x65scription\x88\x01\x01\x12*\n\x05sites\x18\x05 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sitesB\x12\n\x10_expected_digestB\x0e\n\x0c_description\":\n\x0fSetNameResponse\x12\'\n\x0fprevious_digest\x18\x01 \x01(\x0cR\x0epreviousDigest\"\'\n\x11\x44\x65leteNameRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\",\n\x12\x44\x65leteNameResponse\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\"\xe7\x02\n\x14\x44\x65riveVectorsRequest\x12/\n\x08positive\x18\x01 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08positive\x12/\n\x08negative\x18\x02 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08negative\x12*\n\x05sites\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x36\n\x06method\x18\x05 \x01(\x0e\x32\x19.rheostat.v1.DeriveMethodH\x00R\x06method\x88\x01\x01\x12\x12\n\x04name\x18\x06 \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\x07 \x01(\tR\x0b\x64\x65scription\x12\x1b\n\tlora_name\x18\x08 \x01(\tR\x08loraNameB\t\n\x07_method\"\x94\x01\n\x15\x44\x65riveVectorsResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.rheostat.v1.DeriveProgressH\x00R\x08progress\x12\x37\n\x07\x64\x65rived\x18\x02 \x01(\x0b\x32\x1b.rheostat.v1.DerivedVectorsH\x00R\x07\x64\x65rivedB\x07\n\x05\x65vent\"j\n\x0e\x44\x65riveProgress\x12*\n\x11\x64one_prompt_count\x18\x01 \x01(\rR\x0f\x64onePromptCount\x12,\n\x12total_prompt_count\x18\x02 \x01(\rR\x10totalPromptCount\"F\n\x0e\x44\x65rivedVectors\x12\x34\n\x07vectors\x18\x01 \x03(\x0b\x32\x1a.rheostat.v1.DerivedVectorR\x07vectors\"\x92\x01\n\rDerivedVector\x12(\n\x05point\x18\x01 \x01(\x0e\x32\x12.rheostat.v1.PointR\x05point\x12\x16\n\x06\x64igest\x18\x02 \x01(\x0cR\x06\x64igest\x12\x12\n\x04name\x18\x03 \x01(\tR\x04name\x12+\n\x04rows\x18\x04 \x03(\x0b\x32\x17.rheostat.v1.DerivedRowR\x04rows\"\xa9\x01\n\nDerivedRow\x12\x14\n\x05layer\x18\x01 \x01(\rR\x05layer\x12\x12\n\x04norm\x18\x02 \x01(\x02R\x04norm\x12\x1f\n\x0bstream_norm\x18\x03 \x01(\x02R\nstreamNorm\x12\x1c\n\texplained\x18\x04 \x01(\x02R\texplained\x12#\n\nseparation\x18\x05 \x01(\x02H\x00R\nseparation\x88\x01\x01\x42\r\n\x0b_separation\"\x90\x01\n\x06Policy\x12\x31\n\x08steering\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\"\x84\x01\n\x10SetGlobalRequest\x12+\n\x06policy\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PolicyR\x06policy\x12.\n\x10\x65xpected_version\x18\x02 \x01(\x04H\x00R\x0f\x65xpectedVersion\x88\x01\x01\x42\x13\n\x11_expected_version\"-\n\x11SetGlobalResponse\x12\x18\n\x07version\x18\x01 \x01(\x04R\x07version\"\x12\n\x10GetGlobalRequest\"\x91\x01\n\x11GetGlobalResponse\x12+\n\x06policy\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PolicyR\x06policy\x12\x18\n\x07version\x18\x02 \x01(\x04R\x07version\x12\x35\n\x08set_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07setTime*{\n\x0c\x44\x65riveMethod\x12\x1d\n\x19\x44\x45RIVE_METHOD_UNSPECIFIED\x10\x00\x12%\n!DERIVE_METHOD_DIFFERENCE_OF_MEANS\x10\x01\x12%\n!DERIVE_METHOD_PRINCIPAL_COMPONENT\x10\x02\x32\x86\x05\n\x0fSteeringService\x12L\n\tPutVector\x12\x1d.rheostat.v1.PutVectorRequest\x1a\x1e.rheostat.v1.PutVectorResponse(\x01\x12P\n\x0bListVectors\x12\x1f.rheostat.v1.ListVectorsRequest\x1a .rheostat.v1.ListVectorsResponse\x12L\n\tGetVector\x12\x1d.rheostat.v1.GetVectorRequest\x1a\x1e.rheostat.v1.GetVectorResponse0\x01\x12\x44\n\x07SetName\x12\x1b.rheostat.v1.SetNameRequest\x1a\x1c.rheostat.v1.SetNameResponse\x12M\n\nDeleteName\x12\x1e.rheostat.v1.DeleteNameRequest\x1a\x1f.rheostat.v1.DeleteNameResponse\x12X\n\rDeriveVectors\x12!.rheostat.v1.DeriveVectorsRequest\x1a\".rheostat.v1.DeriveVectorsResponse0\x01\x12J\n\tSetGlobal\x12\x1d.rheostat.v1.SetGlobalRequest\x1a\x1e.rheostat.v1.SetGlobalResponse\x12J\n\tGetGlobal\x12\x1d.rheostat.v1.GetGlobalRequest\x1a\x1e.rheostat.v1.GetGlobalResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat._proto.v1.steering_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DERIVEMETHOD']._serialized_start=3187
-  _globals['_DERIVEMETHOD']._serialized_end=3310
-  _globals['_PUTVECTORREQUEST']._serialized_start=191
-  _globals['_PUTVECTORREQUEST']._serialized_end=294
-  _globals['_VECTORHEADER']._serialized_start=297
-  _globals['_VECTORHEADER']._serialized_end=530
-  _globals['_PUTVECTORRESPONSE']._serialized_start=532
-  _globals['_PUTVECTORRESPONSE']._serialized_end=642
-  _globals['_LISTVECTORSREQUEST']._serialized_start=645
-  _globals['_LISTVECTORSREQUEST']._serialized_end=777
-  _globals['_LISTVECTORSRESPONSE']._serialized_start=780
-  _globals['_LISTVECTORSRESPONSE']._serialized_end=962
-  _globals['_VECTORINFO']._serialized_start=965
-  _globals['_VECTORINFO']._serialized_end=1259
-  _globals['_GETVECTORREQUEST']._serialized_start=1261
-  _globals['_GETVECTORREQUEST']._serialized_end=1334
-  _globals['_GETVECTORRESPONSE']._serialized_start=1336
-  _globals['_GETVECTORRESPONSE']._serialized_end=1434
-  _globals['_SETNAMEREQUEST']._serialized_start=1437
-  _globals['_SETNAMEREQUEST']._serialized_end=1662
-  _globals['_SETNAMERESPONSE']._serialized_start=1664
-  _globals['_SETNAMERESPONSE']._serialized_end=1722
-  _globals['_DELETENAMEREQUEST']._serialized_start=1724
-  _globals['_DELETENAMEREQUEST']._serialized_end=1763
-  _globals['_DELETENAMERESPONSE']._serialized_start=1765
-  _globals['_DELETENAMERESPONSE']._serialized_end=1809
-  _globals['_DERIVEVECTORSREQUEST']._serialized_start=1812
-  _globals['_DERIVEVECTORSREQUEST']._serialized_end=2171
-  _globals['_DERIVEVECTORSRESPONSE']._serialized_start=2174
-  _globals['_DERIVEVECTORSRESPONSE']._serialized_end=2322
-  _globals['_DERIVEPROGRESS']._serialized_start=2324
-  _globals['_DERIVEPROGRESS']._serialized_end=2430
-  _globals['_DERIVEDVECTORS']._serialized_start=2432
-  _globals['_DERIVEDVECTORS']._serialized_end=2502
-  _globals['_DERIVEDVECTOR']._serialized_start=2505
-  _globals['_DERIVEDVECTOR']._serialized_end=2651
-  _globals['_DERIVEDROW']._serialized_start=2654
-  _globals['_DERIVEDROW']._serialized_end=2823
-  _globals['_SETGLOBALREQUEST']._serialized_start=2826
-  _globals['_SETGLOBALREQUEST']._serialized_end=2964
-  _globals['_SETGLOBALRESPONSE']._serialized_start=2966
-  _globals['_SETGLOBALRESPONSE']._serialized_end=3011
-  _globals['_GETGLOBALREQUEST']._serialized_start=3013
-  _globals['_GETGLOBALREQUEST']._serialized_end=3031
-  _globals['_GETGLOBALRESPONSE']._serialized_start=3034
-  _globals['_GETGLOBALRESPONSE']._serialized_end=3185
-  _globals['_STEERINGSERVICE']._serialized_start=3313
-  _globals['_STEERINGSERVICE']._serialized_end=3959
+  _globals['_DERIVEMETHOD']._serialized_start=3373
+  _globals['_DERIVEMETHOD']._serialized_end=3496
+  _globals['_PUTVECTORREQUEST']._serialized_start=242
+  _globals['_PUTVECTORREQUEST']._serialized_end=345
+  _globals['_VECTORHEADER']._serialized_start=348
+  _globals['_VECTORHEADER']._serialized_end=581
+  _globals['_PUTVECTORRESPONSE']._serialized_start=583
+  _globals['_PUTVECTORRESPONSE']._serialized_end=693
+  _globals['_LISTVECTORSREQUEST']._serialized_start=696
+  _globals['_LISTVECTORSREQUEST']._serialized_end=828
+  _globals['_LISTVECTORSRESPONSE']._serialized_start=831
+  _globals['_LISTVECTORSRESPONSE']._serialized_end=1013
+  _globals['_VECTORINFO']._serialized_start=1016
+  _globals['_VECTORINFO']._serialized_end=1310
+  _globals['_GETVECTORREQUEST']._serialized_start=1312
+  _globals['_GETVECTORREQUEST']._serialized_end=1385
+  _globals['_GETVECTORRESPONSE']._serialized_start=1387
+  _globals['_GETVECTORRESPONSE']._serialized_end=1485
+  _globals['_SETNAMEREQUEST']._serialized_start=1488
+  _globals['_SETNAMEREQUEST']._serialized_end=1713
+  _globals['_SETNAMERESPONSE']._serialized_start=1715
+  _globals['_SETNAMERESPONSE']._serialized_end=1773
+  _globals['_DELETENAMEREQUEST']._serialized_start=1775
+  _globals['_DELETENAMEREQUEST']._serialized_end=1814
+  _globals['_DELETENAMERESPONSE']._serialized_start=1816
+  _globals['_DELETENAMERESPONSE']._serialized_end=1860
+  _globals['_DERIVEVECTORSREQUEST']._serialized_start=1863
+  _globals['_DERIVEVECTORSREQUEST']._serialized_end=2222
+  _globals['_DERIVEVECTORSRESPONSE']._serialized_start=2225
+  _globals['_DERIVEVECTORSRESPONSE']._serialized_end=2373
+  _globals['_DERIVEPROGRESS']._serialized_start=2375
+  _globals['_DERIVEPROGRESS']._serialized_end=2481
+  _globals['_DERIVEDVECTORS']._serialized_start=2483
+  _globals['_DERIVEDVECTORS']._serialized_end=2553
+  _globals['_DERIVEDVECTOR']._serialized_start=2556
+  _globals['_DERIVEDVECTOR']._serialized_end=2702
+  _globals['_DERIVEDROW']._serialized_start=2705
+  _globals['_DERIVEDROW']._serialized_end=2874
+  _globals['_POLICY']._serialized_start=2877
+  _globals['_POLICY']._serialized_end=3021
+  _globals['_SETGLOBALREQUEST']._serialized_start=3024
+  _globals['_SETGLOBALREQUEST']._serialized_end=3156
+  _globals['_SETGLOBALRESPONSE']._serialized_start=3158
+  _globals['_SETGLOBALRESPONSE']._serialized_end=3203
+  _globals['_GETGLOBALREQUEST']._serialized_start=3205
+  _globals['_GETGLOBALREQUEST']._serialized_end=3223
+  _globals['_GETGLOBALRESPONSE']._serialized_start=3226
+  _globals['_GETGLOBALRESPONSE']._serialized_end=3371
+  _globals['_STEERINGSERVICE']._serialized_start=3499
+  _globals['_STEERINGSERVICE']._serialized_end=4145
 # @@protoc_insertion_point(module_scope)

@@ -133,14 +133,14 @@ class SteeringServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetGlobal(self, request, context):
-        """Replaces the server-wide steering as a whole, for requests admitted from then on.
+        """Replaces the server-wide policy as a whole, for requests admitted from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGlobal(self, request, context):
-        """The server-wide steering.
+        """The server-wide policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

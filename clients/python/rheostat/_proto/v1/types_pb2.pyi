@@ -9,6 +9,13 @@ Conventions of the whole package:
 * Layers count from 0 at the embedding's side. Positions count from 0 at the first prompt token.
 * P is the number of prompt tokens after tokenisation; W the width of the residual stream.
 * Numbers given as float must be finite, else REASON_NON_FINITE.
+* An id that the server or a caller makes ends in `_id`. What people name is a `name` in its own
+  message and `<thing>_name` elsewhere. A count ends in `_count`, a size in `_bytes`, a point in time
+  in `_time`; limits are named after what they limit. Spans of time are Durations.
+* Ids and names that callers choose are their own: equal ones of two callers are two things. What
+  another caller has is not found.
+* "Not served yet" marks what is part of the contract and may change until it is served. Fields are
+  refused with REASON_NOT_SUPPORTED, rpcs with UNIMPLEMENTED.
 """
 
 from collections import abc as _abc
@@ -131,11 +138,13 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's context length was reached."""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
-    """Stopped from outside: Session's stop, Watch's stop, cancellation, drain."""
+    """Stopped from outside: Session's stop, cancellation, drain."""
     FINISH_REASON_RULE: _FinishReason.ValueType  # 4
-    """A rule stopped it."""
+    """A rule stopped it. Not sent yet."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The request failed; the call's status says why."""
+    FINISH_REASON_WATCH: _FinishReason.ValueType  # 6
+    """A watch stopped it. Not sent yet."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sample ended."""
@@ -147,11 +156,13 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context length was reached."""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
-"""Stopped from outside: Session's stop, Watch's stop, cancellation, drain."""
+"""Stopped from outside: Session's stop, cancellation, drain."""
 FINISH_REASON_RULE: FinishReason.ValueType  # 4
-"""A rule stopped it."""
+"""A rule stopped it. Not sent yet."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The request failed; the call's status says why."""
+FINISH_REASON_WATCH: FinishReason.ValueType  # 6
+"""A watch stopped it. Not sent yet."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -189,7 +200,7 @@ class SiteSet(_message.Message):
     """Every combination of the points with the layers. Each must be served, else the whole message is
     refused with REASON_SITE_NOT_SERVED, naming the sites that are not.
 
-    In steering and patches a set that holds one site under both of its names is refused with
+    In steering a set that holds one site under both of its names is refused with
     REASON_INVALID_VALUE: it would act twice. In captures the rows come under each name.
     """
 
