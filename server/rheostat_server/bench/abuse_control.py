@@ -24,7 +24,7 @@ from rheostat_server.bench.abuse import (
     sampling,
     sites,
 )
-from rheostat_server.bench.calls import Call
+from rheostat_server.bench.calls import METHODS, Call
 
 PUT = "SteeringService/PutVector"
 _LARGEST_UPLOAD = 64 * MIB
@@ -140,6 +140,26 @@ def unknown_fields(target: Target, rng: random.Random, size: float) -> Call:
     else:
         extra = _field(_UNKNOWN, b"x") * count(size, 300_000)
     return Call(GENERATE, (request + extra,))
+
+
+def malformed(target: Target, rng: random.Random, size: float) -> Call:
+    """A request of any rpc whose bytes are cut off, changed or noise."""
+    method = rng.choice(METHODS)
+    request = bytearray(
+        generation_service_pb2.GenerateRequest(
+            token_ids=prompt(rng, target, 8), sampling=sampling(1), labels={"team": "red"}
+        ).SerializeToString()
+    )
+    which = rng.randrange(3)
+    if which == 0:
+        del request[rng.randrange(1, len(request)) :]
+    elif which == 1:
+        for _ in range(rng.randrange(1, 4)):
+            request[rng.randrange(len(request))] = rng.randrange(256)
+    else:
+        request = bytearray(_NO_FIELD + rng.randbytes(count(size, MIB)))
+    # What is left may be a valid request, which is not read to its end.
+    return Call(method, (bytes(request),), reads=1)
 
 
 def large_message(target: Target, rng: random.Random, size: float) -> Call:

@@ -43,6 +43,8 @@ _METHODS = {
     for method in service.methods
 }
 """The rpcs, by what a `Call` calls them."""
+METHODS = tuple(name for name in _METHODS if name != "EngineService/Drain")
+"""The names of all rpcs but the one that ends the server."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -72,8 +74,10 @@ class Call:
     """Whether the client says that no further message comes."""
     own_connection: bool = False
     """Whether the call opens a connection for itself."""
-    timeout: float = 60.0
+    timeout: float = 300.0
     """The call's deadline, in seconds."""
+    name: str = ""
+    """What a report calls it."""
 
     @property
     def streams(self) -> tuple[bool, bool]:
@@ -133,7 +137,7 @@ class Outcome(NamedTuple):
     endings: dict[str, int]
     """Calls by `Ending.label`."""
     sentences: dict[str, str]
-    """One of the server's sentences per label."""
+    """One of the server's sentences per label, behind the name of its call."""
     seconds: float
     cpu: float
     """Seconds of CPU that the client's process took."""
@@ -271,7 +275,7 @@ class Caller:
         async def loop(channel: grpc.aio.Channel) -> None:
             while (call := following()) is not None:
                 ledger.began(call)
-                ledger.ended(await make(channel, self._target, call))
+                ledger.ended(call, await make(channel, self._target, call))
                 await asyncio.sleep(pause)
 
         async with connect(self._target) as channel:
@@ -312,9 +316,10 @@ class _Ledger:
         self._calls += 1
         self._bytes += call.nbytes
 
-    def ended(self, ending: Ending) -> None:
+    def ended(self, call: Call, ending: Ending) -> None:
         self._endings[ending.label] += 1
-        self._sentences.setdefault(ending.label, ending.details)
+        sentence = f"{call.name}: {ending.details}" if call.name else ending.details
+        self._sentences.setdefault(ending.label, sentence)
 
     def outcome(self, seconds: float, cpu: float) -> Outcome:
         open_still = self._calls - self._endings.total()

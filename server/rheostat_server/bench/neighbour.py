@@ -96,19 +96,35 @@ class Neighbour:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, job: Job, *, check: bool = True) -> None:
-        """Notes what an undisturbed server answers, then streams until the process ends.
+        """Learns, then streams until the process ends.
 
         Args:
             job: what to ask for.
             check: whether answers are compared with the undisturbed ones.
         """
-        engine = await self._engine()
+        await self.learn(job)
+        await self.stream(check=check)
+
+    async def learn(self, job: Job) -> None:
+        """Connects, and records what an undisturbed server answers.
+
+        Args:
+            job: what to ask for.
+        """
+        self._client, self._job = await self._engine(), job
         for _ in range(_WARM_UPS):
             self._undisturbed = [
-                await self._generation(engine, job, prompt) for prompt in job.prompts
+                await self._generation(self._client, job, prompt) for prompt in job.prompts
             ]
+
+    async def stream(self, *, check: bool = True) -> None:
+        """Streams what was learned until the process ends.
+
+        Args:
+            check: whether answers are compared with the undisturbed ones.
+        """
         self._tasks = [
-            asyncio.create_task(self._stream(engine, job, check)),
+            asyncio.create_task(self._stream(self._client, self._job, check)),
             asyncio.create_task(self._ping()),
         ]
 

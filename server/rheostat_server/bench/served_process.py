@@ -80,6 +80,13 @@ class Memory(NamedTuple):
         return self.private + self.shared
 
 
+class Handles(NamedTuple):
+    """What all processes of a server have open."""
+
+    descriptors: int
+    threads: int
+
+
 class ServedProcess:
     """A server that serves."""
 
@@ -89,6 +96,8 @@ class ServedProcess:
         """Where it listens."""
         self.log = log
         """Where it writes what it logs."""
+        self.pid = process.pid
+        """Of the process that serves; the engine's are its descendants."""
         self._process = process
         self._most = Memory(0, 0)
         self._over = threading.Event()
@@ -127,6 +136,20 @@ class ServedProcess:
     def _watch(self) -> None:
         while not self._over.wait(_SAMPLE_EVERY):
             self._most = max(self._most, self.memory(), key=lambda one: one.total)
+
+
+def handles(root: int) -> Handles:
+    """Descriptors and threads of a process and all its descendants."""
+    pids = _tree(root)
+    return Handles(
+        sum(_entries(pid, "fd") for pid in pids), sum(_entries(pid, "task") for pid in pids)
+    )
+
+
+def _entries(pid: int, folder: str) -> int:
+    with suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/{folder}"))
+    return 0
 
 
 def faults(log: Path, since: int = 0) -> list[str]:

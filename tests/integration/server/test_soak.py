@@ -4,7 +4,7 @@ import pytest
 
 import rheostat
 from rheostat_server.bench.abuse import Target
-from rheostat_server.bench.soak import soak
+from rheostat_server.bench.soak import Served, soak
 
 from .conftest import Server
 
@@ -20,7 +20,7 @@ def test_a_mixture_of_hostile_calls_leaves_nothing_and_changes_no_answer(
     facts = Target(
         info.layer_count, info.width, info.vocabulary_size, info.limits.model_tokens, "disk"
     )
-    found = soak(server.target, facts, server.log, CALLS, seed=0)
+    found = soak(Served(server.target, server.log, server.process.pid, facts), CALLS, seed=0)
     assert found.problems() == []
     assert found.outcome.calls == CALLS
     assert found.outcome.endings["OK"] > CALLS / 10
