@@ -52,7 +52,7 @@ unit: setup ## Tests without an engine
 integration: setup ## Tests on the real vLLM engine
 	$(BIN)/pytest tests/integration
 
-soak: setup ## Half an hour of hostile calls, and of requests whose rows are compared with a replay
+soak: setup ## An hour of hostile calls, and of requests whose rows are compared with a replay
 	$(BIN)/python -m rheostat_server.bench.soak --out build/soak
 	$(BIN)/python -m tests.soak.replay --seeds 12
 	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled
