@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rheostat._proto.v1 import (
+    engine_service_pb2,
     steering_service_pb2,
     tensor_pb2,
     types_pb2,
@@ -28,6 +29,7 @@ Code = grpc.StatusCode
 pb = steering_service_pb2
 PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
 MEANS = pb.DERIVE_METHOD_DIFFERENCE_OF_MEANS
+STATS = engine_service_pb2.GetStatsRequest()
 COMPONENT = pb.DERIVE_METHOD_PRINCIPAL_COMPONENT
 TABLE = (
     np.random.default_rng(0).standard_normal((site_count(LAYERS), 128, WIDTH)).astype(np.float32)
@@ -313,12 +315,34 @@ async def test_vectors_that_no_store_holds_are_refused_before_anything_runs(star
 async def test_a_caller_that_leaves_aborts_every_request(starter) -> None:
     running = await starter(TokenBackend(hold=asyncio.Event()))
     call = running.client.steering.DeriveVectors(order(positive=[ids(1, 2)] * 30))
-    await until(lambda: len(running.backend.jobs) == 16)
+    await until(lambda: len(running.backend.jobs) == 8)
     call.cancel()
     stats = await settled(running)
-    assert (len(running.backend.aborted), stats.requests.aborted_count) == (16, 16)
-    assert (len(running.backend.jobs), len(running.host.store)) == (16, 0)
+    assert (len(running.backend.aborted), stats.requests.aborted_count) == (8, 8)
+    assert (len(running.backend.jobs), len(running.host.store)) == (8, 0)
     assert running.host.ledger.requests == 0
+
+
+async def test_all_calls_together_run_few_prompts_at_the_same_time(starter) -> None:
+    """Each prompt that ends occupies the event loop, and those of a step end together."""
+    running = await starter(TokenBackend())
+    running.backend.hold = asyncio.Event()
+    wishes = [order(positive=[ids(1 + i, 2)] * 20) for i in range(3)]
+    calls = [asyncio.ensure_future(derive(running, wish)) for wish in wishes]
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while not all(call.done() for call in calls):
+            most = max(most, (await running.client.engine.GetStats(STATS)).running_request_count)
+
+    watching = asyncio.ensure_future(watch())
+    await until(lambda: len(running.backend.jobs) == 8)
+    running.backend.hold.set()
+    assert [len((await call).vectors) for call in calls] == [1, 1, 1]
+    await watching
+    assert most <= 8
+    assert len(running.backend.jobs) == 66
 
 
 async def test_a_prompt_that_fails_ends_the_others(starter) -> None:
