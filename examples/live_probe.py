@@ -1,14 +1,15 @@
-"""A linear probe, trained on stored activations, that reads a tone live, before it is put in words.
+"""A linear probe that reads the tone of a text while the text is generated.
 
-    rheostat serve demo --sink disk=filesystem:root=/tmp/rows      # in another terminal
-    python examples/live_probe.py --root /tmp/rows
+    rheostat serve demo --sink disk=filesystem:root=/tmp/captures      # in another terminal
+    python examples/live_probe.py --root /tmp/captures
 
-Harvest: sentences of either tone are followed by the beginning of another, "The show was". The row
-of its last word, the same in all of them, goes to a sink at every layer, and is read back from its
-shards. Train: one ridge regression per layer; sentences with words that it never saw say which
-layer is best. Watch: a subscription brings what that layer's probe says of somebody else's requests
-as they generate, wherever the next word will tell the tone. The server projects the rows on the
-probe's weights: of each, one number comes. With matplotlib the readings are drawn, too.
+1. Store. Joyful and gloomy sentences are each followed by "The show was". The row of that last
+   token goes to a sink, at every layer.
+2. Train. The rows are read back from the sink's files. Each layer gets a ridge regression from row
+   to tone, and sentences with words that it never saw say which layer is best.
+3. Watch. A subscription reads the best layer while other requests generate, at tokens whose next
+   word may have a tone. The server projects each row on the probe's weights, so one number per
+   token travels. With matplotlib the readings are drawn.
 """
 
 import argparse
@@ -33,9 +34,9 @@ TONES = {
 NEXT = " The show was"
 WATCHED = ("I am so happy. My day was", "I am so sad. My day was")
 BEFORE = (" was", " feel")
-"""Words that are watched: a word of either tone may follow."""
+"""Words at which the probe reads, because a word of either tone may follow."""
 UNSEEN = 4
-"""Words of each tone that the probe is tested on, and never trained on."""
+"""Words of each tone that are kept for testing."""
 
 Rows = npt.NDArray[np.float32]
 
@@ -50,8 +51,8 @@ def sentences() -> dict[str, tuple[int, bool]]:
     }
 
 
-def harvest(engine: rheostat.Engine, root: str) -> tuple[captures.StoredCaptures, dict[str, str]]:
-    """Stores the row after every sentence at every layer; the sentence of each request."""
+def store(engine: rheostat.Engine, root: str) -> tuple[captures.StoredCaptures, dict[str, str]]:
+    """Stores the row after every sentence at every layer; gives the sentence of each request."""
     tag = f"tone-{uuid.uuid4().hex[:8]}"
     keep = rheostat.Capture(
         "resid_post", where=positions(-1), to=rheostat.Sink("disk", tag=tag, layout="sharded")
@@ -98,11 +99,11 @@ def train(
 
 
 Readings = dict[str, list[tuple[int, float]]]
-"""By request: position and reading."""
+"""Position and reading, by request."""
 
 
 def watch(engine: rheostat.Engine, layer: int, probe: npt.NDArray[np.float64]) -> Readings:
-    """Scores the tokens of requests that run elsewhere, as they come."""
+    """Reads the probe on requests of other threads while they generate."""
     readings: Readings = defaultdict(list)
     run = uuid.uuid4().hex
     watched = [engine.tokenize(f"It{word}").token_ids[-1] for word in BEFORE]
@@ -166,14 +167,19 @@ def draw(model: str, layer: int, readings: Readings, path: Path) -> None:
 
 
 def main() -> None:
-    """Harvests, trains and watches."""
+    """Stores, trains and watches."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT")
-    parser.add_argument("--root", required=True, help="root= of the server's sink `disk`")
+    parser.add_argument("--root", required=True, help="folder of the server's sink: its root=")
     parser.add_argument("--out", type=Path, default=Path("live-probe.png"))
     arguments = parser.parse_args()
     with rheostat.connect(arguments.target) as engine:
-        stored, texts = harvest(engine, arguments.root)
+        if "disk" not in {sink.name for sink in engine.sinks()}:
+            parser.error(
+                "the server has no sink called disk; start it with\n"
+                f"  rheostat serve demo --sink disk=filesystem:root={arguments.root}"
+            )
+        stored, texts = store(engine, arguments.root)
         print(f"{len(texts)} sentences stored")
         found = {}
         model = engine.model()

@@ -44,7 +44,8 @@ def tidy(engine: rheostat.Engine) -> Iterator[None]:
 def test_the_blocks_of_a_page_do_what_they_say(
     server: Server, sink_root: Path, environment: dict[str, str], tmp_path: Path, name: str
 ) -> None:
-    replaced = {"localhost:50051": server.target, "/data/captures": str(sink_root)}
+    replaced = {"localhost:50051": server.target}
+    replaced |= dict.fromkeys(("/data/captures", "/tmp/captures"), str(sink_root))
     page = Page(tmp_path, replaced, environment)
     try:
         for block in blocks_of(name, (ROOT / name).read_text(encoding="utf-8")):

@@ -248,6 +248,15 @@ sys.exit(main())
 """
 
 
+@pytest.fixture
+def interruptible():
+    """A shell's background job ignores SIGINT, and so would the processes that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_the_command_starts_ends_it_quietly():
     done = subprocess.run([sys.executable, "-c", STARTING % ""], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
@@ -260,6 +269,7 @@ def test_an_interrupt_that_is_ignored_stays_ignored():
     assert done.stdout.startswith(b"rheostat ")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_a_running_command_exits_with_130(server):
     ready = threading.Event()
     server.on("Check", lambda _request, _context: ready.set() or LOADING)

@@ -2,10 +2,13 @@
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from rheostat._proto.v1 import capture_service_pb2
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -53,3 +56,14 @@ def test_the_probe_is_tested_on_words_that_it_never_saw():
     ]
     assert not words[0] & words[1]
     assert len(words[0]) == 2 * live_probe.UNSEEN
+
+
+def test_the_live_probe_says_how_to_start_a_server_with_its_sink(server, monkeypatch, capsys):
+    other = capture_service_pb2.Sink(name="other", plugin_name="logging")
+    server.on("ListSinks", capture_service_pb2.ListSinksResponse(sinks=[other]))
+    line = ["live_probe.py", "--target", server.target, "--root", "/tmp/rows"]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as ended:
+        live_probe.main()
+    assert ended.value.code == 2
+    assert "rheostat serve demo --sink disk=filesystem:root=/tmp/rows" in capsys.readouterr().err
