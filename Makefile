@@ -52,7 +52,8 @@ unit: setup ## Tests without an engine
 integration: setup ## Tests on the real vLLM engine
 	$(BIN)/pytest tests/integration
 
-soak: setup ## An hour of hostile calls, and of requests whose rows are compared with a replay
+soak: setup ## Over an hour: hostile calls, rows compared with a replay, longer property tests
+	RHEOSTAT_EXAMPLES=10 $(BIN)/pytest tests/unit -m hypothesis
 	$(BIN)/python -m rheostat_server.bench.soak --out build/soak
 	$(BIN)/python -m tests.soak.replay --seeds 12
 	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled

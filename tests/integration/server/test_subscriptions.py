@@ -111,7 +111,7 @@ SELECTORS: st.SearchStrategy[tuple[rheostat.Selector | str, Holds]] = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     picked=SELECTORS,
     length=st.integers(9, 40),

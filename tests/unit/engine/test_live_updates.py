@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END, Act, Capture, Condition, Installed, Plan, Released, amend
@@ -29,7 +29,6 @@ def released(worker: Worker) -> Released:
     return event
 
 
-@settings(max_examples=60)
 @given(
     plans(),
     st.lists(st.tuples(plans(), st.integers(1, 5), st.integers(0, 25)), max_size=4),

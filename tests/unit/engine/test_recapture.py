@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import (
@@ -61,7 +61,6 @@ def test_the_old_captures_hold_before_the_change_and_the_new_ones_after_it(
         assert captured(changed, position) == captured(old if position < first else new, position)
 
 
-@settings(max_examples=80)
 @given(st.data())
 def test_rows_come_from_the_position_that_is_named_and_each_once_through_preemption(
     data: st.DataObject,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import (
@@ -38,7 +38,6 @@ def silent(*, computed: tuple[int, int], request_id: str = "r") -> Released:
     return Released(request_id, (), True, {}, 0, 0, computed)
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_every_token_gets_what_its_plan_says_whatever_the_schedule(data: st.DataObject) -> None:
     by_id = drawn_plans(data)
@@ -53,7 +52,6 @@ def test_every_token_gets_what_its_plan_says_whatever_the_schedule(data: st.Data
     assert worker.held() == NOTHING
 
 
-@settings(max_examples=60)
 @given(st.data(), st.integers(1, 20))
 def test_what_finds_no_place_in_the_ring_is_counted_as_lost(data: st.DataObject, ring: int) -> None:
     by_id = drawn_plans(data)
@@ -301,7 +299,6 @@ def test_a_wire_whose_name_can_be_read_is_answered() -> None:
     assert released == silent(computed=(0, 0))
 
 
-@settings(max_examples=200)
 @given(st.lists(WIRES, min_size=1, max_size=3), st.lists(WIRES, max_size=2))
 def test_nothing_that_may_come_in_place_of_a_plan_can_raise_or_stay(
     wires: list[object], changes: list[object]

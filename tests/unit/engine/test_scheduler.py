@@ -27,9 +27,7 @@ PROMPT = [*range(100, 118)]
 NAME = "generate_block_hash_extra_keys"
 STOCK = getattr(kv_cache_utils, NAME)
 RELIES = "rheostat_engine.adapters.scheduler relies on it"
-HOOKED = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+HOOKED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import google_crc32c
 import lz4.frame
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -148,7 +148,6 @@ def test_server_and_client_make_the_same_matrix(kept: int, width: int, seed: int
 
 @pytest.mark.parametrize("kind", list(FloatType))
 @given(st.data())
-@settings(max_examples=30)
 def test_byte_planes_are_exact_to_the_bits_of_nan(kind: FloatType, data) -> None:
     storage = np.dtype(f"<u{kind.itemsize}")
     bits = data.draw(hnp.arrays(storage, hnp.array_shapes(min_dims=3, max_dims=3, max_side=5)))

@@ -3,7 +3,7 @@
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat._proto.v1 import selector_pb2
@@ -41,7 +41,6 @@ def context(tokens: list[int], max_tokens: int) -> SelectionContext:
     return SelectionContext(prompt, max_tokens, VOCABULARY, lenient=True)
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     selectors,
     st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=8),

@@ -328,5 +328,5 @@ class Store(RuleBasedStateMachine):
             assert self.store.page(numbers[0], 1000).runs == runs[1:]
 
 
-Store.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Store.TestCase.settings = settings(stateful_step_count=40)
 TestStore = Store.TestCase
