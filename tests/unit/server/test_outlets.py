@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2, generation_service_pb2
+from rheostat_server.errors import Draining
 from rheostat_server.sinks import (
     Artifact,
     Layout,
@@ -288,7 +289,7 @@ async def test_a_call_that_is_cancelled_while_it_ends_is_left(running) -> None:
     reading = asyncio.create_task(read())
     await until(lambda: len(subscriptions) == 1)
     await asyncio.sleep(0.05)
-    subscriptions.end()
+    subscriptions.end(Draining("the server is ending"))
     await asyncio.sleep(0.05)
     reading.cancel()
     gate.set()

@@ -33,7 +33,7 @@ def context(text: str | None = None, lenient: bool = False) -> SelectionContext:
     if text is None:
         prompt = PromptTokens(tuple(range(10, 10 + PROMPT_LEN)), "token_ids", None, None)
     else:
-        encoded = CharTokenizer().encode(text, special=True)
+        encoded = CharTokenizer().encode(text, special=True, most=len(text) + 1)
         prompt = PromptTokens(encoded.token_ids, "text", text, encoded.offsets)
     return SelectionContext(prompt, MAX_TOKENS, vocabulary=128, lenient=lenient)
 
