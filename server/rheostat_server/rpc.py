@@ -2,8 +2,9 @@
 
 Every rpc of `rheostat.v1` passes through `ErrorInterceptor`: a `RheostatError` becomes its status
 with details, anything else INTERNAL with a generic text and a log entry. Streams are written here
-too, so that a handler's generator is closed at once when its caller goes away. So is what cannot be
-read refused here: gRPC itself would answer it with UNKNOWN and a Python repr.
+too, so that a handler's generator is closed at once when its caller goes away. Messages are read
+here too: gRPC itself would answer bytes that are no message with UNKNOWN and a Python repr, and
+protobuf would skip fields that it does not know.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import NoReturn, TypeVar, cast
+from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -21,13 +22,16 @@ from google.protobuf.message import DecodeError, Message
 from rheostat_server.errors import (
     DeadlinePassed,
     Defect,
+    InvalidArgument,
     InvalidValue,
     MessageTooLarge,
     NotImplementedHere,
     RheostatError,
+    UnknownField,
 )
 from rheostat_server.limits import CONTROL_MESSAGE_BYTES, OFFLOAD_BYTES
 from rheostat_server.status import DETAILS_KEY, to_status
+from rheostat_server.unknown_fields import unknown_field
 
 _LOG = logging.getLogger(__name__)
 
@@ -109,7 +113,7 @@ def _wrapped(
 ) -> "grpc.RpcMethodHandler[Request, Response]":
     decode, encode = handler.request_deserializer, handler.response_serializer
     if decode is not None:
-        decode = _lenient(_lean(decode) if handler.request_streaming else decode)
+        decode = _reader(decode, streaming=handler.request_streaming)
     if handler.unary_unary is not None:
         one = _unary(method, cast(Unary[Request, Response], handler.unary_unary), calls)
         return grpc.unary_unary_rpc_method_handler(one, decode, encode)
@@ -174,51 +178,65 @@ async def _write(context: AnyContext[Request, Response], message: Response) -> N
         raise asyncio.CancelledError from error
 
 
-class _Unreadable:
-    """Stands for bytes that are no message of the rpc's type."""
+class _Refused(NamedTuple):
+    """Stands for a message that is refused. gRPC takes no error from where messages are read."""
+
+    error: InvalidArgument
 
 
-def _lenient(decode: Callable[[bytes], Request]) -> Callable[[bytes], Request]:
-    """Reads what can be read; `_readable` refuses the rest."""
+def _reader(decode: Callable[[bytes], Request], *, streaming: bool) -> Callable[[bytes], Request]:
+    """Reads messages; `_readable` raises for those that are refused."""
+
+    def refused(error: InvalidArgument) -> Request:
+        return cast(Request, _Refused(error))
 
     def read(data: bytes) -> Request:
         try:
-            return decode(data)
+            request = decode(data)
         except DecodeError:
-            return cast(Request, _Unreadable())
+            return refused(InvalidValue("the bytes that came are no message of this rpc"))
+        if not isinstance(request, Message):
+            return request
+        path = unknown_field(request, data)
+        if path is not None:
+            return refused(_unknown(path))
+        return _lean(request, len(data)) if streaming else request
 
     return read
 
 
-def _lean(decode: Callable[[bytes], Request]) -> Callable[[bytes], Request]:
-    """Reads a message that nothing but its known fields makes large.
+def _unknown(path: str) -> UnknownField:
+    return UnknownField(
+        f"this server does not know the field {path or 'somewhere in the request'}; "
+        "GetModel lists the features that it serves",
+        field=path,
+        metadata={"path": path},
+    )
 
-    gRPC holds a stream's last message until the next one comes, and a message its unknown fields.
+
+def _lean(request: Request, size: int) -> Request:
+    """A message of `size` bytes that takes no more memory than its fields.
+
+    gRPC holds a stream's last message until the next one comes, and a message holds the bytes of
+    fields that were sent more than once.
     """
-
-    def read(data: bytes) -> Request:
-        request = decode(data)
-        if len(data) > OFFLOAD_BYTES and isinstance(request, Message):
-            request.DiscardUnknownFields()
-            if request.ByteSize() < len(data):
-                copy = type(request)()
-                copy.CopyFrom(request)
-                return copy
-        return request
-
-    return read
+    if size > OFFLOAD_BYTES and isinstance(request, Message) and request.ByteSize() < size:
+        copy = type(request)()
+        copy.CopyFrom(request)
+        return copy
+    return request
 
 
 def _readable(request: Request) -> Request:
-    """A request, or a stream of requests, that raises where `_lenient` could not read one.
+    """A request, or a stream of requests, that raises instead of giving a refused one.
 
     Raises:
-        InvalidValue: it is one request, and cannot be read.
+        InvalidArgument: it is one request, and is refused.
     """
     if isinstance(request, AsyncIterator):
         return cast(Request, _each_readable(request))
-    if isinstance(request, _Unreadable):
-        raise InvalidValue("the bytes that came are no message of this rpc")
+    if isinstance(request, _Refused):
+        raise request.error
     return request
 
 

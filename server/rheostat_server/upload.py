@@ -149,8 +149,7 @@ def _part(message: steering_service_pb2.PutVectorRequest) -> str:
 
 
 def _detached(header: steering_service_pb2.VectorHeader) -> steering_service_pb2.VectorHeader:
-    """A copy of the known fields; any part of a message keeps all of it in memory."""
-    header.DiscardUnknownFields()
+    """A copy, because any part of a message keeps all of it in memory."""
     copy = steering_service_pb2.VectorHeader()
     copy.CopyFrom(header)
     return copy

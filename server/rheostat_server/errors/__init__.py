@@ -2,7 +2,7 @@
 
     RheostatError
     ├── InvalidArgument
-    │   ├── MissingField · InvalidValue · UnknownEnum · NonFinite
+    │   ├── MissingField · InvalidValue · UnknownEnum · UnknownField · NonFinite
     │   ├── EmptySelector · InvalidPosition · SpanNotFound · SpanAmbiguous
     │   ├── UnknownLayer · UnknownToken · PromptTooLong
     │   └── TensorPayload · VectorShape · ZeroVector · DigestMismatch · TruncatedUpload
@@ -85,6 +85,7 @@ from rheostat_server.errors.leaves import (
     TensorPayload,
     TruncatedUpload,
     UnknownEnum,
+    UnknownField,
     UnknownLayer,
     UnknownToken,
     VectorNotFound,
@@ -173,6 +174,7 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "UnknownEnum",
+    "UnknownField",
     "UnknownLayer",
     "UnknownToken",
     "VectorDirFailed",

@@ -34,6 +34,12 @@ class UnknownEnum(InvalidArgument):
     reason = "REASON_UNKNOWN_ENUM"
 
 
+class UnknownField(InvalidArgument):
+    """A message has a field that this server does not know."""
+
+    reason = "REASON_UNKNOWN_FIELD"
+
+
 class NonFinite(InvalidArgument):
     """A number is infinite or not a number."""
 

@@ -19,7 +19,7 @@ from .conftest import Refusal
 from .fakes import WIDTH
 from .messages import site_set
 from .streams import until
-from .uploads import chunk, digest, header, put, refusal_of, unknown_field, values
+from .uploads import chunk, digest, header, put, refusal_of, values
 
 Code = grpc.StatusCode
 steering = steering_service_pb2
@@ -174,19 +174,6 @@ async def test_an_upload_has_its_bytes_until_it_is_on_the_disk(
     assert refusal.reason == "REASON_QUEUE_FULL"
     go_on.set()
     assert not (await first).existed
-
-
-async def test_what_is_kept_of_a_header_are_its_known_fields(running) -> None:
-    sites = types_pb2.SiteSet.FromString(
-        site_set(POST, layers=[0, 1]).SerializeToString() + unknown_field(1000)
-    )
-    first = steering.PutVectorRequest.FromString(
-        header(name="joy", sites=sites).SerializeToString() + unknown_field(1000)
-    )
-    assert len(first.SerializeToString()) > 2000
-    await put(running.client, first, chunk(values()))
-    (name,) = running.host.store.names.values()
-    assert name.sites.SerializeToString() == site_set(POST, layers=[0, 1]).SerializeToString()
 
 
 async def test_listings_go_by_name_and_page_by_page(running) -> None:

@@ -17,7 +17,7 @@ from rheostat_server.upload import Uploads
 from .fakes import WIDTH
 from .messages import site_set
 from .streams import until
-from .uploads import chunk, header, unknown_field, values
+from .uploads import chunk, header, values
 
 steering = steering_service_pb2
 SIZE = len(values())
@@ -118,10 +118,10 @@ def resident_mib() -> int:
 
 
 def test_what_is_kept_of_a_header_keeps_nothing_of_its_message() -> None:
-    """64 messages with an unknown field of 4 MiB are 256 MiB."""
+    """64 messages with a description of 4 MiB, and then a short one, are 256 MiB."""
     sites = site_set(types_pb2.POINT_RESID_POST, layers=[1])
-    swollen = types_pb2.SiteSet.FromString(sites.SerializeToString() + unknown_field(4 << 20))
-    data = header(name="joy", sites=swollen).SerializeToString()
+    long = header(description="z" * (4 << 20)).SerializeToString()
+    data = long + header(name="joy", description="x", sites=sites).SerializeToString()
     gc.collect()
     before = resident_mib()
     kept = [

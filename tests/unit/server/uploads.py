@@ -48,12 +48,3 @@ def digest(data: bytes, rows: int = 1) -> bytes:
 
 async def put(client, *messages: steering.PutVectorRequest) -> steering.PutVectorResponse:
     return await client.steering.PutVector(iter(messages))
-
-
-def unknown_field(size: int) -> bytes:
-    """A field that no message of ours has, of `size` bytes, on the wire."""
-    length, varint = size, b""
-    while length > 127:
-        varint += bytes([length & 127 | 128])
-        length >>= 7
-    return b"\xfa\x3f" + varint + bytes([length]) + b"z" * size

@@ -69,6 +69,11 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
     REASON_GATE_ORDER: _Reason.ValueType  # 17
     """INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts. Not sent yet."""
+    REASON_UNKNOWN_FIELD: _Reason.ValueType  # 18
+    """INVALID_ARGUMENT. A request, or a message in it, has a field that this server does not know: the
+    client is newer than the server. Metadata "path" leads to the field, of which there is only the
+    number: "steering.interventions[0].#77". It is empty if the request has too many fields to look.
+    """
     REASON_DUPLICATE_REQUEST: _Reason.ValueType  # 30
     """ALREADY_EXISTS. A running request has this id."""
     REASON_RUN_EXISTS: _Reason.ValueType  # 31
@@ -207,6 +212,11 @@ REASON_PROMPT_TOO_LONG: Reason.ValueType  # 16
 """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
 REASON_GATE_ORDER: Reason.ValueType  # 17
 """INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts. Not sent yet."""
+REASON_UNKNOWN_FIELD: Reason.ValueType  # 18
+"""INVALID_ARGUMENT. A request, or a message in it, has a field that this server does not know: the
+client is newer than the server. Metadata "path" leads to the field, of which there is only the
+number: "steering.interventions[0].#77". It is empty if the request has too many fields to look.
+"""
 REASON_DUPLICATE_REQUEST: Reason.ValueType  # 30
 """ALREADY_EXISTS. A running request has this id."""
 REASON_RUN_EXISTS: Reason.ValueType  # 31
