@@ -19,7 +19,7 @@ from rheostat_engine.events import (
     Report,
     Rows,
 )
-from rheostat_engine.front_end import prepare_front_end
+from rheostat_engine.front_end import prepare_front_end, stop_front_end
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.plan import (
     EXTRA_ARG,
@@ -82,4 +82,5 @@ __all__ = [
     "prepare_front_end",
     "recapture",
     "site_count",
+    "stop_front_end",
 ]

@@ -1,4 +1,9 @@
-"""What the process that holds an `AsyncLLM` does before it makes one."""
+"""What the process that holds an `AsyncLLM` does before it makes one, and before it ends it."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rheostat_engine.adapters.output_handler import OutputReader
 
 
 def prepare_front_end() -> None:
@@ -6,3 +11,10 @@ def prepare_front_end() -> None:
     from rheostat_engine.adapters.logprobs import leave_logprobs_undecoded
 
     leave_logprobs_undecoded()
+
+
+async def stop_front_end(llm: "OutputReader") -> None:
+    """Keeps `llm.shutdown()` from looking like a crash; see `adapters.output_handler`."""
+    from rheostat_engine.adapters.output_handler import stop_output_handler
+
+    await stop_output_handler(llm)

@@ -16,6 +16,7 @@ from rheostat_engine import (
     Plan,
     StagingError,
     WorkerChannel,
+    stop_front_end,
 )
 from rheostat_server.capture.trimming import trimming
 from rheostat_server.config import ServerConfig
@@ -29,6 +30,7 @@ from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.vectors import Vector
 from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
 from rheostat_server.vllm_outputs import TokenTexts, delta_of
+from rheostat_server.warm_up import warm_up
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -49,11 +51,11 @@ _SPAN_BYTES = 256
 
 
 async def start_backend(config: ServerConfig) -> "VllmBackend":
-    """Loads a model, off the event loop.
+    """Loads a model, off the event loop, and runs its first requests.
 
     Raises:
         ModelNotFound: there is no such model.
-        EngineFailed: vLLM did not come up, or cannot load an adapter.
+        EngineFailed: vLLM did not come up, cannot load an adapter, or fails at a request.
     """
     loaded = await asyncio.to_thread(load_engine, config)
     try:
@@ -64,11 +66,16 @@ async def start_backend(config: ServerConfig) -> "VllmBackend":
         )
         backend = VllmBackend(config, loaded, ModelSites.from_reports(reports))
         backend.attach(reports)
-        return backend
     except (EngineFailed, EngineLost, StagingError, ValueError, zmq.ZMQError) as error:
         await asyncio.to_thread(loaded.llm.shutdown)
         remove_channel(loaded.settings)
         raise EngineFailed(str(error)) from error
+    try:
+        await backend.warm_up()
+    except BaseException:
+        await backend.close()
+        raise
+    return backend
 
 
 class VllmBackend:
@@ -88,7 +95,10 @@ class VllmBackend:
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
         self._texts = TokenTexts(loaded.llm.tokenizer)
         self._watch: asyncio.Task[None] | None = None
+        self._deliver: Callable[[Event], None] = lambda event: None
         self._lost: Callable[[str], None] = lambda reason: None
+        self._warm_up_stats = WorkerStats()
+        """What the workers had counted before the server served; no client caused it."""
 
     def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
         """Takes over the memory in which the workers leave captured rows.
@@ -122,11 +132,31 @@ class VllmBackend:
         return None if inner is None else HuggingFaceTokenizer(inner)
 
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
-        """Delivers events on the running loop and watches over the engine."""
+        """Delivers events on the running loop and watches over the engine.
+
+        A second call replaces the receivers of the first.
+        """
         self._lost = lost
-        deliver = trimming(deliver, self._sites) if self._sites.experts else deliver
-        self._channel.start(asyncio.get_running_loop(), deliver)
-        self._watch = asyncio.create_task(self._watch_engine())
+        self._deliver = trimming(deliver, self._sites) if self._sites.experts else deliver
+        if self._watch is None:
+            self._channel.start(asyncio.get_running_loop(), lambda event: self._deliver(event))
+            self._watch = asyncio.create_task(self._watch_engine())
+
+    async def warm_up(self) -> None:
+        """Runs one request of every kind and removes their traces; see `warm_up`.
+
+        Raises:
+            EngineFailed: the engine cannot run requests.
+        """
+        try:
+            await self._call("rheostat_save_random_state")
+            await warm_up(self)
+            await _answered(self._llm, self._llm.reset_prefix_cache())
+            await self._call("rheostat_restore_random_state")
+            self._warm_up_stats = await self.worker_stats()
+        except EngineLost as error:
+            raise EngineFailed(f"the engine died after its first requests: {error}") from error
+        self._counter.reset()
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
         """Runs a sample."""
@@ -192,18 +222,20 @@ class VllmBackend:
         def most(key: str) -> int:
             return max(of_all(key))
 
+        before = self._warm_up_stats
+        steps = cast(Mapping[str, int], first["steps"])
         return WorkerStats(
             bank_rows_used=most("bank_rows_used"),
             slots_used=most("slots_used"),
             requests=most("requests"),
-            captured_rows=sum(of_all("captured_rows")),
-            lost_rows=sum(of_all("lost_rows")),
-            left_bytes=sum(of_all("left_bytes")),
-            plain_rows=sum(of_all("plain_rows")),
+            captured_rows=sum(of_all("captured_rows")) - before.captured_rows,
+            lost_rows=sum(of_all("lost_rows")) - before.lost_rows,
+            left_bytes=sum(of_all("left_bytes")) - before.left_bytes,
+            plain_rows=sum(of_all("plain_rows")) - before.plain_rows,
             ring_bytes=most("ring_bytes"),
             encode_bytes=most("encode_bytes"),
             staging_bytes=sum(of_all("staging_bytes")),
-            steps=cast(Mapping[str, int], first["steps"]),
+            steps={name: count - before.steps.get(name, 0) for name, count in steps.items()},
         )
 
     def queue_stats(self) -> QueueStats:
@@ -214,6 +246,7 @@ class VllmBackend:
         """Ends the engine and its processes."""
         if self._watch is not None:
             self._watch.cancel()
+        await stop_front_end(self._llm)
         await asyncio.to_thread(self._llm.shutdown)
         del self._loaded.llm
         await asyncio.to_thread(self._channel.close)

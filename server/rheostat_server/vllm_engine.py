@@ -46,6 +46,10 @@ class QueueCounter:
         """Nothing has been reported."""
         self.stats = QueueStats()
 
+    def reset(self) -> None:
+        """Forgets all reports."""
+        self.stats = QueueStats()
+
     def add(self, *, running: int, waiting: int, queried: int, hit: int) -> None:
         """Takes one report."""
         self.stats = QueueStats(

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 
 from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.core.captures import Captures
@@ -70,6 +71,18 @@ class SiteRpc:
             {name: None if change is None else Change(*change) for name, change in changes.items()}
         )
 
+    def rheostat_save_random_state(self) -> None:
+        """Saves the state from which vLLM draws the seeds and tokens of unseeded requests."""
+        self._random_state = np.random.get_state(), torch.random.get_rng_state(), _cuda_state()
+
+    def rheostat_restore_random_state(self) -> None:
+        """Restores what was saved, as if no request had been sampled in the meantime."""
+        numpy_state, cpu_state, cuda_state = self._random_state
+        np.random.set_state(numpy_state)
+        torch.random.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
     def rheostat_stats(self) -> dict[str, object]:
         """Counts since the start, and what is in use."""
         runtime = self._assembled.runtime
@@ -93,6 +106,11 @@ class SiteRpc:
         if assembled is not None:
             assembled.runtime.close()
         super().shutdown()  # type: ignore[misc]  # stands before one of vLLM's workers
+
+
+def _cuda_state() -> torch.Tensor | None:
+    """State of the current device's generator; None without a GPU."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
 def _capturing(captures: Captures | None) -> dict[str, object]:

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,21 @@ from .test_buf_curl import ENDS_THE_SERVER, curl
 
 pytestmark = pytest.mark.integration
 
+FIRST_REQUESTS: tuple[dict[str, Any], ...] = (
+    {"logprobs": 3, "temperature": 0},
+    {"logprobs": 3, "n": 3},
+    {"prompt_logprobs": 3, "temperature": 0},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    {"seed": 3, "n": 2},
+    {"presence_penalty": 0.2, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
+    {"stop": ["."], "capture": rheostat.Capture("resid_post", layers=1)},
+)
+"""Requests of which a new engine would compile some for seconds."""
 
-def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_path: Path) -> None:
+
+def test_first_requests_compile_nothing_and_a_drain_finishes_what_runs(tmp_path: Path) -> None:
     port = free_port()
+    compiled = tmp_path / "compiled"
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -28,11 +41,18 @@ def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_p
             ),
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(compiled)},
         )
     target = f"127.0.0.1:{port}"
     try:
         wait_until_serving(target, process, log)
         with rheostat.connect(target) as client:
+            assert_unused(client)
+            before = files_below(compiled)
+            assert before, "the server has compiled nothing, or elsewhere"
+            for options in FIRST_REQUESTS:
+                client.generate("My day was", max_tokens=4, **options)
+            assert files_below(compiled) == before
             stream = client.stream("My day was", max_tokens=1500, ignore_eos=True, temperature=0)
             next(stream)
             answers: list[subprocess.CompletedProcess[str]] = []
@@ -49,6 +69,20 @@ def test_a_drain_finishes_what_runs_refuses_what_comes_and_ends_the_server(tmp_p
         assert process.wait(60) == 0, log.read_text()[-2000:]
     finally:
         process.kill()
+
+
+def files_below(folder: Path) -> set[Path]:
+    """Every file in a folder and in those within it."""
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_unused(client: rheostat.Engine) -> None:
+    """The statistics show nothing of the requests that the server ran before it served."""
+    stats = client.stats()
+    assert (stats.admitted_count, stats.captured_row_count, stats.left_bytes) == (0, 0, 0)
+    assert (stats.used_bank_row_count, stats.vector_count, stats.leaked_count) == (0, 0, 0)
+    assert stats.prefix_queried_token_count == 0
+    assert set(stats.steps.values()) == {0}
 
 
 def until_refused(client: rheostat.Engine) -> str | None:

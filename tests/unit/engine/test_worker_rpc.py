@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
+import torch
 
 from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point
 from rheostat_engine.adapters.assembly import Assembled
@@ -136,3 +137,16 @@ def test_a_worker_that_never_had_a_model_stops_too() -> None:
     del rpc.model_runner
     rpc.shutdown()
     assert rpc.stopped == 1
+
+
+def test_what_is_drawn_after_the_random_state_is_restored_is_what_would_have_been() -> None:
+    rpc = Rpc(Worker())
+
+    def draw() -> tuple[list[int], list[float]]:
+        return np.random.randint(2**31, size=4).tolist(), torch.rand(4).tolist()
+
+    rpc.rheostat_save_random_state()
+    first = draw()
+    assert draw() != first
+    rpc.rheostat_restore_random_state()
+    assert draw() == first
