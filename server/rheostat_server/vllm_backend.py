@@ -18,6 +18,7 @@ from rheostat_engine import (
     WorkerChannel,
     stop_front_end,
 )
+from rheostat_server.allocator import keep_freed_memory
 from rheostat_server.capture.trimming import trimming
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
@@ -57,6 +58,8 @@ async def start_backend(config: ServerConfig) -> "VllmBackend":
         ModelNotFound: there is no such model.
         EngineFailed: vLLM did not come up, cannot load an adapter, or fails at a request.
     """
+    if not keep_freed_memory():
+        _LOG.debug("captured rows are slower to copy: the C library is not glibc")
     loaded = await asyncio.to_thread(load_engine, config)
     try:
         for lora in loaded.loras.values():

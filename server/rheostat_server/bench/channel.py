@@ -29,6 +29,7 @@ from rheostat_engine.core.delivery import Delivery, Frame
 from rheostat_engine.core.outlet import Group, Outlet
 from rheostat_engine.core.staging import StagingArea
 from rheostat_engine.events import InstalledHead, RowsHead
+from rheostat_server.allocator import keep_freed_memory
 from rheostat_server.bench.summaries import Figures
 
 _SPAWNED = multiprocessing.get_context("spawn")
@@ -137,6 +138,7 @@ class Took(NamedTuple):
 
 def measure(repeats: int) -> dict[str, list[Took]]:
     """The turns of every arm, after one that doesn't count."""
+    keep_freed_memory()  # as the server does
     received = _Received()
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/channel"

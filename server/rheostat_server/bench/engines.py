@@ -24,6 +24,7 @@ from rheostat_engine import (
     WorkerChannel,
     engine_kwargs,
 )
+from rheostat_server.allocator import keep_freed_memory
 
 VECTOR = hashlib.sha256(b"bench").digest()
 """[rows, W], all different, loaded into every engine with sites."""
@@ -106,6 +107,7 @@ class Engines:
         """
         from vllm import LLM
 
+        keep_freed_memory()  # as the server does
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         self._releases = _Releases()
