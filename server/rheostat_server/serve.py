@@ -93,6 +93,14 @@ _OPTIONS = (
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+_SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread of Python yields to another one that waits.
+
+The event loop yields at each call of a socket. While a thread resolves or tokenises a long request,
+the loop then waits so long each time. On two busy cores, a health check beside 16 clients that connect
+that connect anew took up to 98 ms with Python's 5 ms; now 42 ms, at the same cost per token.
+"""
+
 _LAST_CALLS = 5.0
 """Seconds that calls get to finish once the engine has drained."""
 
@@ -288,6 +296,7 @@ def run(config: ServerConfig) -> int:
 
     0: ended as told. Otherwise the `exit_code` of the `ServerFailed`, which is printed.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     _LOG.debug("up to %d descriptors", raise_descriptor_limit())
     try:

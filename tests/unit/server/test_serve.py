@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import socket
+import sys
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -226,6 +228,19 @@ def test_the_demo_model_is_the_bundled_one(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(vllm_engine, "DEMO_MODEL", tmp_path)
     assert model_path("demo") == str(tmp_path)
     assert model_path("org/model") == "org/model"
+
+
+@pytest.fixture
+def _switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_switch_interval")
+def test_the_event_loop_waits_less_than_a_millisecond_for_a_thread_to_yield() -> None:
+    assert run(config(model="/nowhere/model")) == ModelNotFound.exit_code
+    assert sys.getswitchinterval() < 0.001
 
 
 def test_a_failed_start_is_said_in_one_line_with_its_exit_status(capsys) -> None:
