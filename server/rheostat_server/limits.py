@@ -30,6 +30,12 @@ SHARED_BYTES = 64 << 10
 OFFLOAD_BYTES = 64 << 10
 """Work on more bytes than this leaves the event loop."""
 
+PAGE_ENTRIES = 1000
+"""Most entries of a page of a listing."""
+
+PAGE_BYTES = 1 << 20
+"""Size of a page of a listing, about, at which it ends early."""
+
 VECTOR_ROWS = 1024
 """Most rows of a vector."""
 

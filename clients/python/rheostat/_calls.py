@@ -30,6 +30,7 @@ from rheostat._proto.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
+    run_service_pb2,
     steering_pb2,
     steering_service_pb2,
 )
@@ -45,7 +46,16 @@ Step = TypeVar("Step")
 Taken = TypeVar("Taken", contravariant=True)
 Whole = TypeVar("Whole", covariant=True)
 
-_PAGE = 1000
+Page = TypeVar(
+    "Page",
+    capture_service_pb2.GetArtifactsResponse,
+    capture_service_pb2.ListSinksResponse,
+    run_service_pb2.ListRunsResponse,
+    steering_service_pb2.ListVectorsResponse,
+)
+
+PAGE = 1000
+"""Entries of a page that are asked for: as many as a server gives."""
 
 
 class Fold(Protocol[Taken, Step, Whole]):
@@ -106,6 +116,20 @@ class Dialogue(Talk[Answer], Generic[Answer, Step, Result]):
 
 Script: TypeAlias = Generator[Unary[Answer, Answer], Answer, Result]
 """Unary calls of which each depends on the answer before: yields calls, is sent answers."""
+
+
+def every_page(
+    path: str, request: Callable[[str], Message], answer: type[Page]
+) -> Script[Page, list[Page]]:
+    """Every page of a listing, whose requests are made of the pages' tokens."""
+    pages: list[Page] = []
+    token = ""
+    while True:
+        page = yield Unary(path, request(token), answer, lambda page: page)
+        pages.append(page)
+        token = page.next_page_token
+        if not token:
+            return pages
 
 
 def serialize(message: Message) -> bytes:
@@ -187,29 +211,30 @@ def stats() -> Unary[engine_service_pb2.GetStatsResponse, Stats]:
     )
 
 
-def sinks() -> Unary[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
-    """The server's sinks."""
-    return Unary(
+def sinks() -> Script[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
+    """The server's sinks, page by page."""
+    pages = yield from every_page(
         "/rheostat.v1.CaptureService/ListSinks",
-        capture_service_pb2.ListSinksRequest(),
+        lambda token: capture_service_pb2.ListSinksRequest(page_size=PAGE, page_token=token),
         capture_service_pb2.ListSinksResponse,
-        read_sinks,
     )
+    return [one for page in pages for one in read_sinks(page)]
 
 
 def artifacts(
     request_id: str, sink_name: str
-) -> Unary[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
-    """What sinks wrote for a request."""
-    return Unary(
+) -> Script[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
+    """What sinks wrote for a request, page by page."""
+    utf8_text(request_id, "request_id", "a request's id")
+    utf8_text(sink_name, "sink_name", "a sink's name")
+    pages = yield from every_page(
         "/rheostat.v1.CaptureService/GetArtifacts",
-        capture_service_pb2.GetArtifactsRequest(
-            request_id=utf8_text(request_id, "request_id", "a request's id"),
-            sink_name=utf8_text(sink_name, "sink_name", "a sink's name"),
+        lambda token: capture_service_pb2.GetArtifactsRequest(
+            request_id=request_id, sink_name=sink_name, page_size=PAGE, page_token=token
         ),
         capture_service_pb2.GetArtifactsResponse,
-        read_artifacts,
     )
+    return [one for page in pages for one in read_artifacts(page)]
 
 
 def health() -> Unary[health_pb2.HealthCheckResponse, str]:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from rheostat._calls import Script, Unary
+from rheostat._calls import PAGE, Script, Unary, every_page
 from rheostat._proto.v1 import run_service_pb2
 from rheostat._runs import RunInfo, lease_duration, read_run, valid_run_id
-
-_PAGE = 1000
 
 
 def list_runs() -> Script[run_service_pb2.ListRunsResponse, list[RunInfo]]:
     """Every run, page by page."""
-    found: list[RunInfo] = []
-    token = ""
-    while True:
-        page = yield Unary(
-            "/rheostat.v1.RunService/ListRuns",
-            run_service_pb2.ListRunsRequest(page_size=_PAGE, page_token=token),
-            run_service_pb2.ListRunsResponse,
-            lambda answer: answer,
-        )
-        found.extend(map(read_run, page.runs))
-        token = page.next_page_token
-        if not token:
-            return found
+    pages = yield from every_page(
+        "/rheostat.v1.RunService/ListRuns",
+        lambda token: run_service_pb2.ListRunsRequest(page_size=PAGE, page_token=token),
+        run_service_pb2.ListRunsResponse,
+    )
+    return [read_run(one) for page in pages for one in page.runs]
 
 
 def delete_run(run_id: str) -> Unary[run_service_pb2.DeleteRunResponse, int]:

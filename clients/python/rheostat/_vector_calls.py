@@ -8,7 +8,7 @@ from functools import partial
 import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, vector_data, write_element
-from rheostat._calls import Download, Script, Unary, Upload
+from rheostat._calls import PAGE, Download, Script, Unary, Upload, every_page
 from rheostat._derivations import Derivation, DerivationFold, DeriveMethod, derive_request
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, vector_digest, vector_name
@@ -19,8 +19,6 @@ from rheostat._requests import Prompt
 from rheostat._selectors import SelectorLike
 from rheostat._uploads import Pieces, Progress
 from rheostat._vectors import Vector, VectorInfo, defaults, read_info
-
-_PAGE = 1000
 
 
 @builds_message
@@ -94,22 +92,15 @@ def list_vectors(
     prefix: str,
 ) -> Script[steering_service_pb2.ListVectorsResponse, list[VectorInfo]]:
     """Every stored vector, page by page."""
-    found: list[VectorInfo] = []
-    token = ""
     utf8_text(prefix, "name_prefix", "a prefix")
-    while True:
-        page = yield Unary(
-            "/rheostat.v1.SteeringService/ListVectors",
-            steering_service_pb2.ListVectorsRequest(
-                page_size=_PAGE, page_token=token, name_prefix=prefix
-            ),
-            steering_service_pb2.ListVectorsResponse,
-            lambda answer: answer,
-        )
-        found.extend(read_info(info) for info in page.vectors)
-        token = page.next_page_token
-        if not token:
-            return found
+    pages = yield from every_page(
+        "/rheostat.v1.SteeringService/ListVectors",
+        lambda token: steering_service_pb2.ListVectorsRequest(
+            page_size=PAGE, page_token=token, name_prefix=prefix
+        ),
+        steering_service_pb2.ListVectorsResponse,
+    )
+    return [read_info(one) for page in pages for one in page.vectors]
 
 
 def derive_vectors(

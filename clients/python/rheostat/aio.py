@@ -312,11 +312,11 @@ class Engine:
 
     async def sinks(self) -> list[SinkInfo]:
         """The server's sinks, by name."""
-        return await self._connection.unary(_calls.sinks())
+        return await self._connection.script(_calls.sinks())
 
     async def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """What the sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
-        return await self._connection.unary(_calls.artifacts(request_id, sink_name))
+        return await self._connection.script(_calls.artifacts(request_id, sink_name))
 
     async def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""

@@ -6,15 +6,18 @@ from contextlib import aclosing
 from rheostat._proto.v1 import capture_service_pb2, capture_service_pb2_grpc
 from rheostat_server import checks
 from rheostat_server.errors import MissingField, WarmingUp
+from rheostat_server.paging import fitting, from_token, no_token, page_size, to_token
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
 from rheostat_server.sinks import to_artifact, to_wire_layout
+from rheostat_server.sinks.guarded import ArtifactKey, Found
 from rheostat_server.subscriptions.call import refuse_resumption, subscribe
 
 _pb = capture_service_pb2
 
-_ARTIFACTS = 1 << 16
-"""Most artefacts of an answer."""
+_ARTIFACT_BYTES = 512
+_SITE_BYTES = 16
+"""What an artefact, and a site of it, count for in an answer, about."""
 
 
 class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
@@ -44,6 +47,11 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         self, request: capture_service_pb2.ListSinksRequest, context: Context
     ) -> capture_service_pb2.ListSinksResponse:
         """The sinks, by name."""
+        listed = self._readiness.host().sinks.listed()
+        if request.page_token:
+            (after,) = from_token(request.page_token, 1)
+            listed = [one for one in listed if one.name > after]
+        page = listed[: page_size(request.page_size)]
         sinks = [
             _pb.Sink(
                 name=one.name,
@@ -51,9 +59,10 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
                 layouts=[to_wire_layout(layout) for layout in one.layouts],
                 options=one.options,
             )
-            for one in self._readiness.host().sinks.listed()
+            for one in page
         ]
-        return _pb.ListSinksResponse(sinks=sinks)
+        token = to_token(page[-1].name) if len(page) < len(listed) else ""
+        return _pb.ListSinksResponse(sinks=sinks, next_page_token=token)
 
     async def GetArtifacts(
         self, request: capture_service_pb2.GetArtifactsRequest, context: Context
@@ -63,5 +72,27 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         if not request.request_id:
             raise MissingField("a request id is required", field="request_id")
         checks.matches(request.request_id, checks.REQUEST_ID, "request_id")
-        page = await sinks.lookup(request.request_id, request.sink_name, most=_ARTIFACTS)
-        return _pb.GetArtifactsResponse(artifacts=[to_artifact(one) for one in page.found])
+        found, more = await sinks.lookup(
+            request.request_id,
+            request.sink_name,
+            after=_artifact_key(request.page_token) if request.page_token else None,
+            most=page_size(request.page_size),
+        )
+        page = fitting(found, _artifact_size)
+        answer = _pb.GetArtifactsResponse(artifacts=[to_artifact(one) for one in page])
+        if more or len(page) < len(found):
+            sink, path, offset = page[-1].key
+            answer.next_page_token = to_token(sink, path, str(offset))
+        return answer
+
+
+def _artifact_size(found: Found) -> int:
+    return _ARTIFACT_BYTES + _SITE_BYTES * len(found.artifact.sites)
+
+
+def _artifact_key(token: str) -> ArtifactKey:
+    """The last artefact of the page before."""
+    sink, path, offset = from_token(token, 3)
+    if not (offset.isascii() and offset.isdecimal()) or len(offset) > 20:
+        raise no_token()
+    return ArtifactKey(sink, path, int(offset))

@@ -7,8 +7,8 @@ from google.protobuf import timestamp_pb2
 from rheostat._proto.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc
 from rheostat_server import checks
 from rheostat_server.capture.stream import add_runs
-from rheostat_server.errors import InvalidValue
 from rheostat_server.offload import offload
+from rheostat_server.paging import fitting, from_token, no_token, page_size, to_token
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
 from rheostat_server.runs.run import Run
@@ -17,12 +17,6 @@ from rheostat_server.sites import to_wire
 from rheostat_server.spans import runs as runs_of
 
 _pb = run_service_pb2
-
-_DEFAULT_PAGE = 100
-_LARGEST_PAGE = 1000
-
-_PAGE_BYTES = 1 << 20
-"""Size of a page, about, at which it ends early."""
 
 _SITE_BYTES = 16
 _TOKEN_BYTES = 4
@@ -41,14 +35,12 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ListRunsResponse:
         """What is stored."""
         runs = self._readiness.host().runs
-        size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
-        if not 1 <= size <= _LARGEST_PAGE:
-            raise InvalidValue(f"must be 1 to {_LARGEST_PAGE}", field="page_size")
-        found, more = runs.page(_parse_token(request.page_token), size)
-        page = _cut(found)
+        after = _number(request.page_token) if request.page_token else 0
+        found, more = runs.page(after, page_size(request.page_size))
+        page = fitting(found, _weight)
         answer = await offload(sum(map(_weight, page)), _listed, page)
         if more or len(page) < len(found):
-            answer.next_page_token = str(page[-1].number)
+            answer.next_page_token = to_token(str(page[-1].number))
         answer.used_bytes = runs.used_bytes
         answer.capacity_bytes = runs.capacity
         return answer
@@ -70,18 +62,6 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         given = request.lease if request.HasField("lease") else None
         run = runs.renew(request.run_id, lease_seconds(given, "lease"), "run_id")
         return _pb.RenewLeaseResponse(run=await offload(_weight(run), _to_wire, run))
-
-
-def _cut(runs: Sequence[Run]) -> list[Run]:
-    """As many of the runs as make a page of about the usual size; one at least."""
-    page: list[Run] = []
-    left = _PAGE_BYTES
-    for run in runs:
-        if left <= 0:
-            break
-        page.append(run)
-        left -= _weight(run)
-    return page
 
 
 def _weight(run: Run) -> int:
@@ -112,10 +92,9 @@ def _timestamp(moment: float) -> timestamp_pb2.Timestamp:
     return timestamp_pb2.Timestamp(seconds=int(moment), nanos=int(moment % 1 * 1e9))
 
 
-def _parse_token(token: str) -> int:
+def _number(token: str) -> int:
     """The number of the last run of the page before."""
-    if not token:
-        return 0
-    if not (token.isascii() and token.isdecimal()) or len(token) > 18:
-        raise InvalidValue("is not a token of this server", field="page_token")
-    return int(token)
+    (number,) = from_token(token, 1)
+    if not (number.isascii() and number.isdecimal()) or len(number) > 18:
+        raise no_token()
+    return int(number)

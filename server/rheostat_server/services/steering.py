@@ -1,7 +1,5 @@
 """SteeringService: the store of vectors, and server-wide steering."""
 
-import base64
-import binascii
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -17,6 +15,7 @@ from rheostat_server.errors import InvalidValue, RheostatError
 from rheostat_server.keeper import Naming
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.listing import FIRST, Key
+from rheostat_server.paging import from_token, no_token, page_size, to_token
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
 from rheostat_server.steering import refuse_probes_and_rules
@@ -24,9 +23,6 @@ from rheostat_server.upload import Upload, Uploads, check_label, check_meant_sit
 from rheostat_server.vectors import Entry, Name
 
 _pb = steering_service_pb2
-
-_DEFAULT_PAGE = 100
-_LARGEST_PAGE = 1000
 
 
 class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
@@ -53,13 +49,10 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.ListVectorsRequest, context: Context
     ) -> steering_service_pb2.ListVectorsResponse:
         """What is stored."""
-        size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
-        if not 1 <= size <= _LARGEST_PAGE:
-            raise InvalidValue(f"must be 1 to {_LARGEST_PAGE}", field="page_size")
         store = self._readiness.host().store
-        after = _parse_token(request.page_token) if request.page_token else FIRST
+        after = _key(request.page_token) if request.page_token else FIRST
         entries = store.entries(request.name_prefix, after)
-        page = list(islice(entries, size))
+        page = list(islice(entries, page_size(request.page_size)))
         more = next(entries, None) is not None
         return _pb.ListVectorsResponse(
             vectors=[_info(entry) for entry in page],
@@ -199,16 +192,13 @@ def _timestamp(moment: float) -> timestamp_pb2.Timestamp:
 
 
 def _token(last: Entry) -> str:
-    return base64.urlsafe_b64encode(last.vector.digest + last.name.encode()).decode()
+    return to_token(last.name, last.vector.digest.hex())
 
 
-def _parse_token(token: str) -> Key:
-    size = hashlib.sha256().digest_size
+def _key(token: str) -> Key:
+    """The last line of the page before."""
+    name, digest = from_token(token, 2)
     try:
-        raw = base64.b64decode(token, altchars=b"-_", validate=True)
-        name = raw[size:].decode()
-    except (binascii.Error, ValueError) as error:
-        raise InvalidValue("is not a token of this server", field="page_token") from error
-    if len(raw) < size:
-        raise InvalidValue("is not a token of this server", field="page_token")
-    return Key(name, raw[:size])
+        return Key(name, bytes.fromhex(digest))
+    except ValueError as error:
+        raise no_token() from error

@@ -310,7 +310,7 @@ async def test_runs_are_listed_oldest_first_and_page_by_page(running) -> None:
 
 
 async def test_a_page_ends_early_rather_than_growing_huge(running, monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.services.runs._PAGE_BYTES", 1)
+    monkeypatch.setattr("rheostat_server.paging.PAGE_BYTES", 1)
     for run in "ab":
         await generate(running, into(run))
     first = await listed(running)
@@ -360,11 +360,6 @@ async def test_a_lease_is_renewed_and_never_shortened(running) -> None:
             "RenewLease",
             pb.RenewLeaseRequest(run_id="a", lease=duration_pb2.Duration(nanos=5)),
             (Code.INVALID_ARGUMENT, "INVALID_VALUE", "lease"),
-        ),
-        (
-            "ListRuns",
-            pb.ListRunsRequest(page_size=1001),
-            (Code.INVALID_ARGUMENT, "INVALID_VALUE", "page_size"),
         ),
         (
             "ListRuns",

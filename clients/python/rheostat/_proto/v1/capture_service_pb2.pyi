@@ -746,16 +746,25 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class ListSinksRequest(_message.Message):
-    """No parameters."""
+    """Which sinks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many entries, and fewer if they are large. More than 1000 counts as 1000. Default 100."""
+    page_token: _builtins.str
+    """next_page_token of the previous answer. Empty: from the start. Others: REASON_INVALID_VALUE."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -768,6 +777,9 @@ class ListSinksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SINKS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page. Empty: that was all."""
     @_builtins.property
     def sinks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sink]:
         """By name."""
@@ -776,10 +788,11 @@ class ListSinksResponse(_message.Message):
         self,
         *,
         sinks: _abc.Iterable[Global___Sink] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sinks", b"sinks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "sinks", b"sinks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -851,19 +864,27 @@ class GetArtifactsRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SINK_NAME_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request. Required."""
     sink_name: _builtins.str
     """Restricts to one sink. Empty: all."""
+    page_size: _builtins.int
+    """At most this many entries, and fewer if they are large. More than 1000 counts as 1000. Default 100."""
+    page_token: _builtins.str
+    """next_page_token of the previous answer. Empty: from the start. Others: REASON_INVALID_VALUE."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         sink_name: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sink_name", b"sink_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "request_id", b"request_id", "sink_name", b"sink_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -876,6 +897,9 @@ class GetArtifactsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ARTIFACTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page. Empty: that was all."""
     @_builtins.property
     def artifacts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Artifact]:
         """One entry per file, by sink and path."""
@@ -884,10 +908,11 @@ class GetArtifactsResponse(_message.Message):
         self,
         *,
         artifacts: _abc.Iterable[Global___Artifact] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifacts", b"artifacts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifacts", b"artifacts", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

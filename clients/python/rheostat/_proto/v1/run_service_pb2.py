@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from rheostat._proto.v1 import run_pb2 as rheostat_dot_v1_dot_run__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drheostat/v1/run_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rheostat/v1/run.proto\"`\n\x0fListRunsRequest\x12 \n\tpage_size\x18\x01 \x01(\rH\x00R\x08pageSize\x88\x01\x01\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageTokenB\x0c\n\n_page_size\"\xa6\x01\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x10.rheostat.v1.RunR\x04runs\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nused_bytes\x18\x03 \x01(\x04R\tusedBytes\x12%\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04R\rcapacityBytes\")\n\x10\x44\x65leteRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\"4\n\x11\x44\x65leteRunResponse\x12\x1f\n\x0b\x66reed_bytes\x18\x01 \x01(\x04R\nfreedBytes\"[\n\x11RenewLeaseRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\"8\n\x12RenewLeaseResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run2\xf0\x01\n\nRunService\x12G\n\x08ListRuns\x12\x1c.rheostat.v1.ListRunsRequest\x1a\x1d.rheostat.v1.ListRunsResponse\x12J\n\tDeleteRun\x12\x1d.rheostat.v1.DeleteRunRequest\x1a\x1e.rheostat.v1.DeleteRunResponse\x12M\n\nRenewLease\x12\x1e.rheostat.v1.RenewLeaseRequest\x1a\x1f.rheostat.v1.RenewLeaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drheostat/v1/run_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rheostat/v1/run.proto\"M\n\x0fListRunsRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\"\xa6\x01\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x10.rheostat.v1.RunR\x04runs\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nused_bytes\x18\x03 \x01(\x04R\tusedBytes\x12%\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04R\rcapacityBytes\")\n\x10\x44\x65leteRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\"4\n\x11\x44\x65leteRunResponse\x12\x1f\n\x0b\x66reed_bytes\x18\x01 \x01(\x04R\nfreedBytes\"[\n\x11RenewLeaseRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\"8\n\x12RenewLeaseResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run2\xf0\x01\n\nRunService\x12G\n\x08ListRuns\x12\x1c.rheostat.v1.ListRunsRequest\x1a\x1d.rheostat.v1.ListRunsResponse\x12J\n\tDeleteRun\x12\x1d.rheostat.v1.DeleteRunRequest\x1a\x1e.rheostat.v1.DeleteRunResponse\x12M\n\nRenewLease\x12\x1e.rheostat.v1.RenewLeaseRequest\x1a\x1f.rheostat.v1.RenewLeaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat._proto.v1.run_serv
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LISTRUNSREQUEST']._serialized_start=101
-  _globals['_LISTRUNSREQUEST']._serialized_end=197
-  _globals['_LISTRUNSRESPONSE']._serialized_start=200
-  _globals['_LISTRUNSRESPONSE']._serialized_end=366
-  _globals['_DELETERUNREQUEST']._serialized_start=368
-  _globals['_DELETERUNREQUEST']._serialized_end=409
-  _globals['_DELETERUNRESPONSE']._serialized_start=411
-  _globals['_DELETERUNRESPONSE']._serialized_end=463
-  _globals['_RENEWLEASEREQUEST']._serialized_start=465
-  _globals['_RENEWLEASEREQUEST']._serialized_end=556
-  _globals['_RENEWLEASERESPONSE']._serialized_start=558
-  _globals['_RENEWLEASERESPONSE']._serialized_end=614
-  _globals['_RUNSERVICE']._serialized_start=617
-  _globals['_RUNSERVICE']._serialized_end=857
+  _globals['_LISTRUNSREQUEST']._serialized_end=178
+  _globals['_LISTRUNSRESPONSE']._serialized_start=181
+  _globals['_LISTRUNSRESPONSE']._serialized_end=347
+  _globals['_DELETERUNREQUEST']._serialized_start=349
+  _globals['_DELETERUNREQUEST']._serialized_end=390
+  _globals['_DELETERUNRESPONSE']._serialized_start=392
+  _globals['_DELETERUNRESPONSE']._serialized_end=444
+  _globals['_RENEWLEASEREQUEST']._serialized_start=446
+  _globals['_RENEWLEASEREQUEST']._serialized_end=537
+  _globals['_RENEWLEASERESPONSE']._serialized_start=539
+  _globals['_RENEWLEASERESPONSE']._serialized_end=595
+  _globals['_RUNSERVICE']._serialized_start=598
+  _globals['_RUNSERVICE']._serialized_end=838
 # @@protoc_insertion_point(module_scope)

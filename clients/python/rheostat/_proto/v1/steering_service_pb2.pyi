@@ -189,25 +189,23 @@ class ListVectorsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     NAME_PREFIX_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; 1 to 1000. Default 100."""
+    """At most this many entries, and fewer if they are large. More than 1000 counts as 1000. Default 100."""
     page_token: _builtins.str
-    """From the previous answer. Empty: from the start."""
+    """next_page_token of the previous answer. Empty: from the start. Others: REASON_INVALID_VALUE."""
     name_prefix: _builtins.str
     """Only vectors with a name that begins so. Empty: all, named or not."""
     def __init__(
         self,
         *,
-        page_size: _builtins.int | None = ...,
+        page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         name_prefix: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "name_prefix", b"name_prefix", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name_prefix", b"name_prefix", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
-    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListVectorsRequest: _TypeAlias = ListVectorsRequest  # noqa: Y015
 
