@@ -93,10 +93,18 @@ def sink_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, sink_root: Path) -> Iterator[Server]:
+def spool(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where rows that wait on disk lie, of `server`."""
+    return tmp_path_factory.mktemp("spool")
+
+
+@pytest.fixture(scope="session")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, sink_root: Path, spool: Path
+) -> Iterator[Server]:
     """The server of nearly all tests."""
-    sink = f"--sink=disk=filesystem:root={sink_root}"
-    options = ["--capture-mib", "64", "--resume-window", "15", sink]
+    folders = [f"--sink=disk=filesystem:root={sink_root}", f"--spool={spool}"]
+    options = ["--capture-mib", "64", "--resume-window", "15", *folders]
     with serving(tmp_path_factory.mktemp("server"), *options) as one:
         yield one
 

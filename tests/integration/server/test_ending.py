@@ -115,7 +115,11 @@ def test_a_server_that_is_killed_takes_its_engine_and_what_it_runs_with_it(
 
 
 def test_a_server_whose_engine_is_killed_ends_its_requests_and_then_itself(tmp_path: Path) -> None:
-    with serving(tmp_path, "--max-model-len=2048") as server, rheostat.connect(server.target) as at:
+    with (
+        serving(tmp_path, "--max-model-len=2048") as server,
+        rheostat.connect(server.target) as at,
+        at.subscribe(every=True, capture=rheostat.Capture("resid_post", 3)) as watching,
+    ):
         stream = at.stream("My day was", max_tokens=2000, ignore_eos=True)
         next(event for event in stream if isinstance(event, rheostat.Tokens))
         (engine,) = (one for one in descendants(server.process.pid) if is_engine(one))
@@ -123,6 +127,8 @@ def test_a_server_whose_engine_is_killed_ends_its_requests_and_then_itself(tmp_p
         with pytest.raises(rheostat.Unavailable) as lost:
             stream.result()
         assert lost.value.reason == "REASON_ENGINE_LOST"
+        with pytest.raises(rheostat.Unavailable):
+            list(watching)
         with pytest.raises(rheostat.Unavailable):
             at.generate("My day was", max_tokens=1)
         assert server.process.wait(60) == 9, server.log.read_text()[-2000:]

@@ -1,7 +1,5 @@
 """Rows of other requests, live, from the real engine: Hugging Face's rows, each once."""
 
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Point, Site
 
 from ..engine.reference import HfReference
-from .conftest import Server, serving
+from .conftest import Server
 
 pytestmark = pytest.mark.integration
 
@@ -266,54 +264,16 @@ def test_rows_through_shared_memory_are_those_inside_messages_bit_for_bit(
         assert all(row.tobytes() == other[name][key].tobytes() for key, row in rows.items())
 
 
-def test_rows_in_a_sink_are_those_of_the_answer(tmp_path: Path, reference: HfReference) -> None:
-    root = tmp_path / "rows"
-    root.mkdir()
-    with (
-        serving(tmp_path, "--sink", f"disk=filesystem:root={root}") as server,
-        rheostat.connect(server.target) as engine,
-    ):
-        kept = rheostat.Capture(POINTS, to=rheostat.Sink("disk", layout="sharded"))
-        out = engine.generate(
-            prompt(1, 30),
-            request_id="kept",
-            capture=[kept, rheostat.Capture(POINTS)],
-            max_tokens=9,
-            **OPTIONS,
-        )
-        store = captures.open_captures(root)
-        for point, layer in everywhere(POINTS, range(LAYERS)):
-            found = store.rows_of("kept", point, layer)
-            assert np.array_equal(found.values, out.activations[point, layer])
-        assert {one.state for one in engine.artifacts("kept")} == {"complete"}
-        with engine.subscribe(every=True, capture=rheostat.Capture("resid_post")) as watching:
-            _kill_engine(server)
-            with pytest.raises(rheostat.Unavailable):
-                next(watching)
-
-
-def _kill_engine(server: Server) -> None:
-    """Kills the engine's process, as an out-of-memory killer would."""
-    found = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdecimal() and _parent(entry) == server.process.pid and _is_engine(entry)
-    ]
-    assert found
-    for number in found:
-        os.kill(number, signal.SIGKILL)
-
-
-def _parent(process: Path) -> int:
-    try:
-        found = re.search(r"^PPid:\s*(\d+)", (process / "status").read_text(), re.M)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
-
-
-def _is_engine(process: Path) -> bool:
-    try:
-        return b"EngineCore" in (process / "cmdline").read_bytes()
-    except OSError:
-        return False
+def test_rows_in_a_sink_are_those_of_the_answer(engine: rheostat.Engine, sink_root: Path) -> None:
+    sink = rheostat.Sink("disk", tag="as-answered", layout="sharded")
+    out = engine.generate(
+        prompt(1, 30),
+        capture=[rheostat.Capture(POINTS, to=sink), rheostat.Capture(POINTS)],
+        max_tokens=9,
+        **OPTIONS,
+    )
+    store = captures.open_captures(sink_root, tag="as-answered")
+    for point, layer in everywhere(POINTS, range(LAYERS)):
+        found = store.rows_of(out.request_id, point, layer)
+        assert np.array_equal(found.values, out.activations[point, layer])
+    assert {one.state for one in engine.artifacts(out.request_id)} == {"complete"}
