@@ -234,7 +234,9 @@ def check_queue(
         QueueFull: it may not.
     """
     if samples >= running_samples + WAITING_REQUESTS:
-        raise QueueFull(f"{samples} samples run or wait", retry_after=_RETRY)
+        raise QueueFull(
+            f"{samples} samples run or wait already; try again later", retry_after=_RETRY
+        )
     own = admitted.prompt_len * admitted.sampling.samples
     if samples and prompt_tokens + own > QUEUED_PROMPT_TOKENS:
         raise QueueFull(

@@ -105,8 +105,8 @@ class Derivations:
     def _room(self, size: int) -> Iterator[None]:
         if self._held + size > DERIVED_BYTES:
             raise QueueFull(
-                f"{size} bytes of rows are to be contrasted; other calls leave "
-                f"{DERIVED_BYTES - self._held}",
+                f"the rows to contrast take {size} bytes; other calls leave "
+                f"{DERIVED_BYTES - self._held}. Try again later",
                 field="sites",
                 retry_after=_RETRY,
             )
@@ -135,15 +135,15 @@ def _check(request: steering_service_pb2.DeriveVectorsRequest, host: EngineHost)
     )
     if order.size > DERIVED_BYTES:
         raise InvalidValue(
-            f"{order.size} bytes of rows are to be contrasted; at most {DERIVED_BYTES} can be. "
+            f"the rows to contrast take {order.size} bytes; at most {DERIVED_BYTES} are allowed. "
             "Name fewer layers, points or prompts",
             field="sites",
         )
     stored = len(selection.sites) * order.width * FloatType.FLOAT32.itemsize
     if stored > host.store.capacity:
         raise StoreFull(
-            f"the vectors take {stored} bytes; the whole store has {host.store.capacity}. Give it "
-            "more with --vector-store-mib",
+            f"the vectors take {stored} bytes; the whole store has {host.store.capacity}. Raise "
+            "the server's --vector-store-mib",
             field="sites",
         )
     return order
@@ -165,8 +165,8 @@ def _method(request: steering_service_pb2.DeriveVectorsRequest) -> Method:
     method = _METHODS[request.method]
     if method is Method.PRINCIPAL_COMPONENT and len(request.positive) != len(request.negative):
         raise InvalidValue(
-            f"{len(request.negative)} prompts against {len(request.positive)} positive ones; "
-            "pairwise differences need as many of each",
+            f"there are {len(request.negative)} negative prompts and {len(request.positive)} "
+            "positive ones; METHOD_PRINCIPAL_COMPONENT pairs them and needs as many of each",
             field="negative",
         )
     return method

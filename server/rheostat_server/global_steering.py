@@ -114,7 +114,7 @@ class ServerWide:
             before = self.current
             if expected_version is not None and expected_version != before.version:
                 raise VersionConflict(
-                    f"version {before.version} holds, not {expected_version}",
+                    f"the steering has version {before.version}, not {expected_version}",
                     field="expected_version",
                     metadata={"version": str(before.version)},
                 )

@@ -228,7 +228,7 @@ def _band(band: steering_pb2.Band, path: str) -> Band:
     if band.HasField("max"):
         high = checks.finite(band.max, join(path, "max"))
     if low > high:
-        raise InvalidValue(f"{high:g} is below min, {low:g}", field=join(path, "max"))
+        raise InvalidValue(f"max is {high:g}, which is below min, {low:g}", field=join(path, "max"))
     _check_read(band, path)
     if band.HasField("write"):
         raise NotSupported(
@@ -304,6 +304,7 @@ def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:
 def _check_size(size: int, path: str) -> None:
     if size > INLINE_VECTOR_BYTES:
         raise MessageTooLarge(
-            f"{size} bytes; inline vectors have at most {INLINE_VECTOR_BYTES}. Put it first",
+            f"the inline vector has {size} bytes; at most {INLINE_VECTOR_BYTES} are allowed. Store "
+            "it with PutVector and name it",
             field=join(path, "inline"),
         )

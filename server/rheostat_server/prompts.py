@@ -194,7 +194,7 @@ class Prompts:
         continue_final = chat.continue_final_message
         if continue_final and chat.add_generation_prompt:
             raise InvalidValue(
-                "excludes add_generation_prompt", field="chat.continue_final_message"
+                "cannot be combined with add_generation_prompt", field="chat.continue_final_message"
             )
         opens = not continue_final
         if chat.HasField("add_generation_prompt"):

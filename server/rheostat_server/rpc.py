@@ -194,7 +194,7 @@ def _reader(decode: Callable[[bytes], Request], *, streaming: bool) -> Callable[
         try:
             request = decode(data)
         except DecodeError:
-            return refused(InvalidValue("the bytes that came are no message of this rpc"))
+            return refused(InvalidValue("the request cannot be decoded as a message of this rpc"))
         if not isinstance(request, Message):
             return request
         path = unknown_field(request, data)

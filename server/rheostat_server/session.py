@@ -164,7 +164,7 @@ class _Control:
             raise InvalidValue("only a session's first message is start", field="start")
         if message.update_id <= self._last_number:
             raise InvalidValue(
-                f"update ids rise; the last was {self._last_number}", field="update_id"
+                f"update ids must rise; the last was {self._last_number}", field="update_id"
             )
         self._last_number = message.update_id
         if action == "gain":
@@ -176,7 +176,9 @@ class _Control:
             self._flight.answer(generation_pb2.UpdateApplied(update_id=message.update_id))
         else:
             if self._updates.qsize() >= WAITING_UPDATES:
-                raise QueueFull(f"{WAITING_UPDATES} updates wait", retry_after=RETRY)
+                raise QueueFull(
+                    f"{WAITING_UPDATES} updates wait already; try again later", retry_after=RETRY
+                )
             self._updates.put_nowait(_Update(message.update_id, message.steering))
 
     async def _work(self) -> None:

@@ -132,7 +132,7 @@ def _layers(sites: types_pb2.SiteSet, count: int, path: str) -> tuple[int, ...]:
     if step < 1:
         raise InvalidValue("must be at least 1", field=join(field, "step"))
     if start >= stop:
-        raise InvalidValue(f"layers {start} to {stop} hold none", field=field)
+        raise InvalidValue(f"the range from {start} to {stop} holds no layer", field=field)
     return tuple(range(start, stop, step))
 
 

@@ -116,7 +116,7 @@ def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) ->
     raw = tensor.encoding == tensor_pb2.ENCODING_RAW
     if raw and len(tensor.inline) != expected:
         raise TensorPayload(
-            f"{len(tensor.inline)} bytes; dtype and shape want {expected}",
+            f"the tensor has {len(tensor.inline)} bytes; its dtype and shape need {expected}",
             field=join(path, "inline"),
         )
     if tensor.HasField("crc32c") and google_crc32c.value(tensor.inline) != tensor.crc32c:

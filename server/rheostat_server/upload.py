@@ -90,8 +90,8 @@ class Uploads:
     def _room(self, size: int) -> Iterator[None]:
         if self._held + size > UPLOADED_BYTES:
             raise QueueFull(
-                f"{size} bytes are to be uploaded; other uploads leave "
-                f"{UPLOADED_BYTES - self._held} of {UPLOADED_BYTES}",
+                f"the upload has {size} bytes; other uploads leave "
+                f"{UPLOADED_BYTES - self._held} of {UPLOADED_BYTES}. Try again later",
                 field="header.total_bytes",
                 retry_after=_RETRY,
             )
@@ -204,7 +204,8 @@ def _check_header(header: steering_service_pb2.VectorHeader, width: int, capacit
         )
     if total > capacity:
         raise StoreFull(
-            f"{total} bytes; the whole store has {capacity}. Give it more with --vector-store-mib",
+            f"the vector has {total} bytes; the whole store has {capacity}. Raise the server's "
+            "--vector-store-mib",
             field="header.total_bytes",
         )
 
@@ -213,7 +214,7 @@ def _check_shape(header: steering_service_pb2.VectorHeader, width: int, kind: Fl
     expected = vector_rows(header.shape, width, "header.shape") * width * kind.itemsize
     if header.total_bytes != expected:
         raise VectorShape(
-            f"dtype and shape want {expected} bytes, total_bytes says {header.total_bytes}",
+            f"dtype and shape need {expected} bytes; total_bytes is {header.total_bytes}",
             field="header.total_bytes",
             metadata={"expected": str(expected), "got": str(header.total_bytes)},
         )

@@ -70,7 +70,7 @@ class NameFile:
             return {name: _label(*rest) for name, *rest in rows}
         except (sqlite3.Error, DecodeError, TypeError) as error:
             raise VectorDirFailed(
-                f"{self.path} is not what a server writes ({error}): mend it, or move it away to "
+                f"{self.path} is not what a server writes ({error}): repair it, or move it away to "
                 "start without names"
             ) from error
 

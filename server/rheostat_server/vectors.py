@@ -413,7 +413,7 @@ class VectorStore:
         if free < size:
             raise StoreFull(
                 f"{size} bytes are needed; names, running requests and server-wide steering hold "
-                f"all but {free} of {self.capacity}. Take names off, or raise the server's "
+                f"all but {free} of {self.capacity}. Delete names, or raise the server's "
                 "--vector-store-mib",
                 retry_after=_RETRY if free + pinned >= size else None,
             )

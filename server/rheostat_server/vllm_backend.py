@@ -312,7 +312,7 @@ async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:
     except Exception as error:  # vLLM hands whatever the worker raised on as this
         raise EngineFailed(
             f"vLLM cannot load the adapter {lora.name} from {lora.path}: {what_happened(error)}. "
-            "Mend it, or start without it"
+            "Repair it, or start without it"
         ) from error
 
 

@@ -66,7 +66,7 @@ _WORD = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
 """A word of the wire that is the value of an argument in Python."""
 
 _ADVICE = {
-    "grant at least so many, or 0 and more later": "give credit= at least so many",
+    "grant at least as much, or 0 now and more later": "give credit= at least as much",
     "or row_layers that say which layer each row belongs to": (
         "or to be stored with layers=, which say the layer of each"
     ),

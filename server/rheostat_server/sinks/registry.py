@@ -233,7 +233,9 @@ class Sinks:
             QueueFull: too many lookups wait for slow sinks.
         """
         if self._lookups >= _LOOKUPS:
-            raise QueueFull(f"{self._lookups} lookups wait for the disks of sinks", retry_after=1.0)
+            raise QueueFull(
+                f"{self._lookups} lookups wait for sinks; try again later", retry_after=1.0
+            )
         names = self._named(sink)
         self._lookups += 1
         try:

@@ -260,8 +260,8 @@ class Subscriptions:
         if _ID.fullmatch(name) and not name.startswith(self._process):
             return gone_with_its_server(name)
         return SubscriptionNotFound(
-            "there is no such subscription: it has ended, nobody took it up in time, or this is "
-            "the name of something else, such as a sink",
+            "there is no such subscription: it has ended, its client did not resume it in time, or "
+            "this is the name of something else, such as a sink",
             field=field,
             resource=Resource("subscription", name[:128]),
         )

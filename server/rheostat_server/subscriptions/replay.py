@@ -59,7 +59,9 @@ class Replay:
             InvalidValue: this is one.
         """
         if sequence > self.last:
-            raise InvalidValue(f"{sequence} was not sent; the last was {self.last}", field=field)
+            raise InvalidValue(
+                f"event {sequence} was not sent; the last was {self.last}", field=field
+            )
 
     def acknowledge(self, sequence: int) -> list[Sent]:
         """Forgets everything up to a number, and gives it back."""

@@ -73,14 +73,14 @@ def check_room(
     least = max(rows, default=0)
     if 0 < wish.credit_bytes < least:
         raise InvalidValue(
-            f"a row takes {least} bytes, and goes only where the credit covers all of it: grant at "
-            "least so many, or 0 and more later",
+            f"a row takes {least} bytes and is sent only if the credit covers all of it: grant at "
+            "least as much, or 0 now and more later",
             field="open.credit_bytes",
         )
     least = position_bytes(captures, held)
     if wish.HasField("buffer_bytes") and wish.buffer_bytes < least:
         raise InvalidValue(
-            f"one position of these captures takes {least} bytes: a buffer has at least so many",
+            f"one position of these captures takes {least} bytes; the buffer must hold one",
             field="open.buffer_bytes",
         )
 

@@ -222,7 +222,7 @@ class Subscription:
         if sequence < self._replay.acknowledged:
             oldest = self._replay.acknowledged + 1
             raise CursorExpired(
-                f"what follows {sequence} was acknowledged and is gone; the first that can be had "
+                f"events after {sequence} were acknowledged and discarded; the first that is left "
                 f"is {oldest}",
                 field="open.resume.after_sequence",
                 metadata={"oldest": str(oldest)},
@@ -314,7 +314,7 @@ class Subscription:
 
     def _check(self, call: object) -> None:
         if self._call is not call:
-            raise Superseded("another call took this subscription up")
+            raise Superseded("another call resumed this subscription")
         if self._interruption is not None:
             raise self._interruption
         if self.failure is not None:

@@ -120,4 +120,4 @@ def test_an_adapter_that_cannot_be_loaded_stops_the_start_by_name(
     assert done.returncode == 5
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("rheostat: ")]
     assert f"vLLM cannot load the adapter odd from {broken}" in line
-    assert line.endswith("Mend it, or start without it")
+    assert line.endswith("Repair it, or start without it")

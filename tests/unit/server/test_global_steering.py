@@ -203,7 +203,7 @@ async def test_a_version_is_replaced_only_by_who_knows_it(running) -> None:
         Code.FAILED_PRECONDITION,
         "REASON_VERSION_CONFLICT",
         "expected_version",
-        "version 1 holds, not 0",
+        "the steering has version 1, not 0",
         metadata=(("version", "1"),),
         precondition=True,
     )

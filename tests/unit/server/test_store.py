@@ -149,7 +149,7 @@ async def test_an_upload_for_which_others_leave_no_room_may_come_again(
         Code.RESOURCE_EXHAUSTED,
         "REASON_QUEUE_FULL",
         "header.total_bytes",
-        "32 bytes are to be uploaded; other uploads leave 31 of 31",
+        "the upload has 32 bytes; other uploads leave 31 of 31. Try again later",
         retry=True,
     )
     for _ in range(2):

@@ -26,7 +26,7 @@ async def test_a_unary_rpc_refuses_it(running, method) -> None:
         await call(GARBAGE, timeout=10)
     refusal = Refusal.of(caught.value)
     assert refusal.brief == BRIEF
-    assert refusal.message == "the bytes that came are no message of this rpc"
+    assert refusal.message == "the request cannot be decoded as a message of this rpc"
 
 
 async def test_a_stream_of_answers_refuses_it(running) -> None:

@@ -144,7 +144,7 @@ async def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name(
         await start_backend(ServerConfig(model="demo"))
     assert str(caught.value) == (
         "vLLM cannot load the adapter odd from /some/folder: Call to add_lora method failed: no "
-        "weights. Mend it, or start without it"
+        "weights. Repair it, or start without it"
     )
     assert (llm.ended, folder.exists()) == (True, False)
 
