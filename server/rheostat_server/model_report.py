@@ -17,6 +17,18 @@ from rheostat_server.tensors import FloatType
 
 _pb = engine_service_pb2
 
+_ALWAYS_SERVED = (
+    _pb.FEATURE_STEERING,
+    _pb.FEATURE_GLOBAL_STEERING,
+    _pb.FEATURE_SESSIONS,
+    _pb.FEATURE_BASELINES,
+    _pb.FEATURE_CAPTURE,
+    _pb.FEATURE_PROJECTIONS,
+    _pb.FEATURE_SUBSCRIPTIONS,
+    _pb.FEATURE_RUNS,
+    _pb.FEATURE_DERIVATION,
+)
+
 _NO_GATE = "gates are not served yet"
 
 
@@ -38,6 +50,7 @@ def report_model(host: EngineHost) -> engine_service_pb2.GetModelResponse:
         limits=_limits(host),
         build_version=build_version(),
         api_version="rheostat.v1",
+        features=_features(host),
     )
 
 
@@ -47,6 +60,16 @@ def build_version() -> str:
         return version("rheostat")
     except PackageNotFoundError:
         return "unknown"
+
+
+def _features(host: EngineHost) -> list[engine_service_pb2.Feature.ValueType]:
+    """What is served: always, and because of how the server was started."""
+    optional = {
+        _pb.FEATURE_SINKS: bool(host.sinks.listed()),
+        _pb.FEATURE_SPILL: host.spillway is not None,
+        _pb.FEATURE_LORA: bool(host.info.loras),
+    }
+    return sorted([*_ALWAYS_SERVED, *(feature for feature, there in optional.items() if there)])
 
 
 def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:

@@ -22,14 +22,13 @@ from google.protobuf.message import DecodeError, Message
 from rheostat_server.errors import (
     DeadlinePassed,
     Defect,
-    InvalidArgument,
     InvalidValue,
     MessageTooLarge,
     NotImplementedHere,
     RheostatError,
     UnknownField,
 )
-from rheostat_server.limits import CONTROL_MESSAGE_BYTES, OFFLOAD_BYTES
+from rheostat_server.limits import CONTROL_MESSAGE_BYTES, OFFLOAD_BYTES, TENSOR_MESSAGE_BYTES
 from rheostat_server.status import DETAILS_KEY, to_status
 from rheostat_server.unknown_fields import unknown_field
 
@@ -113,7 +112,7 @@ def _wrapped(
 ) -> "grpc.RpcMethodHandler[Request, Response]":
     decode, encode = handler.request_deserializer, handler.response_serializer
     if decode is not None:
-        decode = _reader(decode, streaming=handler.request_streaming)
+        decode = _reader(method, decode, streaming=handler.request_streaming)
     if handler.unary_unary is not None:
         one = _unary(method, cast(Unary[Request, Response], handler.unary_unary), calls)
         return grpc.unary_unary_rpc_method_handler(one, decode, encode)
@@ -133,7 +132,6 @@ def _unary(
     async def handle(request: Request, context: AnyContext[Request, Response]) -> Response:
         try:
             _check_served(method, inspect.iscoroutinefunction(behaviour))
-            _check_size(method, request)
             with calls.counted():
                 async with _deadline(context):
                     return await behaviour(_readable(request), context)
@@ -151,7 +149,6 @@ def _stream(
     async def handle(request: Request, context: AnyContext[Request, Response]) -> None:
         try:
             _check_served(method, inspect.isasyncgenfunction(behaviour))
-            _check_size(method, request)
             with calls.counted():
                 messages = behaviour(_readable(request), context)
                 async with _deadline(context), aclosing(messages):
@@ -181,16 +178,23 @@ async def _write(context: AnyContext[Request, Response], message: Response) -> N
 class _Refused(NamedTuple):
     """Stands for a message that is refused. gRPC takes no error from where messages are read."""
 
-    error: InvalidArgument
+    error: RheostatError
 
 
-def _reader(decode: Callable[[bytes], Request], *, streaming: bool) -> Callable[[bytes], Request]:
+def _reader(
+    method: str, decode: Callable[[bytes], Request], *, streaming: bool
+) -> Callable[[bytes], Request]:
     """Reads messages; `_readable` raises for those that are refused."""
 
-    def refused(error: InvalidArgument) -> Request:
+    def refused(error: RheostatError) -> Request:
         return cast(Request, _Refused(error))
 
+    most = CONTROL_MESSAGE_BYTES if method.startswith(_CONTROL) else TENSOR_MESSAGE_BYTES
+
     def read(data: bytes) -> Request:
+        if len(data) > most:
+            text = f"the request has {len(data)} bytes; this service takes at most {most}"
+            return refused(MessageTooLarge(text))
         try:
             request = decode(data)
         except DecodeError:
@@ -231,7 +235,7 @@ def _readable(request: Request) -> Request:
     """A request, or a stream of requests, that raises instead of giving a refused one.
 
     Raises:
-        InvalidArgument: it is one request, and is refused.
+        RheostatError: it is one request, and is refused.
     """
     if isinstance(request, AsyncIterator):
         return cast(Request, _each_readable(request))
@@ -264,16 +268,6 @@ def _check_served(method: str, served: bool) -> None:
         name = method.removeprefix(_OURS)
         instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise NotImplementedHere(f"{name} is not served yet{instead}")
-
-
-def _check_size(method: str, request: object) -> None:
-    if not method.startswith(_CONTROL) or not isinstance(request, Message):
-        return
-    size = request.ByteSize()
-    if size > CONTROL_MESSAGE_BYTES:
-        raise MessageTooLarge(
-            f"the request has {size} bytes; this service takes at most {CONTROL_MESSAGE_BYTES}"
-        )
 
 
 async def _abort(method: str, context: AnyContext[Request, Response], error: Exception) -> NoReturn:

@@ -129,6 +129,8 @@ class ModelInfo:
     """The server's version."""
     api_version: str
     """The contract's package, "rheostat.v1"."""
+    features: tuple[str, ...] = ()
+    """What the server serves: "steering", "capture", "sinks", ... It refuses the rest."""
 
     def captured(self, point: Point) -> tuple[int, ...]:
         """Layers at which rows of this point can be captured, ascending."""
@@ -172,6 +174,7 @@ def _told(model: ModelInfo) -> list[tuple[str, str]]:
         ),
         ("adapters", ", ".join(model.lora_names) or "none"),
         ("server", f"{model.build_version}, {model.api_version}"),
+        ("features", ", ".join(one.replace("_", " ") for one in model.features) or "not told"),
     ]
     for group in model.sites:
         done = [op for op, ability in group.ops.items() if ability.served]
@@ -224,6 +227,10 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         ),
         build_version=message.build_version,
         api_version=message.api_version,
+        features=tuple(
+            read_word(engine_service_pb2.Feature.DESCRIPTOR, one, "FEATURE_")
+            for one in message.features
+        ),
     )
 
 

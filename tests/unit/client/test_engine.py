@@ -33,7 +33,8 @@ MODEL = text_format.Parse(
          inline_vector_bytes: 8388608 samples: 64 logprobs: 20
          capacity_wait { seconds: 30 } run_bytes: 31 request_buffer_bytes: 32 buffer_bytes: 33
        }
-       build_version: "0.1.0" api_version: "rheostat.v1" """,
+       build_version: "0.1.0" api_version: "rheostat.v1"
+       features: FEATURE_STEERING features: FEATURE_GLOBAL_STEERING features: 99 """,
     engine_service_pb2.GetModelResponse(),
 )
 EXPECTED_MODEL = rheostat.ModelInfo(
@@ -92,6 +93,7 @@ EXPECTED_MODEL = rheostat.ModelInfo(
     ),
     build_version="0.1.0",
     api_version="rheostat.v1",
+    features=("steering", "global_steering", "unknown 99"),
 )
 WORDS = """demo
   model: LlamaForCausalLM, 3 layers, width 8, 100 tokens, bfloat16
@@ -99,6 +101,7 @@ WORDS = """demo
   limits: 2048 tokens, 64 requests, 512 bank rows, 20 logprobs
   adapters: a
   server: 0.1.0, rheostat.v1
+  features: steering, global steering, unknown 99
   resid_pre 0-2: add, capture
   resid_mid 0-2: nothing: attention and MLP run in parallel"""
 

@@ -23,6 +23,106 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Feature:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FEATURE_UNSPECIFIED: _Feature.ValueType  # 0
+    """Never sent."""
+    FEATURE_STEERING: _Feature.ValueType  # 1
+    """GenerateRequest.steering; the ops are in SiteGroup.ops."""
+    FEATURE_GLOBAL_STEERING: _Feature.ValueType  # 2
+    """SetGlobal."""
+    FEATURE_SESSIONS: _Feature.ValueType  # 3
+    """Session, and its updates of steering."""
+    FEATURE_BASELINES: _Feature.ValueType  # 4
+    """GenerateRequest.with_baseline."""
+    FEATURE_CAPTURE: _Feature.ValueType  # 5
+    """GenerateRequest.captures; the points are in SiteGroup.capture."""
+    FEATURE_PROJECTIONS: _Feature.ValueType  # 6
+    """CaptureSpec.projection onto readouts."""
+    FEATURE_SUBSCRIPTIONS: _Feature.ValueType  # 7
+    """Subscribe."""
+    FEATURE_SINKS: _Feature.ValueType  # 8
+    """CaptureSpec.sink, and GetArtifacts. The server has at least one sink."""
+    FEATURE_SPILL: _Feature.ValueType  # 9
+    """OVERLOAD_SPILL. The server has a spool."""
+    FEATURE_RUNS: _Feature.ValueType  # 10
+    """CaptureSpec.run, and RunService."""
+    FEATURE_DERIVATION: _Feature.ValueType  # 11
+    """DeriveVectors."""
+    FEATURE_LORA: _Feature.ValueType  # 12
+    """GenerateRequest.lora_name. The server has at least one adapter."""
+    FEATURE_REPLACE: _Feature.ValueType  # 13
+    """Replace. Not sent yet."""
+    FEATURE_READOUTS: _Feature.ValueType  # 14
+    """Biases, activations and all normalisations of Readout, and Band.write. Not sent yet."""
+    FEATURE_MATRICES: _Feature.ValueType  # 15
+    """Projection.matrix and Projection.top_k. Not sent yet."""
+    FEATURE_GATES: _Feature.ValueType  # 16
+    """Intervention.gate, and GenerateRequest.probes. Not sent yet."""
+    FEATURE_RULES: _Feature.ValueType  # 17
+    """GenerateRequest.rules. Not sent yet."""
+    FEATURE_GAINS: _Feature.ValueType  # 18
+    """SessionRequest.gain. Not sent yet."""
+    FEATURE_RUN_TRANSFER: _Feature.ValueType  # 19
+    """PatchService but for Sweep. Not sent yet."""
+    FEATURE_SWEEPS: _Feature.ValueType  # 20
+    """Sweep. Not sent yet."""
+    FEATURE_WATCHES: _Feature.ValueType  # 21
+    """Watch. Not sent yet."""
+
+class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
+    """A part of the contract that a server may lack. New values may come with any release."""
+
+FEATURE_UNSPECIFIED: Feature.ValueType  # 0
+"""Never sent."""
+FEATURE_STEERING: Feature.ValueType  # 1
+"""GenerateRequest.steering; the ops are in SiteGroup.ops."""
+FEATURE_GLOBAL_STEERING: Feature.ValueType  # 2
+"""SetGlobal."""
+FEATURE_SESSIONS: Feature.ValueType  # 3
+"""Session, and its updates of steering."""
+FEATURE_BASELINES: Feature.ValueType  # 4
+"""GenerateRequest.with_baseline."""
+FEATURE_CAPTURE: Feature.ValueType  # 5
+"""GenerateRequest.captures; the points are in SiteGroup.capture."""
+FEATURE_PROJECTIONS: Feature.ValueType  # 6
+"""CaptureSpec.projection onto readouts."""
+FEATURE_SUBSCRIPTIONS: Feature.ValueType  # 7
+"""Subscribe."""
+FEATURE_SINKS: Feature.ValueType  # 8
+"""CaptureSpec.sink, and GetArtifacts. The server has at least one sink."""
+FEATURE_SPILL: Feature.ValueType  # 9
+"""OVERLOAD_SPILL. The server has a spool."""
+FEATURE_RUNS: Feature.ValueType  # 10
+"""CaptureSpec.run, and RunService."""
+FEATURE_DERIVATION: Feature.ValueType  # 11
+"""DeriveVectors."""
+FEATURE_LORA: Feature.ValueType  # 12
+"""GenerateRequest.lora_name. The server has at least one adapter."""
+FEATURE_REPLACE: Feature.ValueType  # 13
+"""Replace. Not sent yet."""
+FEATURE_READOUTS: Feature.ValueType  # 14
+"""Biases, activations and all normalisations of Readout, and Band.write. Not sent yet."""
+FEATURE_MATRICES: Feature.ValueType  # 15
+"""Projection.matrix and Projection.top_k. Not sent yet."""
+FEATURE_GATES: Feature.ValueType  # 16
+"""Intervention.gate, and GenerateRequest.probes. Not sent yet."""
+FEATURE_RULES: Feature.ValueType  # 17
+"""GenerateRequest.rules. Not sent yet."""
+FEATURE_GAINS: Feature.ValueType  # 18
+"""SessionRequest.gain. Not sent yet."""
+FEATURE_RUN_TRANSFER: Feature.ValueType  # 19
+"""PatchService but for Sweep. Not sent yet."""
+FEATURE_SWEEPS: Feature.ValueType  # 20
+"""Sweep. Not sent yet."""
+FEATURE_WATCHES: Feature.ValueType  # 21
+"""Watch. Not sent yet."""
+Global___Feature: _TypeAlias = Feature  # noqa: Y015
+
 class _Runner:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -84,6 +184,7 @@ class GetModelResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     BUILD_VERSION_FIELD_NUMBER: _builtins.int
     API_VERSION_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Name under which the model was loaded."""
     architecture: _builtins.str
@@ -120,6 +221,12 @@ class GetModelResponse(_message.Message):
     def limits(self) -> Global___Limits:
         """What may be asked for."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[Global___Feature.ValueType]:
+        """What this server serves, ascending. Requests that use anything else of the contract are refused
+        by name, and fields of newer contracts with REASON_UNKNOWN_FIELD.
+        """
+
     def __init__(
         self,
         *,
@@ -137,10 +244,11 @@ class GetModelResponse(_message.Message):
         limits: Global___Limits | None = ...,
         build_version: _builtins.str = ...,
         api_version: _builtins.str = ...,
+        features: _abc.Iterable[Global___Feature.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "engine", b"engine", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "lora_names", b"lora_names", "model_name", b"model_name", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "engine", b"engine", "features", b"features", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "lora_names", b"lora_names", "model_name", b"model_name", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
