@@ -91,7 +91,7 @@ def read_block(
 ) -> Block:
     """The rows of a message, whose tensor is read by ``read``.
 
-    Raises ServerError where its parts do not fit together, DataLoss where the checksum is wrong.
+    Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
     """
     tensor = read(message.tensor)
     positions = positions_of(message.positions)
@@ -161,9 +161,9 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         return self._rows(point, layer).encoding
 
     def max_error(self, point: PointLike, layer: int) -> FloatArray:
-        """Largest error of each row's numbers, float32 [rows]; 0 where the encoding is exact.
+        """Largest error of each row's numbers, float32 [rows]; 0 if the encoding is exact.
 
-        NaN where the row had numbers that were not finite. For "rp8" it is that of the projection.
+        NaN if the row had numbers that were not finite. For "rp8" it is that of the projection.
         """
         rows = self._rows(point, layer)
         if rows.max_error is None:
@@ -178,7 +178,7 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
     def stack(self, point: PointLike) -> FloatArray:
         """All layers of a point, float32 [layers, rows, width], in the order of `layers`.
 
-        Raises KeyError where nothing was captured there, InvalidRequest where layers hold rows of
+        Raises KeyError if nothing was captured there, InvalidRequest if layers hold rows of
         different positions.
         """
         layers = self.layers(point)

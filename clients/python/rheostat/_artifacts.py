@@ -23,7 +23,7 @@ class SinkInfo:
     plugin_name: str
     """What it is: "filesystem", "memory", "logging", or a plugin's name."""
     layouts: tuple[str, ...]
-    """How it can lay out files, its own first; empty where it writes none."""
+    """How it can lay out files, its own first; empty if it writes none."""
     options: Mapping[str, str]
     """What a request may ask of it, each with one line of explanation."""
 

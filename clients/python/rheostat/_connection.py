@@ -177,7 +177,7 @@ class Reader(Generic[Answer, Step, Result]):
         return self._fold.result()
 
     def cancel(self) -> None:
-        """End the call; the server frees what it held. Nothing happens where it has ended."""
+        """End the call; the server frees what it held. Does nothing if it has ended."""
         self._responses.cancel()
 
     def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:

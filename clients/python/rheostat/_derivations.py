@@ -51,14 +51,14 @@ class DerivedRow:
     site: Site
     """Where it was read, and is meant to act."""
     norm: float
-    """Its L2 norm; 0 where the two sets do not differ."""
+    """Its L2 norm; 0 if the two sets do not differ."""
     stream_norm: float
     """Mean L2 norm of the stream there: what a dose is large or small against."""
     explained: float
     """Fraction, 0 to 1, of the differences between the sets that lies along the row."""
     separation: float | None
     """Cohen's d of prompts that were held out: how many standard deviations the sets lie apart on a
-    direction made of the others. About 0 or below: it tells nothing of other prompts. None where it
+    direction made of the others. About 0 or below: it tells nothing of other prompts. None if it
     is not defined, as with one prompt in a set."""
 
 
@@ -84,7 +84,7 @@ class Derivation:
 
     @property
     def vector(self) -> Vector:
-        """The vector, where one point was asked for. Raises Refused where there are several."""
+        """The vector, if one point was asked for. Raises Refused if there are several."""
         if len(self.vectors) > 1:
             raise Refused('there is a vector per point: choose one, as derivation["resid_post"]')
         return self.vectors[0]
@@ -94,7 +94,7 @@ class Derivation:
         """The row with the largest separation: where to steer, or to look, first.
 
         Its site tells the prompts apart best; whether steering there works best is another
-        question, which a sweep over doses answers. Raises Refused where no row has a separation.
+        question, which a sweep over doses answers. Raises Refused if no row has a separation.
         """
         found = self._best()
         if found is None:

@@ -77,7 +77,7 @@ class Decoded(NamedTuple):
     encoding: Encoding
     """How they travelled."""
     max_error: FloatArray | None
-    """Largest difference per row, float32 [all of shape but the last]; NaN where a row had numbers
+    """Largest difference per row, float32 [all of shape but the last]; NaN if a row had numbers
     that were not finite. None: exact."""
 
 
@@ -100,7 +100,7 @@ class Numbers(Protocol):
 def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:
     """An inline tensor in any encoding.
 
-    Raises ServerError where its parts do not fit together, DataLoss where the checksum is wrong.
+    Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
     """
     if tensor.WhichOneof("payload") != "inline":
         raise ServerError("the server sent a tensor that is not inline")
@@ -110,7 +110,7 @@ def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:
 def decoded(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
     """The numbers of a tensor whose payload is at hand, wherever it lay.
 
-    Raises ServerError where its parts do not fit together, DataLoss where the checksum is wrong.
+    Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
     """
     checked(tensor, payload)
     return _read(tensor, payload)
@@ -128,7 +128,7 @@ def decoded_in_place(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
 
 
 def checked(tensor: tensor_pb2.Tensor, payload: _Payload) -> None:
-    """Raises DataLoss where the checksum is wrong."""
+    """Raises DataLoss if the checksum is wrong."""
     if tensor.HasField("crc32c") and google_crc32c.value(payload) != tensor.crc32c:
         raise DataLoss(
             f"a tensor of {read_element(tensor.dtype)} {list(tensor.shape)} came damaged: its "
@@ -145,7 +145,7 @@ def payload_size(tensor: tensor_pb2.Tensor) -> int:
 def elements(tensor: tensor_pb2.Tensor, payload: _Payload) -> npt.NDArray[np.generic] | None:
     """The elements of a raw tensor where they lie, read-only; None for other encodings.
 
-    Raises ServerError where its parts do not fit together.
+    Raises ServerError if its parts do not fit together.
     """
     element, shape = read_element(tensor.dtype), _shape(tensor)
     if tensor.encoding != tensor_pb2.ENCODING_RAW:

@@ -39,7 +39,7 @@ _WARMING_UP = "REASON_WARMING_UP"
 _NO_SUBSCRIPTION = "REASON_SUBSCRIPTION_NOT_FOUND"
 
 START_ONE = "start one with rheostat serve MODEL, or connect to where one runs"
-"""What to do where no server answers."""
+"""What to do if no server answers."""
 
 _CAUSES = (
     (re.compile(r"Connection refused"), "nothing listens there"),
@@ -115,21 +115,21 @@ class RheostatError(Exception):
         self.message: str = message
         """A sentence for people."""
         self.reason: str = reason
-        """Name of a `Reason` of the wire, e.g. "REASON_UNKNOWN_LAYER"; "" where none was given."""
+        """Name of a `Reason` of the wire, e.g. "REASON_UNKNOWN_LAYER"; "" if none was given."""
         self.violations: tuple[Violation, ...] = tuple(dict.fromkeys(violations))
         """Fields or preconditions that are violated, each once."""
         self.metadata: dict[str, str] = dict(metadata or {})
         """What the reason's comment promises, e.g. {"layers": "8"}."""
         self.resource: Resource | None = resource
-        """What the error is about, where it names one thing."""
+        """What the error is about, if it names one thing."""
         self.retry_after: float | None = retry_after
-        """Seconds after which trying again may help; None where the server gave no hint."""
+        """Seconds after which trying again may help; None if the server gave no hint."""
         self.details: str = details
         """gRPC's own words, for a bug report, where no server said anything; else ""."""
 
     @property
     def path(self) -> str:
-        """Path of the first violated field; "" where there is none."""
+        """Path of the first violated field; "" if there is none."""
         return self.violations[0].path if self.violations else ""
 
     def __str__(self) -> str:
@@ -165,7 +165,7 @@ class Refused(RheostatError):
 
 
 class ResourceExhausted(RheostatError):
-    """Something is full or too large; `retry_after` is set where waiting helps."""
+    """Something is full or too large; `retry_after` is set if waiting helps."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -320,7 +320,7 @@ def _in_python(message: str) -> str:
 
 
 def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status:
-    """The status in a call's trailers; empty where there is none that can be read."""
+    """The status in a call's trailers; empty if there is none that can be read."""
     status = status_pb2.Status()
     for key, value in trailers:
         if key == _DETAILS_KEY and isinstance(value, bytes):

@@ -49,7 +49,7 @@ def whole_number(
 def did_you_mean(
     word: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """As ": did you mean 'layers'?"; empty where nothing known is near.
+    """As ": did you mean 'layers'?"; empty if nothing known is near.
 
     ``elsewhere`` has words of other libraries and what they are called here.
     """
@@ -95,7 +95,7 @@ def vector_digest(digest: str, path: str = "digest") -> bytes:
 def builds_message(
     build: Callable[_Parameters, _Message],
 ) -> Callable[_Parameters, _Message]:
-    """``build``, raising InvalidRequest where an argument fits no field of its message."""
+    """``build``, raising InvalidRequest if an argument fits no field of its message."""
 
     @wraps(build)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Message:

@@ -153,7 +153,7 @@ class GenerationFold:
     def result(self) -> Generation:
         """The whole, once the stream has ended with OK.
 
-        Raises ServerError where the receipt, the baseline or a sample's end is missing, DataLoss
+        Raises ServerError if the receipt, the baseline or a sample's end is missing, DataLoss
         where fewer rows came than the receipt counts.
         """
         if self._receipt is None:
@@ -277,7 +277,7 @@ class DownloadFold:
         return []
 
     def result(self) -> Vector:
-        """The vector. Raises DataLoss where its bytes do not have its digest."""
+        """The vector. Raises DataLoss if its bytes do not have its digest."""
         if self._info is None:
             raise ServerError("the server sent a vector without a header")
         vector = read_vector(self._info, b"".join(self._chunks))

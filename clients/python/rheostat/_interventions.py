@@ -83,8 +83,8 @@ class Intervention(ABC):
     def to_wire(self, path: str) -> steering_pb2.Intervention:
         """The message; ``path`` names it in errors.
 
-        Raises InvalidRequest where no point or layer is known, where numbers are outside their
-        limits, or where a vector's rows do not match the layers.
+        Raises InvalidRequest if no point or layer is known, if numbers are outside their
+        limits, or if a vector's rows do not match the layers.
         """
         if not self.vectors:
             raise invalid(path, "an op without a vector does nothing", "REASON_MISSING_FIELD")
@@ -315,7 +315,7 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
 def row_ref(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
     """The reference that takes the vector's row of each of ``layers``.
 
-    Raises InvalidRequest where the vector has several rows and not one for each of the layers.
+    Raises InvalidRequest if the vector has several rows and not one for each of the layers.
     """
     ref = vector.to_wire()
     own = vector.layers_of_rows

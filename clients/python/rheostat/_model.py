@@ -36,7 +36,7 @@ class SiteGroup:
     form: str
     """How the stream is held here: "pair" (branch and residual not yet added) or "single"."""
     width: int = 0
-    """Values per row here; the number of experts where the point is ``router_logits``."""
+    """Values per row here; the number of experts if the point is ``router_logits``."""
 
 
 @dataclass(frozen=True)

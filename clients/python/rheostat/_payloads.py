@@ -35,7 +35,7 @@ class View:
     ) -> None:
         """Of a payload that can be read as long as ``lasts``.
 
-        Raises ServerError where its parts do not fit, DataLoss where the checksum is wrong.
+        Raises ServerError if its parts do not fit, DataLoss if the checksum is wrong.
         """
         self._tensor = tensor
         self._payload = payload
@@ -46,7 +46,7 @@ class View:
 
     @property
     def elements(self) -> npt.NDArray[np.generic] | None:
-        """The elements as they lie; None where the encoding is another than raw."""
+        """The elements as they lie; None if the encoding is another than raw."""
         self._check()
         return self._elements
 
@@ -102,7 +102,7 @@ class Payloads:
     def __init__(self, wanted: bool | None, views: bool) -> None:
         """Of one that has not been opened.
 
-        ``wanted``: through shared memory; None: where it can be had. ``views``: see `View`.
+        ``wanted``: through shared memory; None: if possible. ``views``: see `View`.
         """
         self.inline_reason: str | None = "the subscription does not stand yet"
         """Why they come in messages; None: large ones come through shared memory."""
@@ -143,7 +143,7 @@ class Payloads:
     def read(self, tensor: tensor_pb2.Tensor, lasts: Callable[[], bool]) -> Numbers:
         """The numbers of a tensor; ``lasts``: whether shared memory still holds it.
 
-        Raises ServerError where its parts do not fit, DataLoss where the checksum is wrong.
+        Raises ServerError if its parts do not fit, DataLoss if the checksum is wrong.
         """
         kind = tensor.WhichOneof("payload")
         if kind == "shm" and self._mapping is not None:

@@ -30,7 +30,7 @@ class Wait:
     def ready(self, health: str) -> bool:
         """Whether the server's health, "SERVING" or another, ends the wait.
 
-        Raises DeadlineExceeded where it does not and the timeout has passed.
+        Raises DeadlineExceeded if it does not and the timeout has passed.
         """
         self._answered = time.monotonic()
         if health == "SERVING":
@@ -39,7 +39,7 @@ class Wait:
         return False
 
     def unanswered(self, error: RheostatError) -> None:
-        """Nothing answered. Raises where that has lasted too long."""
+        """Nothing answered. Raises if that has lasted too long."""
         silent = time.monotonic() - self._answered
         if silent >= UNREACHABLE:
             raise Unavailable(

@@ -20,7 +20,7 @@ class Dose:
     norm: float
     """Mean norm of the change, in the units of the stream."""
     relative_mean: float | None
-    """Mean of the change's norm over the stream's; None where it was not measured."""
+    """Mean of the change's norm over the stream's; None if it was not measured."""
     relative_max: float | None
     """Largest of the change's norm over the stream's."""
 
@@ -34,7 +34,7 @@ class AppliedSite:
     row_count: int
     """Rows changed, each computation of a token counted."""
     dose: Dose | None
-    """How strongly; None where no row was changed or it was not measured."""
+    """How strongly; None if no row was changed or it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class CaptureReceipt:
     sites: tuple[CapturedSite, ...]
     """Rows by site, by layer, then point."""
     run_id: str = ""
-    """Run that the rows were stored in, where they were."""
+    """Run that the rows were stored in, if they were."""
     unknown_sites: int = 0
     """Further sites, at points of a newer server that this client cannot name."""
 

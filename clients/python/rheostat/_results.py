@@ -90,7 +90,7 @@ class Finished:
     reason: FinishReason
     """Why."""
     stop: str | int | None
-    """The stop text or token that ended it, where one did."""
+    """The stop text or token that ended it, if one did."""
     first_token_after: float
     """Seconds from admission to the first token."""
     finished_after: float
@@ -170,7 +170,7 @@ class Sample:
     activations: Activations
     """Captured rows."""
     stop: str | int | None = None
-    """The stop text or token that ended it, where one did."""
+    """The stop text or token that ended it, if one did."""
     first_token_after: float = 0.0
     """Seconds from admission to the first token."""
     finished_after: float = 0.0

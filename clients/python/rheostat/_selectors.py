@@ -101,7 +101,7 @@ class Selector:
     """Ranges that are not selected, whatever `include` says."""
 
     def __or__(self, other: Selector | PhaseName) -> Selector:
-        """The union. Raises InvalidRequest where a side excludes: unite first, then exclude."""
+        """The union. Raises InvalidRequest if a side excludes: unite first, then exclude."""
         right = selector_of(other)
         if self.exclude or right.exclude:
             raise invalid("where", "unite first, then exclude: (a | b) - c")
@@ -189,7 +189,7 @@ def _position(number: int, most: int = _LAST) -> int:
 
 
 def _after(position: int) -> int | None:
-    """The end of a window that stops after ``position``; the prompt's end where that is -1."""
+    """The end of a window that stops after ``position``; the prompt's end if that is -1."""
     return None if position == -1 else position + 1
 
 

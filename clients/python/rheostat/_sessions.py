@@ -38,7 +38,7 @@ class UpdateRefused:
     update_id: int
     """The update, as `steer` named it."""
     error: RheostatError
-    """Why, as the error that a call would raise: `ResourceExhausted` where the bank is full."""
+    """Why, as the error that a call would raise: `ResourceExhausted` if the bank is full."""
 
     @property
     def reason(self) -> str:
@@ -52,7 +52,7 @@ class UpdateRefused:
 
     @property
     def field(self) -> str:
-        """Path of the field that is wrong, "" where none is: "steering.interventions[2].where"."""
+        """Path of the field that is wrong, "" if none is: "steering.interventions[2].where"."""
         return self.error.path
 
 
@@ -78,7 +78,7 @@ class Updates:
         send(generation_service_pb2.SessionRequest(start=start))
 
     def steer(self, steering: SteeringLike) -> int:
-        """Replace the request's steering. Raises Refused where the request has ended."""
+        """Replace the request's steering. Raises Refused if the request has ended."""
         message = steering_to_wire(steering) or steering_pb2.Steering()
         with self._lock:
             if self._ended:

@@ -42,7 +42,7 @@ class Mapping:
     """An object that is mapped."""
 
     def __init__(self, named: capture_service_pb2.SharedMemory) -> None:
-        """The object of this name. Raises Refused where it cannot be read here."""
+        """The object of this name. Raises Refused if it cannot be read here."""
         if named.namespace != namespace():
             raise Refused("the server is on another host, or has another /dev/shm")
         if not _NAME.fullmatch(named.name):

@@ -27,7 +27,7 @@ class ResumeOptions(TypedDict, total=False):
     is called. Default: "auto"."""
     shared_memory: bool | None
     """Whether large chunks come through shared memory of this host rather than the connection.
-    True: or not at all, which raises Refused. Default: None, where it can be had;
+    True: or not at all, which raises Refused. Default: None, if possible;
     `Subscription.inline_reason` says what came of it."""
     views: bool
     """Leave rows where they lie, until they are acknowledged: `CapturedRows.elements`. Default:

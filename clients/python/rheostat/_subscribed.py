@@ -196,7 +196,7 @@ class Ledger:
     def read(self, message: capture_service_pb2.SubscribeResponse) -> SubscriptionEvent | None:
         """The event; None for kinds that this client does not know.
 
-        Raises DataLoss where rows are damaged or missing, ServerError for what cannot be read.
+        Raises DataLoss if rows are damaged or missing, ServerError for what cannot be read.
         """
         match message.WhichOneof("event"):
             case "captured":

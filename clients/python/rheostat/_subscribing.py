@@ -148,7 +148,7 @@ class Intake:
         return _Request(open=wish)
 
     def feed(self, message: capture_service_pb2.SubscribeResponse) -> None:
-        """Take what came. Raises DataLoss where something is missing before it."""
+        """Take what came. Raises DataLoss if something is missing before it."""
         match message.WhichOneof("event"):
             case "opened":
                 self.id = self._name = message.opened.subscription_id
@@ -341,7 +341,7 @@ class Breaks:
     def pause(self, error: RheostatError) -> float:
         """Seconds to wait before connecting again.
 
-        Raises the error itself where the server refused, Unavailable where it has lasted too long.
+        Raises the error itself if the server refused, Unavailable if it has lasted too long.
         """
         if error.reason or not isinstance(error, Unavailable | Cancelled):
             raise error

@@ -49,11 +49,11 @@ class Vector:
     layers: Layers | None = None
     """Layers where it acts unless `at` says otherwise."""
     rows: VectorData | None = field(default=None, repr=False, compare=False)
-    """The numbers, where this handle holds them."""
+    """The numbers, if this handle holds them."""
     by_value: bool = False
     """Whether requests carry the numbers themselves, not the digest."""
     description: str = field(default="", repr=False, compare=False)
-    """What was written about it, where this handle knows."""
+    """The description, if this handle knows it."""
     row_layers: tuple[int, ...] | None = None
     """The layer that each row is for; None where `layers` says it, or one row is for all layers."""
 
@@ -68,7 +68,7 @@ class Vector:
 
     @property
     def layers_of_rows(self) -> tuple[int, ...]:
-        """The layer that each row is for; empty where one row is for all, or where unknown."""
+        """The layer that each row is for; empty if one row is for all, or if unknown."""
         if self.row_layers is not None:
             return self.row_layers
         rows = self.shape[0] if self.shape else 1

@@ -65,7 +65,7 @@ def wait_until_serving(
 ) -> None:
     """Return once the server's health is SERVING.
 
-    ``check`` may raise to give up. Raises CommandError where nothing answers for ``unreachable``
+    ``check`` may raise to give up. Raises CommandError if nothing answers for ``unreachable``
     seconds, or where it answers but is not ready within 15 minutes; InvalidRequest for no target.
     """
     began = answered = time.monotonic()

@@ -112,7 +112,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def connected(args: argparse.Namespace) -> Iterator[Engine]:
-    """The server of `add_target`, waited for where that is asked."""
+    """The server of `add_target`, waited for if that is asked."""
     with connect(args.target) as engine:
         if args.wait is not None:
             with Phase(f"waiting for {args.target}"):
@@ -126,7 +126,7 @@ def warn(message: str) -> None:
 
 
 def may_write(path: Path, force: bool) -> None:
-    """Raise CommandError where no file can be written there, or one is in the way."""
+    """Raise CommandError if no file can be written there, or one is in the way."""
     folder = path.parent
     if not folder.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {folder}", 2)
@@ -144,7 +144,7 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def need_server(task: str) -> None:
-    """Raise CommandError where the server's packages are not installed. Imports none of them."""
+    """Raise CommandError if the server's packages are not installed. Imports none of them."""
     for name in ("rheostat_server", "vllm"):
         if find_spec(name) is None:
             raise CommandError(

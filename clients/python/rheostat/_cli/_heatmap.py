@@ -16,7 +16,7 @@ _DARK = 0.6
 
 
 def check() -> None:
-    """Raise CommandError where the picture cannot be drawn, before anything long is begun."""
+    """Raise CommandError if the picture cannot be drawn, before anything long is begun."""
     try:
         import matplotlib.figure  # noqa: F401  # whether it is there is the question
     except ModuleNotFoundError as error:

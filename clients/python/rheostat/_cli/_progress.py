@@ -15,7 +15,7 @@ from typing import Self, TextIO
 _FRAMES = "|/-\\"
 _INTERVAL = 0.2
 _LOGGED = 15.0
-"""Seconds between two lines of one phase where there is no terminal."""
+"""Seconds between two lines of one phase without a terminal."""
 
 
 class Phase:

@@ -13,7 +13,7 @@ from rheostat._vectors import Vector
 
 
 def check_layers(vector: Vector, model: ModelInfo) -> None:
-    """Raise CommandError where the model lacks its layers, or the rows are not one for each."""
+    """Raise CommandError if the model lacks its layers, or the rows are not one for each."""
     if vector.layers is None or vector.shape is None:
         return
     layers = _numbers(vector.layers, model.layer_count)
@@ -69,7 +69,7 @@ def _selected(
 
 
 def _numbers(layers: Layers, count: int) -> range | tuple[int, ...]:
-    """The layers by number, where the model has ``count``."""
+    """The layers by number, if the model has ``count``."""
     return range(count) if isinstance(layers, str) else layers
 
 

@@ -26,7 +26,7 @@ def looks_like_digest(text: str) -> bool:
 def stored(engine: Engine, text: str) -> Vector:
     """The stored vector that is meant, without its numbers.
 
-    Raises NotFound where there is none, and CommandError where several digests begin so.
+    Raises NotFound if there is none, and CommandError if several digests begin so.
     """
     if not looks_like_digest(text):
         for info in engine.vectors.list(text):
@@ -74,7 +74,7 @@ def names(engine: Engine, prefix: str) -> dict[str, str]:
 
 
 def tell_moved(before: dict[str, str], vector: Vector) -> None:
-    """Warn where the name of a vector that has been stored was on another one before."""
+    """Warn if the name of a vector that has been stored was on another one before."""
     digest = before.get(vector.name or "")
     if digest not in (None, vector.digest):
         warn(f"{vector.name} was on {digest} before, which lost the name")

@@ -80,7 +80,7 @@ def logprobs_for(model: ModelInfo) -> int:
 async def find_pair(engine: aio.Engine, model: ModelInfo) -> Pair:
     """Run clean and corrupted prompt, capturing the stream wherever the model has it.
 
-    Raises CommandError where no subject gives a pair.
+    Raises CommandError if no subject gives a pair.
     """
     points = [point for point in _STREAM if len(model.captured(point)) == model.layer_count]
     if Point.RESID_POST not in points:

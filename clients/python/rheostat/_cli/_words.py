@@ -6,7 +6,7 @@ from rheostat import _errors
 from rheostat._errors import InvalidRequest, RheostatError
 
 START_ONE = "start one with rheostat serve MODEL, or name one with --target"
-"""What to do where no server answers."""
+"""What to do if no server answers."""
 
 _NOT_STORED = ("REASON_NAME_NOT_FOUND", "REASON_VECTOR_NOT_FOUND")
 _TYPED = {

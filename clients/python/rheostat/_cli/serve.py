@@ -186,7 +186,7 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
 
 
 def _defaults() -> dict[str, object]:
-    """Every default of the server's configuration; nothing where the server is not installed."""
+    """Every default of the server's configuration; nothing if the server is not installed."""
     try:
         from rheostat_server.config import ServerConfig
     except ImportError:

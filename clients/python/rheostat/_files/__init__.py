@@ -39,7 +39,7 @@ def load_vector(
     layers that its tensors name, an SAE's row at the hook that its cfg.json names.
 
     Raises InvalidRequest for a file that cannot be read as a vector, saying what is wrong with it,
-    and Refused where a library is missing, saying what to install.
+    and Refused if a library is missing, saying what to install.
     """
     path = Path(path)
     kind = _format(path, feature, format)
@@ -71,7 +71,7 @@ def save_vector(
     llama.cpp does not read. A file that is there is replaced, that of a
     symbolic link where it is.
 
-    Raises InvalidRequest where the format cannot hold the vector or the file cannot be written, and
+    Raises InvalidRequest if the format cannot hold the vector or the file cannot be written, and
     Refused for a vector without numbers and where a library is missing.
     """
     path = Path(path)

@@ -88,7 +88,7 @@ def numbers_of(path: Path, array: npt.ArrayLike, dtype: Element | None = None) -
 
 
 def vector_of(path: Path, rows: VectorData, about: About) -> Vector:
-    """The vector of a file. Raises InvalidRequest where rows and layers do not match."""
+    """The vector of a file. Raises InvalidRequest if rows and layers do not match."""
     layers, count = about.layers, rows.shape[0]
     if count > 1 and layers is not None and layers != "all" and len(layers) != count:
         raise bad_file(

@@ -36,7 +36,7 @@ def missing_library(error: ModuleNotFoundError) -> Refused:
 def replacing(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of ``path`` once it is whole; links stay links.
 
-    Raises InvalidRequest where it cannot be written.
+    Raises InvalidRequest if it cannot be written.
     """
     place = Path(os.path.realpath(path))
     part = place.with_name(f".{place.name}.{uuid4().hex}.part")

@@ -56,7 +56,7 @@ class Placed(NamedTuple):
 
 
 def arrays_in(part: Part, format: str, start: str) -> Mapping[str, Placed]:
-    """The arrays of a part whose names begin so. Raises DataLoss where it is not whole."""
+    """The arrays of a part whose names begin so. Raises DataLoss if it is not whole."""
     try:
         with part.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < part.offset + part.length:
@@ -71,7 +71,7 @@ def arrays_in(part: Part, format: str, start: str) -> Mapping[str, Placed]:
 
 
 def read_rows(path: Path, placed: Placed, first: int, count: int) -> npt.NDArray[np.generic]:
-    """Rows of an array, [count, ...]. Raises DataLoss where they are gone."""
+    """Rows of an array, [count, ...]. Raises DataLoss if they are gone."""
     inner = placed.shape[1:]
     size = math.prod(inner)
     offset = placed.offset + first * size * placed.dtype.itemsize

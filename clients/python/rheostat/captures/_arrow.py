@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def reader(batches: Iterator[RowBatch]) -> pyarrow.RecordBatchReader:
-    """A reader that makes one record batch of each. Raises NotFound where there is none."""
+    """A reader that makes one record batch of each. Raises NotFound if there is none."""
     try:
         import pyarrow
     except ModuleNotFoundError as error:

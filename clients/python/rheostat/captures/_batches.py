@@ -78,7 +78,7 @@ class Wanted:
 def table_of(request: StoredRequest, wanted: Wanted) -> StoredTable | None:
     """The table that is wanted of a request; None: it has none.
 
-    Raises InvalidRequest where several captures have the site and none was chosen.
+    Raises InvalidRequest if several captures have the site and none was chosen.
     """
     found = request.tables_at(wanted.point, wanted.layer)
     if wanted.capture_index is not None:
@@ -142,7 +142,7 @@ def batched(parts: Iterable[RowBatch], size: int) -> Iterator[RowBatch]:
 
 
 def joined(parts: Sequence[RowBatch]) -> RowBatch:
-    """One batch. Raises InvalidRequest where rows are of different widths or encodings."""
+    """One batch. Raises InvalidRequest if rows are of different widths or encodings."""
     if len(parts) == 1:
         return parts[0]
     kinds = {(part.values.shape[1], part.encoding): part for part in parts}

@@ -79,7 +79,7 @@ class StoredRequest:
         return ()
 
     def verify(self) -> None:
-        """Reads every file. Raises DataLoss where a SHA-256 is not the manifest's."""
+        """Reads every file. Raises DataLoss if a SHA-256 is not the manifest's."""
         for part, digest in self.digests:
             if _digest(part) != digest:
                 raise damaged(part.path, "its SHA-256 is not the manifest's")

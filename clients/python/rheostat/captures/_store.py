@@ -36,10 +36,10 @@ class Which(TypedDict, total=False):
 
 
 def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> StoredCaptures:
-    """The rows below the root of a `filesystem` sink; of one tag where it is given.
+    """The rows below the root of a `filesystem` sink, of one tag if it is given.
 
     The server may go on writing: every call sees what is there by then. Raises InvalidRequest where
-    there is no such folder, it lies within a root, or ``tag`` cannot be one, NotFound where nothing
+    there is no such folder, it lies within a root, or ``tag`` cannot be one, NotFound if nothing
     is stored under it.
     """
     path = Path(root)
@@ -132,7 +132,7 @@ class StoredCaptures:
 
         ``sample``: of this one; None: of all. ``baseline``: False leaves the rows of a baseline
         out, True takes them alone, None takes both. ``capture_index``: of this capture, where
-        several have the site. Raises NotFound where there are none, InvalidRequest where several
+        several have the site. Raises NotFound if there are none, InvalidRequest if several
         captures have the site and none was chosen, DataLoss for a damaged file.
         """
         wanted = Wanted(point, layer, sample, baseline, capture_index)
@@ -218,7 +218,7 @@ class StoredCaptures:
 
 
 def _check_outermost(path: Path) -> None:
-    """Raise InvalidRequest where a folder is that of a tag, or within one."""
+    """Raise InvalidRequest if a folder is that of a tag, or within one."""
     absolute = Path(os.path.abspath(path))
     for tag in (absolute, *absolute.parents[:2]):
         root, name = tag.parent, tag.name
