@@ -377,7 +377,7 @@ def check_blocks(scratch: Path, options: dict[str, Any]) -> Lines:
     results: dict[str, Verdict] = {}
     for name in ("olmo2", "gemma3"):
         eager = {**options, "enforce_eager": True}
-        engine = OfflineEngine(build(name, scratch), f"ipc://{scratch}/{name}", **eager)
+        engine = OfflineEngine(build(name, scratch), f"ipc://{scratch}/{name}-channel", **eager)
         lines = check_points(engine, prompts(8, 40, 128), {"max_tokens": 8, "logprobs": 3})
         engine.close()
         results |= {f"{name}: {line}": verdict for line, verdict in lines.items()}

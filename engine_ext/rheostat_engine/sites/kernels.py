@@ -14,6 +14,7 @@ import triton.language as tl
 from rheostat_engine.core.buffers import Buffers, SiteBuffers
 from rheostat_engine.core.expand import Instructions
 from rheostat_engine.plan import Kind
+from rheostat_engine.sites.reference import largest
 
 _TOKENS = 128
 
@@ -97,6 +98,7 @@ def _site_kernel(
     ring_stride,
     gain,
     inverse,  # 1 / gain
+    limit,  # largest magnitude of an element that changes
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CARRIED: tl.constexpr,
@@ -123,8 +125,11 @@ def _site_kernel(
                 -code, x, cell, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
             )
         if code != 0:
-            changed = (h.to(tl.float32) + delta * inverse).to(h_ptr.dtype.element_ty)
-            h = tl.where(delta != 0, changed, h)
+            changed = h.to(tl.float32) + delta * inverse
+            # Infinity times 0 is NaN; an element that it would be added to stays as it was.
+            changes = (delta != 0) & (changed == changed)
+            changed = tl.minimum(tl.maximum(changed, -limit), limit)
+            h = tl.where(changes, changed.to(h_ptr.dtype.element_ty), h)
             tl.store(h_ptr + token * h_stride + column, h, mask=inside)
         if code > 0:
             norm = tl.sqrt(tl.sum(x * x))
@@ -209,6 +214,7 @@ def launch_site(
         site.ring.stride(0),
         gain,
         1 / gain,
+        largest(rows.dtype),
         WIDTH=width,
         BLOCK=block,
         CARRIED=carried is not None,

@@ -3,12 +3,23 @@
 For each token x = gain * h + carried in float32. A program's steps change x in their order;
 `delta`, the sum of what they did, is added to h as delta / gain in float32 and rounded once.
 Elements that don't change keep their bits.
+
+Why changed elements are limited: a norm of infinities is NaN, and NaN in the KV cache outlives its
+request. Attention multiplies what an earlier request left in a block by 0, which keeps NaN.
 """
 
 import torch
 
 from rheostat_engine.core.buffers import SiteBuffers
 from rheostat_engine.plan import Kind
+
+_LARGEST = 1e15
+"""Float32 holds the sum of squares of a million rows' elements of this size."""
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest magnitude that an op gives an element of h."""
+    return min(_LARGEST, torch.finfo(dtype).max)
 
 
 def run_site(
@@ -77,8 +88,9 @@ def _change(
             _measure(site.doses, cells, change, x + before)
             before, cells = delta, cells + 1
         step = following
-    changed = (h[tokens].float() + delta * (1 / gain)).to(h.dtype)
-    h[tokens] = torch.where(delta != 0, changed, h[tokens])
+    limit = largest(h.dtype)
+    changed = (h[tokens].float() + delta * (1 / gain)).clamp(-limit, limit).to(h.dtype)
+    h[tokens] = torch.where((delta != 0) & ~changed.isnan(), changed, h[tokens])
 
 
 def _measure(

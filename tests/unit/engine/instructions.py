@@ -44,6 +44,16 @@ def chains() -> list[list[Step]]:
     ]
 
 
+def huge_chains() -> list[list[Step]]:
+    """Chains whose changes are infinite, or would make the stream so."""
+    return [
+        [Step(Kind.NORM_ADD, 1, strength=3e38)],
+        [Step(Kind.PULL, 2, 1e38, 1e38)],
+        [Step(Kind.PULL, 2, -1e38, -1e38, 3e38)],
+        [Step(Kind.NORM_ADD, 1, strength=3e38), Step(Kind.NORM_ADD, 2, strength=-3e38)],
+    ]
+
+
 def buffers(
     width: int,
     *,

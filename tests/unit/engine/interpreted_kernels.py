@@ -14,7 +14,7 @@ from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.sites.kernels import launch_expand, launch_site, warm_up
 from rheostat_engine.sites.reference import run_site
 
-from .instructions import Step, buffers, chains
+from .instructions import Step, buffers, chains, huge_chains
 
 CPU = torch.device("cpu")
 SITES = 5
@@ -78,6 +78,26 @@ def check_chains(
     torch.testing.assert_close(site.doses, other.doses, rtol=1e-4, atol=1e-5)
     assert same_bits(ones[0], h[0])
     assert int(site.doses[:, 0].sum()) == 1 + sum(one.last for chain in programs for one in chain)
+
+
+def check_huge(dtype: torch.dtype, carried: torch.dtype | None) -> None:
+    """What would be infinite is limited alike, and nothing becomes NaN."""
+    programs = huge_chains()
+    codes = [0, *range(-len(programs), 0), 1]
+    captured = [*range(1, len(codes) + 1)]
+    site = buffers(12, dtype=dtype, codes=codes, captured=captured, programs=programs)
+    site.rows[1] = torch.finfo(dtype).max
+    site.directions[1, 3:] = 0.0
+    other = twin(site)
+    h = noise(len(codes), 12, dtype, 8)
+    rest = None if carried is None else noise(len(codes), 12, carried, 9)
+    ones, others = h.clone(), h.clone()
+    launch_site(ones, rest, site)
+    run_site(others, rest, other)
+    assert ones.isfinite().all()
+    torch.testing.assert_close(ones, others, rtol=TOLERANCE[dtype], atol=0)
+    torch.testing.assert_close(site.ring, other.ring, rtol=TOLERANCE[dtype], atol=1e-3)
+    assert same_bits(ones[0], h[0])
 
 
 def check_narrow(width: int, dtype: torch.dtype, ring: torch.dtype) -> None:
@@ -199,6 +219,7 @@ def main() -> None:
     for dtype in TOLERANCE:
         for carried in (None, dtype, torch.float32):
             check_idle(dtype, carried)
+            check_huge(dtype, carried)
     for captures, rules in product([False, True], repeat=2):
         check_expand(captures=captures, rules=rules)
     check_warm_up()

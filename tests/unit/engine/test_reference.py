@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rheostat_engine import Kind
 from rheostat_engine.sites.reference import run_site
 
-from .instructions import RING, Step, buffers, chains, naive
+from .instructions import RING, Step, buffers, chains, huge_chains, naive
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ERROR = {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -119,6 +119,32 @@ def test_elements_that_a_change_leaves_alone_keep_their_bits() -> None:
     untouched = torch.ones(2, 8, dtype=torch.bool)
     untouched[0, 2] = untouched[1, 1] = False
     assert torch.signbit(h[untouched]).all()
+
+
+@pytest.mark.parametrize("carried", [None, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_change_makes_the_stream_infinite_or_nan(
+    dtype: torch.dtype, carried: torch.dtype | None
+) -> None:
+    programs = huge_chains()
+    codes = [0, *range(-len(programs), 0), 1]
+    captured = [*range(1, len(codes) + 1)]
+    site = buffers(16, dtype=dtype, codes=codes, captured=captured, programs=programs)
+    site.rows[1] = torch.finfo(dtype).max
+    site.directions[1, 3:] = 0.0
+    h = torch.randn(len(codes), 16, generator=torch.Generator().manual_seed(2)).to(dtype)
+    h[-1] = torch.finfo(dtype).max
+    before = h.clone()
+    run_site(h, None if carried is None else torch.ones(len(codes), 16), site)
+    assert h[1:].isfinite().all()
+    assert h[1:].abs().max() <= min(1e15, torch.finfo(dtype).max)
+    assert torch.equal(h[1], before[1])  # infinity less infinity is no change
+    assert (h[2:-1] != before[2:-1]).any(1).all()
+    assert torch.equal(h[-2, 3:], before[-2, 3:])  # this program's direction is 0 there
+    assert torch.equal(h[0], before[0])
+    norms = h.float().square().sum(1)
+    assert norms.isfinite().all()
+    assert site.ring.isfinite().all()
 
 
 def test_a_row_of_zeros_has_a_share_of_zero_and_no_nan() -> None:
