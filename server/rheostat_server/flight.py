@@ -173,8 +173,7 @@ class Flight:
                 _LOG.error("plan %s is not in force: %s", event.request_id, event.error)
                 self.fail(Defect("the engine could not take up the request's plan"))
         elif isinstance(event, Released):
-            life.released.set()
-            life.let_go()
+            life.release()
             if life.role is not Role.SCORE:
                 self.outlets.release(life.track, event)
             self._close_outlets()
@@ -263,8 +262,7 @@ class Flight:
         if isinstance(report, Installed):
             life.installed = True
         elif isinstance(report, Released):
-            life.released.set()
-            life.let_go()
+            life.release()
         elif isinstance(report, Attached):
             life.tell(replace(report, error="the server could not take in the engine's answer"))
         self.fail(Defect("the server could not take in a report of the engine"))

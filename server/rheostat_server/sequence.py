@@ -76,6 +76,8 @@ class Life:
         """Those that somebody waits for."""
         self.known = asyncio.Event()
         """Set once the engine holds it or never will."""
+        self.left = False
+        """Whether the engine has finished it, and reports nothing of it any more."""
         self.released = asyncio.Event()
         if not job.has_plan:
             self.released.set()
@@ -90,6 +92,7 @@ class Life:
         self.told = max(self.told, attached.change)
         self.answer(attached)
         if attached.first == OPEN_END and not self.job.has_plan:
+            self.left = True
             self.released.set()
 
     def answer(self, attached: Attached) -> None:
@@ -97,6 +100,12 @@ class Life:
         for one in [one for one in self.joining if one.change <= attached.change]:
             self.joining.remove(one)
             one.tell(self.track, attached)
+
+    def release(self) -> None:
+        """The engine has reported that it released the sample, which it does once."""
+        self.left = True
+        self.released.set()
+        self.let_go()
 
     def let_go(self) -> None:
         """The engine holds it no more: nothing becomes of changes that wait."""

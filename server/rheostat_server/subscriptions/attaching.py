@@ -351,10 +351,15 @@ def _observing(flight: Flight) -> list[Wish]:
 
 
 def _running(flight: Flight) -> list[Life]:
-    """The samples of a flight of which something may still be captured."""
+    """The samples of a flight of which something may still be captured.
+
+    The engine may have released a sample whose last token has not arrived yet. It would never
+    answer a change of that sample.
+    """
     if flight.closed:
         return []
-    return [life for life in flight.lives if life.role is not Role.SCORE and not life.ended]
+    own = (life for life in flight.lives if life.role is not Role.SCORE)
+    return [life for life in own if not life.ended and not life.left]
 
 
 def _awaiting(flight: Flight) -> list[Awaited]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 import pytest
 
@@ -13,7 +13,7 @@ from rheostat_server.admission import admit
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.errors import RheostatError
 from rheostat_server.generation import run
-from rheostat_server.host import Recapture
+from rheostat_server.host import Delta, Job, Recapture
 from rheostat_server.subscriptions import attaching
 
 from .conftest import rest
@@ -275,6 +275,37 @@ async def test_no_change_waits_for_a_request_that_has_ended(starter) -> None:
     await settled(running)
     backend.gate.set()
     await until(lambda: len(backend.recaptured) == 2)
+    assert not backend.changes
+
+
+class Early(ScriptedBackend):
+    """The engine reports that it has released a sample before the last token arrives."""
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(**fields)
+        self.arrives = asyncio.Event()
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        last = None
+        async for delta in super().generate(job):
+            if last is not None:
+                yield last
+            last = delta
+        await self.arrives.wait()
+        yield last
+
+
+async def test_no_change_waits_for_a_sample_that_the_engine_has_released(starter) -> None:
+    backend = Early(hold=Steps())
+    running = await starter(backend)
+    call = await begun(running, "a")
+    watcher = await opened_while_they_step(running, opening(EVERY, [wanted(2)]))
+    backend.hold.go(20)
+    await until(lambda: not backend.positions)
+    await watcher.rest()
+    backend.arrives.set()
+    assert (await rest(call))[-1].HasField("receipt")
+    await asyncio.wait_for(settled(running), 2)
     assert not backend.changes
 
 
