@@ -28,20 +28,8 @@ lint: setup breaking ## ruff, buf, and whether the generated code is current
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/python tools/generate --check
 
-# On main itself the commit before is what to compare with. A base whose own buf.yaml does not promise
-# PACKAGE is not compared with, because the contract was reset since.
 breaking: setup ## Whether the protos still keep the promises of the main branch's
-	@commit() { git rev-parse --quiet --verify "$$1^{commit}" 2>/dev/null; }; \
-	base=$$(commit origin/main || commit main); \
-	if [ "$$base" = "$$(commit HEAD)" ]; then base=$$(commit HEAD^); fi; \
-	if ! git show "$$base:buf.yaml" 2>/dev/null | grep -q '^ *- PACKAGE$$'; then \
-	    echo "buf breaking: left out, because the contract was reset since $${base:-the beginning}"; \
-	else \
-	    echo "buf breaking against $$base"; \
-	    folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
-	    git archive "$$base" buf.yaml proto | tar -x -C "$$folder" && \
-	    $(BIN)/buf breaking --against "$$folder"; \
-	fi
+	$(BIN)/python tools/breaking
 
 types: setup ## mypy --strict on all packages
 	$(BIN)/mypy

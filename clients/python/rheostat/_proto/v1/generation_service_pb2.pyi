@@ -97,7 +97,8 @@ class GenerateRequest(_message.Message):
     WHEN_FULL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request (REASON_DUPLICATE_REQUEST). Empty:
-    the server makes one.
+    the server makes one. Ids of requests that have ended are forgotten: a call that is repeated
+    after UNAVAILABLE runs anew.
     """
     text: _builtins.str
     """As Prompt.text."""
