@@ -50,6 +50,8 @@ _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
 )
+_FAILED_HERE = "Internal error from Core"
+"""What gRPC's client says if it writes to a call that ends meanwhile. No server says so."""
 _NICE = 10
 """How far it gives way: a tenth of the server's share."""
 _LAST_ANSWERS = 10.0
@@ -218,6 +220,8 @@ async def _ending(opened: _Open) -> Ending:
     code: grpc.StatusCode = await opened.code()
     if code is grpc.StatusCode.OK:
         return Ending("OK", "", "")
+    if await opened.details() == _FAILED_HERE:
+        return HUNG_UP
     packed = dict(await opened.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
     return Ending(code.name, _reason(packed), str(await opened.details() or ""))
 
