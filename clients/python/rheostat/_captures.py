@@ -74,7 +74,7 @@ class Sink:
             given = type(self.options).__name__
             raise invalid(
                 "captures.options",
-                f'options are texts by texts, e.g. {{"format": "npz"}}, not {given}',
+                f'options are a dict of strings, e.g. {{"format": "npz"}}, not {given}',
             )
         if self.tag is not None:
             target.tag = utf8_text(self.tag, "captures", "a tag")

@@ -172,7 +172,7 @@ def derive_request(
 
 def _prompts(prompts: object, path: str) -> list[types_pb2.Prompt]:
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise invalid(path, "a set is a list of prompts, not one of them")
+        raise invalid(path, "a set is a list of prompts, not a single prompt")
     found: list[types_pb2.Prompt] = []
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, Sequence):

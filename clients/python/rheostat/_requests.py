@@ -139,7 +139,7 @@ def check_options(
 def labels_to_wire(labels: object, path: str) -> dict[str, str]:
     """``labels``, if they are texts by texts."""
     if not isinstance(labels, Mapping):
-        raise invalid(path, f"labels are texts by texts, not {type(labels).__name__}")
+        raise invalid(path, f"labels are a dict of strings, not {type(labels).__name__}")
     return {
         utf8_text(key, path, "a label's key"): utf8_text(value, path, "a label")
         for key, value in labels.items()

@@ -77,7 +77,8 @@ def opening(
     for number, one in enumerate(captures):
         if one.to is not None:
             raise invalid(
-                f"open.captures[{number}].subscription_id", "its rows come here: leave out to="
+                f"open.captures[{number}].subscription_id",
+                "rows of a subscription's captures come here: leave out to=",
             )
     given = [requests is not None, labels is not None, every]
     if sum(given) > 1 or (captures and not any(given)):
@@ -85,8 +86,8 @@ def opening(
     if any(given) and not captures:
         raise invalid(
             "open.captures",
-            "nothing would come of these requests: add capture=, or select none where requests "
-            "send their rows here",
+            "these requests are selected, but nothing is captured of them: add capture=; if "
+            "requests send their rows here themselves, select none",
         )
     wish = capture_service_pb2.SubscribeOpen(captures=[one.to_spec() for one in captures])
     if labels is not None:

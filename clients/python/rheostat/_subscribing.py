@@ -334,7 +334,7 @@ class Breaks:
         if self._since is not None:
             lasted = time.monotonic() - self._since
             _LOG.warning(
-                "subscription %s goes on after %.1f s; no event is lost", self._intake.id, lasted
+                "subscription %s continues after %.1f s; no event is lost", self._intake.id, lasted
             )
         self._since, self._pause = None, 0.0
 
@@ -356,8 +356,8 @@ class Breaks:
             )
         elif now - self._since > patience:
             raise Unavailable(
-                f"no connection to {self._target} came about within {patience:g} s; if the server "
-                "still runs, engine.resume(subscription.acknowledged) goes on",
+                f"could not connect to {self._target} within {patience:g} s; if the server "
+                "still runs, continue with engine.resume(subscription.acknowledged)",
                 details=error.details,
             ) from error
         pause = self._pause

@@ -63,7 +63,9 @@ class Vector:
     def values(self) -> FloatArray:
         """The numbers, float32 [rows, width]. Raises Refused for a handle that holds none."""
         if self.rows is None:
-            raise Refused(f"{self.label} holds no numbers here; fetch it with engine.vectors.get")
+            raise Refused(
+                f"{self.label} has no numbers in this client; fetch it with engine.vectors.get"
+            )
         return self.rows.values
 
     @property

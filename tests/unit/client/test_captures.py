@@ -41,7 +41,7 @@ def test_options_of_a_sink_are_texts_by_texts(client, server, options):
     with pytest.raises(rheostat.InvalidRequest) as raised:
         client.run(lambda engine: engine.generate("x", capture=capture))
     assert raised.value.message == (
-        f'options are texts by texts, e.g. {{"format": "npz"}}, not {type(options).__name__}'
+        f'options are a dict of strings, e.g. {{"format": "npz"}}, not {type(options).__name__}'
     )
     assert server.asked == []
 

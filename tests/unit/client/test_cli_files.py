@@ -119,7 +119,7 @@ def test_a_name_that_moves_is_told(server, capsys, tmp_path):
     assert main(["vectors", "put", str(path), "--target", server.target]) == 0
     assert capsys.readouterr() == (
         f"{joy().digest}  joy\n",
-        f"storing joy ...\nrheostat: joy was on {'ab' * 32} before, which lost the name\n",
+        f"storing joy ...\nrheostat: the name joy moved here from {'ab' * 32}\n",
     )
 
 
@@ -264,5 +264,5 @@ def test_a_stored_vector_gets_a_name(server, capsys, options, expected):
     )
     assert capsys.readouterr() == (
         f"{'ab' * 32}  best\n",
-        f"rheostat: best was on {'cd' * 32} before, which lost the name\n",
+        f"rheostat: the name best moved here from {'cd' * 32}\n",
     )

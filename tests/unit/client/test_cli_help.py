@@ -67,7 +67,7 @@ def test_the_help_of_the_whole_names_the_guide(capsys):
         (["vectors", "lst"], "there is no action 'lst': did you mean 'list'?"),
         (["generate", "x", "--max-tokns", "3"], "no --max-tokns: did you mean '--max-tokens'?"),
         (["generate", "x", "--frob"], "there is no --frob"),
-        (["vectors", "get", "joy", "a.npy", "b"], "nothing is expected after them: b"),
+        (["vectors", "get", "joy", "a.npy", "b"], "too many arguments: b"),
         (["generate"], "the following arguments are required: PROMPT"),
         (["subscribe", "--every", "--points", "p", "--overload", "fial"],
          "--overload cannot be 'fial': did you mean 'fail'?"),
@@ -171,7 +171,7 @@ def test_info_and_the_server_wide_steering_are_there_as_json(server, capsys):
 def test_what_is_deleted_is_said_in_a_sentence(server, capsys):
     server.on("DeleteName", pb.DeleteNameResponse(digest=b"\xab" * 32))
     assert main(["vectors", "delete", "joy", "--target", server.target]) == 0
-    assert capsys.readouterr().out == f"joy is no longer a name of {'ab' * 32}\n"
+    assert capsys.readouterr().out == f"deleted the name joy of {'ab' * 32}\n"
 
 
 @pytest.mark.parametrize("count", [1, 40_000])

@@ -199,7 +199,7 @@ def test_the_demo_turns_the_tone_and_draws_the_trace(server, toy, tmp_path, caps
     assert [line for line in err.splitlines() if line[0].isdigit()] == [
         "1. tone: making a vector and continuing three prompts with it ...",
         "2. capture: every layer of a clean and a corrupted prompt ...",
-        "3. causal trace: each row of the corrupted run made clean, alone ...",
+        "3. causal trace: one row at a time of the corrupted run made clean ...",
     ]
 
 

@@ -247,7 +247,7 @@ def test_the_command_tells_a_vector_of_zeros_and_a_name_that_moves(server, tmp_p
     assert capsys.readouterr().err.splitlines()[1:] == [
         "rheostat: the two sets do not differ at resid_post 2: "
         "the vector is zero and steers nothing",
-        f"rheostat: joy was on {'02' * 32} before, which lost the name",
+        f"rheostat: the name joy moved here from {'02' * 32}",
     ]
 
 

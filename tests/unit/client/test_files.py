@@ -258,7 +258,7 @@ def test_what_cannot_be_written_says_why(tmp_path):
         rheostat.save_vector(tmp_path / "no" / "joy.npz", vector())
     with pytest.raises(rheostat.InvalidRequest, match="SAEs are read only"):
         rheostat.save_vector(tmp_path / "joy", vector(), format="sae")
-    with pytest.raises(rheostat.Refused, match=r"joy holds no numbers here; fetch it"):
+    with pytest.raises(rheostat.Refused, match=r"joy has no numbers in this client; fetch it"):
         rheostat.save_vector(tmp_path / "joy.npz", rheostat.named("joy"))
     assert list(tmp_path.iterdir()) == []
 
@@ -315,7 +315,7 @@ def test_what_put_is_told_goes_before_what_the_file_says(client, server, tmp_pat
 
 
 def test_a_handle_without_numbers_cannot_be_put(client, server):
-    with pytest.raises(rheostat.Refused, match="joy holds no numbers here"):
+    with pytest.raises(rheostat.Refused, match="joy has no numbers in this client"):
         client.run(lambda engine: engine.vectors.put(rheostat.named("joy")))
     assert server.asked == []
 

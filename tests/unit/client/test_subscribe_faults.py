@@ -216,8 +216,8 @@ def test_a_connection_that_stays_broken_is_given_up(subscriber, server, refusal,
     events, error = read(subscriber)
     assert isinstance(error, rheostat.Unavailable)
     assert str(error) == (
-        f"no connection to {server.target} came about within 0.3 s; if the server still runs, "
-        "engine.resume(subscription.acknowledged) goes on"
+        f"could not connect to {server.target} within 0.3 s; if the server still runs, "
+        "continue with engine.resume(subscription.acknowledged)"
     )
     assert len(events) == 1
     assert 0.3 <= time.monotonic() - before < 5
@@ -234,7 +234,7 @@ def test_a_broken_connection_is_logged_when_it_breaks_and_when_it_is_back(
     assert broken == (
         f"the connection to {server.target} was lost; trying for 60 s to resume subscription s1"
     )
-    assert re.fullmatch(r"subscription s1 goes on after [0-9.]+ s; no event is lost", back)
+    assert re.fullmatch(r"subscription s1 continues after [0-9.]+ s; no event is lost", back)
     assert {one.levelno for one in caplog.records} == {logging.WARNING}
 
 

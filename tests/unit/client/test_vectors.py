@@ -224,7 +224,9 @@ def test_unknown_points_and_layers_are_refused_before_they_are_sent(points, laye
 def test_a_handle_without_numbers_says_how_to_get_them():
     with pytest.raises(rheostat.Refused) as raised:
         _ = stored().values
-    assert str(raised.value) == "joy holds no numbers here; fetch it with engine.vectors.get"
+    assert (
+        str(raised.value) == "joy has no numbers in this client; fetch it with engine.vectors.get"
+    )
 
 
 def test_handles_read_as_what_they_stand_for():

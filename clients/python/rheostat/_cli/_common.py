@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         flag = words[0].partition("=")[0]
         if flag.startswith("-"):
             self.error(f"there is no {flag}{did_you_mean(flag, self._option_string_actions)}")
-        self.error(f"nothing is expected after them: {' '.join(words)}")
+        self.error(f"too many arguments: {' '.join(words)}")
 
     def _told(self, message: str) -> str:
         found = _CHOICE.fullmatch(message)

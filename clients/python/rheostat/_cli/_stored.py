@@ -77,7 +77,7 @@ def tell_moved(before: dict[str, str], vector: Vector) -> None:
     """Warn if the name of a vector that has been stored was on another one before."""
     digest = before.get(vector.name or "")
     if digest not in (None, vector.digest):
-        warn(f"{vector.name} was on {digest} before, which lost the name")
+        warn(f"the name {vector.name} moved here from {digest}")
 
 
 def shown(vector: Vector) -> str:

@@ -63,7 +63,7 @@ async def _show(target: str, out: Path) -> None:
             tone = await _tone.make_tone(engine, model.layer_count, limit)
         print(
             f"\n{tone.vector.name} = mean(joyful) - mean(gloomy) of resid_post[{tone.layer}], "
-            f"norm {tone.norm:.3g} where the stream has {tone.stream_norm:.3g}\n"
+            f"norm {tone.norm:.3g}, beside a stream of norm {tone.stream_norm:.3g}\n"
         )
         print(_columns(tone))
         print(f"\nWhat was done to the last one:\n{tone.strongest.receipt}\n")
@@ -77,7 +77,7 @@ async def _show(target: str, out: Path) -> None:
                 print(f"  {point}[{layer}]: {rows.dtype} {list(rows.shape)}")
         print(f"\n{pair.clean_run.receipt}\n")
 
-        with Phase("3. causal trace: each row of the corrupted run made clean, alone") as phase:
+        with Phase("3. causal trace: one row at a time of the corrupted run made clean") as phase:
             trace = await _trace.trace(
                 engine,
                 model,

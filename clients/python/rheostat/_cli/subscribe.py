@@ -96,11 +96,17 @@ def run(args: argparse.Namespace) -> int:
         ) as subscription,
     ):
         for missed, reason in subscription.missed.items():
-            print(f"{missed} began before, and is not shown: {reason}", file=sys.stderr)
+            print(
+                f"{missed} began before the subscription and is not shown: {reason}",
+                file=sys.stderr,
+            )
         for one in subscription.attached:
             first = "its next step" if one.first_position is None else one.first_position
-            print(f"{one.request_id} began before, and is shown from {first} on", file=sys.stderr)
-        print(f"{subscription.id} stands, and waits for requests", file=sys.stderr)
+            print(
+                f"{one.request_id} began before the subscription and is shown from {first} on",
+                file=sys.stderr,
+            )
+        print(f"subscribed as {subscription.id}; waiting for requests", file=sys.stderr)
         try:
             _show(subscription, args.limit, columns if args.out else None)
         finally:

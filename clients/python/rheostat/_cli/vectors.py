@@ -253,7 +253,7 @@ def run_name(args: argparse.Namespace) -> int:
             expected = stored(engine, args.expect).digest
         previous = engine.vectors.set_name(args.name, vector, expected=expected)
     if previous not in ("", vector.digest):
-        warn(f"{args.name} was on {previous} before, which lost the name")
+        warn(f"the name {args.name} moved here from {previous}")
     print(f"{vector.digest}  {args.name}")
     return 0
 
@@ -261,7 +261,7 @@ def run_name(args: argparse.Namespace) -> int:
 def run_delete(args: argparse.Namespace) -> int:
     """Take a name off its vector."""
     with connected(args) as engine:
-        print(f"{args.name} is no longer a name of {engine.vectors.delete(args.name)}")
+        print(f"deleted the name {args.name} of {engine.vectors.delete(args.name)}")
     return 0
 
 

@@ -76,7 +76,9 @@ def save_vector(
     """
     path = Path(path)
     if vector.rows is None:
-        raise Refused(f"{vector.label} holds no numbers here; fetch it with engine.vectors.get")
+        raise Refused(
+            f"{vector.label} has no numbers in this client; fetch it with engine.vectors.get"
+        )
     kind = _format(path, None, format)
     with replacing(path) as part:
         match kind:

@@ -83,7 +83,7 @@ def read_rows(path: Path, placed: Placed, first: int, count: int) -> npt.NDArray
 
 def damaged(path: Path, why: str) -> DataLoss:
     """The error of a file that is not what its manifest says."""
-    return DataLoss(f"{path} is damaged ({why}): its rows cannot be had from it")
+    return DataLoss(f"{path} is damaged ({why}): its rows cannot be read")
 
 
 def _safetensors(file: io.BufferedReader, part: Part, start: str) -> dict[str, Placed]:
