@@ -3,12 +3,21 @@
 Importing this package imports neither torch nor vLLM; the workers load the parts that do.
 """
 
+from rheostat_engine.acts import (
+    OPEN_END,
+    Act,
+    Band,
+    Capture,
+    Condition,
+    Kind,
+    Spans,
+    TokenSet,
+)
 from rheostat_engine.amend import amend, recapture
-from rheostat_engine.block_keys import BlockKeys
-from rheostat_engine.capacity import Capacity, CapacityLedger, CaptureNeed, Shortage
+from rheostat_engine.block_keys import BlockKeys, SteeredBlocks
+from rheostat_engine.capacity import Capacity, CapacityLedger, Shortage, capture_need
 from rheostat_engine.channel import WorkerChannel
-from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS, compose
-from rheostat_engine.effort import MAX_EFFORT, effort
+from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS
 from rheostat_engine.events import (
     Attached,
     Dose,
@@ -21,30 +30,30 @@ from rheostat_engine.events import (
 )
 from rheostat_engine.front_end import prepare_front_end, stop_front_end
 from rheostat_engine.model_sites import ModelSites
-from rheostat_engine.plan import (
-    EXTRA_ARG,
-    OPEN_END,
-    Act,
-    Band,
-    Capture,
-    Condition,
-    Kind,
-    Plan,
-    Spans,
-    TokenSet,
-)
+from rheostat_engine.pieces import TooMuch
+from rheostat_engine.plan import EXTRA_ARG, Plan
 from rheostat_engine.points import ROUTERS, Point, Site, site_count
 from rheostat_engine.row_forms import Coding, Directions, RowForm
 from rheostat_engine.settings import EngineSettings, engine_kwargs
 from rheostat_engine.staging import StagingError
+from rheostat_engine.tables import (
+    MAX_CAPTURE_EFFORT,
+    MAX_EFFORT,
+    MAX_PIECES,
+    STEP_EFFORT,
+    CaptureNeed,
+)
 
 __all__ = [
     "EXTRA_ARG",
+    "MAX_CAPTURE_EFFORT",
     "MAX_EFFORT",
+    "MAX_PIECES",
     "MAX_STEPS",
     "MAX_TOKEN_SETS",
     "OPEN_END",
     "ROUTERS",
+    "STEP_EFFORT",
     "Act",
     "Attached",
     "Band",
@@ -73,11 +82,12 @@ __all__ = [
     "Site",
     "Spans",
     "StagingError",
+    "SteeredBlocks",
     "TokenSet",
+    "TooMuch",
     "WorkerChannel",
     "amend",
-    "compose",
-    "effort",
+    "capture_need",
     "engine_kwargs",
     "prepare_front_end",
     "recapture",

@@ -7,7 +7,8 @@ after it.
 
 from dataclasses import replace
 
-from rheostat_engine.plan import OPEN_END, Act, Capture, Plan, Spans
+from rheostat_engine.acts import OPEN_END, Act, Capture, Spans
+from rheostat_engine.plan import Plan
 
 
 def amend(plan: Plan, acts: tuple[Act, ...], first: int) -> Plan:

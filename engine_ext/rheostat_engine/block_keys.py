@@ -3,7 +3,8 @@
 The KV of a token depends on every act at or before it. vLLM chains a block's hash on the one before
 it, so a block's own key has only to say what touches the tokens in it: blocks that nothing touches
 keep vLLM's own keys until the chain has been touched. A key costs as much as the acts that begin or
-end in its block; long stretches that are touched alike cost next to nothing.
+end in its block; long stretches that are touched alike cost next to nothing. Requests with equal
+acts share what was made.
 
 Invariant: two requests with equal tokens find each other's blocks exactly if equal content acts in
 equal order at equal positions. What depends on the time of the run is private.
@@ -17,69 +18,110 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from rheostat_engine.pieces import segment
-from rheostat_engine.plan import Act, Kind, Plan, Spans
+from rheostat_engine.acts import OPEN_END, Act, Kind
+from rheostat_engine.plan import Plan, Received
+from rheostat_engine.tables import SteeringTable
 
 
 class _Clause(NamedTuple):
+    number: int
+    """Of the clause in its table."""
     act: int
-    """Index among the acts that can change anything."""
-    spans: Spans
+    """Index of its act."""
     condition: bytes
     """Digest of the condition under which it holds; empty: always."""
+
+
+class SteeredBlocks:
+    """What touches which tokens under a table of acts: for all requests that have the table."""
+
+    def __init__(self, table: SteeringTable) -> None:
+        """Encodes the acts of `table` once."""
+        self._contents = [hashlib.sha256(_content(act)).digest() for act in table.acts]
+        self._kinds = [act.kind for act in table.acts]
+        clauses = [
+            _Clause(
+                number,
+                owner.act,
+                b"" if owner.tokens is None else _condition(table.sets[owner.tokens], owner.among),
+            )
+            for number, owner in enumerate(table.owners)
+        ]
+        strong = {owner.act for owner in table.owners if table.acts[owner.act].strong}
+        self._starts = table.pieces.starts.tolist()
+        self._sets = table.pieces.sets.tolist()
+        self._members = [
+            tuple(clauses[i] for i in members if clauses[i].act in strong)
+            for members in table.pieces.members
+        ]
+        self._made: dict[tuple[int, int], bytes] = {}
+        self._fragmented: dict[tuple[int, int], bytes] = {}
+        """By position, because all samples of a request ask for the same blocks."""
+
+    def touching(self, start: int, end: int) -> bytes:
+        """Digest of what touches the tokens at positions [start, end); empty: nothing does."""
+        first = bisect_right(self._starts, start) - 1
+        last = bisect_left(self._starts, end)
+        if last - first > 1:
+            place = start, end
+            if place not in self._fragmented:
+                self._fragmented[place] = self._touching(first, last, start, end)
+            return self._fragmented[place]
+        whole = self._sets[first], end - start
+        if whole not in self._made:
+            self._made[whole] = self._touching(first, last, start, end)
+        return self._made[whole]
+
+    def _touching(self, first: int, last: int, start: int, end: int) -> bytes:
+        """What the clauses of some pieces say of a block."""
+        edges: dict[_Clause, list[int]] = {}
+        for piece in range(first, last):
+            begins = max(self._starts[piece], start) - start
+            ends = (self._starts[piece + 1] if piece + 1 < len(self._starts) else OPEN_END) - start
+            for clause in self._members[self._sets[piece]]:
+                held = edges.setdefault(clause, [])
+                if held and held[-1] == begins:
+                    held.pop()
+                else:
+                    held.append(begins)
+                held.append(min(ends, end - start))
+        said = [
+            (self._kinds[act], self._contents[act] + b"".join(_place(c, edges[c]) for c in run))
+            for act, run in groupby(sorted(edges), attrgetter("act"))
+        ]
+        parts: list[bytes] = []
+        for kind, run in groupby(said, itemgetter(0)):
+            many = [part for _, part in run]
+            parts += sorted(many) if kind is Kind.ADD else many
+        if not parts:
+            return b""
+        digest = hashlib.sha256(b"rheostat block 3")
+        for part in parts:
+            digest.update(struct.pack("<q", len(part)) + part)
+        return digest.digest()
 
 
 class BlockKeys:
     """The keys of one request."""
 
-    def __init__(self, plan: Plan) -> None:
-        """Encodes the acts of `plan` once."""
-        acts = [act for act in plan.acts if act.acts]
-        self._contents = [hashlib.sha256(_content(act)).digest() for act in acts]
-        self._kinds = [act.kind for act in acts]
-        self._clauses = [
-            _Clause(index, spans, condition)
-            for index, act in enumerate(acts)
-            for spans, condition in (
-                (act.spans, b""),
-                *((one.spans, _condition(one.tokens, one.among)) for one in act.conditions),
-            )
-        ]
-        pieces = segment([clause.spans for clause in self._clauses])
-        self._starts = [start for start, _ in pieces]
-        self._members = [members for _, members in pieces]
-        self._whole: dict[tuple[tuple[int, ...], int], str | None] = {}
+    def __init__(self, plan: Plan | Received, steered: SteeredBlocks | None) -> None:
+        """Of a request with a plan, whose acts touch what `steered` says; None: it has none."""
+        self._steered = steered
         self._epoch = struct.pack("<q", plan.epoch)
         self._private_from = plan.private_from
         self._nonce = plan.request_id
+        self._keys: dict[bytes, str] = {}
 
     def key(self, start: int, end: int) -> str | None:
         """What touches the tokens at positions [start, end); None: nothing does."""
         if self._private_from is not None and end > self._private_from:
             return f"private {self._nonce}"
-        first = bisect_right(self._starts, start) - 1
-        last = bisect_left(self._starts, end)
-        members = self._members[first]
-        if last - first > 1:
-            return self._key(sorted(set().union(*self._members[first:last])), start, end)
-        if (members, end - start) not in self._whole:
-            self._whole[members, end - start] = self._key(members, start, end)
-        return self._whole[members, end - start]
-
-    def _key(self, members: Sequence[int], start: int, end: int) -> str | None:
-        """The key where some of the clauses, ascending, touch a block."""
-        if not members:
+        touching = b"" if self._steered is None else self._steered.touching(start, end)
+        if not touching:
             return None
-        touching = [
-            (self._kinds[act], self._contents[act] + b"".join(_place(c, start, end) for c in run))
-            for act, run in groupby((self._clauses[i] for i in members), attrgetter("act"))
-        ]
-        digest = hashlib.sha256(b"rheostat block 2" + self._epoch)
-        for kind, run in groupby(touching, itemgetter(0)):
-            parts = [part for _, part in run]
-            for part in sorted(parts) if kind is Kind.ADD else parts:
-                digest.update(struct.pack("<q", len(part)) + part)
-        return digest.hexdigest()
+        if touching not in self._keys:
+            self._keys[touching] = hashlib.sha256(touching + self._epoch).hexdigest()
+        return self._keys[touching]
 
 
 def _content(act: Act) -> bytes:
@@ -93,14 +135,10 @@ def _content(act: Act) -> bytes:
     return b"".join(parts)
 
 
-def _condition(tokens: Sequence[int], among: bool) -> bytes:
-    return hashlib.sha256(struct.pack(f"<?{len(tokens)}q", among, *tokens)).digest()
+def _condition(tokens: bytes, among: bool) -> bytes:
+    return hashlib.sha256(struct.pack("<?", among) + tokens).digest()
 
 
-def _place(clause: _Clause, start: int, end: int) -> bytes:
+def _place(clause: _Clause, edges: Sequence[int]) -> bytes:
     """Which tokens of a block a clause holds, counted from the block's start."""
-    first = bisect_left(clause.spans, start + 1, key=itemgetter(1))
-    last = bisect_left(clause.spans, end, key=itemgetter(0))
-    inside = [edge for a, b in clause.spans[first:last] for edge in (max(a, start), min(b, end))]
-    shifted = (edge - start for edge in inside)
-    return clause.condition + struct.pack(f"<{1 + len(inside)}q", len(inside), *shifted)
+    return clause.condition + struct.pack(f"<{1 + len(edges)}q", len(edges), *edges)

@@ -4,15 +4,22 @@ Invariant: as long as every plan passes through `admit` before it reaches the en
 released only after the worker has let go of it, the worker's tables and ring never overflow.
 Everything is counted by content, exactly as the worker shares it. Captured rows are counted as if
 all requests took their densest step at once, unless no step is large enough for that to matter.
+What is captured of a running request beside its plan is counted with it (`observe`).
+
+A plan is looked through when it is packed, on a thread. Here it is a few arrays, so that the event
+loop pays little for the largest plan.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from rheostat_engine.composition import Piece, compose, only_adds
-from rheostat_engine.plan import Capture, Kind, Plan
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine.needs import Needs
+from rheostat_engine.plan import PackedCaptures, Plan
+from rheostat_engine.tables import CaptureNeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,9 @@ class Capacity:
     capture_rows: int
     """Rows that one step can capture."""
     ruled_pieces: int = 4096
-    """Pieces that follow a rule about token ids, shared by nobody: of all running samples."""
+    """Combinations that follow a rule about token ids, shared by nobody: of all running samples."""
+    pieces: int = 1 << 21
+    """Pieces into which distinct plans cut the positions of their requests."""
 
 
 class Shortage(NamedTuple):
@@ -50,29 +59,12 @@ class Shortage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    keys: Mapping[tuple[str, Hashable], int]
-    own: Mapping[str, int]
+    needs: tuple[Needs, ...]
+    """What it shares."""
+    own: Counter[str]
     """What it shares with nobody, by resource."""
     sites: int
     """The most sites at which it captures a token."""
-
-
-class CaptureNeed(NamedTuple):
-    """What captures need of the ring."""
-
-    rows: int
-    """The most rows that one step can need."""
-    sites: int
-    """The most sites at which one token is captured."""
-
-    @classmethod
-    def of(
-        cls, captures: Sequence[Capture], *, prompt_len: int, max_step_tokens: int
-    ) -> "CaptureNeed":
-        """What captures need that are in force together, for one sample."""
-        plan = Plan("", captures=tuple(captures))
-        rows = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
-        return cls(rows, sum(len(capture.sites) for capture in captures))
 
 
 class CapacityLedger:
@@ -81,8 +73,8 @@ class CapacityLedger:
     def __init__(self, capacity: Capacity) -> None:
         """Nothing is held. `capacity` is what the worker reports (`ModelSites`)."""
         self._limits: dict[str, int] = asdict(capacity)
-        self._users: Counter[tuple[str, Hashable]] = Counter()
-        self._used: Counter[str] = Counter()
+        self._shared = _Shared()
+        self._own: Counter[str] = Counter()
         self._held: dict[str, _Holding] = {}
         self._observed: dict[str, CaptureNeed] = {}
         self._sites: Counter[int] = Counter()
@@ -95,14 +87,12 @@ class CapacityLedger:
 
     def used(self, resource: str) -> int:
         """How much of a resource, a field of `Capacity`, admitted plans hold."""
-        return self._used[resource]
+        return self._own[resource] + self._shared.used[resource]
 
     def lacks(self, plan: Plan) -> Counter[str]:
         """What a plan needs of each resource for steering beyond what admitted plans hold."""
-        pieces = compose(plan.acts)
-        lacking = Counter(ruled_pieces=_ruled(pieces))
-        for key, weight in _shared(pieces).items():
-            lacking[key[0]] += weight if key not in self._users else 0
+        lacking = self._shared.fresh(plan.packed_acts.needs)
+        lacking["ruled_pieces"] = plan.packed_acts.ruled
         return lacking
 
     def admit(
@@ -111,41 +101,44 @@ class CapacityLedger:
         """Reserves what `plan` needs, or says what is missing and reserves nothing.
 
         Args:
-            plan: the request's plan; its id must not be held.
+            plan: the request's plan; its id must not be held. One that is not packed is packed
+                here, which may take long.
             prompt_len: tokens of the prompt.
             max_step_tokens: the most tokens that one step computes.
             runs: how many of the engine's requests carry it out at the same time.
+
+        Raises:
+            ValueError: no engine can put it in force.
         """
         if plan.request_id in self._held:
             raise ValueError(f"request {plan.request_id!r} is already admitted")
-        pieces = compose(plan.acts)
-        keys = _shared(pieces)
-        rows = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
-        own = {"capture_rows": runs * rows, "ruled_pieces": runs * _ruled(pieces)}
-        sites = sum(len(capture.sites) for capture in plan.captures)
-        any_step_fits = self._any_step_fits(sites, max_step_tokens)
-        alone: Counter[str] = Counter(own)
-        fresh: Counter[str] = Counter(own)
-        for key, weight in keys.items():
-            alone[key[0]] += weight
-            fresh[key[0]] += weight if key not in self._users else 0
+        acts, captures = plan.packed_acts, plan.packed_captures
+        needs = (acts.needs, captures.needs)
+        need = capture_need(captures, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
+        own = Counter(capture_rows=runs * need.rows, ruled_pieces=runs * acts.ruled)
+        alone, fresh = Counter(own), Counter(own)
+        for one in needs:
+            alone += one.total
+            fresh += self._shared.fresh(one)
+        any_step_fits = self._any_step_fits(need.sites, max_step_tokens)
         shortages = [
             Shortage(
                 resource,
                 fresh[resource],
-                max(0, limit - self._used[resource]),
+                max(0, limit - self.used(resource)),
                 alone[resource] <= limit,
             )
             for resource, limit in self._limits.items()
-            if self._used[resource] + fresh[resource] > limit
+            if self.used(resource) + fresh[resource] > limit
             and not (any_step_fits and resource == "capture_rows")
         ]
         if shortages:
             return min(shortages, key=lambda shortage: shortage.ever)
-        self._users.update(keys.keys())
-        self._used.update(fresh)
-        self._count_sites(sites, 1)
-        self._held[plan.request_id] = _Holding(keys, own, sites)
+        for one in needs:
+            self._shared.take(one)
+        self._own.update(own)
+        self._count_sites(need.sites, 1)
+        self._held[plan.request_id] = _Holding(needs, own, need.sites)
         return None
 
     def observed(self, name: str) -> CaptureNeed:
@@ -163,18 +156,31 @@ class CapacityLedger:
         """
         before = self.observed(name)
         self._count_sites(before.sites, -1)
-        missing = self._used["capture_rows"] - before.rows + need.rows
-        missing -= self._limits["capture_rows"]
-        if missing > 0 and not self._any_step_fits(need.sites, max_step_tokens):
+        used, limit = self._own["capture_rows"], self._limits["capture_rows"]
+        more = need.rows - before.rows
+        if used + more > limit and not self._any_step_fits(need.sites, max_step_tokens):
             self._count_sites(before.sites, 1)
-            free = max(0, self._limits["capture_rows"] - self._used["capture_rows"])
-            return Shortage("capture_rows", need.rows - before.rows, free, ever=True)
-        self._used["capture_rows"] += need.rows - before.rows
+            return Shortage("capture_rows", more, max(0, limit - used), ever=True)
+        self._own["capture_rows"] += more
         self._count_sites(need.sites, 1)
         self._observed[name] = need
         if not need.sites:
             del self._observed[name]
         return None
+
+    def release(self, request_id: str) -> None:
+        """Gives back what a request holds; nothing if it holds nothing."""
+        observed = self._observed.pop(request_id, None)
+        if observed is not None:
+            self._own["capture_rows"] -= observed.rows
+            self._count_sites(observed.sites, -1)
+        holding = self._held.pop(request_id, None)
+        if holding is None:
+            return
+        for one in holding.needs:
+            self._shared.give(one)
+        self._own.subtract(holding.own)
+        self._count_sites(holding.sites, -1)
 
     def _any_step_fits(self, sites: int, max_step_tokens: int) -> bool:
         """Whether the ring holds any step that also captures a token at so many sites.
@@ -189,70 +195,50 @@ class CapacityLedger:
             self._sites[sites] += change
             self._sites = +self._sites
 
-    def release(self, request_id: str) -> None:
-        """Gives back what a request holds; nothing if it holds nothing."""
-        observed = self._observed.pop(request_id, None)
-        if observed is not None:
-            self._used["capture_rows"] -= observed.rows
-            self._count_sites(observed.sites, -1)
-        holding = self._held.pop(request_id, None)
-        if holding is None:
-            return
-        for key, weight in holding.keys.items():
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                self._used[key[0]] -= weight
-        self._used.subtract(holding.own)
-        self._count_sites(holding.sites, -1)
 
+class _Shared:
+    """What is held by content: sorted arrays, so that a plan of thousands of rows is a few calls.
 
-def needs(plan: Plan) -> dict[tuple[str, Hashable], int]:
-    """What a plan takes of each shared resource: (resource, content) and how much that is.
-
-    Raises:
-        ValueError: no engine can compose it (see `compose`).
+    Each operation costs what is held and what is asked for, a few nanoseconds each.
     """
-    return _shared(compose(plan.acts))
+
+    def __init__(self) -> None:
+        self._keys = np.zeros(0, np.uint64)
+        self._users = np.zeros(0, np.int64)
+        self.used: Counter[str] = Counter()
+        """How much of each resource is held."""
+
+    def fresh(self, needs: Needs) -> Counter[str]:
+        """How much of each resource `take` would add."""
+        return needs.part(~self._find(needs)[1])
+
+    def take(self, needs: Needs) -> None:
+        """Uses content once more."""
+        at, found = self._find(needs)
+        self.used += needs.part(~found)
+        self._users[at[found]] += 1
+        self._keys = np.insert(self._keys, at[~found], needs.keys[~found])
+        self._users = np.insert(self._users, at[~found], 1)
+
+    def give(self, needs: Needs) -> None:
+        """Ends one use of content that was taken."""
+        at, _ = self._find(needs)
+        self._users[at] -= 1
+        gone = self._users[at] == 0
+        self.used -= needs.part(gone)
+        self._keys, self._users = np.delete(self._keys, at[gone]), np.delete(self._users, at[gone])
+
+    def _find(self, needs: Needs) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+        """Where each content is or belongs, and whether it is there."""
+        at = np.searchsorted(self._keys, needs.keys)
+        found = np.zeros(len(at), np.bool_)
+        inside = at < len(self._keys)
+        found[inside] = self._keys[at[inside]] == needs.keys[inside]
+        return at, found
 
 
-def step_capture_rows(plan: Plan, *, prompt_len: int, max_step_tokens: int) -> int:
-    """The most ring rows that one step can need for a plan: its densest chunk times its sites.
-
-    A chunk of the prompt is at most `max_step_tokens` long. Generated tokens come one in a step; a
-    preempted request that computes them again has had their rows delivered already.
-    """
-    total = 0
-    for capture in plan.captures:
-        in_prompt = sum(max(0, min(end, prompt_len) - start) for start, end in capture.spans)
-        generated = any(end > prompt_len for _, end in capture.spans)
-        total += len(capture.sites) * max(min(in_prompt, max_step_tokens), int(generated))
-    return total
-
-
-def _ruled(pieces: Sequence[Piece]) -> int:
-    return sum(bool(piece.sets) for piece in pieces)
-
-
-def _shared(pieces: Sequence[Piece]) -> dict[tuple[str, Hashable], int]:
-    keys: dict[tuple[str, Hashable], int] = {}
-    for piece in {id(piece.variants): piece for piece in pieces}.values():
-        _count_piece(piece, keys)
-    return keys
-
-
-def _count_piece(piece: Piece, keys: dict[tuple[str, Hashable], int]) -> None:
-    if piece.sets:
-        keys["token_rules", piece.sets] = 1
-    for variant in piece.variants:
-        if not variant.combination:
-            continue
-        keys["slots", variant.combination] = 1
-        for _, program in variant.combination:
-            for step in program:
-                if step.kind is Kind.ADD:
-                    keys["bank_rows", step.addends] = 1
-                else:
-                    keys["directions", step.direction] = 1
-            if not only_adds(program):
-                keys["steps", program] = len(program)
+def capture_need(captures: PackedCaptures, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
+    """What captures need of the ring that are in force together, for one sample."""
+    if captures.table is None:
+        return CaptureNeed(0, 0)
+    return captures.table.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)

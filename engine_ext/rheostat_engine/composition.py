@@ -1,20 +1,18 @@
-"""What the acts of a plan do together, token by token: pieces, programs, steps.
+"""What acts do together at a token: programs and steps.
 
-Positions are cut where the set of acts changes. Within a piece each site has one program: the steps
-of the acts that reach it, in their order. Acts that depend on the token make variants of a piece.
+Positions are cut where the set of acts that hold changes (`pieces`). Where the same acts hold, each
+site has one program: the steps of the acts that reach it, in their order. Acts that depend on the
+token make variants.
 
-Invariant: equal content gives equal programs, combinations and pieces, whatever the names and
-however neighbouring additions are ordered; this is what rows, slots and steps are shared by.
+Invariant: equal content gives equal programs and combinations, whatever the names and however
+neighbouring additions are ordered; this is what rows, slots and steps are shared by.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from rheostat_engine.clauses import Owner, clauses_of
-from rheostat_engine.pieces import sweep
-from rheostat_engine.plan import Act, Band, Kind, TokenSet
+from rheostat_engine.acts import Act, Band, Kind
 
 RowKey = tuple[tuple[bytes, int, float], ...]
 """What a row that is added is made of: every addend's (digest, row, scale), sorted."""
@@ -76,28 +74,89 @@ class Variant(NamedTuple):
         )
 
 
-class Piece(NamedTuple):
-    """Positions at which the same acts apply, up to the next piece."""
+class Owner(NamedTuple):
+    """Whose a clause is, and under which tokens it holds."""
 
-    start: int
-    """First position."""
-    sets: tuple[TokenSet, ...]
+    act: int
+    """Index in the plan."""
+    tokens: int | None
+    """The set of token ids that it depends on, by number."""
+    among: bool
+    """Whether the selected tokens are those with such an id."""
+
+
+class Mix(NamedTuple):
+    """What happens to tokens at which the same clauses hold."""
+
+    sets: tuple[bytes, ...]
     """Sets of token ids that decide which variant applies."""
     variants: tuple[Variant, ...]
     """2 ** len(sets); bit i of the index says whether the token is in set i."""
 
 
-def compose(acts: Sequence[Act]) -> tuple[Piece, ...]:
-    """The pieces of a plan's acts, ascending from position 0.
+class Meeting(NamedTuple):
+    """Clauses that hold at the same tokens, before it is known what their acts do there."""
+
+    sets: tuple[bytes, ...]
+    """As in `Mix`."""
+    members: tuple[tuple[int, ...], ...]
+    """The acts of each variant."""
+
+
+def meeting(owners: Sequence[Owner], sets: Sequence[bytes]) -> Meeting:
+    """Which acts apply where some clauses hold together.
+
+    Args:
+        owners: of the clauses.
+        sets: the plan's sets of token ids.
+
+    Raises:
+        ValueError: more than `MAX_TOKEN_SETS` sets meet.
+    """
+    numbers = sorted({owner.tokens for owner in owners if owner.tokens is not None})
+    if len(numbers) > MAX_TOKEN_SETS:
+        raise ValueError(
+            f"{len(numbers)} different sets of token ids meet at one position; at most "
+            f"{MAX_TOKEN_SETS} can"
+        )
+    variants = []
+    for held in range(1 << len(numbers)):
+        inside = {number: bool(held >> bit & 1) for bit, number in enumerate(numbers)}
+        variants.append(
+            tuple(
+                owner.act
+                for owner in owners
+                if owner.tokens is None or inside[owner.tokens] == owner.among
+            )
+        )
+    return Meeting(tuple(sets[number] for number in numbers), tuple(variants))
+
+
+def compose(acts: Sequence[Act], owners: Sequence[Owner], sets: Sequence[bytes]) -> Mix:
+    """What clauses do that hold together.
+
+    Args:
+        acts: the plan's.
+        owners: of the clauses.
+        sets: the plan's sets of token ids.
 
     Raises:
         ValueError: more than `MAX_TOKEN_SETS` sets meet, or a program is longer than `MAX_STEPS`.
     """
-    return _composed(tuple(acts))
+    met = meeting(owners, sets)
+    variants = (Variant(members, combine(acts, members)) for members in met.members)
+    return Mix(met.sets, tuple(variants))
 
 
-def combine(acts: Sequence[Act], members: Sequence[int]) -> Combination:
+def combine(
+    acts: Sequence[Act], members: Sequence[int], sites: Container[int] | None = None
+) -> Combination:
     """What some acts do together at one token.
+
+    Args:
+        acts: the plan's.
+        members: those that apply, by index.
+        sites: the only sites that are looked at; None: all.
 
     Raises:
         ValueError: a program is longer than `MAX_STEPS`.
@@ -106,9 +165,11 @@ def combine(acts: Sequence[Act], members: Sequence[int]) -> Combination:
     adding: dict[int, list[tuple[bytes, int, float]]] = {}
     for member in members:
         act = acts[member]
-        if not act.acts:
+        if not act.strong:
             continue
         for site, rows in act.rows:
+            if sites is not None and site not in sites:
+                continue
             steps = by_site.setdefault(site, [])
             if act.kind is Kind.ADD:
                 adding.setdefault(site, []).append((act.vectors[0], rows[0], act.scale))
@@ -122,56 +183,28 @@ def combine(acts: Sequence[Act], members: Sequence[int]) -> Combination:
     return tuple((site, tuple(by_site[site])) for site in sorted(by_site))
 
 
-def attribution(acts: Sequence[Act], members: Sequence[int]) -> dict[int, list[list[int]]]:
+def attribution(
+    acts: Sequence[Act], members: Sequence[int], sites: Container[int] | None = None
+) -> dict[int, list[list[int]]]:
     """Which acts each measurement of a program is about, by site; additions are measured together.
 
     Args:
         acts: the plan's.
         members: those that make the programs, by index.
+        sites: the only sites that are looked at; None: all.
     """
     by_site: defaultdict[int, list[list[int]]] = defaultdict(list)
     for member in members:
         act = acts[member]
-        for site, _ in act.rows if act.acts else ():
+        for site, _ in act.rows if act.strong else ():
+            if sites is not None and site not in sites:
+                continue
             groups = by_site[site]
             if groups and act.kind is Kind.ADD is acts[groups[-1][-1]].kind:
                 groups[-1].append(member)
             else:
                 groups.append([member])
     return by_site
-
-
-@lru_cache(maxsize=8)
-def _composed(acts: tuple[Act, ...]) -> tuple[Piece, ...]:
-    clauses = clauses_of(acts)
-    made: dict[tuple[int, ...], tuple[tuple[TokenSet, ...], tuple[Variant, ...]]] = {}
-    pieces = []
-    for start, held in sweep(clauses.spans):
-        if held not in made:
-            made[held] = _variants(acts, [clauses.owners[i] for i in held], clauses.sets)
-        pieces.append(Piece(start, *made[held]))
-    return tuple(pieces)
-
-
-def _variants(
-    acts: Sequence[Act], owners: Sequence[Owner], sets: Sequence[TokenSet]
-) -> tuple[tuple[TokenSet, ...], tuple[Variant, ...]]:
-    numbers = sorted({owner.tokens for owner in owners if owner.tokens is not None})
-    if len(numbers) > MAX_TOKEN_SETS:
-        raise ValueError(
-            f"{len(numbers)} different sets of token ids meet at one position; at most "
-            f"{MAX_TOKEN_SETS} can"
-        )
-    variants = []
-    for held in range(1 << len(numbers)):
-        inside = {number: bool(held >> bit & 1) for bit, number in enumerate(numbers)}
-        members = tuple(
-            owner.act
-            for owner in owners
-            if owner.tokens is None or inside[owner.tokens] == owner.among
-        )
-        variants.append(Variant(members, combine(acts, members)))
-    return tuple(sets[number] for number in numbers), tuple(variants)
 
 
 def _flush(adding: dict[int, list[tuple[bytes, int, float]]], site: int, steps: list[Step]) -> None:

@@ -14,7 +14,7 @@ from rheostat._proto.v1 import (
     receipt_pb2,
     steering_pb2,
 )
-from rheostat_engine import Capture, ModelSites, Plan
+from rheostat_engine import ModelSites, Plan
 from rheostat_server import checks, directions
 from rheostat_server.baseline import Baseline, compared_logprobs
 from rheostat_server.capture.specs import (
@@ -104,8 +104,8 @@ class Admitted:
     """What subscriptions want of it."""
     plan: Plan
     """What the engine has to do to every sample, under the request's own id."""
-    unobserved: tuple[Capture, ...]
-    """What of the plan's captures the request asks for itself."""
+    unobserved: Plan
+    """A plan with only those captures that the request asks for itself."""
     vectors: tuple[Vector, ...]
     """Every vector that it needs, each once; those of observers come without it."""
     lora: str
@@ -187,14 +187,14 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     kind = FloatType(desk.sites.dtype)
     await offload(sums_work(interventions), check_sums, interventions, kind)
     compiled = await compile_plan(request_id, interventions, captures)
-    together, wanted = await observe(compiled.plan, captures, wanted)
+    plan, wanted = await observe(compiled.plan, captures, wanted)
     vectors = {vector.digest: vector for vector in compiled.vectors}
     baseline = None
     if request.with_baseline:
         without = await compile_plan(request_id, server_wide, captures)
         compared = compared_logprobs(sampling, desk.info.logprobs)
-        plan = replace(without.plan, captures=together)
-        baseline = Baseline(plan, compared, desk.info.model_tokens)
+        watched = without.plan.with_captures_of(plan)
+        baseline = Baseline(watched, compared, desk.info.model_tokens)
     return Admitted(
         request_id=request_id,
         labels=dict(request.labels),
@@ -204,12 +204,8 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
         interventions=interventions,
         captures=captures,
         wishes=wanted,
-        plan=replace(
-            compiled.plan,
-            captures=together,
-            private_from=context.prompt_len if changeable else None,
-        ),
-        unobserved=compiled.plan.captures,
+        plan=replace(plan, private_from=context.prompt_len if changeable else None),
+        unobserved=compiled.plan,
         lora=request.lora_name,
         vectors=tuple((vectors | direction_vectors(captures)).values()),
         server_wide=desk.server_wide,

@@ -35,6 +35,7 @@ from rheostat_server.keeper import VectorKeeper
 from rheostat_server.limits import STATS_SECONDS
 from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
+from rheostat_server.preparations import Preparations
 from rheostat_server.prompts import Prompts
 from rheostat_server.release import RELEASE_GRACE, until_released
 from rheostat_server.runs.store import Runs
@@ -87,6 +88,7 @@ class EngineHost:
             step_tokens=self.info.step_tokens,
             patience=config.capacity_wait,
         )
+        self.preparations = Preparations(backend, self.line)
         self.server_wide = ServerWide(
             self.info, self.sites, self.loader, self.line.refuse_what_never_fits
         )
@@ -250,6 +252,8 @@ class EngineHost:
         await self.hold(flight, flight.admitted.vectors)
         self._check_serving()
         await self._reserve(flight)
+        for room in flight.rooms:
+            flight.prepared.append(await self.preparations.prepare(room.plan))
         await self.attaching.catch_up(flight)
         self._check_serving()
         await open_outlets(flight, self)
@@ -379,6 +383,10 @@ class EngineHost:
         for digest in flight.pinned:
             self.store.unpin(digest)
         flight.pinned.clear()
+        for one in flight.prepared:
+            if one is not None:
+                self.preparations.release(one)
+        flight.prepared.clear()
         self.line.leave(flight.reserved)
 
     async def _until_empty(self) -> None:

@@ -5,7 +5,7 @@ import struct
 from dataclasses import replace
 
 from rheostat._proto.v1 import generation_service_pb2, types_pb2
-from rheostat_engine import OPEN_END, BlockKeys, Plan, compose
+from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
 from rheostat_server.admission import Admitted
 from rheostat_server.capture.stream import add_runs
 from rheostat_server.engine import EngineHost
@@ -71,17 +71,21 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
     `Plan.private_from` on nothing is shared.
     """
     shared_end = OPEN_END if plan.private_from is None else plan.private_from
-    keys = BlockKeys(replace(plan, private_from=None))
-    pieces = [piece for piece in compose(plan.acts) if piece.start < shared_end]
     found: list[generation_service_pb2.CacheKey] = []
     digest = b""
-    for piece, end in zip(pieces, [*(p.start for p in pieces[1:]), shared_end], strict=False):
-        key = keys.key(piece.start, end)
-        if key is not None:
-            members = sorted({member for variant in piece.variants for member in variant.members})
-            place = struct.pack(f"<{2 + len(members)}q", piece.start, end, *members)
+    table = plan.packed_acts.table
+    if table is not None:
+        keys = BlockKeys(replace(plan, private_from=None), SteeredBlocks(table))
+        holding = [sorted({table.owners[i].act for i in one}) for one in table.pieces.members]
+        starts, sets = table.pieces.starts.tolist(), table.pieces.sets.tolist()
+        for start, end, number in zip(starts, [*starts[1:], OPEN_END], sets, strict=True):
+            key = keys.key(start, min(end, shared_end)) if start < shared_end else None
+            if key is None:
+                continue
+            acts = holding[number]
+            place = struct.pack(f"<{2 + len(acts)}q", start, min(end, shared_end), *acts)
             digest = hashlib.sha256(digest + place + bytes.fromhex(key)).digest()
-            found.append(_pb.CacheKey(position=piece.start, digest=digest))
+            found.append(_pb.CacheKey(position=start, digest=digest))
     if plan.private_from is not None:
         found.append(_pb.CacheKey(position=plan.private_from, private=True))
     return found

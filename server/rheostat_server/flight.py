@@ -25,6 +25,7 @@ from rheostat_server.capture.outlets import Outlets
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
 from rheostat_server.line import Room
+from rheostat_server.preparations import Preparation
 from rheostat_server.sequence import FINISH_REASONS, Life, Role
 from rheostat_server.subscriptions.joined import Joined
 
@@ -72,6 +73,8 @@ class Flight:
         """Vectors that the store keeps for it."""
         self.reserved: list[str] = []
         """Under which the ledger holds something for it."""
+        self.prepared: list[Preparation | None] = []
+        """Tables that the workers hold for it."""
         self.share = share
         self.outlets = Outlets()
         """Where captured rows go."""
@@ -194,7 +197,7 @@ class Flight:
         """Leaves out what nobody but observers wants to be captured."""
         self.unobserved = True
         for life in self.lives:
-            plan = replace(life.job.plan, captures=self.admitted.unobserved)
+            plan = life.job.plan.with_captures_of(self.admitted.unobserved)
             life.job = replace(life.job, plan=plan)
 
     def finish(self) -> None:

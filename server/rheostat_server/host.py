@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from rheostat._proto.v1 import generation_pb2
-from rheostat_engine import Act, Capture, Event, ModelSites, Plan
+from rheostat_engine import Capture, Event, ModelSites, Plan
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sampling import SamplingSettings
 from rheostat_server.tokenizer import Tokenizer
@@ -133,12 +133,34 @@ class Backend(Protocol):
             EngineLost: the engine is gone.
         """
 
-    async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
-        """Puts `acts` in place of a running sample's from its next step on.
+    async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
+        """Builds a part of a plan's tables between two steps.
+
+        Args:
+            name: of the preparation; `forget` releases what it holds.
+            plan: the packed plan; None if an earlier call with this name passed it.
+            effort: the most that is built.
+
+        Returns:
+            Whether every worker has built everything, and why one cannot.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Releases preparations by name.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
+        """Replaces the acts of a running sample from its next step on.
 
         Args:
             plan_id: id of the sample's plan.
-            acts: what is done to it from then on; their vectors are loaded.
+            plan: a packed plan with the new acts; their vectors are loaded.
             not_before: position before which nothing changes.
 
         Returns:

@@ -176,9 +176,9 @@ OBSERVER_SPANS = 1024
 """Most spans of positions that a subscription may capture of a request. With more it misses the
 request, because they would cut the request's own plan into as many pieces."""
 
-OBSERVERS_EFFORT = 5000
-"""Most that all subscriptions that observe a request may add to the effort of its plan. The most
-fragmented miss the request."""
+OBSERVERS_EFFORT = 400
+"""Most that all subscriptions that observe a request may add to the effort of its captures, about
+one for each different combination of captures. The most fragmented miss the request."""
 
 MISSED_REQUESTS = 1024
 """Most requests of which a subscription is told that they began before it."""

@@ -111,8 +111,11 @@ class Line:
         Raises:
             BankFull, CaptureOverflow: there is no room.
         """
-        if self._tickets and (room.plan.captures or self.ledger.lacks(room.plan).total()):
-            raise _no_room(None)
+        if self._tickets:
+            lacking = self.ledger.lacks(room.plan)
+            del lacking["pieces"]  # every new plan has some of its own
+            if room.plan.captures or lacking.total():
+                raise _no_room(None)
         shortage = self._admit([room], prompt_len, held)
         if shortage is not None:
             self.refuse_what_never_fits([room], prompt_len)

@@ -1,14 +1,15 @@
 """Plans made of interventions and captures, and whether any engine could carry them out.
 
-Invariant: what `compile_plan` returns can be composed and is worth no more than the engine's limit
-of effort. Plans are made and looked through on a thread unless they are small.
+Invariant: what `compile_plan` returns can be composed and costs a worker no more than the engine's
+limits allow. A plan is packed here, on a thread unless it is small, so that the event loop later
+only adds up arrays.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rheostat._proto.v1 import capture_pb2, receipt_pb2, steering_pb2
-from rheostat_engine import MAX_EFFORT, Act, Capture, Condition, Plan, Spans, compose, effort
+from rheostat_engine import MAX_EFFORT, Act, Condition, Plan, Spans, TooMuch
 from rheostat_server import checks
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
@@ -62,8 +63,8 @@ async def compile_plan(
 
 async def observe(
     plan: Plan, captures: Sequence[ResolvedCapture], wishes: Sequence[Wish]
-) -> tuple[tuple[Capture, ...], tuple[Wish, ...]]:
-    """The captures of a plan together with what observers want beside them, as far as it goes.
+) -> tuple[Plan, tuple[Wish, ...]]:
+    """A plan with the captures that observers want beside its own, as far as it goes.
 
     Args:
         plan: the request's own.
@@ -71,11 +72,11 @@ async def observe(
         wishes: what subscriptions want of it, of which each has one.
 
     Returns:
-        What the engine has to capture, and the wishes without what the request cannot afford.
+        The plan, packed, and the wishes without what the request cannot afford.
     """
     observing = [wish for wish in wishes if wish.observed]
     if not observing:
-        return plan.captures, tuple(wishes)
+        return plan, tuple(wishes)
     beside = [one for wish in observing for one in wish.beside]
     work = captures_work([*captures, *beside]) + plan_work(plan)
     together, kept = await offload(work, _affordable, plan, captures, observing)
@@ -90,17 +91,20 @@ async def observe(
 
 def _affordable(
     plan: Plan, captures: Sequence[ResolvedCapture], observing: Sequence[Wish]
-) -> tuple[tuple[Capture, ...], Sequence[Wish]]:
-    """What to capture for those observers that cut a plan into few enough pieces: whole first."""
-    most = min(MAX_EFFORT, effort(plan) + OBSERVERS_EFFORT)
+) -> tuple[Plan, Sequence[Wish]]:
+    """The plan with the captures for those observers that cut it into few enough pieces."""
+    most = plan.packed_captures.effort + OBSERVERS_EFFORT
     kept = sorted(observing, key=_spans)
     while kept:
         beside = [one for wish in kept for one in wish.beside]
-        together = engine_captures([*captures, *beside])
-        if effort(replace(plan, captures=together)) <= most:
-            return together, kept
+        try:
+            together = plan.with_captures(engine_captures([*captures, *beside]))
+            if together.packed_captures.effort <= most:
+                return together, kept
+        except TooMuch:  # the same as too dear
+            pass
         kept = kept[: len(kept) // 2]
-    return plan.captures, ()
+    return plan, ()
 
 
 def _spans(wish: Wish) -> int:
@@ -126,16 +130,18 @@ def plan_work(plan: Plan) -> int:
     return acting + sum(_work(one.spans, ()) for one in plan.captures)
 
 
-async def check_affordable(spent: int, plan: Plan) -> int:
-    """The effort that a session is worth that carries one more plan out.
+def check_affordable(spent: int, plan: Plan) -> int:
+    """The effort of a session that carries out one more plan, which is packed.
 
     Raises:
         InvalidValue: it is too much.
     """
-    total = spent + await offload(plan_work(plan), effort, plan)
+    total = spent + plan.packed_acts.effort
     if total > MAX_EFFORT:
         raise InvalidValue(
-            f"together with what the session did before: {_TOO_MUCH}", field="steering"
+            f"together with what the session did before: {_TOO_MUCH}. It costs {total}; at most "
+            f"{MAX_EFFORT} is allowed",
+            field="steering",
         )
     return total
 
@@ -180,31 +186,29 @@ def _compile(
             if one.origin != receipt_pb2.ORIGIN_GLOBAL:
                 own.append(act)
     plan = Plan(request_id, tuple(acts), engine_captures(captures))
-    problem = _problem(plan, tuple(own))
-    if problem:
-        raise InvalidValue(problem, field="steering")
+    try:
+        plan = plan.pack()
+    except ValueError as error:
+        problem = _why_not(error)
+        # Server-wide steering is named only if the request alone could be carried out.
+        if len(own) < len(acts) and _packs(Plan(request_id, tuple(own), plan.captures)):
+            problem = f"together with the server-wide steering: {problem}"
+        raise InvalidValue(problem, field="steering") from error
     return Compiled(plan, tuple(vectors.values()))
 
 
-def _problem(plan: Plan, own: tuple[Act, ...]) -> str:
-    """Why no engine could carry a plan out; empty if one could.
-
-    `own` are the acts that are not server-wide steering's: it is named where they alone would do.
-    """
-    problem = _why_not(plan)
-    if problem and len(own) < len(plan.acts) and not _why_not(replace(plan, acts=own)):
-        return f"together with the server-wide steering: {problem}"
-    return problem
-
-
-def _why_not(plan: Plan) -> str:
-    if effort(plan) > MAX_EFFORT:
-        return _TOO_MUCH
+def _packs(plan: Plan) -> bool:
+    """Whether an engine could carry a plan out."""
     try:
-        compose(plan.acts)
-    except ValueError as error:
-        return str(error)
-    return ""
+        plan.pack()
+    except ValueError:
+        return False
+    return True
+
+
+def _why_not(error: ValueError) -> str:
+    """What a client reads about a plan that cannot be packed."""
+    return f"{_TOO_MUCH}. {error}" if isinstance(error, TooMuch) else str(error)
 
 
 def _work(spans: Spans, conditions: Sequence[Condition]) -> int:

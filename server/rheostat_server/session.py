@@ -16,7 +16,7 @@ from rheostat._proto.v1 import (
     receipt_pb2,
     steering_pb2,
 )
-from rheostat_engine import Act, Plan, amend
+from rheostat_engine import Plan
 from rheostat_server.admission import Admitted, admit, resolve_steering
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import (
@@ -214,11 +214,10 @@ class _Control:
         kind = FloatType(self._host.sites.dtype)
         await offload(sums_work(interventions), check_sums, interventions, kind)
         compiled = await compile_plan(flight.plan_id(f"update{update.number}"), interventions, ())
-        acts = compiled.plan.acts
         length = admitted.prompt_len
-        before = self._spent or await check_affordable(0, admitted.plan)
-        spent = await check_affordable(before, compiled.plan)
-        room = Room(amend(Plan(compiled.plan.request_id), acts, length), len(flight.own))
+        spent = check_affordable(self._spent or admitted.plan.packed_acts.effort, compiled.plan)
+        plan = compiled.plan
+        room = Room(plan, len(flight.own))
         held: list[str] = []
         self._host.line.enter_now(room, prompt_len=length, held=held)
         try:
@@ -227,7 +226,8 @@ class _Control:
             self._host.line.leave(held)
             raise
         flight.reserved += held
-        positions = await asyncio.gather(*(self._put(life, acts) for life in flight.own))
+        flight.prepared.append(await self._host.preparations.prepare(plan))
+        positions = await asyncio.gather(*(self._put(life, plan) for life in flight.own))
         taken = [
             (life, first)
             for life, first in zip(flight.own, positions, strict=True)
@@ -247,12 +247,12 @@ class _Control:
             ],
         )
 
-    async def _put(self, life: Life, acts: tuple[Act, ...]) -> int | None:
-        """Puts acts in force for one sample, once the engine has it; None if it has ended."""
+    async def _put(self, life: Life, plan: Plan) -> int | None:
+        """Puts a plan's acts in force for one sample once the engine has it; None if it ended."""
         await life.known.wait()
         if life.ended or not life.installed:
             return None
-        return await self._host.backend.update(life.plan_id, acts, self._admitted.prompt_len)
+        return await self._host.backend.update(life.plan_id, plan, self._admitted.prompt_len)
 
 
 def _refused(number: int, error: RheostatError) -> generation_pb2.UpdateRefused:

@@ -4,13 +4,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import zmq
 
 from rheostat_engine import (
     EXTRA_ARG,
-    Act,
     Event,
     ModelSites,
     Plan,
@@ -180,9 +180,22 @@ class VllmBackend:
             self._lost(_LOST)
             raise EngineLost(_LOST) from error
 
-    async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
-        """Puts `acts` in place of a running sample's from its next step on."""
-        wire = Plan(plan_id, acts).to_wire()
+    async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
+        """Builds a part of a plan's tables between two steps."""
+        wire = None if plan is None else plan.to_wire()
+        answers = cast(
+            list[tuple[bool, str]], await self._call("rheostat_prepare", name, wire, effort)
+        )
+        errors = [error for _, error in answers if error]
+        return all(done for done, _ in answers), errors[0] if errors else ""
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Releases preparations by name."""
+        await self._call("rheostat_forget", list(names))
+
+    async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
+        """Replaces the acts of a running sample from its next step on."""
+        wire = replace(plan, request_id=plan_id).to_wire()
         answers = cast(
             list[dict[str, object]],
             await self._call("rheostat_update", plan_id, wire, not_before),
@@ -388,8 +401,15 @@ def _recaptures(
     changes: Mapping[str, Recapture | None],
 ) -> dict[str, tuple[int, bytes, int] | None]:
     """Changes as the workers get them."""
-    return {
-        name: change
-        and (change.number, Plan(name, (), tuple(change.captures)).to_wire(), change.not_before)
-        for name, change in changes.items()
-    }
+    plans: dict[int, Plan] = {}
+    wired: dict[str, tuple[int, bytes, int] | None] = {}
+    for name, change in changes.items():
+        if change is None:
+            wired[name] = None
+            continue
+        plan = plans.get(id(change.captures))
+        if plan is None:  # all samples of a request have the same captures
+            plan = plans[id(change.captures)] = Plan(name, (), tuple(change.captures)).pack()
+        wire = replace(plan, request_id=name).to_wire()
+        wired[name] = change.number, wire, change.not_before
+    return wired

@@ -116,7 +116,7 @@ def assemble(
         nothing = expander.instructions(_nothing(), torch.zeros(0))
         warm_up(buffers, nothing, narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
-    steering = Steering(bank, rules, doses)
+    steering = Steering(bank, rules, doses, places)
     outlet, captures = None, None
     if reports:
         scratch = settings.encode_bytes // 4

@@ -5,11 +5,14 @@ nothing, and raises nothing: the worker fails its request.
 """
 
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from vllm.v1.request import Request
 
-from rheostat_engine.block_keys import BlockKeys
-from rheostat_engine.plan import EXTRA_ARG, Plan
+from rheostat_engine.acts import OPEN_END
+from rheostat_engine.block_keys import BlockKeys, SteeredBlocks
+from rheostat_engine.plan import EXTRA_ARG, Received, Sealed, captures_of, read, steering_of
+from rheostat_engine.tables import CaptureTable
 
 _CARRIED = "_rheostat_carried"
 
@@ -19,8 +22,17 @@ class Carried(NamedTuple):
 
     keys: BlockKeys
     """What touches its blocks."""
-    first_captured: int
-    """See `Plan`."""
+    captures: CaptureTable | None
+    """What it captures."""
+
+    @property
+    def first_captured(self) -> int:
+        """See `CaptureTable.first`; `OPEN_END`: nothing is captured."""
+        return OPEN_END if self.captures is None else self.captures.first
+
+
+_BLOCKS: WeakValueDictionary[bytes, SteeredBlocks] = WeakValueDictionary()
+"""What touches the blocks of requests with a table of acts, by its digest: they share it."""
 
 
 def carried(request: Request) -> Carried | None:
@@ -37,7 +49,18 @@ def _read(request: Request) -> Carried | None:
     if wire is None:
         return None
     try:
-        plan = Plan.from_wire(wire)
+        plan = read(wire)
+        captures = None if plan.captures is None else captures_of(plan.captures)
+        return Carried(BlockKeys(plan, _blocks(plan.acts)), captures)
     except ValueError:
-        plan = Plan(request.request_id, private_from=0)
-    return Carried(BlockKeys(plan), plan.first_captured)
+        private = Received(request.request_id, 0, 0, None, None)
+        return Carried(BlockKeys(private, None), None)
+
+
+def _blocks(sealed: Sealed | None) -> SteeredBlocks | None:
+    if sealed is None:
+        return None
+    found = _BLOCKS.get(sealed.digest)
+    if found is None:
+        found = _BLOCKS[sealed.digest] = SteeredBlocks(steering_of(sealed))
+    return found

@@ -15,8 +15,9 @@ from typing import cast
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
+from rheostat_engine.acts import OPEN_END
 from rheostat_engine.adapters.carried import carried
-from rheostat_engine.plan import FORGONE_ARG, OPEN_END
+from rheostat_engine.plan import FORGONE_ARG
 
 _LOOK_UP = "get_computed_blocks"
 

@@ -13,6 +13,7 @@ import torch
 from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.runtime import Change
+from rheostat_engine.tables import STEP_EFFORT
 
 
 class SiteRpc:
@@ -65,6 +66,19 @@ class SiteRpc:
         """Changes what a running request does from its next step on; see `SiteRuntime.amend`."""
         return self._assembled.runtime.amend(name, wire, not_before)._asdict()
 
+    def rheostat_prepare(self, name: str, wire: object, effort: int) -> tuple[bool, str]:
+        """Builds a part of a plan's tables; see `Preparations.go_on`.
+
+        Returns:
+            Whether everything is built, and why it cannot be.
+        """
+        return self._assembled.runtime.preparations.go_on(name, wire, effort)
+
+    def rheostat_forget(self, names: Sequence[str]) -> None:
+        """Lets go of what was prepared under some names."""
+        for name in names:
+            self._assembled.runtime.preparations.forget(name)
+
     def rheostat_recapture(self, changes: Mapping[str, tuple[int, object, int] | None]) -> None:
         """Changes what is captured of requests from their next steps on; see `SiteRuntime`."""
         self._assembled.runtime.recapture(
@@ -84,8 +98,12 @@ class SiteRpc:
             torch.cuda.set_rng_state(cuda_state)
 
     def rheostat_stats(self) -> dict[str, object]:
-        """Counts since the start, and what is in use."""
+        """Counts since the start, and what is in use.
+
+        An idle worker lets go of what nobody uses here: it has no steps to do it in.
+        """
         runtime = self._assembled.runtime
+        runtime.steering.arrangements.collect(STEP_EFFORT)
         bank = runtime.steering.bank
         return {
             "bank_rows_used": bank.programs.rows_used,

@@ -15,7 +15,7 @@ from rheostat_engine.core.programs import Programs
 from rheostat_engine.core.segments import Int32
 from rheostat_engine.core.shared import Full, Shared
 from rheostat_engine.core.tables import Table
-from rheostat_engine.core.vectors import BankError, Vectors
+from rheostat_engine.core.vectors import BankError, Exhausted, Vectors
 
 
 class Bank:
@@ -91,6 +91,10 @@ class Bank:
             self._combinations |= fresh
         return taken
 
+    def weight(self, slot: int) -> int:
+        """How many programs a slot that is in use holds."""
+        return len(self._combinations[slot])
+
     def flush(self) -> None:
         """Brings what was made to the device."""
         self.programs.flush()
@@ -121,7 +125,7 @@ class Bank:
         try:
             taken = self._slots.take(combination)
         except Full as error:
-            raise BankError("every slot is in use") from error
+            raise Exhausted("every slot is in use") from error
         if taken.fresh:
             fresh[taken.number] = combination
         return taken.number

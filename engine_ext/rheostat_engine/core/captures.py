@@ -4,7 +4,6 @@ Invariant: a position's row is delivered once, however often preemption makes it
 finds no place is counted as lost.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.core.classes import CaptureClasses, Sites
+from rheostat_engine.core.capture_sets import CaptureSets, Selected
+from rheostat_engine.core.classes import CaptureClasses
 from rheostat_engine.core.forms import REFUSED, Forms
 from rheostat_engine.core.outlet import Group, Outlet
 from rheostat_engine.core.places import Places
 from rheostat_engine.core.ring import Blocks, Placed, Region, Ring, cut_blocks, place
-from rheostat_engine.core.segments import Int64, PositionTable
+from rheostat_engine.core.segments import Int64, Requests
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.events import RowsHead
-from rheostat_engine.pieces import segment
-from rheostat_engine.plan import Capture, Plan
+from rheostat_engine.plan import Sealed
 from rheostat_engine.row_forms import RAW_KEY
 
 
@@ -40,6 +39,11 @@ class Copying(NamedTuple):
     """[B, sites]: see `Compact`."""
     sites: npt.NDArray[np.bool_]
     """[sites]: where something is copied."""
+
+    @property
+    def columns(self) -> tuple[npt.NDArray[np.int32], ...]:
+        """What is said of it in a `Compact`: block and order of each token, and the base."""
+        return self.blocks.token_block, self.blocks.token_order, self.base
 
 
 class Captures:
@@ -73,11 +77,10 @@ class Captures:
         self._rows = ring
         self.outlet = outlet
         self.rank = rank
-        self._present = present
         self._ring = Ring(ring.shape[0])
-        self._table = PositionTable()
-        self._places = places
-        self._classes = CaptureClasses(places.count, forms)
+        self._classes = CaptureClasses(places.numbers, forms)
+        self.sets = CaptureSets(self._classes, forms, places, present)
+        self._requests = Requests(self.sets.functions)
         self._pending: _Captured | None = None
 
     @property
@@ -85,28 +88,52 @@ class Captures:
         """Device memory of the ring."""
         return self._rows.nbytes
 
-    def put(self, number: int, plan: Plan) -> tuple[int, ...]:
-        """Puts a plan's captures in force; the classes that they hold."""
-        if not plan.captures:
-            self._table.drop(number)
-            return ()
-        cuts = segment([capture.spans for capture in plan.captures])
-        forms = [self.forms.acquire(capture.form) for capture in plan.captures]
-        sets = [self._sites([(plan.captures[i], forms[i]) for i in members]) for _, members in cuts]
-        classes = self._classes.acquire(sets)
-        for form in forms:  # their classes hold them now
-            self.forms.release(form)
-        self._table.put(number, [start for start, _ in cuts], classes)
-        return tuple(classes)
+    def put(
+        self,
+        number: int,
+        captures: Sealed | None,
+        held: Selected | None = None,
+        *,
+        first: int = 0,
+        computed: tuple[int, int] = (0, 0),
+    ) -> Selected:
+        """Puts a table of captures in force.
 
-    def drop(self, number: int, classes: Sequence[int]) -> None:
-        """Takes a request's captures out of force."""
-        self._table.drop(number)
-        self._classes.release(classes)
+        Args:
+            number: the request's number.
+            captures: the table; None: nothing is captured.
+            held: what the request captures, if the table takes its place.
+            first: position from which on it does.
+            computed: [start, end) positions of the request that have been computed.
 
-    def release(self, classes: Sequence[int]) -> None:
-        """Lets go of classes that `put` gave, in whose place another call has put others."""
-        self._classes.release(classes)
+        Raises:
+            ValueError: it is no table, or names sites that the model cannot have; nothing has
+                changed then.
+        """
+        new = None if captures is None else self.sets.use(captures)
+        selected = held or Selected()
+        for one in selected.change(first, new, computed):
+            self.sets.release(one)
+        self._requests.put(number, selected.segments)
+        return selected
+
+    def drop(self, number: int, held: Selected, computed: tuple[int, int]) -> Int64 | None:
+        """Takes a request's captures out of force.
+
+        Args:
+            number: the request's number.
+            held: what it captures.
+            computed: [start, end) positions that have been computed.
+
+        Returns:
+            Rows that were selected of them, [sites], of this worker's; None: nothing ever was.
+        """
+        self._requests.drop(number)
+        sets = list(held.sets)
+        rows = held.rows(*computed)
+        for one in sets:
+            self.sets.release(one)
+        return rows
 
     def begin(self, numbers: Int64, positions: Int64, tallies: Tallies) -> Copying | None:
         """Finds room for the rows of the step at hand; None where nothing is copied.
@@ -116,9 +143,9 @@ class Captures:
             positions: its position, [n].
             tallies: how far each request has come, before this step.
         """
-        if not len(self._table):
+        if not len(self._requests):
             return None
-        classes = self._table.lookup(numbers, positions)[:, 0]
+        classes = self._requests.lookup(numbers, positions)[0][:, 0]
         classes = np.where(positions >= tallies.computed_end[numbers], classes, 0)
         if not classes.any():
             return None
@@ -148,14 +175,6 @@ class Captures:
         if fence is not None:
             self._ring.leaves(pending.region, fence)
 
-    def _sites(self, members: Sequence[tuple[Capture, int]]) -> Sites:
-        """The sites of captures, each with its form: one for all, or rows leave as they are."""
-        found: dict[int, int] = {}
-        for capture, form in members:
-            for site in self._present.intersection(capture.sites):
-                found[site] = form if found.get(site, form) == form else 0
-        return frozenset(found.items())
-
     def _room(self) -> int:
         row = self._rows.shape[1] * self._rows.dtype.itemsize
         return min(self._ring.capacity, self.outlet.free_bytes // row)
@@ -180,15 +199,7 @@ class Captures:
             rank=self.rank,
             dtype=str(self._rows.dtype).removeprefix("torch."),
             width=self._rows.shape[1],
-            classes=[
-                self._places.numbers[
-                    np.flatnonzero(
-                        (table.ranks[kind // count] >= 0)
-                        & (table.forms[kind // count] == kind % count)
-                    )
-                ].tolist()
-                for kind in kinds.tolist()
-            ],
+            classes=[self._classes.sites_of(*divmod(kind, count)) for kind in kinds.tolist()],
             number=_int64(blocks.request[block]),
             which=_int64(which),
             start=_int64(blocks.start[block]),

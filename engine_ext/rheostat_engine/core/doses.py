@@ -8,33 +8,35 @@ Invariant: cells are zero when they are handed out. The first `MAX_STEPS` cells 
 can't be measured is written there.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.composition import MAX_STEPS, Piece, Variant, attribution
+from rheostat_engine.acts import Act, Kind
+from rheostat_engine.composition import MAX_STEPS, attribution
+from rheostat_engine.core.segments import Int64
 from rheostat_engine.core.shared import Runs
-from rheostat_engine.plan import Act, Kind
-
-Members = tuple[int, ...]
-"""Acts that apply together, by index in the plan."""
 
 _CELLS = 8192
 _MOST = 512
 """Cells that one request may have, changes of it included."""
 
+Norms = Mapping[bytes, npt.NDArray[np.float32]]
+"""L2 norm of each row, by digest."""
+
+HeadDose = tuple[int, int, int, float, float, float]
+"""The fields of a `Dose`."""
+
 
 class CellRun(NamedTuple):
-    """The cells of a request."""
+    """Consecutive cells of a request."""
 
     start: int
     count: int  # type: ignore[assignment]  # a run is no sequence to count in
-    places: Mapping[Members, int]
-    """Where the cells of tokens to which these acts apply begin."""
 
 
 class Doses:
@@ -46,27 +48,13 @@ class Doses:
         """[sites, cells, 4] float32: rows, sum of |change|, sum and maximum of |change| / |x|."""
         self._runs = Runs(MAX_STEPS, _CELLS + MAX_STEPS)
 
-    def acquire(self, pieces: Sequence[Piece], held: Sequence[CellRun] = ()) -> CellRun | None:
-        """Cells for the variants of a request's pieces that have none among those that it holds.
-
-        None where they don't fit.
-        """
-        places: dict[Members, int] = {}
-        count = 0
-        for piece in pieces:
-            for variant in piece.variants:
-                members = variant.members
-                known = members in places or any(members in run.places for run in held)
-                if variant.combination and not known:
-                    places[members] = count
-                    count += variant.cells
+    def acquire(self, count: int, held: Sequence[CellRun] = ()) -> CellRun | None:
+        """Cells for a request that holds some already; None where they don't fit."""
         if count == 0:
-            return CellRun(0, 0, {})
+            return CellRun(0, 0)
         fits = count + sum(run.count for run in held) <= _MOST
         start = self._runs.take(count) if fits else None
-        if start is None:
-            return None
-        return CellRun(start, count, {members: start + at for members, at in places.items()})
+        return None if start is None else CellRun(start, count)
 
     def take_out(self, runs: Sequence[CellRun]) -> torch.Tensor | None:
         """[sites, cells, 4] of some requests, one after the other; the cells are free again."""
@@ -84,53 +72,93 @@ class Doses:
         return measured
 
 
-def cell_of(runs: Sequence[CellRun], variant: Variant) -> int:
-    """Where a variant's measurements begin; the cells of nobody if it has none among these."""
-    if not variant.combination:
-        return 0
-    return next((run.places[variant.members] for run in runs if variant.members in run.places), 0)
+class Measures:
+    """What the cells of a table of acts are about: made once for all requests that have it.
 
-
-Norms = Mapping[bytes, npt.NDArray[np.float32]]
-"""L2 norm of each row, by digest."""
-
-
-def read_doses(
-    acts: Sequence[Act], runs: Sequence[CellRun], measured: npt.NDArray[np.float32], norms: Norms
-) -> list[tuple[int, int, int, float, float, float]]:
-    """What a request's cells say, as `Dose`s: by act, then site.
-
-    Args:
-        acts: the plan's.
-        runs: the request's cells.
-        measured: [sites, cells, 4], the cells of one run after those of the other.
-        norms: of the vectors that are added.
+    A cell belongs to a measurement of a variant; additions that stand side by side are measured
+    together.
     """
-    totals: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
-    added = {index: dict(act.rows) for index, act in enumerate(acts) if act.kind is Kind.ADD}
-    begin = 0
-    for run in runs:
-        for members, place in run.places.items():
-            first = begin + place - run.start
-            for site, groups in attribution(acts, members).items():
-                cells = measured[site, first : first + len(groups)].tolist()
-                for (rows, change, share, largest), group in zip(cells, groups, strict=True):
-                    if rows == 0:
-                        continue
-                    for index in group:
-                        factor = 1.0
-                        if index in added:
-                            (row,) = added[index][site]
-                            norm = float(norms[acts[index].vectors[0]][row])
-                            factor = abs(acts[index].scale) * norm
-                            change = rows * factor
-                        total = totals[index, site]
-                        total[0] += rows
-                        total[1] += change
-                        total[2] += share * factor
-                        total[3] = max(total[3], largest * factor)
-        begin += run.count
-    return [
-        (index, site, round(rows), change, share, largest)
-        for (index, site), (rows, change, share, largest) in sorted(totals.items())
-    ]
+
+    def __init__(self, acts: Sequence[Act], norms: Norms) -> None:
+        """Nothing is measured yet.
+
+        Args:
+            acts: the table's.
+            norms: of the vectors that are added.
+        """
+        self.cells = 0
+        """How many a request needs."""
+        self._acts = acts
+        self._norms = norms
+        self._places: dict[tuple[int, ...], int] = {}
+        self._entries: list[tuple[int, int, int, float]] = []
+        """Act, site, cell and factor of everything that is measured."""
+
+    def knows(self, members: tuple[int, ...]) -> int | None:
+        """The first cell of a variant that was added, counted from 0; None: it was not."""
+        return self._places.get(members)
+
+    def measure(self, members: tuple[int, ...], sites: Container[int] | None = None) -> None:
+        """Notes what is measured of a variant at some sites, before it is added.
+
+        Args:
+            members: the acts that apply, by index.
+            sites: the sites; None: all.
+        """
+        acts = self._acts
+        rows = {index: dict(acts[index].rows) for index in members if acts[index].strong}
+        for site, groups in attribution(acts, members, sites).items():
+            for cell, group in enumerate(groups, self.cells):
+                for index in group:
+                    factor = self._factor(acts[index], rows[index][site][0])
+                    self._entries.append((index, site, cell, factor))
+
+    def add(self, members: tuple[int, ...], cells: int) -> int:
+        """Adds a variant of which everything was noted; its first cell, counted from 0.
+
+        Args:
+            members: the acts that apply, by index.
+            cells: measurements that the variant's longest program makes.
+        """
+        first = self._places[members] = self.cells
+        self.cells += cells
+        return first
+
+    def read(self, measured: npt.NDArray[np.float32], first_act: int) -> list[HeadDose]:
+        """What a request's cells say: by act, then site.
+
+        Args:
+            measured: [sites, cells, 4]: the request's cells.
+            first_act: index of the table's first act in the request's plan.
+        """
+        acts, sites, cells, factors = self._columns
+        values = measured[sites, cells].astype(np.float64)
+        keep = values[:, 0] > 0
+        values, factors = values[keep], factors[keep]
+        count = measured.shape[0]
+        names, which = np.unique(acts[keep] * count + sites[keep], return_inverse=True)
+        added = factors >= 0
+        factor = np.where(added, factors, 1.0)
+        rows, share = values[:, 0], values[:, 2] * factor
+        change = np.where(added, rows * factor, values[:, 1])
+        largest = np.zeros(len(names))
+        np.maximum.at(largest, which, values[:, 3] * factor)
+        totals = [np.bincount(which, of, len(names)).tolist() for of in (rows, change, share)]
+        acts_of, sites_of = (first_act + names // count).tolist(), (names % count).tolist()
+        counts = [round(total) for total in totals[0]]
+        columns = (acts_of, sites_of, counts, *totals[1:], largest.tolist())
+        return list(zip(*columns, strict=True))
+
+    @cached_property
+    def _columns(self) -> tuple[Int64, Int64, Int64, npt.NDArray[np.float64]]:
+        """The entries, once there are all of them."""
+        columns = np.array(self._entries, np.float64).reshape(-1, 4).T
+        acts, sites, cells = columns[:3].astype(np.int64)
+        self._entries.clear()
+        return acts, sites, cells, columns[3]
+
+    def _factor(self, act: Act, row: int) -> float:
+        """What the sums of an addition are multiplied by; negative for any other act."""
+        if act.kind is not Kind.ADD:
+            return -1.0
+        return abs(act.scale) * float(self._norms[act.vectors[0]][row])

@@ -35,6 +35,17 @@ class Compact(NamedTuple):
     base: npt.NDArray[np.int32] | None
     """[B, sites]: ring row of the block's first token at each site, 0: not captured there."""
 
+    @classmethod
+    def padded(cls, *columns: npt.NDArray[np.int32] | None, tokens: int) -> "Compact":
+        """All columns, but the last made as long as `tokens`. None: nothing is captured."""
+        *short, base = columns
+        made = np.zeros((_COLUMNS, tokens), np.int32)
+        for row, column in zip(made, short, strict=True):
+            if column is not None:
+                row[: len(column)] = column
+        slot, cell, rule, block, order = made
+        return cls(slot, cell, rule, block, order, base)
+
 
 class Instructions(NamedTuple):
     """What is expanded, on the device."""

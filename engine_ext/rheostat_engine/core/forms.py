@@ -116,15 +116,15 @@ class Forms:
         made.users += 1
         return made.number
 
-    def hold(self, number: int) -> None:
-        """Uses a form that is in use once more."""
+    def hold(self, number: int, times: int = 1) -> None:
+        """Uses a form that is in use so many times more."""
         if number > REFUSED:
-            self._by_number[number].users += 1
+            self._by_number[number].users += times
 
-    def release(self, number: int) -> None:
-        """Ends one use."""
+    def release(self, number: int, times: int = 1) -> None:
+        """Ends so many uses."""
         if number > REFUSED:
-            self._by_number[number].users -= 1
+            self._by_number[number].users -= times
 
     def _make(self, form: RowForm) -> Made | None:
         size = _matrix_bytes(form, self._width)

@@ -4,13 +4,13 @@ Invariant: numbers travel, places never leave the worker. A worker whose part of
 mixture of experts has no places for routers.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
 from rheostat_engine.core.segments import Int64
-from rheostat_engine.plan import Plan
 from rheostat_engine.points import ROUTERS, site_count
+from rheostat_engine.tables import SteeringTable
 
 
 class Places:
@@ -33,26 +33,25 @@ class Places:
         """The place of a site; `count` or beyond where this worker has none for it."""
         return site if site < ROUTERS else self._stream + site - ROUTERS
 
-    def placed(self, plan: Plan) -> Plan:
-        """A plan in terms of places, without the captures of other workers' routers.
+    def check(self, table: SteeringTable) -> None:
+        """Checks what a table of acts steers.
 
         Raises:
             ValueError: it names a site that the model cannot have, or steers what is no stream.
         """
-        if any(not 0 <= site < self._stream for act in plan.acts for site, _ in act.rows):
+        if any(not 0 <= site < self._stream for act in table.acts for site, _ in act.rows):
             raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
-        captured = {site for capture in plan.captures for site in capture.sites}
-        if any(not self._known(site) for site in captured):
-            raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
-        if all(site < self._stream for site in captured):
-            return plan
-        return replace(
-            plan,
-            captures=tuple(
-                replace(one, sites=tuple(p for p in map(self.of, one.sites) if p < self.count))
-                for one in plan.captures
-            ),
-        )
 
-    def _known(self, site: int) -> bool:
-        return 0 <= site < self._stream or 0 <= site - ROUTERS < self._layers
+    def captured(self, sites: Sequence[int]) -> Int64:
+        """The places of captured sites, ascending, without other workers' routers.
+
+        Raises:
+            ValueError: one is a site that the model cannot have.
+        """
+        numbers = np.array(sites, np.int64)
+        stream = (numbers >= 0) & (numbers < self._stream)
+        routers = (numbers >= ROUTERS) & (numbers < ROUTERS + self._layers)
+        if not (stream | routers).all():
+            raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
+        places = np.where(stream, numbers, self._stream + numbers - ROUTERS)
+        return places[places < self.count]

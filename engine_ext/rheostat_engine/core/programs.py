@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from rheostat_engine.acts import Kind
 from rheostat_engine.capacity import Capacity
 from rheostat_engine.composition import Direction, Program, RowKey, Step, only_adds
 from rheostat_engine.core.shared import Full, Shared
 from rheostat_engine.core.tables import Table
-from rheostat_engine.core.vectors import BankError, Vectors, sums_of, unit_of
-from rheostat_engine.plan import Kind
+from rheostat_engine.core.vectors import BankError, Exhausted, Vectors, sums_of, unit_of
 
 _INFINITE = 2.0**128 - 2.0**103
 """The smallest number that float32 rounds to infinity."""
@@ -151,7 +151,7 @@ class Programs:
         except Full as error:
             for key in held:
                 self._give_row(key)
-            raise BankError("every row of the bank is in use") from error
+            raise Exhausted("every row of the bank is in use") from error
         if numbers:
             self._rows.put_all(numbers, full)
         return held
@@ -170,7 +170,7 @@ class Programs:
         if not all(map(_usable, program)):
             raise BankError("a bound or strength is not finite in float32")
         if len(program) > len(self._free_steps):
-            raise BankError("every step is in use")
+            raise Exhausted("every step is in use")
         numbers: list[int] = []
         try:
             for step in program:
@@ -193,7 +193,7 @@ class Programs:
         try:
             taken = self._direction_numbers.take(key)
         except Full as error:
-            raise BankError("every direction is in use") from error
+            raise Exhausted("every direction is in use") from error
         if taken.fresh:
             try:
                 content = unit_of(key, vectors, self.directions.shape[1])

@@ -7,8 +7,6 @@ Invariant: rule 0 puts every token into variant 0; equal sets are one rule. Ever
 as many variants as there can be, so that what the ledger counts always finds its place.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -16,11 +14,10 @@ from rheostat_engine.composition import MAX_TOKEN_SETS
 from rheostat_engine.core.segments import Int32
 from rheostat_engine.core.shared import Full, Shared
 from rheostat_engine.core.tables import Table
-from rheostat_engine.core.vectors import BankError
-from rheostat_engine.plan import TokenSet
+from rheostat_engine.core.vectors import BankError, Exhausted
 
-_ROOM = 1 << MAX_TOKEN_SETS
-"""Variants of a piece."""
+VARIANTS = 1 << MAX_TOKEN_SETS
+"""Variants for which there is room wherever a rule decides."""
 
 
 class TokenRules:
@@ -36,10 +33,10 @@ class TokenRules:
             device: where the tables lie.
         """
         self._bits = Table(torch.zeros(rules + 1, vocabulary, dtype=torch.uint8, device=device))
-        self._numbers: Shared[tuple[TokenSet, ...]] = Shared(rules)
+        self._numbers: Shared[tuple[bytes, ...]] = Shared(rules)
         self._free = list(range(pieces - 1, -1, -1))
-        self._variants = Table(torch.zeros(pieces, _ROOM, 2, dtype=torch.int32, device=device))
-        self.slots: Int32 = np.zeros(pieces * _ROOM, np.int32)
+        self._variants = Table(torch.zeros(pieces, VARIANTS, 2, dtype=torch.int32, device=device))
+        self.slots: Int32 = np.zeros(pieces * VARIANTS, np.int32)
         """[variants], on the host: slot."""
         self._sizes: Int32 = np.ones(rules + 1, np.int32)
 
@@ -66,50 +63,58 @@ class TokenRules:
         """How many variants a piece under a rule has."""
         return int(self._sizes[rule])
 
-    def acquire(self, sets: tuple[TokenSet, ...]) -> int:
+    def acquire(self, sets: tuple[bytes, ...]) -> int:
         """Uses a rule; its number.
+
+        Args:
+            sets: token ids, each set as ascending little-endian int32.
 
         Raises:
             BankError: a token id isn't one of the model's, or there is no room.
         """
         vocabulary = self.bits.shape[1]
-        if any(tokens and not 0 <= tokens[0] <= tokens[-1] < vocabulary for tokens in sets):
+        ids = [np.frombuffer(tokens, "<i4") for tokens in sets]
+        if any(len(one) and not 0 <= one[0] <= one[-1] < vocabulary for one in ids):
             raise BankError(f"a token id is not below the vocabulary's size, {vocabulary}")
         try:
             taken = self._numbers.take(sets)
         except Full as error:
-            raise BankError("every rule about token ids is in use") from error
+            raise Exhausted("every rule about token ids is in use") from error
         if taken.fresh:
             bits = np.zeros(vocabulary, np.uint8)
-            for bit, tokens in enumerate(sets):
-                bits[list(tokens)] |= np.uint8(1 << bit)
+            for bit, one in enumerate(ids):
+                bits[one] |= np.uint8(1 << bit)
             self._sizes[taken.number] = 1 << len(sets)
             self._bits.put(taken.number, bits)
             self._bits.flush()
         return taken.number
 
-    def release(self, sets: tuple[TokenSet, ...]) -> None:
+    def release(self, sets: tuple[bytes, ...]) -> None:
         """Ends one use of a rule."""
         self._numbers.give(sets)
 
-    def place(self, slots: Sequence[int], cells: Sequence[int]) -> int:
-        """Puts a piece's variants down; where they begin.
+    def place(self, slots: Int32, cells: Int32) -> Int32:
+        """Puts the variants of several combinations down; where each begins, [k].
+
+        Args:
+            slots: [k, variants]: as many variants as there can be; those that aren't there are 0.
+            cells: [k, variants].
 
         Raises:
-            BankError: there is no room.
+            BankError: there is no room for all of them.
         """
-        if not self._free:
-            raise BankError("every piece that follows a rule about token ids is in use")
-        piece = self._free.pop()
-        content = np.zeros((_ROOM, 2), np.int32)
-        content[: len(slots)] = np.stack([slots, cells], axis=1)
-        self._variants.put(piece, content)
-        self.slots[piece * _ROOM : (piece + 1) * _ROOM] = content[:, 0]
-        return piece * _ROOM
+        count = len(slots)
+        if count > len(self._free):
+            raise Exhausted("every piece that follows a rule about token ids is in use")
+        pieces = [self._free.pop() for _ in range(count)]
+        self._variants.put_all(pieces, np.stack([slots, cells], axis=2))
+        starts = np.array(pieces, np.int32) * VARIANTS
+        self.slots.reshape(-1, VARIANTS)[pieces] = slots
+        return starts
 
-    def displace(self, start: int) -> None:
-        """Takes a piece's variants away."""
-        self._free.append(start // _ROOM)
+    def displace(self, starts: Int32) -> None:
+        """Takes variants away that begin there."""
+        self._free += (starts // VARIANTS).tolist()
 
     def flush(self) -> None:
         """Brings the variants to the device."""

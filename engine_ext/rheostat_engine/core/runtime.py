@@ -2,6 +2,7 @@
 
 Invariant: nothing that a client sends can raise here. A plan that can't be put in force is answered
 with an `Installed` that says why, and the server fails that request before a token of it is seen.
+What a request costs beside its tables is little, and the same for all.
 """
 
 import logging
@@ -14,23 +15,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.amend import amend, recapture
+from rheostat_engine.acts import OPEN_END
 from rheostat_engine.core.buffers import Buffers
-from rheostat_engine.core.captures import Captures, Copying
+from rheostat_engine.core.capture_sets import Selected
+from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.delivery import Frame
-from rheostat_engine.core.doses import Norms, read_doses
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.outlet import Outlet
 from rheostat_engine.core.places import Places
+from rheostat_engine.core.preparing import Preparations
 from rheostat_engine.core.segments import Int64
-from rheostat_engine.core.steering import Instruction, Placed, Steering
+from rheostat_engine.core.steering import Placed, Steering
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.core.vectors import BankError
-from rheostat_engine.effort import MAX_EFFORT, effort
 from rheostat_engine.events import AttachedHead, Head, InstalledHead, ReleasedHead
-from rheostat_engine.plan import OPEN_END, Plan
+from rheostat_engine.plan import Sealed, name_of, read
+from rheostat_engine.tables import STEP_EFFORT
 
 _LOG = logging.getLogger(__name__)
+
+_REQUEST_EFFORT = 20
+"""What a change of a request costs beside its table."""
 
 
 class Batch(NamedTuple):
@@ -70,11 +75,15 @@ class Amended(NamedTuple):
 
 @dataclass
 class _Held:
-    plan: Plan
+    name: str
     number: int
     placed: Placed
-    classes: tuple[int, ...]
-    norms: Norms
+    selected: Selected
+
+
+class _Leaving(NamedTuple):
+    held: _Held
+    head: ReleasedHead
 
 
 class SiteRuntime:
@@ -106,6 +115,7 @@ class SiteRuntime:
             sites: the places of those that lie in this rank's part of the model.
             name_of: the server's name of a request, from vLLM's id.
         """
+        self.preparations = Preparations(steering, captures)
         self.buffers = buffers
         self.steering = steering
         self.captures = captures
@@ -119,12 +129,12 @@ class SiteRuntime:
         self._name_of = name_of
         self._changes: dict[str, Change] = {}
         self._looked: Sequence[str] | None = None
-        """The batch in which those were last looked for that changes wait for; None: in none."""
-        self._leaving: list[_Held] = []
+        """Request ids of the last batch scanned for pending changes; None forces a scan."""
+        self._leaving: list[_Leaving] = []
         self._numbers_free: list[int] = []
         self._numbers_made = 0
         self._present = np.isin(np.arange(buffers.sites), list(sites))
-        self._tallies = Tallies(sites)
+        self._tallies = Tallies()
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
 
@@ -145,20 +155,18 @@ class SiteRuntime:
         """
         if request_id in self._held:
             return
-        name = Plan.name_of(wire)
+        name = name_of(wire)
         if name is None:
             _LOG.error("request %s brought a plan without a name; nobody can be told", request_id)
             return
         problem = ""
         try:
-            held = self._take_up(self._checked(wire), forgone)
+            plan = read(wire)
+            held = self._take_up(name, plan.acts, plan.captures, forgone)
         except (BankError, ValueError) as error:
             problem = str(error)
-            held = self._take_up(Plan(name), forgone)
-        self._held[request_id] = held
-        self._ids[name] = request_id
-        self._last_ids = ()
-        self._send(InstalledHead(self._rank, held.number, name, problem))
+            held = self._take_up(name, None, None, forgone)
+        self._enter(request_id, held, problem)
 
     def amend(self, name: str, wire: object, not_before: int) -> Amended:
         """Changes what a running request does from its next step on.
@@ -173,16 +181,10 @@ class SiteRuntime:
             return Amended(-1, "")
         first = max(int(self._tallies.computed_end[held.number]), not_before)
         try:
-            acts = self._checked(wire).acts
-            plan = amend(held.plan, acts, first)
-            if effort(plan) > MAX_EFFORT:
-                raise ValueError("the request has been changed too often")
-            norms = {**held.norms, **self.steering.norms_of(acts)}
-            held.placed = self.steering.place(held.number, plan, held.placed)
+            placed = self.steering.place(held.number, read(wire).acts, held.placed, first)
         except (BankError, ValueError) as error:
             return Amended(first, str(error))
-        held.plan = plan
-        held.norms = norms
+        held.placed = placed
         return Amended(first, "")
 
     def recapture(self, changes: Mapping[str, Change | None]) -> None:
@@ -217,21 +219,30 @@ class SiteRuntime:
         held = self._held.pop(request_id, None)
         if held is None:
             return
-        self._ids.pop(held.plan.request_id, None)
+        self._ids.pop(held.name, None)
         self.steering.remove(held.number, held.placed)
+        rows = None
         if self.captures is not None:
-            self.captures.drop(held.number, held.classes)
+            span = self._tallies.span(held.number)
+            rows = self.captures.drop(held.number, held.selected, span)
+        head = self._tallies.released(
+            held.number, held.name, self._rank, rows, measured=held.placed.measured
+        )
         self._last_ids = ()
-        self._leaving.append(held)
+        self._leaving.append(_Leaving(held, head))
 
     def settle(self) -> None:
-        """Says of the requests that were forgotten what was done to them, all in one copy."""
+        """Says of the requests that were forgotten what was done to them, all in one copy.
+
+        Lets go of a part of what nobody uses any more, too.
+        """
+        self.steering.arrangements.collect(STEP_EFFORT)
         if not self._leaving:
             return
         leaving, self._leaving = self._leaving, []
-        measured = self.steering.take_out([held.placed for held in leaving])
-        heads = [self._released(held) for held in leaving]
-        self._numbers_free += [held.number for held in leaving]
+        measured = self.steering.take_out([one.held.placed for one in leaving])
+        heads = [self._numbered(one.head) for one in leaving]
+        self._numbers_free += [one.held.number for one in leaving]
         if self._outlet is None:
             return
         if measured is None:
@@ -241,9 +252,9 @@ class SiteRuntime:
 
         def finish(cells: torch.Tensor) -> Sequence[Head]:
             values, at, done = cells.numpy(), 0, []
-            for held, head in zip(leaving, heads, strict=True):
+            for (held, _), head in zip(leaving, heads, strict=True):
                 end = at + sum(run.count for run in held.placed.cells)
-                doses = read_doses(held.plan.acts, held.placed.cells, values[:, at:end], held.norms)
+                doses = held.placed.read(values[:, at:end])
                 done.append(msgspec.structs.replace(head, doses=doses))
                 at = end
             return done
@@ -251,10 +262,8 @@ class SiteRuntime:
         unmeasured = [msgspec.structs.replace(head, measured=False) for head in heads]
         self._outlet.send_measured(measured, finish, unmeasured)
 
-    def _released(self, held: _Held) -> ReleasedHead:
-        head = self._tallies.released(
-            held.number, held.plan, self._rank, measured=held.placed.measured
-        )
+    def _numbered(self, head: ReleasedHead) -> ReleasedHead:
+        """A head with the numbers of sites in the place of where the tables keep them."""
         numbers = self._places.numbers
         captured = {int(numbers[place]): rows for place, rows in head.captured.items()}
         return msgspec.structs.replace(head, captured=captured)
@@ -283,7 +292,9 @@ class SiteRuntime:
             self.steps["plain"] += 1
             return
         self.steps["active"] += 1
-        self._expander.write(_padded(steered, copying, batch.padded_tokens), batch.input_ids)
+        captured = (None, None, None) if copying is None else copying.columns
+        columns = (steered.slot, steered.cell, steered.rule, *captured)
+        self._expander.write(Compact.padded(*columns, tokens=batch.padded_tokens), batch.input_ids)
         self.buffers.active.set(mask)
 
     def end(self) -> None:
@@ -298,7 +309,7 @@ class SiteRuntime:
             self._outlet.close()
 
     def _carry_out(self, batch: Batch) -> None:
-        """Carries out the changes that wait for requests of a batch, as many as a step may cost."""
+        """Carries out changes that wait for requests of a batch, within what a step may cost."""
         if batch.request_ids == self._looked:
             return
         self._looked = list(batch.request_ids)
@@ -307,61 +318,58 @@ class SiteRuntime:
             name = self._name(request_id)
             if name not in self._changes:
                 continue
-            if spent > MAX_EFFORT // 2:  # the others wait for the next step
+            if spent > STEP_EFFORT:  # the others wait for the next step
                 self._looked = None
                 return
             spent += self._attach(request_id, self._changes.pop(name), computed)
 
     def _name(self, request_id: str) -> str:
         held = self._held.get(request_id)
-        return self._name_of(request_id) if held is None else held.plan.request_id
+        return self._name_of(request_id) if held is None else held.name
 
     def _attach(self, request_id: str, change: Change, computed: int) -> int:
-        """Carries out a change; its effort, about."""
+        """Carries out a change; what that cost, in units of `effort`."""
         held = self._held.get(request_id)
         if held is None:
-            name = self._name(request_id)
-            held = self._take_up(Plan(name), forgone=0)
-            self._held[request_id] = held
-            self._ids[name] = request_id
-            self._last_ids = ()
-            self._send(InstalledHead(self._rank, held.number, name, ""))
+            held = self._take_up(self._name(request_id), None, None, forgone=0)
+            self._enter(request_id, held, "")
         first = max(int(self._tallies.computed_end[held.number]), computed, change.not_before)
-        problem, cost = "", MAX_EFFORT
+        problem, cost = "", _REQUEST_EFFORT
         try:
-            new = self._places.placed(Plan.from_wire(change.wire))
-            plan = recapture(held.plan, new.captures, first)
-            cost = effort(plan)
-            if cost > MAX_EFFORT:
-                raise ValueError(f"captures are too fragmented: their effort is over {MAX_EFFORT}")
+            captures = read(change.wire).captures
             if self.captures is not None:
-                classes = self.captures.put(held.number, plan)
-                self.captures.release(held.classes)
-                held.classes = classes
-            held.plan = plan
+                cost += self.captures.sets.cost(captures)
+                span = self._tallies.span(held.number)
+                self.captures.put(held.number, captures, held.selected, first=first, computed=span)
         except ValueError as error:
             problem = str(error)
-        name = held.plan.request_id
-        self._send(AttachedHead(self._rank, held.number, name, change.number, first, problem))
+        self._send(AttachedHead(self._rank, held.number, held.name, change.number, first, problem))
         return cost
 
-    def _checked(self, wire: object) -> Plan:
-        plan = self._places.placed(Plan.from_wire(wire))
-        if effort(plan) > MAX_EFFORT:
-            raise ValueError(f"the plan is too fragmented: its effort is over {MAX_EFFORT}")
-        return plan
-
-    def _take_up(self, plan: Plan, forgone: int) -> _Held:
-        norms = self.steering.norms_of(plan.acts)
+    def _take_up(
+        self, name: str, acts: Sealed | None, captures: Sealed | None, forgone: int
+    ) -> _Held:
         number = self._new_number()
+        placed, selected = Placed(), Selected()
         try:
-            placed = self.steering.place(number, plan)
+            if captures is not None and self.captures is not None:
+                selected = self.captures.put(number, captures)
+            if acts is not None:
+                placed = self.steering.place(number, acts)
         except (BankError, ValueError):
+            if self.captures is not None:
+                self.captures.drop(number, selected, (0, 0))
             self._numbers_free.append(number)
             raise
-        classes = () if self.captures is None else self.captures.put(number, plan)
         self._tallies.start(number, forgone)
-        return _Held(plan, number, placed, classes, norms)
+        return _Held(name, number, placed, selected)
+
+    def _enter(self, request_id: str, held: _Held, problem: str) -> None:
+        """A request has what it needs, or why not."""
+        self._held[request_id] = held
+        self._ids[held.name] = request_id
+        self._last_ids = ()
+        self._send(InstalledHead(self._rank, held.number, held.name, problem))
 
     def _new_number(self) -> int:
         if self._numbers_free:
@@ -382,19 +390,3 @@ class SiteRuntime:
     def _send(self, head: Head) -> None:
         if self._outlet is not None:
             self._outlet.send(Frame(head))
-
-
-def _padded(steered: Instruction, copying: Copying | None, tokens: int) -> Compact:
-    count = len(steered.slot)
-    nothing = np.zeros(count, np.int32)
-    slot, cell, rule, block, order = (
-        np.pad(column, (0, tokens - count))
-        for column in (
-            steered.slot,
-            steered.cell,
-            steered.rule,
-            nothing if copying is None else copying.blocks.token_block,
-            nothing if copying is None else copying.blocks.token_order,
-        )
-    )
-    return Compact(slot, cell, rule, block, order, None if copying is None else copying.base)

@@ -1,12 +1,12 @@
-"""Steering in force: which slot, rule and cell every token of every request has.
+"""Acts in force: what every token of every request has.
 
-Invariant: what a plan's acts hold is taken all at once or not at all, and given back once. Slots
-and rules are held once for equal acts, so that each further sample of a request costs little. A
-plan that is amended keeps the cells of what was measured before, and goes on to fill them.
+Invariant: what a plan's acts hold is taken all at once or not at all, and given back once. Requests
+with equal acts share it: each holds only its cells, and its places under rules about token ids. A
+plan that is changed keeps what it had for the positions before, and the cells of what was measured.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,42 +14,67 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.composition import Piece, compose
+from rheostat_engine.core.arrangements import Arrangement, Arrangements
 from rheostat_engine.core.bank import Bank
-from rheostat_engine.core.doses import CellRun, Doses, Norms, cell_of
+from rheostat_engine.core.doses import CellRun, Doses, HeadDose, Norms
+from rheostat_engine.core.places import Places
 from rheostat_engine.core.rules import TokenRules
-from rheostat_engine.core.segments import Int64, PositionTable
-from rheostat_engine.core.vectors import BankError, Vectors
-from rheostat_engine.plan import Act, Plan, TokenSet
+from rheostat_engine.core.segments import Functions, Int32, Int64, Requests, Segment
+from rheostat_engine.core.vectors import BankError, Exhausted, Vectors
+from rheostat_engine.plan import Sealed, steering_of
+from rheostat_engine.tables import MAX_EFFORT, SteeringTable
 
 _SLOT, _CELL, _RULE = range(3)
+_CELLS, _VARIANTS = range(2)
+
+
+class Part(NamedTuple):
+    """What a request does from a position on."""
+
+    first: int
+    """The position."""
+    arrangement: Arrangement | None
+    """None: nothing."""
+    cells: CellRun | None
+    """None: there were none, and nothing is measured."""
+    variants: Int32
+    """[k]: where the variants of each combination begin that follows a rule."""
 
 
 class Placed(NamedTuple):
-    """What a plan's acts hold."""
+    """What a request's acts hold."""
 
-    acts: tuple[Act, ...] = ()
-    """Those for which slots and rules are held."""
-    variants: tuple[int, ...] = ()
-    """Where the variants of each piece that follows a rule begin."""
-    cells: tuple[CellRun, ...] = ()
-    """Cells, the amended plan's after those from before."""
-    measured: bool = True
-    """Whether there were cells for everything."""
+    parts: tuple[Part, ...] = ()
+    """In the order in which they came; a later one acts from its position on in place of others."""
 
+    @property
+    def measured(self) -> bool:
+        """Whether there were cells for everything."""
+        return all(part.cells is not None for part in self.parts)
 
-@dataclass
-class _Arranged:
-    """What acts hold together, however many requests carry them out."""
+    @property
+    def cells(self) -> list[CellRun]:
+        """All its cells."""
+        return [part.cells for part in self.parts if part.cells is not None]
 
-    pieces: tuple[Piece, ...]
-    slots: list[int]
-    """Of every variant, piece by piece."""
-    rules: list[int]
-    """Of every piece; 0: none."""
-    sets: list[tuple[TokenSet, ...]]
-    """The rules in use."""
-    users: int = 0
+    @property
+    def effort(self) -> int:
+        """What its tables cost; see `tables`."""
+        return sum(one.arrangement.table.effort for one in self.parts if one.arrangement)
+
+    def read(self, measured: npt.NDArray[np.float32]) -> list[HeadDose]:
+        """What its cells say, [sites, cells, 4], as `Dose`s: by act, then site."""
+        doses: list[HeadDose] = []
+        first_act = begin = 0
+        for _, arrangement, cells, _ in self.parts:
+            if arrangement is None:
+                continue
+            if cells is not None and cells.count:
+                values = measured[:, begin : begin + cells.count]
+                doses += arrangement.measures.read(values, first_act)
+                begin += cells.count
+            first_act += len(arrangement.table.acts)
+        return doses
 
 
 class Instruction(NamedTuple):
@@ -68,15 +93,19 @@ class Instruction(NamedTuple):
 class Steering:
     """The acts of all requests."""
 
-    def __init__(self, bank: Bank, rules: TokenRules, doses: Doses) -> None:
+    def __init__(self, bank: Bank, rules: TokenRules, doses: Doses, places: Places) -> None:
         """Nothing is in force."""
         self.bank = bank
         self.rules = rules
         self._doses = doses
+        self._places = places
         self._vectors: dict[bytes, npt.NDArray[np.float32]] = {}
         self._norms: dict[bytes, npt.NDArray[np.float32]] = {}
-        self._arranged: dict[tuple[Act, ...], _Arranged] = {}
-        self._table = PositionTable(columns=3)
+        functions = Functions(columns=3)
+        self.arrangements = Arrangements(bank, rules, functions, self._vectors, self._norms)
+        self._requests = Requests(functions, bases=2)
+        self._variants: dict[int, Int32] = {}
+        """By request number: where the variants of all its parts begin, one after the other."""
 
     @property
     def vectors(self) -> Vectors:
@@ -94,130 +123,113 @@ class Steering:
             self._vectors.pop(digest, None)
             self._norms.pop(digest, None)
 
-    def norms_of(self, acts: Iterable[Act]) -> Norms:
-        """The norms of the vectors that some acts use.
+    def use(self, acts: Sealed) -> Arrangement:
+        """What a table of acts holds, used once more; see `Arrangements.use`."""
+        return self.arrangements.use(acts.digest, partial(self._read, acts))
 
-        Raises:
-            BankError: a vector is missing.
-        """
-        digests = sorted({digest for act in acts if act.acts for digest in act.vectors})
-        for digest in digests:
-            if digest not in self._norms:
-                raise BankError(f"vector {digest.hex()} is not in the worker")
-        return {digest: self._norms[digest] for digest in digests}
-
-    def place(self, number: int, plan: Plan, before: Placed | None = None) -> Placed:
-        """Puts a plan's acts in force.
+    def place(
+        self, number: int, acts: Sealed | None, before: Placed | None = None, first: int = 0
+    ) -> Placed:
+        """Puts acts in force.
 
         Args:
             number: the request's number.
-            plan: the plan.
-            before: what the request held so far, for a plan that the new one amends; it is given
-                back, apart from its cells.
+            acts: its acts; None: it has none.
+            before: what the request holds, if these acts take its place.
+            first: position from which on they do.
 
         Raises:
-            BankError, ValueError: the plan can't be put in force; nothing has changed then.
+            BankError, ValueError: they can't be put in force; nothing has changed then.
         """
         old = before or Placed()
-        arranged = self._arrange(plan.acts)
-        ruled = sum(map(bool, arranged.rules))
-        if ruled > self.rules.room + len(old.variants):
-            self._let_go(plan.acts)
-            raise BankError("every piece that follows a rule about token ids is in use")
-        self._displace(old)
-        new = self._doses.acquire(arranged.pieces, old.cells) if old.measured else None
-        cells = (*old.cells, new) if new is not None and new.count else old.cells
-        begins = []
-        if any(arranged.slots):
-            slots = iter(arranged.slots)
-            rows = []
-            for piece, rule in zip(arranged.pieces, arranged.rules, strict=True):
-                held = [next(slots) for _ in piece.variants]
-                at = [0 if new is None else cell_of(cells, one) for one in piece.variants]
-                if rule:
-                    begins.append(self.rules.place(held, at))
-                    rows.append((begins[-1], 0, rule))
-                else:
-                    rows.append((held[0], at[0], 0))
-            self._table.put(number, [piece.start for piece in arranged.pieces], rows)
+        if acts is None:
+            part = Part(first, None, CellRun(0, 0), np.zeros(0, np.int32))
         else:
-            self._table.drop(number)
-        self._let_go(old.acts)
-        return Placed(plan.acts, tuple(begins), cells, new is not None)
+            part = self._part(acts, first, old)
+        placed = Placed((*old.parts, part))
+        self._put(number, placed)
+        return placed
 
     def remove(self, number: int, placed: Placed) -> None:
         """Takes a request's acts out of force; its cells stay until `take_out`."""
-        self._table.drop(number)
-        self._displace(placed)
-        self._let_go(placed.acts)
-
-    def _arrange(self, acts: tuple[Act, ...]) -> _Arranged:
-        """Slots and rules of acts, used once more; all or none."""
-        arranged = self._arranged.get(acts)
-        if arranged is None:
-            pieces = compose(acts)
-            slots = self.bank.acquire(
-                [variant.combination for piece in pieces for variant in piece.variants],
-                self._vectors,
-            )
-            arranged = _Arranged(pieces, slots, [0] * len(pieces), [])
-            if not any(slots):
-                return arranged
-            try:
-                self._find_rules(arranged)
-            except BankError:
-                self._free(arranged)
-                raise
-            self._arranged[acts] = arranged
-        arranged.users += 1
-        return arranged
-
-    def _find_rules(self, arranged: _Arranged) -> None:
-        """Takes each rule once."""
-        numbers: dict[int, int] = {}
-        for index, piece in enumerate(arranged.pieces):
-            if piece.sets and id(piece.sets) not in numbers:
-                numbers[id(piece.sets)] = self.rules.acquire(piece.sets)
-                arranged.sets.append(piece.sets)
-            arranged.rules[index] = numbers.get(id(piece.sets), 0)
-
-    def _let_go(self, acts: tuple[Act, ...]) -> None:
-        """Ends one use of what acts hold."""
-        arranged = self._arranged.get(acts)
-        if arranged is None:
-            return
-        arranged.users -= 1
-        if not arranged.users:
-            del self._arranged[acts]
-            self._free(arranged)
-
-    def _free(self, arranged: _Arranged) -> None:
-        for slot in arranged.slots:
-            self.bank.release(slot)
-        for sets in arranged.sets:
-            self.rules.release(sets)
-
-    def _displace(self, placed: Placed) -> None:
-        for start in placed.variants:
-            self.rules.displace(start)
+        self._requests.drop(number)
+        self._variants.pop(number, None)
+        for part in placed.parts:
+            self.rules.displace(part.variants)
+            if part.arrangement is not None:
+                self.arrangements.release(part.arrangement)
 
     def take_out(self, placed: Sequence[Placed]) -> torch.Tensor | None:
         """What was measured of requests that are gone, [sites, cells, 4], in their order."""
         return self._doses.take_out([run for one in placed for run in one.cells])
 
     def lookup(self, numbers: Int64, positions: Int64) -> Instruction:
-        """What each token of a step is to do, [n] each; see `PositionTable.lookup`.
+        """What each token of a step is to do, [n] each; see `Requests.lookup`.
 
         All that it needs is brought to the device.
         """
         self.bank.flush()
-        found = self._table.lookup(numbers, positions)
-        slot, cell, rule = found[:, _SLOT], found[:, _CELL], found[:, _RULE]
-        if not rule.any():
+        found, bases = self._requests.lookup(numbers, positions)
+        slot, rule = found[:, _SLOT], found[:, _RULE]
+        cells = bases[:, _CELLS]
+        measured = (found[:, _CELL] > 0) & (cells > 0)
+        cell = np.where(measured, cells + found[:, _CELL] - 1, 0).astype(np.int32)
+        ruled = np.flatnonzero(rule)
+        if not len(ruled):
             return Instruction(slot, cell, rule, self.bank.sites_of(slot))
-        plain = np.where(rule == 0, slot, 0)
+        # Under a rule the slot is the number of a combination, whose variants are the request's.
+        wanted = bases[ruled, _VARIANTS] + slot[ruled]
+        names, at, which = np.unique(
+            (numbers[ruled] << 32) + wanted, return_index=True, return_inverse=True
+        )
+        starts = [int(self._variants[n >> 32][n & 0xFFFFFFFF]) for n in names.tolist()]
+        slot[ruled] = np.array(starts)[which]
         variants = [
-            self.rules.slots[start : start + self.rules.count(int(number))]
-            for start, number in {tuple(row) for row in found[rule > 0][:, [_SLOT, _RULE]].tolist()}
+            self.rules.slots[start : start + self.rules.count(number)]
+            for start, number in zip(starts, rule[ruled[at]].tolist(), strict=True)
         ]
+        plain = np.where(rule == 0, slot, 0)
         return Instruction(slot, cell, rule, self.bank.sites_of(np.concatenate([plain, *variants])))
+
+    def _read(self, acts: Sealed) -> SteeringTable:
+        table = steering_of(acts)
+        if table.effort > MAX_EFFORT:
+            raise ValueError(f"the plan is too fragmented: its effort is over {MAX_EFFORT}")
+        self._places.check(table)
+        return table
+
+    def _part(self, acts: Sealed, first: int, old: Placed) -> Part:
+        """Takes what acts hold."""
+        arrangement = self.use(acts)
+        try:
+            if old.effort + arrangement.table.effort > MAX_EFFORT:
+                raise ValueError("the request has been changed too often")
+            self.arrangements.build(arrangement)
+            ruled = arrangement.ruled
+            if len(ruled.slots) > self.rules.room:
+                raise Exhausted("every piece that follows a rule about token ids is in use")
+        except (BankError, ValueError):
+            self.arrangements.release(arrangement)
+            raise
+        count = arrangement.measures.cells
+        cells = self._doses.acquire(count, old.cells) if old.measured else None
+        start = cells.start if cells is not None else 0
+        at = np.where((ruled.cells > 0) & (start > 0), start + ruled.cells - 1, 0)
+        return Part(first, arrangement, cells, self.rules.place(ruled.slots, at.astype(np.int32)))
+
+    def _put(self, number: int, placed: Placed) -> None:
+        segments = [Segment(0, 0, (0, 0))]
+        variants = 0
+        for first, arrangement, cells, own in placed.parts:
+            while segments and segments[-1].first >= first:
+                segments.pop()
+            function = 0 if arrangement is None else arrangement.function
+            start = cells.start if cells is not None else 0
+            segments.append(Segment(first, function, (start, variants)))
+            variants += len(own)
+        if variants:
+            self._variants[number] = np.concatenate([part.variants for part in placed.parts])
+        if any(segment.function for segment in segments):
+            self._requests.put(number, segments)
+        else:
+            self._requests.drop(number)

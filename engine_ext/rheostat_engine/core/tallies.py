@@ -3,28 +3,20 @@
 Invariant: advancing a batch is a handful of numpy calls; nothing is counted per token.
 """
 
-from collections import Counter
-
 import numpy as np
 import numpy.typing as npt
 
+from rheostat_engine.acts import OPEN_END
 from rheostat_engine.core.ring import Blocks
 from rheostat_engine.core.segments import Int64
 from rheostat_engine.events import ReleasedHead
-from rheostat_engine.pieces import segment
-from rheostat_engine.plan import OPEN_END, Plan, Spans
 
 
 class Tallies:
     """Progress and counts of every request that holds a plan."""
 
-    def __init__(self, sites: frozenset[int]) -> None:
-        """Room for number 0 alone, which belongs to requests without a plan.
-
-        Args:
-            sites: the sites whose rows this worker sends.
-        """
-        self._sites = sites
+    def __init__(self) -> None:
+        """Room for number 0 alone, which belongs to requests without a plan."""
         self.computed_start: Int64 = np.zeros(1, np.int64)
         """First position that was computed."""
         self.computed_end: Int64 = np.zeros(1, np.int64)
@@ -35,7 +27,8 @@ class Tallies:
         """Preemptions."""
         self.forgone: Int64 = np.zeros(1, np.int64)
         """Cached tokens that are computed all the same, because rows of them are captured."""
-        self._lost: dict[int, Counter[int]] = {}
+        self._lost: dict[int, Int64] = {}
+        """[sites]: rows that found no place, by request number."""
 
     def make_room(self, numbers: int) -> None:
         """Grows to hold `numbers` numbers."""
@@ -75,51 +68,48 @@ class Tallies:
             lost: [b]: which of them.
             class_sites: [classes, sites]: at least 0 where a class has the site.
         """
-        for block in np.flatnonzero(lost):
-            sites = np.flatnonzero(class_sites[blocks.sites_class[block]] >= 0)
-            counter = self._lost.setdefault(int(blocks.request[block]), Counter())
-            counter.update({int(site): int(blocks.count[block]) for site in sites})
+        numbers, classes = blocks.request[lost], blocks.sites_class[lost]
+        counts = blocks.count[lost]
+        for number in np.unique(numbers).tolist():
+            own = numbers == number
+            rows = counts[own] @ (class_sites[classes[own]] >= 0)
+            self._lost[number] = self._lost.get(number, 0) + rows
 
-    def released(self, number: int, plan: Plan, rank: int, *, measured: bool) -> ReleasedHead:
+    def span(self, number: int) -> tuple[int, int]:
+        """[start, end) positions that were computed of a request."""
+        start, end = int(self.computed_start[number]), int(self.computed_end[number])
+        return min(start, end), end
+
+    def released(
+        self, number: int, request_id: str, rank: int, selected: Int64 | None, *, measured: bool
+    ) -> ReleasedHead:
         """The last word on a request, without its doses.
 
         Args:
             number: the request's number.
-            plan: what was done to it.
+            request_id: its name.
             rank: this worker's.
+            selected: [sites]: rows of this worker's sites that were to be captured of it; None:
+                nothing was.
             measured: whether every row that was touched was measured.
         """
-        start = int(min(self.computed_start[number], self.computed_end[number]))
-        end = int(self.computed_end[number])
+        start, end = self.span(number)
         again = int(self.computed_tokens[number]) - (end - start)
-        lost = self._lost.pop(number, Counter())
+        captured: dict[int, int] = {}
+        lost = self._lost.pop(number, None)
+        if selected is not None:
+            sent = selected if lost is None else selected - lost
+            sites = np.flatnonzero(sent > 0)
+            captured = dict(zip(sites.tolist(), sent[sites].tolist(), strict=True))
         return ReleasedHead(
             rank=rank,
             number=number,
-            request_id=plan.request_id,
+            request_id=request_id,
             doses=[],
             measured=measured,
-            captured=_captured(plan, self._sites, start, end, lost),
-            lost_rows=lost.total(),
+            captured=captured,
+            lost_rows=0 if lost is None else int(lost.sum()),
             preemptions=int(self.preemptions[number]),
             computed=(start, end),
             recomputed=again + min(int(self.forgone[number]), end - start),
         )
-
-
-def _captured(
-    plan: Plan, sites: frozenset[int], start: int, end: int, lost: Counter[int]
-) -> dict[int, int]:
-    counts: Counter[int] = Counter()
-    pieces = segment([capture.spans for capture in plan.captures])
-    ends = [piece for piece, _ in pieces[1:]] + [OPEN_END]
-    for (begin, members), stop in zip(pieces, ends, strict=True):
-        rows = _overlap(((begin, stop),), start, end)
-        for site in sites.intersection(s for m in members for s in plan.captures[m].sites):
-            counts[site] += rows
-    counts.subtract(lost)
-    return {site: count for site, count in sorted(counts.items()) if count > 0}
-
-
-def _overlap(spans: Spans, start: int, end: int) -> int:
-    return sum(max(0, min(b, end) - max(a, start)) for a, b in spans)

@@ -21,6 +21,10 @@ class BankError(Exception):
     """Something can't be put into the bank; the request that wants it must fail."""
 
 
+class Exhausted(BankError):
+    """There is no room; what nobody uses any more may have to be let go of."""
+
+
 class Sums(NamedTuple):
     """Rows that are added."""
 

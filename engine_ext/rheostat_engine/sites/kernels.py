@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rheostat_engine.acts import Kind
 from rheostat_engine.core.buffers import Buffers, SiteBuffers
 from rheostat_engine.core.expand import Instructions
-from rheostat_engine.plan import Kind
 from rheostat_engine.sites.reference import largest
 
 _TOKENS = 128

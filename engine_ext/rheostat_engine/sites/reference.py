@@ -10,8 +10,8 @@ request. Attention multiplies what an earlier request left in a block by 0, whic
 
 import torch
 
+from rheostat_engine.acts import Kind
 from rheostat_engine.core.buffers import SiteBuffers
-from rheostat_engine.plan import Kind
 
 _LARGEST = 1e15
 """Float32 holds the sum of squares of a million rows' elements of this size."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 import rheostat
-from rheostat_engine import Act, Capacity, Event, Installed, ModelSites, Released, Rows
+from rheostat_engine import Capacity, Event, Installed, ModelSites, Plan, Released, Rows
 from rheostat_server.bench.summaries import Figures
 from rheostat_server.config import ServerConfig
 from rheostat_server.host import Backend, Delta, Ending, Job, QueueStats, Recapture, WorkerStats
@@ -147,7 +147,13 @@ class _StandIn:
                 await asyncio.sleep(0.004)
         self._deliver(Released(name, (), True, {}, 0, 0, (0, start)))
 
-    async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
+    async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
+        return True, ""
+
+    async def forget(self, names: Sequence[str]) -> None:
+        pass
+
+    async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
         return None
 
     async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:

@@ -8,19 +8,19 @@ captured, and the observer is told why. Changes reach the engine in the order of
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 from rheostat_engine import (
-    MAX_EFFORT,
     OPEN_END,
     Attached,
     Capture,
     CaptureNeed,
     ModelSites,
     Plan,
-    effort,
+    TooMuch,
+    capture_need,
 )
 from rheostat_engine import recapture as recaptured
 from rheostat_server.capture.engine_captures import engine_captures
@@ -207,11 +207,8 @@ class Attaching:
             plan,
             captures,
             _computed(flight),
-            partial(
-                CaptureNeed.of,
-                prompt_len=flight.admitted.prompt_len,
-                max_step_tokens=self._host.line.step_tokens,
-            ),
+            flight.admitted.prompt_len,
+            self._host.line.step_tokens,
         )
 
     def _reserve(self, flight: Flight, wish: Wish, lives: Sequence[Life], need: CaptureNeed) -> str:
@@ -393,13 +390,18 @@ def _looked_through(
     plan: Plan,
     captures: Sequence[ResolvedCapture],
     first: int,
-    needs: Callable[[Sequence[Capture]], CaptureNeed],
+    prompt_len: int,
+    step_tokens: int,
 ) -> tuple[CaptureNeed, str]:
     """What captures from a position on need beside a plan, and why no engine could do them."""
-    together = _captures_from(captures, first)
-    if effort(recaptured(plan, together, first)) > MAX_EFFORT:
+    together = Plan("", (), _captures_from(captures, first))
+    try:
+        own, all_of_it = (
+            capture_need(one.packed_captures, prompt_len=prompt_len, max_step_tokens=step_tokens)
+            for one in (plan, together)
+        )
+    except TooMuch:
         return CaptureNeed(0, 0), _FRAGMENTED
-    own, all_of_it = needs(plan.captures), needs(together)
     if all_of_it.rows <= own.rows and all_of_it.sites <= own.sites:
         return CaptureNeed(0, 0), ""
     return CaptureNeed(max(0, all_of_it.rows - own.rows), all_of_it.sites), ""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Act, Band, Kind, Plan, site_count
-from rheostat_engine.capacity import needs
+from rheostat_engine.needs import SHARED
 
 from .models import LAYERS
 from .offline import OfflineEngine
@@ -70,6 +70,12 @@ def test_256_distinct_configurations_in_one_batch_equal_their_solo_runs(
         ]
 
 
+def contents(plan: Plan) -> tuple[list[int], list[int], list[int]]:
+    """Key, resource and weight of everything that the workers hold for the acts of a plan."""
+    keys, resources, weights = plan.packed_acts.needs
+    return keys.tolist(), resources.tolist(), weights.tolist()
+
+
 def held(engine: OfflineEngine, batch: list[list[int]], plans: list[Plan]) -> dict[str, int]:
     """The most of each table that a batch held at once."""
     most = dict.fromkeys((key for key in engine.stats() if key.endswith("_used")), 0)
@@ -92,8 +98,12 @@ def test_requests_that_are_steered_alike_share_what_they_need(engine: OfflineEng
     plans = [configuration(i, 8) for i in range(COUNT // 2)]
     once = held(engine, batch, plans)
     needed = dict.fromkeys(once, 0)
-    for (resource, _), count in {key: n for one in plans for key, n in needs(one).items()}.items():
-        needed[resource] += count
+    shared = {
+        key: (resource, n) for one in plans for key, resource, n in zip(*contents(one), strict=True)
+    }
+    for resource, count in shared.values():
+        if SHARED[resource] in needed:
+            needed[SHARED[resource]] += count
     assert once == needed
     assert once["bank_rows"] == COUNT // 2
     assert held(engine, batch * 2, plans * 2) == once

@@ -15,6 +15,7 @@ from rheostat_engine.sites.kernels import launch_expand, launch_site, warm_up
 from rheostat_engine.sites.reference import run_site
 
 from .instructions import Step, buffers, chains, huge_chains
+from .strategies import packed_ids
 
 CPU = torch.device("cpu")
 SITES = 5
@@ -166,9 +167,9 @@ def check_expand(*, captures: bool, rules: bool) -> None:
 
     table = TokenRules(3, 8, VOCABULARY, CPU)
     for sets in (((1, 4), (2, 3, 4)), ((0,),), ((7,), (8,), (9,), tuple(range(5, 30)))):
-        table.acquire(sets)
-    for _ in range(2):
-        table.place(each(6)[:16].tolist(), rng.integers(0, 99, 16).tolist())
+        table.acquire(tuple(map(packed_ids, sets)))
+    cells = rng.integers(0, 99, 32).astype(np.int32)
+    table.place(each(6)[:32].reshape(2, 16), cells.reshape(2, 16))
     starts = rng.integers(1, 900, (3, SITES)) * rng.integers(0, 2, (3, SITES))
     rule = each(4) if rules else np.zeros(count, np.int32)
     base = starts.astype(np.int32) if captures else None

@@ -101,6 +101,11 @@ def acts(draw: st.DrawFn) -> Act:
     )
 
 
+def packed_ids(tokens: TokenSet) -> bytes:
+    """A set of token ids as it travels."""
+    return b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
+
+
 DIRECTIONS = (
     Directions((DIGESTS[0],), (1,)),
     Directions((DIGESTS[1], DIGESTS[0], DIGESTS[1]), (0, 1, 1)),

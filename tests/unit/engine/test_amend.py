@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END, Capture, Plan, amend
-from rheostat_engine.composition import compose
+from rheostat_engine.tables import steering_table
 
 from .naive import steps
 from .strategies import (
@@ -26,7 +26,6 @@ def test_the_old_acts_hold_before_the_change_and_the_new_ones_after_it(
     old: Plan, new: Plan, first: int
 ) -> None:
     amended = amend(old, new.acts, first)
-    assert Plan.from_wire(amended.to_wire()) == amended
     for position in POSITIONS:
         source = old if position < first else new
         for token in range(VOCABULARY):
@@ -75,5 +74,7 @@ def test_all_but_the_acts_stays() -> None:
 
 
 def test_a_change_that_says_nothing_ends_what_was_done() -> None:
-    pieces = compose(amend(Plan("r", (add(0),)), (), 5).acts)
-    assert [(piece.start, piece.variants[0].members) for piece in pieces] == [(0, (0,)), (5, ())]
+    table = steering_table(amend(Plan("r", (add(0),)), (), 5).acts)
+    assert table is not None
+    held = [table.pieces.members[number] for number in table.pieces.sets.tolist()]
+    assert (table.pieces.starts.tolist(), held) == ([0, 5], [(0,), ()])

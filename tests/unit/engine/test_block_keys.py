@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Act, Band, BlockKeys, Capture, Condition, Kind, Plan
+from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
+from rheostat_engine.block_keys import BlockKeys, SteeredBlocks
+from rheostat_engine.plan import read, steering_of
 
 from .naive import steps
 from .strategies import (
@@ -24,6 +26,7 @@ from .strategies import (
     plans,
     selections,
 )
+from .wires import block_keys
 
 BLOCK = 4
 BLOCKS = [(start, start + BLOCK) for start in range(0, LIMIT + BLOCK, BLOCK)]
@@ -31,7 +34,7 @@ BLOCKS = [(start, start + BLOCK) for start in range(0, LIMIT + BLOCK, BLOCK)]
 
 def keys(plan: Plan) -> list[str | None]:
     """The keys of all blocks."""
-    made = BlockKeys(plan)
+    made = block_keys(plan)
     return [made.key(start, end) for start, end in BLOCKS]
 
 
@@ -121,7 +124,7 @@ def test_a_block_that_nothing_touches_has_no_key(plan: Plan, start: int, length:
         for site in range(SITES)
         for token in range(VOCABULARY)
     )
-    assert touched <= (BlockKeys(plan).key(start, start + length) is not None)
+    assert touched <= (block_keys(plan).key(start, start + length) is not None)
 
 
 def test_steering_of_generated_tokens_leaves_the_prompts_blocks_alone() -> None:
@@ -169,7 +172,7 @@ def test_every_part_of_an_act_enters() -> None:
         add(0, where=((0, 2),), scale=-1.0),
         replace(add(0, where=((0, 2),)), kind=Kind.NORM_ADD),
     ]
-    assert len({BlockKeys(Plan("r", (act,))).key(0, BLOCK) for act in different}) == len(different)
+    assert len({block_keys(Plan("r", (act,))).key(0, BLOCK) for act in different}) == len(different)
 
 
 def test_what_is_written_in_another_order_or_beside_nothing_has_the_same_keys() -> None:
@@ -218,13 +221,28 @@ def test_a_private_plan_without_acts_is_private_too() -> None:
 
 
 def test_numbers_as_large_as_a_wire_may_bring_are_encoded() -> None:
-    large = 2**63 - 1
+    large, id_ = 2**63 - 1, 2**31 - 1
     act = Act(
         Kind.ADD,
         (DIGESTS[0],),
         ((large, (large,)),),
         (),
-        conditions=(Condition(EVERYWHERE, (large,), True),),
+        conditions=(Condition(EVERYWHERE, (id_,), True),),
     )
-    plan = Plan.from_wire(Plan("r", (act,), epoch=large).to_wire())
-    assert BlockKeys(plan).key(0, 4) is not None
+    assert block_keys(Plan("r", (act,), epoch=large)).key(0, 4) is not None
+
+
+def test_requests_with_equal_acts_share_what_is_made_for_their_keys() -> None:
+    plan = Plan("r", (add(0, where=tuple((2 * i, 2 * i + 1) for i in range(200))),))
+    sealed = plan.packed_acts.sealed
+    assert sealed is not None
+    blocks = SteeredBlocks(steering_of(sealed))
+    made: list[tuple[int, int]] = []
+    touching = blocks._touching
+    blocks._touching = lambda *where: made.append(where[2:]) or touching(*where)  # type: ignore[method-assign, func-returns-value]  # counts
+    found = []
+    for number in range(64):
+        wire = read(replace(plan, request_id=f"{number}", epoch=number % 2).to_wire())
+        found.append([BlockKeys(wire, blocks).key(start, start + 1) for start in range(400)])
+    assert len(set(map(tuple, found))) == 2
+    assert sorted(made) == [(0, 1), (1, 2)]  # every other block says the same as one of these

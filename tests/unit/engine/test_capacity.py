@@ -12,15 +12,16 @@ from rheostat_engine import (
     Capacity,
     CapacityLedger,
     Capture,
-    CaptureNeed,
     Condition,
     Plan,
     Shortage,
-    compose,
+    tables,
 )
-from rheostat_engine.capacity import needs, step_capture_rows
+from rheostat_engine.capacity import capture_need
 from rheostat_engine.core.steering import Placed
 from rheostat_engine.core.vectors import BankError
+from rheostat_engine.needs import SHARED
+from rheostat_engine.tables import CaptureNeed
 
 from .naive import described
 from .strategies import DIGESTS, EVERYWHERE, LIMIT, ablate, add, captured, plans
@@ -46,7 +47,7 @@ class Crowd:
     def install(self, plan: Plan) -> bool:
         self._number += 1
         try:
-            placed = self.worker.steering.place(self._number, plan)
+            placed = self.worker.steering.place(self._number, plan.packed_acts.sealed)
         except BankError:
             return False
         self._placed[plan.request_id] = self._number, placed
@@ -59,6 +60,7 @@ class Crowd:
             self.worker.steering.take_out([placed])
 
     def used(self) -> dict[str, int]:
+        self.worker.steering.arrangements.collect(1 << 30)
         return dict(zip(HELD, used(self.worker.bank), strict=True))
 
 
@@ -118,28 +120,29 @@ def test_rows_that_come_to_nothing_are_reserved_though_the_worker_needs_none() -
 
 @given(plans())
 def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan) -> None:
-    pieces = compose(plan.acts)
-    combinations = {v.combination for piece in pieces for v in piece.variants if v.combination}
+    table = plan.packed_acts.table
+    mixes = () if table is None else table.mixes
+    combinations = {v.combination for mix in mixes for v in mix.variants if v.combination}
     programs = {program for combination in combinations for _, program in combination}
     chains = {p for p in programs if len(p) > 1 or not p[0].addends}
-    counted = dict.fromkeys(RESOURCES, 0)
-    for (resource, _), weight in needs(plan).items():
-        counted[resource] += weight
-    assert counted == {
+    total = plan.packed_acts.needs.total
+    assert {resource: total[resource] for resource in SHARED} == {
         "bank_rows": len({step.addends for p in programs for step in p if step.addends}),
         "directions": len({step.direction for p in programs for step in p if step.direction}),
         "steps": sum(len(described(program)) for program in chains),
         "slots": len(combinations),
-        "token_rules": len({piece.sets for piece in pieces if piece.sets}),
-        "capture_rows": 0,
-        "ruled_pieces": 0,
+        "token_rules": len({mix.sets for mix in mixes if mix.sets}),
+        "pieces": 0 if table is None else len(table.pieces.starts),
     }
 
 
-def test_every_piece_that_follows_a_rule_takes_a_place_of_its_own() -> None:
+def ruled(*spans: tuple[int, int], token: int = 1) -> Act:
+    return replace(add(1), spans=(), conditions=(Condition(spans, (token,), True),))
+
+
+def test_every_combination_that_follows_a_rule_takes_a_place_of_its_own() -> None:
     ledger = CapacityLedger(replace(capacity(), ruled_pieces=3))
-    ruled = replace(add(1), spans=(), conditions=(Condition(((2, 3), (6, 9)), (1,), True),))
-    two = Plan("", (ruled,))
+    two = Plan("", (ruled((2, 3), (6, 9)), ruled((4, 5), (10, 12), token=2)))
     assert ledger.admit(replace(two, request_id="a"), prompt_len=4, max_step_tokens=4) is None
     assert ledger.used("ruled_pieces") == 2
     shortage = ledger.admit(replace(two, request_id="b"), prompt_len=4, max_step_tokens=4)
@@ -193,7 +196,7 @@ def test_what_a_plan_lacks_is_what_admitting_would_add(one: Plan, other: Plan) -
 def test_no_step_of_a_request_needs_more_ring_rows_than_were_reserved(
     plan: Plan, prompt_len: int, chunk: int
 ) -> None:
-    reserved = step_capture_rows(plan, prompt_len=prompt_len, max_step_tokens=chunk)
+    reserved = capture_need(plan.packed_captures, prompt_len=prompt_len, max_step_tokens=chunk).rows
     chunks = [range(s, min(s + chunk, prompt_len)) for s in range(prompt_len)]
     generated = [range(position, position + 1) for position in range(prompt_len, LIMIT + 2)]
     needed = [sum(len(captured(plan, p)) for p in step) for step in [*chunks, *generated]]
@@ -264,6 +267,36 @@ def test_what_is_observed_is_replaced_and_given_back_with_its_name() -> None:
     ledger.release("a")
     assert (ledger.used("capture_rows"), ledger.requests) == (0, 0)
     assert ledger.observed("a") == CaptureNeed(0, 0)
+
+
+def test_pieces_are_counted_once_for_equal_acts_or_captures() -> None:
+    ledger = CapacityLedger(replace(capacity(), pieces=12))
+    spans = ((1, 2), (3, 4))
+    plan = Plan("a", (add(0, where=spans),), (Capture((0,), spans),))
+
+    def admit(one: Plan) -> Shortage | None:
+        return ledger.admit(one, prompt_len=8, max_step_tokens=4)
+
+    assert admit(plan) is None
+    assert ledger.used("pieces") == 5 + 5
+    assert admit(replace(plan, request_id="b", captures=())) is None
+    assert ledger.used("pieces") == 5 + 5
+    other = Plan("c", (), (Capture((1,), spans),))
+    assert admit(other) == Shortage("pieces", 5, 2, ever=True)
+    ledger.release("a")
+    assert ledger.used("pieces") == 5
+    assert admit(other) is None
+
+
+def test_a_plan_that_is_packed_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("r", (add(0), ablate(1)), (Capture((1,), ((0, 4),)),)).pack()
+    monkeypatch.setattr(tables, "cut", None)
+    monkeypatch.setattr(tables, "compose", None)
+    ledger = CapacityLedger(capacity())
+    for name in ("a", "b"):
+        one = replace(plan, request_id=name, epoch=5)
+        assert ledger.lacks(one)["slots"] == (name == "a")
+        assert ledger.admit(one, prompt_len=4, max_step_tokens=4, runs=3) is None
 
 
 def different(*sites: int, scale: float = 1.0, digest: bytes = A) -> Act:

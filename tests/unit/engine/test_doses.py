@@ -1,7 +1,6 @@
 """Cells are handed out zero, and what they hold is read back as what each act did."""
 
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Kind, Plan, compose
+from rheostat_engine import Kind, Plan
 from rheostat_engine.composition import MAX_STEPS, Variant, attribution
-from rheostat_engine.core.doses import CellRun, Doses, cell_of, read_doses
+from rheostat_engine.core.doses import CellRun, Doses, Measures
 
 from .strategies import DIGESTS, SITES, ablate, add, plans
 from .tables import CPU, VECTORS
 
-A, B, C = DIGESTS
+A = DIGESTS[0]
 NORMS = {digest: np.linalg.norm(rows, axis=1) for digest, rows in VECTORS.items()}
 Measured = tuple[int, float, float, float]
 """Rows, sum of the change, sum and largest of its share, as a cell has it."""
@@ -28,69 +27,62 @@ CELL = st.tuples(
 )
 
 
+def measures(plan: Plan) -> Measures:
+    """What is measured of a plan's acts."""
+    made = Measures(plan.acts, NORMS)
+    for variant in acted(plan):
+        made.measure(variant.members)
+        made.add(variant.members, variant.cells)
+    return made
+
+
 def acted(plan: Plan) -> list[Variant]:
     """The variants that do anything, each set of acts once."""
-    found = {v.members: v for piece in compose(plan.acts) for v in piece.variants if v.combination}
+    table = plan.packed_acts.table
+    mixes = () if table is None else table.mixes
+    found = {v.members: v for mix in mixes for v in mix.variants if v.combination}
     return list(found.values())
 
 
 @given(plans())
 def test_every_measurement_of_every_variant_has_a_cell_of_its_own(plan: Plan) -> None:
-    doses = Doses(SITES, CPU)
-    run = doses.acquire(compose(plan.acts))
-    assert run is not None
+    made = measures(plan)
     taken: list[int] = []
     for variant in acted(plan):
-        start = cell_of([run], variant)
+        start = made.knows(variant.members)
+        assert start is not None
         taken += range(start, start + variant.cells)
-    assert sorted(taken) == list(range(run.start, run.start + run.count))
-    assert not taken or min(taken) >= MAX_STEPS
-    assert cell_of([run], Variant((), ())) == 0
-    assert cell_of([], Variant((0,), ((0, ()),))) == 0
+    assert sorted(taken) == list(range(made.cells))
+    assert made.knows((7,)) is None
 
 
-@given(plans(), plans(), st.data())
+@given(plans(), st.integers(0, 3), st.data())
 def test_cells_are_read_as_sums_over_the_variants_of_each_act_and_site(
-    first: Plan, second: Plan, data: st.DataObject
+    plan: Plan, first_act: int, data: st.DataObject
 ) -> None:
-    acts = (*first.acts, *second.acts)
-    doses = Doses(SITES, CPU)
-    shifted = [
-        piece._replace(
-            variants=tuple(
-                v._replace(members=tuple(m + len(first.acts) for m in v.members))
-                for v in piece.variants
-            )
-        )
-        for piece in compose(second.acts)
-    ]
-    runs = [doses.acquire(compose(first.acts)), doses.acquire(shifted)]
-    assert runs[0] is not None
-    assert runs[1] is not None
-    held: list[CellRun] = [runs[0], runs[1]]
+    acts, made = plan.acts, measures(plan)
+    measured = np.zeros((SITES, made.cells, 4), np.float32)
     expected: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
-    for run in held:
-        for members, place in run.places.items():
-            for site in range(SITES):
-                for number, group in enumerate(attribution(acts, members).get(site, [])):
-                    values: Measured = data.draw(CELL)
-                    doses.cells[site, place + number] = torch.tensor(values)
-                    rows, change, share, largest = values
-                    for index in group if rows else ():
-                        total, factor = expected[index, site], 1.0
-                        if acts[index].kind is Kind.ADD:
-                            row = dict(acts[index].rows)[site][0]
-                            factor = acts[index].scale * float(NORMS[acts[index].vectors[0]][row])
-                            change = rows * factor
-                        total[0] += rows
-                        total[1] += change
-                        total[2] += share * factor
-                        total[3] = max(total[3], largest * factor)
-    measured = doses.take_out(held)
-    if measured is None:
-        assert not expected
-        return
-    found = read_doses(acts, held, measured.numpy(), NORMS)
+    for variant in acted(plan):
+        place = made.knows(variant.members)
+        assert place is not None
+        for site in range(SITES):
+            for number, group in enumerate(attribution(acts, variant.members).get(site, [])):
+                values: Measured = data.draw(CELL)
+                measured[site, place + number] = values
+                rows, change, share, largest = values
+                for index in group if rows else ():
+                    total, factor = expected[first_act + index, site], 1.0
+                    if acts[index].kind is Kind.ADD:
+                        row = dict(acts[index].rows)[site][0]
+                        factor = acts[index].scale * float(NORMS[acts[index].vectors[0]][row])
+                        change = rows * factor
+                    total[0] += rows
+                    total[1] += change
+                    total[2] += share * factor
+                    total[3] = max(total[3], largest * factor)
+    found = made.read(measured, first_act)
+    assert made.read(measured, first_act) == found
     assert [dose[:3] for dose in found] == [
         (*key, total[0]) for key, total in sorted(expected.items())
     ]
@@ -99,33 +91,42 @@ def test_cells_are_read_as_sums_over_the_variants_of_each_act_and_site(
         [total[1:] for _, total in sorted(expected.items())] or np.zeros((0,)),
         rtol=1e-5,
     )
-    assert not doses.cells.any()
 
 
 def test_a_negative_scale_is_a_dose_of_its_size() -> None:
-    acts = (add(2, scale=-3.0),)
-    run = CellRun(MAX_STEPS, 1, {(0,): MAX_STEPS})
     measured = np.zeros((SITES, 1, 4), np.float32)
     measured[2, 0] = 4, 0, 2.0, 0.75
     norm = float(NORMS[A][0])
-    ((act, site, rows, change, share, largest),) = read_doses(acts, [run], measured, NORMS)
+    made = measures(Plan("r", (add(2, scale=-3.0),)))
+    ((act, site, rows, change, share, largest),) = made.read(measured, 0)
     assert (act, site, rows) == (0, 2, 4)
     assert (change, share, largest) == pytest.approx((12 * norm, 6 * norm, 2.25 * norm))
 
 
 def test_an_act_without_rows_has_no_dose() -> None:
-    run = CellRun(MAX_STEPS, 2, {(0, 1): MAX_STEPS})
     measured = np.zeros((SITES, 2, 4), np.float32)
+    assert measures(Plan("r", (ablate(0), ablate(0)))).read(measured, 0) == []
     measured[0, 1] = 1, 5.0, 0.5, 0.5
-    assert read_doses((ablate(1), ablate(0)), [run], measured, NORMS) == []
-    acts = (ablate(0), ablate(0))
-    assert read_doses(acts, [run], measured, NORMS) == [(1, 0, 1, 5.0, 0.5, 0.5)]
+    made = measures(Plan("r", (ablate(0), ablate(0))))
+    assert made.read(measured, 0) == [(1, 0, 1, 5.0, 0.5, 0.5)]
+
+
+def test_what_was_noted_slice_by_slice_is_what_was_noted_at_once() -> None:
+    plan = Plan("r", (add(0, 2), ablate(1, 2), add(2, 3, scale=2.0)))
+    (variant,) = acted(plan)
+    whole, sliced = Measures(plan.acts, NORMS), Measures(plan.acts, NORMS)
+    whole.measure(variant.members)
+    for sites in ({0, 2}, {1}, {3}):
+        sliced.measure(variant.members, sites)
+    for made in (whole, sliced):
+        assert made.add(variant.members, variant.cells) == 0
+    measured = np.random.default_rng(0).uniform(1, 9, (SITES, whole.cells, 4)).astype(np.float32)
+    assert whole.read(measured, 0) == sliced.read(measured, 0)
 
 
 def test_cells_come_back_zero_and_are_handed_out_again() -> None:
     doses = Doses(SITES, CPU)
-    pieces = compose([add(0), ablate(0)])
-    run, other = doses.acquire(pieces), doses.acquire(pieces)
+    run, other = doses.acquire(2), doses.acquire(2)
     assert run is not None
     assert other is not None
     assert other.start == run.start + run.count
@@ -137,30 +138,29 @@ def test_cells_come_back_zero_and_are_handed_out_again() -> None:
     assert torch.equal(measured, before[:, where])
     assert not doses.cells[:, where].any()
     assert torch.equal(doses.cells[:, other.start + 2 :], before[:, other.start + 2 :])
-    assert doses.acquire(pieces) == run
+    assert doses.acquire(2) == run
 
 
 def test_taking_out_nothing_takes_nothing() -> None:
     doses = Doses(SITES, CPU)
-    run = doses.acquire(compose([]))
-    assert run == CellRun(0, 0, {})
+    run = doses.acquire(0)
+    assert run == CellRun(0, 0)
     assert doses.take_out([run, run]) is None
 
 
 def test_a_request_with_too_many_variants_gets_no_cells() -> None:
     doses = Doses(SITES, CPU)
-    apart = [replace(add(0), spans=((n, n + 1),)) for n in range(513)]
-    assert doses.acquire(compose(apart)) is None
-    run = doses.acquire(compose(apart[:512]))
-    assert run is not None
-    assert run.count == 512
+    assert doses.acquire(513) is None
+    run = doses.acquire(512)
+    assert run == CellRun(MAX_STEPS, 512)
+    assert doses.acquire(1, [run]) is None
+    assert doses.acquire(0, [run]) == CellRun(0, 0)
 
 
 def test_once_all_cells_are_taken_the_next_request_gets_none() -> None:
     doses = Doses(1, CPU)
-    pieces = compose([replace(add(0), spans=((n, n + 1),)) for n in range(512)])
-    runs = [doses.acquire(pieces) for _ in range(16)]
+    runs = [doses.acquire(512) for _ in range(16)]
     assert None not in runs
-    assert doses.acquire(compose([add(0)])) is None
+    assert doses.acquire(1) is None
     doses.take_out([run for run in runs[:1] if run is not None])
-    assert doses.acquire(compose([add(0)])) is not None
+    assert doses.acquire(1) is not None

@@ -10,7 +10,7 @@ from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.core.expand import Compact, Expander
 from rheostat_engine.core.rules import TokenRules
 
-from .strategies import SETS, VOCABULARY
+from .strategies import SETS, VOCABULARY, packed_ids
 from .tables import CPU
 
 SITES, TOKENS, SLOTS = 3, 8, 4
@@ -68,10 +68,10 @@ def test_instructions_are_expanded_token_by_token_and_site_by_site(
     generator = torch.Generator().manual_seed(seed)
     code_of = torch.randint(-9, 9, (SITES, SLOTS), generator=generator, dtype=torch.int32)
     rules = TokenRules(2, 8, VOCABULARY, CPU)
-    sets = {rules.acquire(one): one for one in (SETS[:2], SETS[2:4])}
+    sets = {rules.acquire(tuple(map(packed_ids, one))): one for one in (SETS[:2], SETS[2:4])}
     # As many variants as any start may reach.
-    slots, cells = ([draw % SLOTS for draw in range(9)], list(range(100, 109)))
-    assert rules.place(slots, cells) == 0
+    slots, cells = ([draw % SLOTS for draw in range(16)], list(range(100, 116)))
+    assert rules.place(np.array([slots], np.int32), np.array([cells], np.int32)) == [0]
     expander = Expander(buffers, code_of, rules, TOKENS)
     for step, ids in steps:
         before = buffers.code.clone(), buffers.cap_row.clone(), buffers.cell.clone()

@@ -53,14 +53,13 @@ class Device:
         self.captures = Captures(
             self.ring, self.outlet, self.forms, places=places, present=present, rank=0
         )
-        self.tallies = Tallies(present)
+        self.tallies = Tallies()
         self.tallies.make_room(2)
-        self.plan = Plan("r")
 
     def install(self, *captures: Capture) -> None:
-        self.plan = Plan("r", captures=captures)
+        plan = Plan("r", captures=captures)
         self.tallies.start(1, 0)
-        self.classes = self.captures.put(1, self.plan)
+        self.held = self.captures.put(1, plan.packed_captures.sealed)
         self.outlet.send(Frame(installed()))
 
     def step(self, start: int, count: int) -> None:
@@ -74,8 +73,8 @@ class Device:
         self.captures.end()
 
     def release(self) -> None:
-        self.captures.drop(1, self.classes)
-        self.outlet.send(Frame(self.tallies.released(1, self.plan, 0, measured=True)))
+        rows = self.captures.drop(1, self.held, self.tallies.span(1))
+        self.outlet.send(Frame(self.tallies.released(1, "r", 0, rows, measured=True)))
 
 
 def row(site: int, position: int) -> np.ndarray:

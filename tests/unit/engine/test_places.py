@@ -4,15 +4,12 @@ import pytest
 
 from rheostat_engine import ROUTERS, Capture, Plan, Point, Rows, Site, site_count
 from rheostat_engine.core.places import Places
+from rheostat_engine.tables import steering_table
 
 from .strategies import EVERYWHERE, SITES, add
 from .worker import NOTHING, Worker, stream_at
 
 LAYERS = (SITES - 1) // 4
-
-
-def capture(*sites: int) -> Plan:
-    return Plan("r", (), (Capture(sites, EVERYWHERE),))
 
 
 def test_routers_have_places_where_there_are_any() -> None:
@@ -22,22 +19,24 @@ def test_routers_have_places_where_there_are_any() -> None:
     assert [with_routers.of(int(one)) for one in with_routers.numbers] == list(range(16))
 
 
-def test_a_plan_is_told_in_places_without_other_workers_routers() -> None:
-    plan = capture(0, 12, ROUTERS, ROUTERS + 2)
-    assert Places(3, routers=True).placed(plan) == capture(0, 12, 13, 15)
-    assert Places(3).placed(plan) == capture(0, 12)
-    assert Places(3).placed(capture(0, 12)) == capture(0, 12)
+def test_captured_sites_are_told_in_places_without_other_workers_routers() -> None:
+    sites = (0, 12, ROUTERS, ROUTERS + 2)
+    assert Places(3, routers=True).captured(sites).tolist() == [0, 12, 13, 15]
+    assert Places(3).captured(sites).tolist() == [0, 12]
+    assert Places(3).captured((0, 12)).tolist() == [0, 12]
 
 
 @pytest.mark.parametrize("site", [-1, 13, ROUTERS - 1, ROUTERS + 3, 2**40])
 def test_a_site_that_the_model_cannot_have_is_refused(site: int) -> None:
     with pytest.raises(ValueError, match="not one of the model's 13"):
-        Places(3, routers=True).placed(capture(site))
+        Places(3, routers=True).captured((1, site))
 
 
 def test_a_router_is_not_steered() -> None:
+    acts = steering_table((add(1), add(ROUTERS)))
+    assert acts is not None
     with pytest.raises(ValueError, match="not one of the model's 13"):
-        Places(3, routers=True).placed(Plan("r", (add(ROUTERS),)))
+        Places(3, routers=True).check(acts)
 
 
 def test_a_routers_number_is_beside_the_stream() -> None:

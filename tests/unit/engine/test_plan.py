@@ -1,13 +1,30 @@
 """A plan arrives in the worker as it was made, and what is no plan is refused with its place."""
 
+import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Band,
+    Capture,
+    Coding,
+    Condition,
+    Kind,
+    Plan,
+    RowForm,
+)
+from rheostat_engine.plan import Received, name_of, read, steering_of
+from rheostat_engine.tables import CaptureTable, SteeringTable
+from rheostat_engine.wire import captures_from, captures_to, steering_from, steering_to
 
 from .strategies import (
     DIGESTS,
@@ -22,18 +39,21 @@ from .strategies import (
     plans,
     selects,
 )
-from .wires import WIRES, packed, unpacked
+from .wires import WIRES, int32, packed, unpacked
 
 A = DIGESTS[0]
 
 
 @given(plans(), st.integers(0, 3), st.none() | st.integers(0, LIMIT))
-def test_a_plan_survives_the_way_into_the_worker(
+def test_a_plan_says_on_its_way_who_it_is_and_what_it_shares(
     acts: Plan, epoch: int, private_from: int | None
 ) -> None:
     plan = replace(acts, epoch=epoch, private_from=private_from)
-    assert Plan.from_wire(plan.to_wire()) == plan
-    assert Plan.name_of(plan.to_wire()) == plan.request_id
+    found = read(plan.to_wire())
+    assert found == Received(
+        plan.request_id, epoch, private_from, plan.packed_acts.sealed, plan.packed_captures.sealed
+    )
+    assert name_of(plan.to_wire()) == plan.request_id
 
 
 def test_an_empty_plan_is_a_name_alone_on_the_wire() -> None:
@@ -43,9 +63,10 @@ def test_an_empty_plan_is_a_name_alone_on_the_wire() -> None:
 def test_bounds_that_are_missing_are_none_on_the_wire() -> None:
     bands = (Band(-math.inf, 1.0, 0.5), Band(-1.0, math.inf, 1.0))
     plan = Plan("r", (Act(Kind.PULL, (A, A), ((0, (0, 1)),), EVERYWHERE, bands=bands),))
-    wire = plan.to_wire()
-    assert unpacked(wire)["acts"][0]["bands"] == [[None, 1.0, 0.5], [-1.0, None, 1.0]]  # type: ignore[index]  # plain data
-    assert Plan.from_wire(wire) == plan
+    wire = inside(plan, "acts")
+    assert wire["acts"][0]["bands"] == [[None, 1.0, 0.5], [-1.0, None, 1.0]]
+    assert plan.packed_acts.sealed is not None
+    assert steering_of(plan.packed_acts.sealed).acts[0].bands == bands
 
 
 @given(plans())
@@ -79,50 +100,58 @@ PLAN = Plan(
         add(2, 3, where=((0, 4), (6, 9)), conditions=(CONDITION,)),
         ablate(1, digests=DIGESTS[:2]),
     ),
-    (Capture((1,), ((0, 2),)),),
+    (Capture((1,), ((0, 2),), RowForm(Coding.CAST, "float16")),),
 )
 ADD, PULL = 0, 1
 
 
-def act_with(number: int, **values: object) -> dict[str, object]:
-    """The plan's wire with something else in one of its acts."""
-    wire = unpacked(PLAN.to_wire())
-    wire["acts"][number].update(values)  # type: ignore[index]  # plain data
-    return wire
+def inside(plan: Plan, part: str) -> Any:  # plain data of a wire
+    """What a table's wire holds."""
+    sealed = getattr(plan, f"packed_{part}").sealed
+    return unpacked(sealed.wire)
 
 
-def plan_with(**values: object) -> dict[str, object]:
-    """The plan's wire with something else in it."""
-    return {**unpacked(PLAN.to_wire()), **values}
+def acts_with(**values: object) -> tuple[str, object]:
+    """The wire of the acts with something else in it."""
+    return "acts", {**inside(PLAN, "acts"), **values}
 
 
-def conditions(spans: object, tokens: object, among: object = True) -> dict[str, object]:
-    """The plan's wire with another condition."""
-    return {**act_with(ADD, conditions=[[spans, 0, among]]), "sets": [tokens]}
+def act_with(number: int, **values: object) -> tuple[str, object]:
+    """The wire of the acts with something else in one of them."""
+    wire = inside(PLAN, "acts")
+    wire["acts"][number].update(values)
+    return "acts", wire
+
+
+def captures_with(**values: object) -> tuple[str, object]:
+    """The wire of the captures with something else in it."""
+    return "captures", {**inside(PLAN, "captures"), **values}
+
+
+def pieces_with(part: str = "captures", **values: object) -> tuple[str, object]:
+    """The wire of a table with other pieces."""
+    wire = inside(PLAN, part)
+    wire["pieces"].update(values)
+    return part, wire
+
+
+def test_what_is_changed_below_is_right_before() -> None:
+    assert steering_from(msgspec.msgpack.encode(acts_with()[1])).acts
+    assert captures_from(msgspec.msgpack.encode(captures_with()[1])).captures
+    assert pieces_with("acts")[1] == acts_with()[1]
 
 
 INF, NAN = math.inf, math.nan
 BAND = [0.0, 0.0, 1.0]
+UNFIT = "a set is not ascending, or holds what is not there"
 
 
 @pytest.mark.parametrize(
-    ("wire", "where"),
+    ("table", "where"),
     [
-        (None, "Expected `object`"),
-        ([], "Expected `object`"),
-        ({}, "missing required field `id`"),
-        (plan_with(id=3), r"\$.id"),
-        (plan_with(acts=None), r"\$.acts"),
-        (plan_with(acts=[None]), r"\$.acts\[0\]"),
-        (plan_with(acts=[{}]), r"\$.acts\[0\]"),
-        (plan_with(epoch=-1), r"\$.epoch"),
-        (plan_with(epoch=2**63), r"\$.epoch"),
-        (plan_with(private_from=-1), r"\$.private_from"),
-        (plan_with(private_from="0"), r"\$.private_from"),
-        (plan_with(capture=[[[None], []]]), r"\$.capture\[0\]\[0\]\[0\]"),
-        (plan_with(capture=[[["1"], []]]), r"\$.capture\[0\]\[0\]\[0\]"),
-        (plan_with(capture=[[[-1], []]]), r"\$.capture\[0\]\[0\]\[0\]"),
-        (plan_with(capture=[[[1], [[3, 1]]]]), "spans are not ascending and apart"),
+        (acts_with(acts=None), r"\$.acts"),
+        (acts_with(acts=[None]), r"\$.acts\[0\]"),
+        (acts_with(acts=[{}]), r"\$.acts\[0\]"),
         (act_with(ADD, kind=9), r"\$.acts\[0\].kind"),
         (act_with(ADD, kind="ADD"), r"\$.acts\[0\].kind"),
         (act_with(PULL, kind=int(Kind.ADD)), "ADD: it takes one vector and no bands"),
@@ -152,56 +181,99 @@ BAND = [0.0, 0.0, 1.0]
         (act_with(PULL, bands=[BAND, [0.0, 0.0, NAN]]), "PULL: .* its strength not finite"),
         (act_with(PULL, bands=[BAND, [0.0, 0.0]]), r"\$.acts\[1\].bands\[1\]"),
         (act_with(PULL, orthogonal=1), r"\$.acts\[1\].orthogonal"),
-        (act_with(ADD, spans=[[INF, 4]]), r"\$.acts\[0\].spans\[0\]\[0\]"),
-        (act_with(ADD, spans=[[-1, 4]]), "ADD: spans are not ascending and apart"),
-        (act_with(ADD, spans=[[4, 4]]), "ADD: spans are not ascending and apart"),
-        (act_with(ADD, spans=[[0, OPEN_END + 1]]), "ADD: spans are not ascending and apart"),
-        (act_with(ADD, spans=[[0, 4], [3, 9]]), "ADD: spans are not ascending and apart"),
-        (act_with(ADD, spans=[[0, 4], [4, 9]]), "ADD: spans are not ascending and apart"),
-        (act_with(ADD, spans=[[6, 9], [0, 4]]), "ADD: spans are not ascending and apart"),
-        (conditions([[12, 10]], [3]), "ADD: spans are not ascending and apart"),
-        (conditions([[8, 10]], [3]), "ADD: conditions hold positions twice"),
-        (conditions([[9, 10]], []), "token ids are missing or not ascending"),
-        (conditions([[9, 10]], [3, 3]), "token ids are missing or not ascending"),
-        (conditions([[9, 10]], [7, 3]), "token ids are missing or not ascending"),
-        (conditions([[9, 10]], [-1]), r"\$.sets\[0\]\[0\]"),
-        (act_with(ADD, conditions=[[[[9, 10]], 1, True]]), "there is no set 1 of token ids"),
-        (conditions([[9, 10]], [3], None), r"\$.acts\[0\].conditions\[0\]\[2\]"),
+        (acts_with(owners=[[2, None, True]]), "there is no act 2"),
+        (acts_with(owners=[[0, 1, True]]), "there is no set 1 of token ids"),
+        (acts_with(owners=[[0, 0, None]]), r"\$.owners\[0\]\[2\]"),
+        (acts_with(owners=[[0, None, True]]), UNFIT),
+        (acts_with(owners=[[0, None, True]] * 3), "conditions hold positions twice"),
+        (acts_with(sets=[b""]), "token ids are missing or not ascending"),
+        (acts_with(sets=[int32([3, 3])]), "token ids are missing or not ascending"),
+        (acts_with(sets=[int32([7, 3])]), "token ids are missing or not ascending"),
+        (acts_with(sets=[int32([-1])]), "token ids are missing or not ascending"),
+        (acts_with(sets=[b"12345"]), "token ids are torn"),
+        (pieces_with(starts=b"123"), "positions are torn"),
+        (pieces_with(sets=b"123"), "sets are torn"),
+        (pieces_with(starts=b"", sets=b""), "pieces and sets don't fit"),
+        (pieces_with(starts=int32([0])), "pieces and sets don't fit"),
+        (pieces_with(starts=int32([1, 2])), "positions are not ascending from 0"),
+        (pieces_with(starts=int32([0, 0])), "positions are not ascending from 0"),
+        (pieces_with(starts=int32([0, OPEN_END])), "positions are not ascending from 0"),
+        (pieces_with(sets=int32([0, 2])), "a piece holds a set that is not there"),
+        (pieces_with(sets=int32([-1, 0])), "a piece holds a set that is not there"),
+        (pieces_with(members=[[1], []]), UNFIT),
+        (pieces_with("acts", members=[[1, 0]] * 4), UNFIT),
+        (pieces_with(members=[[-1], []]), r"\$.pieces.members\[0\]\[0\]"),
+        (captures_with(captures=[[[None], None]]), r"\$.captures\[0\]\[0\]\[0\]"),
+        (captures_with(captures=[[["1"], None]]), r"\$.captures\[0\]\[0\]\[0\]"),
+        (captures_with(captures=[[[-1], None]]), r"\$.captures\[0\]\[0\]\[0\]"),
+        (captures_with(captures=[[[2, 1], None]]), "sites are not ascending"),
+        (captures_with(captures=[[[1], 1]]), "there is no form 1"),
+        (captures_with(forms=[{"coding": 9}]), r"\$.forms\[0\].coding"),
+        (captures_with(forms=[{"coding": 1}]), "CAST: its type or seed is none"),
+        (captures_with(forms=[{"coding": 2, "vectors": [0], "rows": [0]}]), "FULL8: directions"),
     ],
     ids=repr,
 )
-def test_what_is_no_plan_is_refused_with_its_place(wire: object, where: str) -> None:
-    assert Plan.from_wire(PLAN.to_wire()) == PLAN
+def test_what_is_no_table_is_refused_with_its_place(table: tuple[str, object], where: str) -> None:
+    reader: Callable[[bytes], object] = {"acts": steering_from, "captures": captures_from}[table[0]]
     with pytest.raises(ValueError, match=f"^this is no plan: .*{where}"):
-        Plan.from_wire(packed(wire))
+        reader(msgspec.msgpack.encode(table[1]))
+
+
+@pytest.mark.parametrize(
+    ("wire", "where"),
+    [
+        (packed([]), "Expected `object`"),
+        (packed({}), "missing required field `id`"),
+        (packed({"id": 3}), r"\$.id"),
+        (packed({"id": "r", "epoch": -1}), r"\$.epoch"),
+        (packed({"id": "r", "epoch": 2**63}), r"\$.epoch"),
+        (packed({"id": "r", "private_from": -1}), r"\$.private_from"),
+        (packed({"id": "r", "private_from": "0"}), r"\$.private_from"),
+        (packed({"id": "r", "acts": [b"1"]}), r"\$.acts"),
+        (packed({"id": "r", "captures": [b"1", 5]}), r"\$.captures\[1\]"),
+        (None, "it is not made of bytes"),
+        ({"id": "r"}, "it is not made of bytes"),
+        ("r", "it is not made of bytes"),
+        (PLAN.to_wire()[:-1], "truncated"),
+        (b"", "truncated"),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_its_place(wire: object, where: str) -> None:
+    with pytest.raises(ValueError, match=f"^this is no plan: .*{where}"):
+        read(wire)
 
 
 @pytest.mark.parametrize("wire", [None, {"id": "r"}, "r", PLAN.to_wire()[:-1], b""])
-def test_what_was_never_a_wire_is_refused_and_names_nobody(wire: object) -> None:
-    with pytest.raises(ValueError, match=r"^this is no plan: "):
-        Plan.from_wire(wire)
-    assert Plan.name_of(wire) is None
+def test_what_was_never_a_wire_names_nobody(wire: object) -> None:
+    assert name_of(wire) is None
 
 
 @given(WIRES)
-@example({"id": "r", "acts": [{"kind": 2**80, "vectors": [], "rows": [], "spans": []}]})
 @example(packed({"id": "r", "epoch": float("nan")}))
 @example(packed({1: 2, None: "r", "id": "r"}))
-def test_reading_a_wire_yields_a_plan_or_a_value_error(wire: object) -> None:
+def test_reading_a_wire_yields_tables_or_a_value_error(wire: object) -> None:
     try:
-        plan = Plan.from_wire(wire)
+        found = read(wire)
+        acts = None if found.acts is None else steering_from(found.acts.wire)
+        captures = None if found.captures is None else captures_from(found.captures.wire)
     except ValueError as error:
         said = str(error)
     else:
-        assert Plan.from_wire(plan.to_wire()) == plan
+        check_tables(acts, captures)
         return
     assert said.startswith("this is no plan: ")
 
 
-def test_a_set_of_token_ids_travels_once() -> None:
-    many = Condition(((0, 4),), tuple(range(1000)), True)
-    acts = tuple(replace(add(site), spans=(), conditions=(many,)) for site in range(SITES))
-    wire = Plan("r", acts).to_wire()
-    assert unpacked(wire)["sets"] == [list(many.tokens)]
-    sets = {id(act.conditions[0].tokens) for act in Plan.from_wire(wire).acts}
-    assert len(sets) == 1
+def check_tables(acts: SteeringTable | None, captures: CaptureTable | None) -> None:
+    """Whatever was read can be written again, priced and looked through."""
+    if acts is not None:
+        again = steering_from(steering_to(acts))
+        assert (again.acts, again.owners, again.sets) == (acts.acts, acts.owners, acts.sets)
+        assert acts.effort >= 0
+        for number in range(len(acts.pieces.members)):
+            with contextlib.suppress(ValueError):
+                acts.mix(number)
+    if captures is not None:
+        assert captures_from(captures_to(captures)).captures == captures.captures
+        assert captures.need(prompt_len=5, max_step_tokens=3).rows >= 0

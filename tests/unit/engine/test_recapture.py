@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import (
-    MAX_EFFORT,
     OPEN_END,
     Attached,
     Capture,
@@ -17,10 +16,10 @@ from rheostat_engine import (
     Plan,
     Released,
     Rows,
-    effort,
     recapture,
 )
 from rheostat_engine.channel import EventMerger
+from rheostat_engine.core import capture_sets, runtime
 from rheostat_engine.core.runtime import Change
 from rheostat_engine.events import AttachedHead
 
@@ -55,7 +54,6 @@ def test_the_old_captures_hold_before_the_change_and_the_new_ones_after_it(
     old: Plan, new: Plan, first: int
 ) -> None:
     changed = recapture(old, new.captures, first)
-    assert Plan.from_wire(changed.to_wire()) == changed
     assert replace(changed, captures=()) == replace(old, captures=())
     for position in POSITIONS:
         assert captured(changed, position) == captured(old if position < first else new, position)
@@ -192,39 +190,75 @@ def test_a_change_that_cannot_be_is_refused(wire: object) -> None:
     assert rows_of(worker.outlet.events) == {(1, 0), (1, 1)}
 
 
-def test_a_change_that_costs_too_much_is_refused_and_the_request_goes_on() -> None:
+def nested(count: int, first: int = 0) -> Plan:
+    """A plan whose captures cost about their number."""
+    spans = [((first + i, first + 3 * count - i),) for i in range(count)]
+    return Plan("new", (), tuple(Capture((i % SITES,), one) for i, one in enumerate(spans)))
+
+
+def test_a_change_that_costs_too_much_is_refused_and_the_request_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker = Worker()
     worker.install("v", everything(1))
-    far = tuple((2 * n, 2 * n + 1) for n in range(30_000))
-    worker.runtime.recapture(
-        {"new": Change(1, Plan("new", (), (Capture((0,), far), Capture((1,), far))).to_wire())}
-    )
+    monkeypatch.setattr(capture_sets, "MAX_CAPTURE_EFFORT", 30)
+    worker.runtime.recapture({"new": Change(1, nested(40).to_wire())})
     worker.step([("v", 0, 1)])
     (told,) = [event for event in worker.outlet.events if isinstance(event, Attached)]
-    assert "effort" in told.error
+    assert told.error == "captures are too fragmented: their effort is over 30"
     assert rows_of(worker.outlet.events) == {(1, 0)}
 
 
-def test_a_step_takes_up_no_more_changes_than_it_may_cost() -> None:
+def test_a_step_takes_up_no_more_changes_than_it_may_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "STEP_EFFORT", 150)
     worker = Worker()
     names = [f"r{number}" for number in range(6)]
-    spans = tuple((2 * n, 2 * n + 1) for n in range(10_000))
-    new = Plan("new", (), (Capture((0,), spans),))
-    for name in names:
-        change(worker, name_of(name), new)
+    for number, name in enumerate(names):
+        change(worker, name_of(name), nested(60, number))
     told, firsts = 0, []
     for position in range(1, 7):
+        built = worker.captures.sets.built
         worker.step([(name, position, 1) for name in names])
         heard = [one for one in worker.outlet.events if isinstance(one, Attached)]
         firsts += [one.first for one in heard[told:]]
-        assert sum(effort(new) for _ in heard[told:]) <= MAX_EFFORT
+        assert worker.captures.sets.built - built <= 150 + nested(60).effort
         told = len(heard)
     assert firsts == sorted(firsts)
     assert (len(set(firsts)), len(firsts)) == (3, 6)
+
+
+def test_equal_changes_are_put_together_once_and_ended_ones_are_let_go_of() -> None:
+    worker = Worker()
+    names = [f"r{number}" for number in range(30)]
+    for name in names:
+        change(worker, name_of(name), nested(60))
+    for position in range(40):
+        worker.step([(name, position, 1) for name in names])
+    assert sum(isinstance(one, Attached) for one in worker.outlet.events) == len(names)
+    assert worker.captures.sets.built == nested(60).effort
     for name in names:
         change(worker, name_of(name), Plan("new"), number=2)
-    worker.step([(name, 7, 1) for name in names])
-    assert sum(isinstance(one, Attached) for one in worker.outlet.events) > len(names)
+    for position in range(40, 60):
+        worker.step([(name, position, 1) for name in names])
+    assert len(worker.captures.sets.functions) == 0
+
+
+def test_a_request_holds_little_however_often_what_is_captured_of_it_changes() -> None:
+    worker = Worker()
+    wanted: set[tuple[int, int]] = set()
+    for position in range(60):
+        sites = {position % SITES, (position * 2) % SITES}
+        change(worker, name_of("v"), everything(*sorted(sites)), number=position)
+        worker.step([("v", position, 1)])
+        wanted |= {(site, position) for site in sites}
+        assert len(worker.captures.sets.functions) == 1
+    worker.finish("v")
+    assert rows_of(worker.outlet.events) == wanted
+    released = worker.outlet.events[-1]
+    assert isinstance(released, Released)
+    assert sum(released.captured.values()) == len(wanted)
 
 
 def test_a_change_acts_from_the_position_that_is_named_on() -> None:

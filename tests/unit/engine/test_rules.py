@@ -1,5 +1,7 @@
 """Rules say of every token id in which sets it is, and variants lie where they were put."""
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from rheostat_engine import TokenSet
 from rheostat_engine.core.rules import TokenRules
 from rheostat_engine.core.vectors import BankError
 
-from .strategies import SETS, VOCABULARY
+from .strategies import SETS, VOCABULARY, packed_ids
 from .tables import CPU
 
 RULES = st.lists(st.sampled_from(SETS), min_size=1, max_size=4, unique=True).map(tuple)
@@ -17,6 +19,16 @@ RULES = st.lists(st.sampled_from(SETS), min_size=1, max_size=4, unique=True).map
 
 def make(rules: int = 3) -> TokenRules:
     return TokenRules(rules, 8, VOCABULARY, CPU)
+
+
+def travel(sets: tuple[TokenSet, ...]) -> tuple[bytes, ...]:
+    """Sets of token ids as they arrive."""
+    return tuple(map(packed_ids, sets))
+
+
+def variants(*many: list[int]) -> npt.NDArray[np.int32]:
+    """As many variants of each combination as there can be."""
+    return np.array([[*one, *[0] * (16 - len(one))] for one in many], np.int32)
 
 
 @given(st.lists(st.tuples(st.booleans(), RULES), max_size=12))
@@ -28,11 +40,11 @@ def test_the_bits_of_a_rule_in_use_say_which_sets_hold_each_token(
     for acquires, sets in steps:
         if acquires and sets not in used and len(used) == 3:
             with pytest.raises(BankError, match=r"^every rule about token ids is in use$"):
-                rules.acquire(sets)
+                rules.acquire(travel(sets))
         elif acquires:
-            used.setdefault(sets, []).append(rules.acquire(sets))
+            used.setdefault(sets, []).append(rules.acquire(travel(sets)))
         elif sets in used:
-            rules.release(sets)
+            rules.release(travel(sets))
             used[sets].pop()
             if not used[sets]:
                 del used[sets]
@@ -55,20 +67,21 @@ def test_a_token_id_that_the_model_lacks_is_refused_and_takes_nothing(tokens: To
     rules = make()
     sentence = f"^a token id is not below the vocabulary's size, {VOCABULARY}$"
     with pytest.raises(BankError, match=sentence):
-        rules.acquire(((1,), tokens))
+        rules.acquire(travel(((1,), tokens)))
     assert len(rules) == 0
 
 
 def test_variants_reach_the_device_when_they_are_flushed() -> None:
     rules = make()
-    one, other = rules.place([7, 8], [70, 80]), rules.place([1, 2, 3, 4], [10, 20, 30, 40])
+    slots, cells = variants([7, 8], [1, 2, 3, 4]), variants([70, 80], [10, 20, 30, 40])
+    one, other = rules.place(slots, cells).tolist()
     assert not rules.variants.any()
     rules.flush()
     assert rules.variants[one : one + 2].tolist() == [[7, 70], [8, 80]]
     assert rules.variants[other : other + 4].tolist() == [[1, 10], [2, 20], [3, 30], [4, 40]]
     assert rules.slots[other : other + 4].tolist() == [1, 2, 3, 4]
-    rules.displace(one)
-    assert rules.place([5, 6], [50, 60]) == one
+    rules.displace(np.array([one]))
+    assert rules.place(variants([5, 6]), variants([50, 60])).tolist() == [one]
     rules.flush()
     assert rules.variants[one : one + 2].tolist() == [[5, 50], [6, 60]]
     rules.variants.zero_()
@@ -76,21 +89,21 @@ def test_variants_reach_the_device_when_they_are_flushed() -> None:
     assert not rules.variants.any()
 
 
-def test_where_no_place_is_left_for_variants_they_are_refused() -> None:
+def test_where_no_place_is_left_for_variants_none_of_them_is_placed() -> None:
     rules = make()
-    room = len(rules.slots)
-    starts = [rules.place([1] * 16, [0] * 16) for _ in range(room // 16)]
+    starts = rules.place(*np.ones((2, 7, 16), np.int32))
     sentence = "^every piece that follows a rule about token ids is in use$"
     with pytest.raises(BankError, match=sentence):
-        rules.place([1, 2], [0, 0])
-    rules.displace(starts[3])
-    assert rules.place([1, 2], [0, 0]) == starts[3]
+        rules.place(*np.ones((2, 2, 16), np.int32))
+    assert rules.room == 1
+    rules.displace(starts[3:4])
+    assert starts[3] in rules.place(*np.ones((2, 2, 16), np.int32))
 
 
 def test_what_is_placed_is_what_a_lookup_on_the_device_finds() -> None:
     rules = make()
-    number = rules.acquire(((0,), (1, 3)))
-    start = rules.place([10, 11, 12, 13], [0, 0, 0, 0])
+    number = rules.acquire(travel(((0,), (1, 3))))
+    (start,) = rules.place(variants([10, 11, 12, 13]), variants([0])).tolist()
     rules.flush()
     slots = rules.variants[start + rules.bits[number].long(), 0]
     assert slots.tolist() == [11, 12, 10, 12, 10, 10]

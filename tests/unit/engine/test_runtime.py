@@ -19,6 +19,7 @@ from rheostat_engine import (
     Rows,
 )
 from rheostat_engine.channel import EventMerger
+from rheostat_engine.core import capture_sets, steering
 from rheostat_engine.events import InstalledHead
 
 from .schedules import Schedule, check_events, check_stream, drawn_plans
@@ -143,21 +144,24 @@ def test_a_request_that_comes_back_after_a_preemption_keeps_its_plan() -> None:
     assert worker.outlet.events == [Installed("r", "")]
 
 
-def test_a_vector_that_is_dropped_while_it_is_used_is_measured_to_the_end() -> None:
+def test_a_vector_that_is_dropped_while_it_is_used_acts_and_is_measured_to_the_end() -> None:
     worker, kept = Worker(), Worker()
     for one in (worker, kept):
         one.install("v", steer())
     worker.steering.drop([DIGESTS[0]])
-    worker.install("late", Plan("late", steer().acts))
     for one in (worker, kept):
-        one.step([("v", 0, 3)])
-        one.finish("v", "late")
-    late = f"vector {DIGESTS[0].hex()} is not in the worker"
+        one.install("equal", Plan("equal", steer().acts))
+        one.step([("v", 0, 3), ("equal", 0, 1)])
+    worker.install("other", Plan("other", (add(1),)))
+    for one in (worker, kept):
+        one.finish("v", "equal", "other")
+    other = f"vector {DIGESTS[0].hex()} is not in the worker"
     assert worker.outlet.events == [
         Installed("r", ""),
-        Installed("late", late),
-        kept.outlet.events[-1],
-        silent(computed=(0, 0), request_id="late"),
+        Installed("equal", ""),
+        Installed("other", other),
+        *kept.outlet.events[2:],
+        silent(computed=(0, 0), request_id="other"),
     ]
 
 
@@ -326,9 +330,120 @@ def test_rows_that_the_server_is_too_slow_for_are_lost_and_counted() -> None:
     assert (released.captured, released.lost_rows) == ({}, 4)
 
 
-def test_a_plan_that_would_hold_up_a_step_is_refused() -> None:
+@pytest.mark.parametrize("part", ["acts", "captures"])
+def test_a_plan_that_would_hold_up_a_step_is_refused(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steering, "MAX_EFFORT", 30)
+    monkeypatch.setattr(capture_sets, "MAX_CAPTURE_EFFORT", 30)
     worker = Worker()
-    spans = tuple((2 * i, 2 * i + 1) for i in range(150_000))
-    worker.install("v", Plan("r", (), (Capture((1,), spans),)))
+    nested = [((i, 90 - i),) for i in range(40)]
+    many: dict[str, tuple[object, ...]] = {
+        "acts": tuple(add(1, scale=1.0 + i, where=one) for i, one in enumerate(nested)),
+        "captures": tuple(Capture((1,), one) for one in nested),
+    }
+    worker.install("v", replace(Plan("r"), **{part: many[part]}))
     (installed,) = [event for event in worker.outlet.events if isinstance(event, Installed)]
-    assert installed.error.startswith("the plan is too fragmented")
+    assert "too fragmented" in installed.error
+    assert "over 30" in installed.error
+    worker.finish("v")
+    assert worker.held() == NOTHING
+
+
+def test_samples_with_one_plan_put_nothing_together_but_their_own() -> None:
+    """What a step pays for 64 samples of a fragmented request is what it pays for one."""
+    windows = tuple((100 + 2 * i, 101 + 2 * i) for i in range(4000))
+    plan = Plan(
+        "s0",
+        tuple(add(site, where=windows) for site in range(SITES)),
+        (Capture(tuple(range(SITES)), windows),),
+    ).pack()
+    worker = Worker()
+    worker.install("v0", plan)
+    put_together = worker.steering.arrangements, worker.captures.sets
+    built = [one.built for one in put_together]
+    written = [pieces_written(worker)]
+    assert all(built)
+    for number in range(1, 64):
+        worker.install(f"v{number}", replace(plan, request_id=f"s{number}"))
+    assert [one.built for one in put_together] == built
+    worker.step([(f"v{number}", 3, 1) for number in range(60)])
+    worker.finish(*(f"v{number}" for number in range(63)))
+    assert pieces_written(worker) == written[0]
+    assert [one.built for one in put_together] == built
+    assert worker.held()[0] == 1
+    worker.finish("v63")
+    assert worker.held() == NOTHING
+
+
+def pieces_written(worker: Worker) -> int:
+    """How many pieces all tables have copied so far."""
+    functions = (worker.steering.arrangements.functions, worker.captures.sets.functions)
+    return sum(one.written for one in functions)
+
+
+def test_a_prepared_plan_is_put_in_force_at_no_cost() -> None:
+    worker = Worker(capacity(slots=500, bank_rows=3000))
+    many = tuple(add(*range(SITES), scale=1.0 + n, where=((n, n + 1),)) for n in range(400))
+    plan = Plan("r", many, (Capture((1, 2), ((3, 9),)),))
+    preparations, built = worker.runtime.preparations, []
+    wire: object = plan.to_wire()
+    while True:
+        before = worker.steering.arrangements.built
+        done, error = preparations.go_on("ahead", wire, 100)
+        built.append(worker.steering.arrangements.built - before)
+        wire = None
+        if done:
+            break
+    assert error == ""
+    assert len(built) > 10
+    assert max(built) <= 110
+    total = worker.steering.arrangements.built
+    worker.install("v", plan)
+    worker.step([("v", 0, 5)])
+    assert worker.steering.arrangements.built == total
+    preparations.forget("ahead")
+    worker.finish("v")
+    assert len(preparations) == 0
+    assert worker.held() == NOTHING
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5])
+def test_a_preparation_that_is_given_up_leaves_nothing(calls: int) -> None:
+    worker = Worker()
+    many = tuple(add(0, scale=1.0 + n, where=((n, n + 1),)) for n in range(20))
+    wire = Plan("r", many, (Capture((1, 2), ((3, 9),)),)).to_wire()
+    for _ in range(calls):
+        assert worker.runtime.preparations.go_on("ahead", wire, 3) == (False, "")
+    worker.runtime.preparations.forget("ahead")
+    worker.runtime.preparations.forget("never was")
+    assert worker.held() == NOTHING
+    assert len(worker.captures.sets.functions) == 0
+
+
+@given(WIRES)
+def test_nothing_that_may_come_to_be_prepared_can_raise_or_stay(wire: object) -> None:
+    worker = Worker(capacity(bank_rows=3, slots=3, directions=2, token_rules=2, capture_rows=8))
+    preparations = worker.runtime.preparations
+    for _ in range(100):
+        done, error = preparations.go_on("ahead", wire, 1)
+        if done:
+            break
+    assert done
+    assert bool(error) == (len(preparations) == 0)
+    preparations.forget("ahead")
+    assert worker.held() == NOTHING
+
+
+def test_who_waits_for_a_table_that_cannot_be_completed_hears_of_it() -> None:
+    worker = Worker(capacity(bank_rows=5))
+    many = tuple(add(0, scale=1.0 + n, where=((n, n + 1),)) for n in range(20))
+    wire = Plan("r", many).to_wire()
+    preparations = worker.runtime.preparations
+    assert preparations.go_on("one", wire, 2) == (False, "")
+    assert preparations.go_on("other", wire, 2) == (False, "")
+    full = (True, "every row of the bank is in use")
+    assert preparations.go_on("one", None, 100) == full
+    assert preparations.go_on("other", None, 100) == full
+    assert len(preparations) == 0
+    assert worker.held() == NOTHING

@@ -17,10 +17,15 @@ from vllm.v1.core.sched import async_scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from rheostat_engine import EXTRA_ARG, OPEN_END, BlockKeys, Capture, Condition, Plan
+from rheostat_engine import EXTRA_ARG, OPEN_END, Capture, Condition, Plan, plan
+from rheostat_engine.adapters import carried
 from rheostat_engine.adapters.scheduler import install_block_keys, site_scheduler
+from rheostat_engine.plan import Received, read
+from rheostat_engine.tables import SteeringTable
+from rheostat_engine.wire import steering_from
 
 from .strategies import EVERYWHERE, LIMIT, ablate, add, plans
+from .wires import block_keys
 
 BLOCK = 4
 PROMPT = [*range(100, 118)]
@@ -164,7 +169,7 @@ def test_a_plan_that_cannot_be_read_shares_nothing(wire: object) -> None:
 def test_hashes_are_equal_as_long_as_all_keys_have_been(
     one: Plan, other: Plan, generated: int
 ) -> None:
-    keys = [BlockKeys(one), BlockKeys(other)]
+    keys = [block_keys(one), block_keys(other)]
     blocks = [(b, b + BLOCK) for b in range(0, len(PROMPT) + generated - BLOCK + 1, BLOCK)]
     apart, expected = False, []
     for block in blocks:
@@ -180,30 +185,45 @@ def test_what_vllm_puts_into_a_key_stays_in_it() -> None:
     made.cache_salt = "salt"
     keys, following = getattr(kv_cache_utils, NAME)(made, 0, BLOCK, 3)
     expected, stock_following = STOCK(made, 0, BLOCK, 3)
-    touching = BlockKeys(Plan("r", (add(1),))).key(0, BLOCK)
+    touching = block_keys(Plan("r", (add(1),))).key(0, BLOCK)
     assert keys == (*expected, ("rheostat", touching))
     assert following == stock_following
     assert getattr(kv_cache_utils, NAME)(made, BLOCK, 2 * BLOCK, 0)[0] == (
-        ("rheostat", BlockKeys(Plan("r", (add(1),))).key(BLOCK, 2 * BLOCK)),
+        ("rheostat", block_keys(Plan("r", (add(1),))).key(BLOCK, 2 * BLOCK)),
     )
 
 
 @pytest.mark.usefixtures("_hooked")
 def test_a_plan_is_read_once_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[object] = []
-    stock = Plan.from_wire
+    found: list[object] = []
 
-    def from_wire(wire: object) -> Plan:
-        read.append(wire)
-        return stock(wire)
+    def reading(wire: object) -> Received:
+        found.append(wire)
+        return read(wire)
 
-    monkeypatch.setattr(Plan, "from_wire", from_wire)
+    monkeypatch.setattr(carried, "read", reading)
     wire = Plan("r", (add(1),)).to_wire()
     made = request(wire)
     for token in range(20):
         made.append_output_token_ids(token)
     assert len(made.block_hashes) == 9
-    assert read == [wire]
+    assert found == [wire]
+
+
+@pytest.mark.usefixtures("_hooked")
+def test_equal_tables_are_read_once_for_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[bytes] = []
+
+    def reading(wire: bytes) -> SteeringTable:
+        tables.append(wire)
+        return steering_from(wire)
+
+    monkeypatch.setattr(plan, "steering_from", reading)
+    acts = (add(1, where=((1, 2), (7, 9)), scale=0.125),)
+    wires = [Plan(f"r{number}", acts, epoch=number).to_wire() for number in range(64)]
+    samples = [request(wire, request_id=f"{number}") for number, wire in enumerate(wires)]
+    assert len({sample.block_hashes[0] for sample in samples}) == 64
+    assert len(tables) == 1
 
 
 @pytest.mark.usefixtures("_as_it_was")

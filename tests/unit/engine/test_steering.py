@@ -1,15 +1,19 @@
 """What a plan's acts hold is taken all at once or not at all, and given back once."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Act, Band, Capacity, Condition, Kind, Plan, Spans, amend, compose
+from rheostat_engine import MAX_EFFORT, Act, Band, Capacity, Condition, Kind, Plan, Spans, amend
+from rheostat_engine.composition import Mix, Variant
+from rheostat_engine.core import arrangements
 from rheostat_engine.core.steering import Placed
 from rheostat_engine.core.vectors import BankError
+from rheostat_engine.plan import Sealed
 
 from .strategies import (
     DIGESTS,
@@ -22,7 +26,7 @@ from .strategies import (
     add,
     plans,
 )
-from .tables import VECTORS, WIDTH, capacity, norms
+from .tables import WIDTH, capacity, norms
 from .worker import NOTHING, Worker
 
 A, B, C = DIGESTS
@@ -31,15 +35,24 @@ UNKNOWN = b"\xee" * 32
 ZERO = b"\x00" * 32
 
 
-def plan(*acts: Act) -> Plan:
-    return Plan("r", acts)
+def acts(*many: Act) -> Sealed:
+    """Acts as they arrive."""
+    sealed = Plan("r", many).packed_acts.sealed
+    assert sealed is not None
+    return sealed
+
+
+def amended(plan: Plan, first: int) -> Sealed | None:
+    """What a plan's acts do from a position on."""
+    return amend(Plan("r"), plan.acts, first).packed_acts.sealed
 
 
 def ruled(*tokens: int, where: Spans = RULED.spans) -> Act:
     return replace(add(1), spans=(), conditions=(Condition(where, tokens, True),))
 
 
-RICH = plan(add(0, where=((0, 4),)), ablate(1, digests=(B, C)), ruled(1, 3), add(2, scale=2.0))
+MANY = (add(0, where=((0, 4),)), ablate(1, digests=(B, C)), ruled(1, 3), add(2, scale=2.0))
+RICH = acts(*MANY)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +82,7 @@ def test_what_cannot_be_put_in_force_leaves_nothing_behind(
     worker.steering.load(zero, norms(zero))
     for before in (None, Placed()):
         with pytest.raises(BankError, match=f"^{message}"):
-            worker.steering.place(1, replace(RICH, acts=(*RICH.acts, last)), before)
+            worker.steering.place(1, acts(*MANY, last), before)
         assert worker.held() == NOTHING
     numbers, positions = np.ones(LIMIT, np.int64), np.arange(LIMIT)
     found = worker.steering.lookup(numbers, positions)
@@ -80,20 +93,19 @@ def test_what_cannot_be_put_in_force_leaves_nothing_behind(
 
 def test_variants_that_find_no_place_leave_nothing_behind() -> None:
     worker = Worker()
-    pieces = len(worker.rules.slots) // 16
-    starts = [worker.rules.place([0], [0]) for _ in range(pieces - 1)]
-    # Two pieces under the rule: the second finds no place.
-    act = ruled(1, where=((5, 6), (8, 9)))
+    worker.rules.place(*np.zeros((2, worker.rules.room - 1, 16), np.int32))
+    # Two combinations under rules: the second finds no place.
+    both = acts(ruled(1, where=((5, 6),)), ruled(2, where=((8, 9),)))
     with pytest.raises(BankError, match=r"^every piece that follows a rule"):
-        worker.steering.place(1, plan(act))
+        worker.steering.place(1, both)
     assert worker.held() == NOTHING
-    assert worker.rules.place([0], [0]) not in starts
+    assert worker.rules.room == 1
 
 
 def test_acts_that_cannot_be_composed_are_refused_before_anything_is_taken() -> None:
     worker = Worker()
     with pytest.raises(ValueError, match="steps meet at one site"):
-        worker.steering.place(1, plan(*[ablate(0)] * 65))
+        worker.steering.place(1, acts(*[ablate(0)] * 65))
     assert worker.held() == NOTHING
 
 
@@ -105,7 +117,7 @@ def test_a_change_that_cannot_be_put_in_force_leaves_the_old_in_force(last: Act)
     numbers, positions = np.ones(LIMIT, np.int64), np.arange(LIMIT)
     before = worker.steering.lookup(numbers, positions)
     with pytest.raises(BankError):
-        worker.steering.place(1, plan(ablate(4), last), placed)
+        worker.steering.place(1, acts(ablate(4), last), placed, 3)
     assert worker.held() == held
     after = worker.steering.lookup(numbers, positions)
     for one, other in zip(before, after, strict=True):
@@ -115,15 +127,15 @@ def test_a_change_that_cannot_be_put_in_force_leaves_the_old_in_force(last: Act)
 
 
 @given(plans(), plans(), st.integers(0, LIMIT))
-def test_a_change_holds_what_the_new_plan_needs_and_the_cells_of_both(
+def test_a_change_holds_what_both_plans_need_and_gives_it_back(
     old: Plan, new: Plan, first: int
 ) -> None:
-    worker, alone = Worker(), Worker()
-    before = worker.steering.place(1, old)
-    new = amend(old, new.acts, first)
-    placed = worker.steering.place(1, new, before)
-    alone.steering.place(1, new)
-    assert worker.held() == alone.held()
+    worker, apart = Worker(), Worker()
+    before = worker.steering.place(1, old.packed_acts.sealed)
+    placed = worker.steering.place(1, amended(new, first), before, first)
+    apart.steering.place(1, old.packed_acts.sealed)
+    apart.steering.place(2, amended(new, first))
+    assert worker.held() == apart.held()
     assert placed.cells[: len(before.cells)] == before.cells
     worker.steering.remove(1, placed)
     worker.steering.take_out([placed])
@@ -132,60 +144,166 @@ def test_a_change_holds_what_the_new_plan_needs_and_the_cells_of_both(
     assert again.cells[0].start == 64
 
 
-def test_changes_go_on_to_fill_the_cells_of_what_stays() -> None:
-    worker = Worker(capacity(slots=300, bank_rows=300))
-    changed = plan(add(0, where=((0, 4),)), add(1))
-    placed = worker.steering.place(1, changed)
+@given(st.lists(st.tuples(plans(), st.integers(0, LIMIT)), max_size=4), plans())
+def test_at_each_position_the_last_change_that_reaches_it_is_in_force(
+    changes: list[tuple[Plan, int]], old: Plan
+) -> None:
+    """A change acts from its position on, whatever was said of later positions before."""
+    worker = Worker()
+    placed = worker.steering.place(1, old.packed_acts.sealed)
+    alone = [(0, worker.steering.place(2, old.packed_acts.sealed), 2)]
+    for number, (plan, first) in enumerate(changes, 3):
+        sealed = plan.packed_acts.sealed
+        placed = worker.steering.place(1, sealed, placed, first)
+        alone.append((first, worker.steering.place(number, sealed), number))
+    for position in POSITIONS:
+        number = [number for first, _, number in alone if first <= position][-1]
+        at = np.array([position])
+        mine = worker.steering.lookup(np.array([1]), at)
+        others = worker.steering.lookup(np.array([number]), at)
+        assert mine.rule.tolist() == others.rule.tolist()
+        assert mine.sites.tolist() == others.sites.tolist()
+        if not mine.rule[0]:
+            assert mine.slot.tolist() == others.slot.tolist()
+        assert (mine.cell[0] > 0) == (others.cell[0] > 0)
+
+
+def test_changes_get_cells_of_their_own_until_there_are_none() -> None:
+    worker = Worker(capacity(slots=600, bank_rows=600))
+    placed = worker.steering.place(1, acts(add(0, where=((0, 4),)), add(1)))
     for number in range(100):
-        changed = amend(changed, (add(2, scale=2.0 + number),), 4 + number)
-        placed = worker.steering.place(1, changed, placed)
+        placed = worker.steering.place(1, acts(add(2, scale=2.0 + number)), placed, 4 + number)
     assert placed.measured
     # The first two together, the second alone, and every change.
     assert sum(run.count for run in placed.cells) == 2 + 100
+    for number in range(100, 520):
+        placed = worker.steering.place(1, acts(add(2, scale=2.0 + number)), placed, 4 + number)
+    assert not placed.measured
+    assert sum(run.count for run in placed.cells) == 512
 
 
-def test_a_change_may_take_the_room_of_what_it_replaces() -> None:
-    worker = Worker(replace(capacity(), ruled_pieces=2))
-    before = worker.steering.place(1, plan(ruled(1, where=((5, 6), (8, 9)))))
-    placed = worker.steering.place(1, plan(ruled(1, where=((5, 6), (9, 10)))), before)
-    with pytest.raises(BankError, match=r"^every piece that follows a rule"):
-        worker.steering.place(1, plan(ruled(1, where=((1, 2), (5, 6), (9, 10)))), placed)
-    found = worker.steering.lookup(np.array([1, 1]), np.array([8, 9]))
-    assert (found.rule > 0).tolist() == [False, True]
-    worker.steering.remove(1, placed)
+def test_a_change_is_refused_once_a_request_has_been_changed_too_often() -> None:
+    worker = Worker(capacity(slots=1000, bank_rows=1000))
+    sites = range(SITES)
+    large = [add(*sites, scale=1.0 + n, where=((n, n + 1),)) for n in range(1000)]
+    effort = Plan("r", tuple(large)).packed_acts.effort
+    placed = None
+    for _ in range(MAX_EFFORT // effort):
+        placed = worker.steering.place(1, acts(*large), placed, 5)
+    with pytest.raises(ValueError, match=r"^the request has been changed too often$"):
+        worker.steering.place(1, acts(*large), placed, 5)
+
+
+def test_equal_acts_are_put_together_once() -> None:
+    worker = Worker()
+    one = worker.steering.place(1, RICH)
+    held, built = worker.held(), worker.steering.arrangements.built
+    assert built
+    many = [worker.steering.place(number, RICH) for number in range(2, 66)]
+    assert worker.steering.arrangements.built == built
+    assert worker.held() == held
+    numbers = np.repeat(np.arange(1, 66), LIMIT)
+    found = worker.steering.lookup(numbers, np.tile(np.arange(LIMIT), 65))
+    slots = np.where(found.rule == 0, found.slot, 0).reshape(65, LIMIT)
+    assert slots.any()
+    np.testing.assert_array_equal(slots[1:], slots[[0] * 64])
+    for number, placed in enumerate((one, *many[:-1]), 1):
+        worker.steering.remove(number, placed)
+        assert worker.held() == held
+    worker.steering.remove(65, many[-1])
     assert worker.held() == NOTHING
 
 
-def test_equal_acts_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_comes_again_soon_is_taken_up_as_it_is() -> None:
     worker = Worker()
-    one = worker.steering.place(1, RICH)
-    held = worker.held()
-    monkeypatch.setattr(worker.bank, "acquire", None)
-    many = [worker.steering.place(number, replace(RICH, request_id="s")) for number in (2, 3)]
-    numbers = np.repeat([1, 2, 3], LIMIT)
-    found = worker.steering.lookup(numbers, np.tile(np.arange(LIMIT), 3))
-    slots = np.where(found.rule == 0, found.slot, 0).reshape(3, LIMIT)
-    assert slots.any()
-    np.testing.assert_array_equal(slots[1:], slots[[0, 0]])
-    for number, placed in zip((1, 2), (one, many[0]), strict=True):
-        worker.steering.remove(number, placed)
-        assert worker.held() == held
-    worker.steering.remove(3, many[1])
+    placed = worker.steering.place(1, RICH)
+    built = worker.steering.arrangements.built
+    worker.steering.remove(1, placed)
+    worker.steering.place(2, RICH)
+    assert worker.steering.arrangements.built == built
+
+
+def test_what_nobody_uses_makes_room_for_what_comes() -> None:
+    worker = Worker(capacity(slots=4, bank_rows=4))
+    for number in range(40):
+        many = [add(0, scale=1.0 + 4 * number + i, where=((i, i + 1),)) for i in range(4)]
+        placed = worker.steering.place(1, acts(*many))
+        worker.steering.remove(1, placed)
+    assert worker.held() == NOTHING
+
+
+def test_what_nobody_uses_is_let_go_of_a_part_at_a_time() -> None:
+    worker = Worker(capacity(slots=500, bank_rows=500))
+    many = [add(0, scale=1.0 + n, where=((n, n + 1),)) for n in range(400)]
+    placed = worker.steering.place(1, acts(*many))
+    worker.steering.remove(1, placed)
+    left = []
+    while worker.bank.slots_used:
+        worker.steering.arrangements.collect(100)
+        left.append(worker.bank.slots_used)
+    assert len(left) >= 8
+    assert all(before - after <= 51 for before, after in pairwise([400, *left]))
+    assert worker.held() == NOTHING
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        [add(*range(SITES), scale=1.0 + n, where=((n, n + 1),)) for n in range(100)],
+        [add(*range(SITES), scale=1.0 + n) for n in range(100)],
+        [ablate(*range(SITES)), *[add(*range(SITES), scale=1.0 + n) for n in range(50)]],
+    ],
+    ids=["one after the other", "all at once", "in chains"],
+)
+def test_a_table_is_put_together_in_slices(
+    many: list[Act], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrangements, "_ROW_BYTES", 4 * WIDTH * 20)
+    worker, whole = (Worker(capacity(slots=200, bank_rows=600)) for _ in range(2))
+    sealed = acts(*many)
+    one = worker.steering.use(sealed)
+    costs = []
+    while one.work is not None:
+        costs.append(worker.steering.arrangements.build(one, 30))
+    at_one_site = len(many) if len({act.spans for act in many}) == 1 else 1
+    assert len(costs) > 5
+    assert max(costs) <= 30 + max(20, at_one_site)
+    assert sum(costs) == worker.steering.arrangements.built
+    placed = worker.steering.place(1, sealed)
+    expected = whole.steering.place(1, sealed)
+    assert worker.held() == whole.held()
+    assert placed.cells == expected.cells
+    worker.steering.remove(1, placed)
+    worker.steering.arrangements.release(one)
+    worker.steering.take_out([placed])
+    assert worker.held() == NOTHING
+
+
+@pytest.mark.parametrize("slices", range(6))
+def test_a_table_that_is_let_go_of_before_it_is_complete_leaves_nothing(slices: int) -> None:
+    worker = Worker()
+    one = worker.steering.use(acts(*MANY, *[add(*range(SITES), scale=9.0)] * 3))
+    for _ in range(slices):
+        worker.steering.arrangements.build(one, 1)
+    worker.steering.arrangements.release(one)
     assert worker.held() == NOTHING
 
 
 @given(plans())
 def test_the_sites_of_a_token_hold_all_where_one_of_its_variants_acts(one: Plan) -> None:
     worker = Worker()
-    worker.steering.place(7, one)
-    pieces = compose(one.acts)
+    worker.steering.place(7, one.packed_acts.sealed)
+    table = one.packed_acts.table
     for position in POSITIONS:
-        piece = [piece for piece in pieces if piece.start <= position][-1]
-        expected = {site for v in piece.variants for site, _ in v.combination}
+        mix = Mix((), (Variant((), ()),))
+        if table is not None:
+            piece = int(np.searchsorted(table.pieces.starts, position, side="right")) - 1
+            mix = table.mix(int(table.pieces.sets[piece]))
+        expected = {site for v in mix.variants for site, _ in v.combination}
         found = worker.steering.lookup(np.array([7, 3]), np.array([position, position]))
         assert set(np.flatnonzero(found.sites)) == expected
         assert found.slot[1] == found.cell[1] == found.rule[1] == 0
-        assert bool(found.rule[0]) <= bool(piece.sets)
+        assert bool(found.rule[0]) <= bool(mix.sets)
     nobody = worker.steering.lookup(np.array([3]), np.array([0]))
     assert not any(part.any() for part in nobody)
 
@@ -194,25 +312,22 @@ def test_acts_that_do_nothing_hold_nothing() -> None:
     worker = Worker()
     nothing = Act(Kind.PULL, (A,), ((0, (0,)),), EVERYWHERE, bands=(Band(0, 0, 0),))
     dead = replace(ruled(1), scale=0.0)
-    assert worker.steering.place(1, plan(add(0, scale=0.0), add(), nothing, dead)).cells == ()
+    placed = worker.steering.place(1, acts(add(0, scale=0.0), add(), nothing, dead))
+    assert [run.count for run in placed.cells] == [0]
     assert worker.held() == NOTHING
 
 
 def test_a_plan_too_large_to_be_measured_is_in_force_and_says_so() -> None:
     worker = Worker(capacity(slots=1000, bank_rows=1000))
     many = [add(n % SITES, scale=1.0 + n, where=((n, n + 1),)) for n in range(600)]
-    placed = worker.steering.place(1, plan(*many))
-    assert (placed.measured, placed.cells) == (False, ())
-    again = worker.steering.place(1, plan(add(0)), placed)
-    assert (again.measured, again.cells) == (False, ())
+    placed = worker.steering.place(1, acts(*many))
+    assert (placed.measured, placed.cells) == (False, [])
+    again = worker.steering.place(1, acts(add(0)), placed, 7)
+    assert (again.measured, again.cells) == (False, [])
 
 
-def test_norms_are_those_of_the_vectors_that_acts_use() -> None:
-    steering = Worker().steering
-    found = steering.norms_of((add(0), ablate(1, digests=(C,)), add(0, scale=0.0, digest=UNKNOWN)))
-    assert sorted(found) == [A, C]
-    for digest, norm in found.items():
-        expected = np.linalg.norm(VECTORS[digest].astype(np.float64), axis=1)
-        np.testing.assert_allclose(norm, expected, rtol=1e-6)
+def test_a_request_whose_vectors_are_not_there_is_refused_and_others_are_not() -> None:
+    worker = Worker()
     with pytest.raises(BankError, match=f"^vector {UNKNOWN.hex()} is not in the worker$"):
-        steering.norms_of((add(0, digest=UNKNOWN),))
+        worker.steering.use(acts(add(0, digest=UNKNOWN)))
+    worker.steering.use(acts(add(0, scale=0.0, digest=UNKNOWN), add(1, digest=UNKNOWN, where=())))

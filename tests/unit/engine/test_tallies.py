@@ -2,22 +2,15 @@
 
 import numpy as np
 
-from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan
 from rheostat_engine.core.ring import Blocks
 from rheostat_engine.core.tallies import Tallies
 from rheostat_engine.events import ReleasedHead
 
-EVERYWHERE = ((0, OPEN_END),)
-PLAN = Plan(
-    "r",
-    (Act(Kind.ADD, (b"d",), ((2, (0,)),), ((1, 3), (8, OPEN_END))),),
-    (Capture((0, 2), ((0, 4),)), Capture((2,), ((3, 6),)), Capture((4,), EVERYWHERE)),
-)
 CLASS_SITES = np.array([[-1, -1, -1, -1, -1], [0, -1, 1, -1, -1]], np.int32)
 
 
-def started(*numbers: int, sites: frozenset[int] = frozenset(range(5))) -> Tallies:
-    tallies = Tallies(sites)
+def started(*numbers: int) -> Tallies:
+    tallies = Tallies()
     tallies.make_room(max(numbers) + 1)
     for number in numbers:
         tallies.start(number, 0)
@@ -34,7 +27,9 @@ def test_a_request_is_counted_from_its_first_to_its_furthest_position() -> None:
     tallies.advance(ints(2), ints(6), ints(10))
     tallies.preemptions[2] += 1
     tallies.advance(ints(2), ints(3), ints(7))
-    assert tallies.released(2, PLAN, rank=3, measured=True) == ReleasedHead(
+    assert tallies.span(2) == (2, 10)
+    selected = ints(2, 0, 4, 0, 8)
+    assert tallies.released(2, "r", 3, selected, measured=True) == ReleasedHead(
         rank=3,
         number=2,
         request_id="r",
@@ -49,7 +44,8 @@ def test_a_request_is_counted_from_its_first_to_its_furthest_position() -> None:
 
 
 def test_a_request_that_was_never_computed_got_nothing() -> None:
-    assert started(1).released(1, PLAN, rank=0, measured=False) == ReleasedHead(
+    assert started(1).span(1) == (0, 0)
+    assert started(1).released(1, "r", 0, None, measured=False) == ReleasedHead(
         rank=0,
         number=1,
         request_id="r",
@@ -69,11 +65,11 @@ def test_cached_tokens_that_were_computed_for_a_capture_count_as_computed_again(
         tallies.start(number, forgone)
     tallies.advance(ints(1, 2), ints(4, 4), ints(20, 7))
     tallies.advance(ints(1), ints(4), ints(6))
-    found = [tallies.released(n, PLAN, rank=0, measured=True).recomputed for n in (1, 2)]
+    found = [tallies.released(n, "r", 0, None, measured=True).recomputed for n in (1, 2)]
     assert found == [5 + 2, 3]
     tallies.start(1, 0)
     tallies.advance(ints(1), ints(4), ints(20))
-    assert tallies.released(1, PLAN, rank=0, measured=True).recomputed == 0
+    assert tallies.released(1, "r", 0, None, measured=True).recomputed == 0
 
 
 def lose(tallies: Tallies, number: int, count: int) -> None:
@@ -94,18 +90,27 @@ def test_lost_rows_are_not_counted_as_captured_and_are_forgotten_with_the_reques
     tallies.advance(ints(1), ints(0), ints(4))
     lose(tallies, 1, 3)
     lose(tallies, 1, 1)
-    first = tallies.released(1, PLAN, rank=0, measured=False)
+    selected = ints(4, 0, 4, 0, 4)
+    first = tallies.released(1, "r", 0, selected, measured=False)
     assert (first.captured, first.lost_rows) == ({4: 4}, 8)
     tallies.start(1, 0)
-    tallies.advance(ints(1), ints(0), ints(1))
-    second = tallies.released(1, PLAN, rank=0, measured=False)
-    assert (second.captured, second.lost_rows) == ({0: 1, 2: 1, 4: 1}, 0)
+    second = tallies.released(1, "r", 0, selected, measured=False)
+    assert (second.captured, second.lost_rows) == ({0: 4, 2: 4, 4: 4}, 0)
 
 
-def test_sites_of_other_workers_are_not_counted() -> None:
-    tallies = started(1, sites=frozenset({2, 3}))
-    tallies.advance(ints(1), ints(0), ints(4))
-    assert tallies.released(1, PLAN, rank=0, measured=False).captured == {2: 4}
+def test_rows_of_each_request_are_lost_by_themselves() -> None:
+    tallies = started(1, 2)
+    blocks = Blocks(
+        token_block=np.zeros(0, np.int32),
+        token_order=np.zeros(0, np.int32),
+        request=ints(2, 1, 2, 1),
+        sites_class=np.array([1, 1, 1, 0], np.int32),
+        start=ints(0, 0, 9, 4),
+        count=ints(5, 2, 3, 7),
+    )
+    tallies.lose(blocks, np.array([True, True, True, True]), CLASS_SITES)
+    lost = [tallies.released(n, "r", 0, None, measured=True).lost_rows for n in (1, 2)]
+    assert lost == [2 * 2, 2 * (5 + 3)]
 
 
 def test_growing_keeps_what_was_counted() -> None:
@@ -114,5 +119,5 @@ def test_growing_keeps_what_was_counted() -> None:
     tallies.make_room(40)
     tallies.start(39, 0)
     tallies.advance(ints(39), ints(1), ints(2))
-    assert tallies.released(1, PLAN, rank=0, measured=False).computed == (2, 4)
-    assert tallies.released(39, PLAN, rank=0, measured=False).computed == (1, 2)
+    assert tallies.released(1, "r", 0, None, measured=False).computed == (2, 4)
+    assert tallies.released(39, "r", 0, None, measured=False).computed == (1, 2)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point
+from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point, Released
 from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.adapters.routers import Routers
 from rheostat_engine.adapters.worker_rpc import SiteRpc
@@ -71,12 +71,15 @@ def test_vectors_come_and_go_by_hexadecimal_digest() -> None:
     rpc = Rpc(worker)
     values = np.arange(2 * WIDTH, dtype="<f4").reshape(2, WIDTH)
     rpc.rheostat_load_vectors({NEW.hex(): ([5.0, 6.0], values.tobytes())})
-    assert worker.steering.norms_of([add(1, digest=NEW)])[NEW].tolist() == [5.0, 6.0]
     worker.install("v", Plan("r", (add(1, digest=NEW),)))
     worker.step([("v", 0, 1)])
     assert worker.streams["v", 0, 1].tolist() == (stream_at("v", 0, 1) + values[0]).tolist()
+    worker.finish("v")
+    released = worker.outlet.events[-1]
+    assert isinstance(released, Released)
+    assert [dose.change for dose in released.doses] == [5.0]
     rpc.rheostat_drop_vectors([NEW.hex()])
-    worker.install("w", Plan("s", (add(1, digest=NEW),)))
+    worker.install("w", Plan("s", (add(2, digest=NEW),)))
     assert getattr(worker.outlet.events[-1], "error", "") == (
         f"vector {NEW.hex()} is not in the worker"
     )
@@ -93,6 +96,20 @@ def test_an_update_says_where_it_begins_or_why_it_does_not() -> None:
         "first": 0,
         "error": f"the plan names a site that is not one of the model's {SITES}",
     }
+
+
+def test_plans_are_prepared_part_by_part_and_let_go_of() -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    one = Plan("r", tuple(add(1, scale=1.0 + n, where=((n, n + 1),)) for n in range(9)))
+    other = Plan("s", (add(1, digest=NEW),))
+    missing = f"vector {NEW.hex()} is not in the worker"
+    assert rpc.rheostat_prepare("one", one.to_wire(), 5) == (False, "")
+    assert rpc.rheostat_prepare("other", other.to_wire(), 5) == (True, missing)
+    assert rpc.rheostat_prepare("one", None, 50) == (True, "")
+    assert rpc.rheostat_stats()["slots_used"] == 9
+    rpc.rheostat_forget(["one", "other"])
+    assert rpc.rheostat_stats()["slots_used"] == 0
 
 
 def test_statistics_say_what_is_in_use_and_what_has_been() -> None:

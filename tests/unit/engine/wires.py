@@ -1,7 +1,13 @@
 """What may come in place of a plan: wires that are almost right, and anything at all."""
 
+import hashlib
+
 import msgspec
 from hypothesis import strategies as st
+
+from rheostat_engine import Plan
+from rheostat_engine.block_keys import BlockKeys, SteeredBlocks
+from rheostat_engine.plan import read, steering_of
 
 from .strategies import DIGESTS, LIMIT, plans
 
@@ -19,6 +25,12 @@ def unpacked(wire: bytes) -> dict[str, object]:
     plain = msgspec.msgpack.decode(wire)
     assert isinstance(plain, dict)
     return plain
+
+
+def block_keys(plan: Plan) -> BlockKeys:
+    """The keys of a request with a plan, as they are made of what arrives."""
+    found = read(plan.to_wire())
+    return BlockKeys(found, None if found.acts is None else SteeredBlocks(steering_of(found.acts)))
 
 
 SCALARS = st.one_of(
@@ -45,28 +57,36 @@ def mostly(likely: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     return st.one_of(likely, likely, likely, likely, likely, ANYTHING)
 
 
-@st.composite
-def spoilt(draw: st.DrawFn) -> object:
-    """A plan's wire with something else in one place."""
-    wire = unpacked(draw(plans()).to_wire())
-    place: object = wire
-    while True:
-        if isinstance(place, dict) and place:
-            key = draw(st.sampled_from(sorted(place)))
-        elif isinstance(place, list) and place:
-            key = draw(st.integers(0, len(place) - 1))
-        else:
-            return wire
-        inner = place[key]
-        if not isinstance(inner, dict | list) or not inner or draw(st.integers(0, 4)) == 0:
-            place[key] = draw(ANYTHING)
-            return wire
-        place = inner
-
-
 INTEGERS = mostly(st.integers(-1, LIMIT))
-PAIRS = mostly(st.lists(mostly(st.lists(INTEGERS, min_size=2, max_size=2)), max_size=3))
 NUMBERS = mostly(st.sampled_from([1.0, -0.5, 0.0, 1e39]))
+TORN = st.binary(max_size=9)
+
+
+def int32(values: list[int]) -> bytes:
+    """Integers as they travel."""
+    return b"".join(value.to_bytes(4, "little", signed=True) for value in values)
+
+
+SMALL = st.lists(st.integers(-1, LIMIT), max_size=4)
+PIECES = mostly(
+    st.fixed_dictionaries(
+        {
+            "starts": mostly(
+                st.sets(st.integers(1, LIMIT), max_size=3).map(lambda s: int32([0, *sorted(s)]))
+                | SMALL.map(int32)
+                | TORN
+            ),
+            "sets": mostly(
+                st.lists(st.integers(0, 2), min_size=1, max_size=4).map(int32)
+                | SMALL.map(int32)
+                | TORN
+            ),
+            "members": mostly(
+                st.lists(st.sets(st.integers(0, 2), max_size=2).map(sorted) | SMALL, max_size=4)
+            ),
+        }
+    )
+)
 ACT = st.fixed_dictionaries(
     {
         "kind": mostly(st.sampled_from([1, 2, 3])),
@@ -76,18 +96,30 @@ ACT = st.fixed_dictionaries(
                 st.tuples(INTEGERS, mostly(st.lists(INTEGERS, max_size=2))).map(list), max_size=2
             )
         ),
-        "spans": PAIRS,
     },
     optional={
         "scale": NUMBERS,
         "bands": mostly(st.lists(mostly(st.lists(NUMBERS, min_size=3, max_size=3)), max_size=2)),
         "orthogonal": mostly(st.booleans()),
-        "conditions": mostly(
+    },
+)
+OWNER = st.tuples(
+    mostly(st.integers(0, 2)), mostly(st.none() | st.integers(0, 1)), mostly(st.booleans())
+).map(list)
+STEERING = st.fixed_dictionaries(
+    {
+        "acts": mostly(st.lists(mostly(ACT), max_size=3)),
+        "owners": mostly(st.lists(mostly(OWNER), max_size=3)),
+        "pieces": PIECES,
+    },
+    optional={
+        "sets": mostly(
             st.lists(
-                st.tuples(PAIRS, mostly(st.integers(0, 2)), mostly(st.booleans())).map(list),
+                mostly(st.sets(st.integers(0, 9), min_size=1, max_size=3).map(sorted).map(int32)),
                 max_size=2,
             )
-        ),
+            | st.lists(SMALL.map(int32) | TORN, max_size=2)
+        )
     },
 )
 FORM = st.fixed_dictionaries(
@@ -99,20 +131,62 @@ FORM = st.fixed_dictionaries(
         "rows": mostly(st.lists(INTEGERS, max_size=2)),
     },
 )
-CAPTURE = st.tuples(mostly(st.lists(INTEGERS, max_size=3)), PAIRS).map(list)
+CAPTURE = st.tuples(
+    mostly(st.sets(st.integers(0, LIMIT), max_size=3).map(sorted) | st.lists(INTEGERS, max_size=3)),
+    mostly(st.none() | st.integers(0, 2)),
+).map(list)
+CAPTURES = st.fixed_dictionaries(
+    {"captures": mostly(st.lists(mostly(CAPTURE), max_size=3)), "pieces": PIECES},
+    optional={
+        "forms": mostly(st.lists(mostly(FORM), max_size=3)),
+        "digests": mostly(st.lists(mostly(st.sampled_from(DIGESTS)), max_size=2)),
+    },
+)
+
+
+@st.composite
+def sealed(draw: st.DrawFn, tables: st.SearchStrategy[object]) -> list[object]:
+    """A table under the digest that it has, or anything in its place."""
+    wire = draw(mostly(tables.map(packed)))
+    right = hashlib.blake2b(wire, digest_size=16).digest() if isinstance(wire, bytes) else b""
+    return [draw(mostly(st.just(right))), wire]
+
+
+@st.composite
+def spoilt(draw: st.DrawFn, table: str) -> list[object]:
+    """A plan's table with something else in one place."""
+    plan = draw(plans())
+    part = getattr(plan, f"packed_{table}").sealed
+    if part is None:
+        return [b"", b""]
+    inner = unpacked(part.wire)
+    place: object = inner
+    while True:
+        if isinstance(place, dict) and place:
+            key = draw(st.sampled_from(sorted(place)))
+        elif isinstance(place, list) and place:
+            key = draw(st.integers(0, len(place) - 1))
+        else:
+            break
+        inside = place[key]
+        if not isinstance(inside, dict | list) or not inside or draw(st.integers(0, 4)) == 0:
+            place[key] = draw(ANYTHING)
+            break
+        place = inside
+    wire = packed(inner)
+    return [
+        hashlib.blake2b(wire, digest_size=16).digest() if isinstance(wire, bytes) else b"",
+        wire,
+    ]
+
+
 PLAIN = st.one_of(
     ANYTHING,
-    spoilt(),
-    spoilt(),
     st.fixed_dictionaries(
         {"id": mostly(st.just("r"))},
         optional={
-            "acts": mostly(st.lists(mostly(ACT), max_size=3)),
-            "sets": mostly(st.lists(mostly(st.lists(INTEGERS, max_size=3)), max_size=2)),
-            "capture": mostly(st.lists(mostly(CAPTURE), max_size=3)),
-            "form_of": mostly(st.lists(mostly(st.none() | st.integers(0, 2)), max_size=3)),
-            "forms": mostly(st.lists(mostly(FORM), max_size=3)),
-            "digests": mostly(st.lists(mostly(st.sampled_from(DIGESTS)), max_size=2)),
+            "acts": mostly(sealed(STEERING) | spoilt("acts")),
+            "captures": mostly(sealed(CAPTURES) | spoilt("captures")),
             "epoch": INTEGERS,
             "private_from": INTEGERS,
         },

@@ -117,7 +117,7 @@ class Worker:
             ring=torch.zeros(room.capture_rows + 1, WIDTH),
         )
         self.outlet = Outlet()
-        self.steering = Steering(self.bank, self.rules, self.doses)
+        self.steering = Steering(self.bank, self.rules, self.doses, places)
         self.forms = Forms(
             width=WIDTH, itemsize=4, vectors=self.steering.vectors, limit=encode_bytes
         )
@@ -181,7 +181,11 @@ class Worker:
         self.padding_touched |= bool(self.buffers.ring[0].any())
 
     def held(self) -> tuple[int, ...]:
-        """What is held: requests, rows, directions, steps, slots, rules, cells, active sites."""
+        """What is held: requests, rows, directions, steps, slots, rules, cells, active sites.
+
+        What nobody uses any more counts for nothing, however long it stays.
+        """
+        self.steering.arrangements.collect(1 << 30)
         busy = int(self.doses.cells.any(dim=(0, 2)).sum())
         active = int(self.buffers.active.mask.sum())
         return (self.runtime.requests, *used(self.bank), len(self.rules), busy, active)

@@ -157,6 +157,12 @@ class ScriptedBackend:
     """If set, vectors come only once it is set."""
     whole: bool = False
     """Whether rows leave it as they are, whatever form is asked for."""
+    prepare_error: str = ""
+    """Why it cannot build the tables of plans."""
+    prepared: dict[str, int] = field(default_factory=dict)
+    """Effort that is left of preparations that it holds."""
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    """What each call for a preparation built of it."""
     update_error: Exception | None = None
     updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
     recapture_error: str = ""
@@ -253,7 +259,21 @@ class ScriptedBackend:
         self.plans[plan_id] = plan
         return replace(job, plan=plan)
 
-    async def update(self, plan_id: str, acts: tuple[Act, ...], not_before: int) -> int | None:
+    async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
+        if plan is not None:
+            self.prepared[name] = plan.effort
+        self.calls.append((name, min(effort, self.prepared[name])))
+        self.prepared[name] -= effort
+        await asyncio.sleep(0)
+        return self.prepared[name] <= 0, self.prepare_error
+
+    async def forget(self, names: Sequence[str]) -> None:
+        await asyncio.sleep(0)
+        for name in names:
+            self.prepared.pop(name, None)
+
+    async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
+        acts = plan.acts
         self.updates.append((plan_id, acts, not_before))
         if self.update_error is not None:
             raise self.update_error

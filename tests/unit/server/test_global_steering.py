@@ -19,8 +19,7 @@ from rheostat._proto.v1 import (
     types_pb2,
     vector_pb2,
 )
-from rheostat_engine import OPEN_END, Act, Kind
-from rheostat_server import planning
+from rheostat_engine import OPEN_END, Act, Kind, tables
 
 from .conftest import Refusal, rest
 from .fakes import WIDTH, ScriptedBackend, sites_with
@@ -401,7 +400,7 @@ async def test_what_a_request_alone_makes_impossible_is_not_blamed_on_it(
     running, monkeypatch
 ) -> None:
     await set_global(running, add())
-    monkeypatch.setattr(planning, "MAX_EFFORT", 0)
+    monkeypatch.setattr(tables, "MAX_EFFORT", 0)
     refusal = await running.client.refusal(request(steer=[add(where=selector(window(0, 1)))]))
     assert refusal.message.startswith("the selectors cut the request")
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rheostat._proto.v1 import generation_pb2, types_pb2
-from rheostat_engine import Released
+from rheostat_engine import Plan, Released
 from rheostat_server import admission, explain, planning
 from rheostat_server.admission import Admitted, Desk
 from rheostat_server.capture import engine_captures
@@ -77,10 +77,10 @@ def test_ranges_are_looked_for_off_the_event_loop_if_they_are_many(on_threads) -
 
 
 def test_the_plan_of_many_spans_is_made_off_the_event_loop(on_threads) -> None:
-    capturing, checking = on_threads(planning, "engine_captures"), on_threads(planning, "_problem")
+    capturing, packing = on_threads(planning, "engine_captures"), on_threads(Plan, "pack")
     admitted(asked(captures=[capture(where=FREQUENT)]), roomy())
     admitted(asked(steer=[add(where=FREQUENT)]), roomy())
-    assert (capturing, checking) == ([True, True], [True, True])
+    assert (capturing, packing) == ([True, True], [True, True])
 
 
 def test_sums_at_many_sites_are_checked_off_the_event_loop(on_threads) -> None:

@@ -174,8 +174,8 @@ async def test_what_observers_add_to_a_plan_is_limited(starter, monkeypatch) -> 
     running = await starter()
     pieces = selector(*[window(2 * n, 2 * n + 1) for n in range(2)], generated(2, 3))
     ones = [
-        await Subscriber.open(running, opening(specs=[wanted(0, where=where)], overload=NEWEST))
-        for where in (pieces, selector(window()))
+        await Subscriber.open(running, opening(specs=[wanted(site, where=where)], overload=NEWEST))
+        for site, where in enumerate((pieces, selector(window())))
     ]
     await generate(running, "a")
     ends = []

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat._proto.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
-from rheostat_engine import OPEN_END, Act, Band, Condition, Kind, Plan
+from rheostat_engine import OPEN_END, Act, Band, Condition, Kind
+from rheostat_engine.plan import read, steering_of
 from rheostat_server import errors
 from rheostat_server.directions import DEPENDENT
 
@@ -174,7 +175,14 @@ def test_the_engine_reads_every_act_as_it_was_written() -> None:
     ]
     plan = admitted(request(steer=steer)).plan
     assert len(plan.acts) == 5
-    assert Plan.from_wire(plan.to_wire()) == plan
+    sealed, table = read(plan.to_wire()).acts, plan.packed_acts.table
+    assert sealed is not None
+    assert table is not None
+    found = steering_of(sealed)
+    assert (found.acts, found.owners, found.sets) == (table.acts, table.owners, table.sets)
+    assert found.pieces.members == table.pieces.members
+    assert found.pieces.starts.tolist() == table.pieces.starts.tolist()
+    assert found.pieces.sets.tolist() == table.pieces.sets.tolist()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from rheostat._proto.v1 import (
     types_pb2,
     vector_pb2,
 )
-from rheostat_server import errors, planning, sampling
+from rheostat_engine import tables
+from rheostat_server import errors, sampling
 
 from .desks import admitted, named, refused
 from .fakes import LAYERS, WIDTH
@@ -365,9 +366,9 @@ def test_the_variables_of_a_chat_template_are_limited_in_bytes() -> None:
 
 def test_selectors_that_cut_a_request_into_too_many_combinations_are_refused(monkeypatch) -> None:
     steer = [add(where=selector(window(i, i + 1))) for i in range(3)]
-    monkeypatch.setattr(planning, "MAX_EFFORT", 9)
+    monkeypatch.setattr(tables, "MAX_EFFORT", 4)
     admitted(request(steer=steer))
-    monkeypatch.setattr(planning, "MAX_EFFORT", 8)
+    monkeypatch.setattr(tables, "MAX_EFFORT", 3)
     assert refused(request(steer=steer)) == (errors.InvalidValue, "steering")
 
 

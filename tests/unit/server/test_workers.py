@@ -228,7 +228,7 @@ ACT = Act(Kind.NORM_ADD, (bytes(32),), ((4, (0,)),), ((0, OPEN_END),), scale=0.5
 @pytest.mark.parametrize(("firsts", "first"), [([7, 7], 7), ([0], 0), ([-1, -1], None)])
 async def test_an_update_reaches_every_worker_as_a_plan(firsts, first) -> None:
     backend, asked = backend_with([{"first": one, "error": ""} for one in firsts])
-    assert await backend.update("r#0@1", (ACT,), 5) == first
+    assert await backend.update("r#0@1", Plan("", (ACT,)), 5) == first
     assert asked == [("rheostat_update", "r#0@1", Plan("r#0@1", (ACT,)).to_wire(), 5)]
 
 
@@ -239,7 +239,7 @@ async def test_an_update_that_the_workers_do_not_take_up_alike_is_a_defect(secon
     first, error = second
     backend, _ = backend_with([{"first": 7, "error": ""}, {"first": first, "error": error}])
     with pytest.raises(Defect, match=words):
-        await backend.update("r#0@1", (ACT,), 5)
+        await backend.update("r#0@1", Plan("", (ACT,)), 5)
 
 
 async def test_vectors_reach_every_worker_as_float32_with_the_norms_of_their_rows() -> None:

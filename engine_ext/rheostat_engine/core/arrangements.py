@@ -1,0 +1,295 @@
+"""What tables of acts hold in the worker: put together once for all requests that have a table.
+
+Why in slices
+    A table may name thousands of rows. Put together at once it would hold up every request of the
+    step. So it is put together in slices of bounded cost. A request whose table is not complete
+    completes it; the server sees to it that there is little left by then.
+Why what ended stays
+    What the last request of a table leaves is let go of in slices too, with each step, or at once
+    where somebody needs the room. An equal table that comes before takes it up again.
+
+Invariant: a table holds its slots, programs and rules once, or nothing. What nobody uses never
+keeps anybody from room that there is.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from rheostat_engine.acts import Act
+from rheostat_engine.composition import Combination, Program, Variant, combine, meeting
+from rheostat_engine.core.bank import Bank
+from rheostat_engine.core.doses import Measures, Norms
+from rheostat_engine.core.rules import VARIANTS, TokenRules
+from rheostat_engine.core.segments import Functions, Int32
+from rheostat_engine.core.vectors import BankError, Exhausted, Vectors
+from rheostat_engine.tables import SteeringTable
+
+_T = TypeVar("_T")
+_Work = Generator[int, None, _T]
+"""Work in parts, each of which says what it has cost."""
+
+_ROW_BYTES = 32 << 20
+"""Bytes of float32 rows that a slice makes at most, about."""
+
+_COLLECTED = 1000
+"""What is let go of at a time where room is needed at once, in units of `effort`."""
+
+
+class Ruled(NamedTuple):
+    """Combinations that depend on the token, one for each that a table has."""
+
+    slots: Int32
+    """[k, variants]."""
+    cells: Int32
+    """[k, variants]: as `Arrangement.cells_at` has them."""
+
+
+@dataclass
+class Arrangement:
+    """What a table of acts holds, however many requests have it."""
+
+    digest: bytes
+    table: SteeringTable
+    measures: Measures
+    users: int = 0
+    function: int = 0
+    """What happens where: slot, cell and rule of each piece. Under a rule, the slot is the number
+    of the combination among `ruled`. Cells count from 1; 0 is not measured."""
+    ruled: Ruled = field(default_factory=lambda: Ruled(_no_variants(), _no_variants()))
+    slots: list[int] = field(default_factory=list)
+    rules: list[tuple[bytes, ...]] = field(default_factory=list)
+    parts: list[Program] = field(default_factory=list)
+    """Programs of a combination that takes several slices, held until it is complete."""
+    work: Generator[int, None, None] | None = None
+    """What is left to be done; None: nothing."""
+    problem: str = ""
+    """Why it can't be put together; empty if it can."""
+
+
+class Arrangements:
+    """The tables of acts that are in use, and those that nobody uses any more but that are kept."""
+
+    def __init__(
+        self, bank: Bank, rules: TokenRules, functions: Functions, vectors: Vectors, norms: Norms
+    ) -> None:
+        """There is none.
+
+        Args:
+            bank: holds slots and programs.
+            rules: holds rules about token ids.
+            functions: three columns; see `Arrangement.function`.
+            vectors: those that the worker has, now and later.
+            norms: of their rows.
+        """
+        self._bank = bank
+        self._rules = rules
+        self.functions = functions
+        self._vectors = vectors
+        self._norms = norms
+        self._used: dict[bytes, Arrangement] = {}
+        self._unused: OrderedDict[bytes, Arrangement] = OrderedDict()
+        self._ending: Arrangement | None = None
+        """One that has given back some of what it holds, so that nobody can take it up again."""
+        self._row_effort = max(1, _ROW_BYTES // (4 * bank.programs.rows.shape[1]))
+        self.built = 0
+        """What was put together so far, in units of `effort`."""
+
+    def use(self, digest: bytes, read: Callable[[], SteeringTable]) -> Arrangement:
+        """A table's arrangement, used once more; it may be incomplete, see `build`.
+
+        Args:
+            digest: the table's.
+            read: reads it where it isn't known.
+
+        Raises:
+            BankError: a vector is missing.
+            ValueError: it is no table.
+        """
+        one = self._used.get(digest) or self._unused.pop(digest, None)
+        if one is None:
+            table = read()
+            one = Arrangement(digest, table, Measures(table.acts, self._norms_of(table)))
+            one.work = self._put_together(one)
+        self._used[digest] = one
+        one.users += 1
+        return one
+
+    def build(self, one: Arrangement, budget: int | None = None) -> int:
+        """Goes on putting a table together; what that cost. It is complete once `work` is None.
+
+        Args:
+            one: its arrangement.
+            budget: after which it stops; None: it goes on to the end.
+
+        Raises:
+            BankError, ValueError: it can't be. It holds nothing then; its users must release it.
+        """
+        if one.problem:
+            raise BankError(one.problem)
+        spent = 0
+        try:
+            while one.work is not None and (budget is None or spent < budget):
+                cost = next(one.work, None)
+                if cost is None:
+                    one.work = None
+                else:
+                    spent += cost
+        except (BankError, ValueError) as error:
+            one.problem = str(error)
+            self._used.pop(one.digest, None)
+            self._strip(one)
+            raise
+        self.built += spent
+        return spent
+
+    def release(self, one: Arrangement) -> None:
+        """Ends one use. What nobody uses is let go of by `collect`."""
+        one.users -= 1
+        if not one.users and self._used.get(one.digest) is one:
+            del self._used[one.digest]
+            self._unused[one.digest] = one
+
+    def collect(self, budget: int) -> None:
+        """Lets go of what nobody uses, the oldest first, until that has cost so much."""
+        while budget > 0 and (self._ending is not None or self._unused):
+            if self._ending is None:
+                _, self._ending = self._unused.popitem(last=False)
+            budget -= 1 + self._give_slots(self._ending, budget)
+            if not self._ending.slots:
+                self._strip(self._ending)
+                self._ending = None
+
+    def _norms_of(self, table: SteeringTable) -> Norms:
+        """The norms of the vectors that a table uses."""
+        digests = sorted({d for index in table.used for d in table.acts[index].vectors})
+        for digest in digests:
+            if digest not in self._norms:
+                raise BankError(f"vector {digest.hex()} is not in the worker")
+        return {digest: self._norms[digest] for digest in digests}
+
+    def _put_together(self, one: Arrangement) -> _Work[None]:
+        """Takes all that a table needs."""
+        table = one.table
+        ruled: list[tuple[list[int], list[int]]] = []
+        columns = np.zeros((len(table.pieces.members), 3), np.int32)
+        for number, clauses in enumerate(table.pieces.members):
+            met = meeting([table.owners[i] for i in clauses], table.sets)
+            slots, cells = [], []
+            for members in met.members:
+                slot, cell = yield from self._take(one, members)
+                slots.append(slot)
+                cells.append(cell)
+            if met.sets and any(slots):
+                rule = self._with_room(partial(self._rules.acquire, met.sets))
+                one.rules.append(met.sets)
+                columns[number] = len(ruled), 0, rule
+                ruled.append((slots, cells))
+                yield 1 + sum(map(len, met.sets)) // 256
+            elif not met.sets:
+                columns[number] = slots[0], cells[0], 0
+        if any(one.slots):
+            padded = np.zeros((2, len(ruled), VARIANTS), np.int32)
+            for number, (slots, cells) in enumerate(ruled):
+                padded[:, number, : len(slots)] = slots, cells
+            one.ruled = Ruled(*padded)
+            one.function = self.functions.add(table.pieces.starts, columns[table.pieces.sets])
+
+    def _take(self, one: Arrangement, members: tuple[int, ...]) -> _Work[tuple[int, int]]:
+        """The slot of a variant, and its first cell, counted from 1."""
+        acts = one.table.acts
+        known = one.measures.knows(members)
+        combination: Combination = ()
+        for sites, cost in _slices(acts, members, self._row_effort):
+            part = combine(acts, members, sites)
+            if sites is not None:
+                programs = [program for _, program in part]
+                self._with_room(partial(self._bank.programs.acquire, programs, self._vectors))
+                one.parts += programs
+            combination += part
+            if known is None:
+                one.measures.measure(members, sites)
+            yield cost
+        if not combination:
+            return 0, 0
+        (slot,) = self._with_room(partial(self._bank.acquire, [combination], self._vectors))
+        one.slots.append(slot)
+        self._release_parts(one)
+        if known is None:
+            known = one.measures.add(members, Variant(members, combination).cells)
+        yield 1
+        return slot, 1 + known
+
+    def _with_room(self, take: Callable[[], _T]) -> _T:
+        """Takes something; where there is no room, what nobody uses makes some."""
+        while True:
+            try:
+                return take()
+            except Exhausted:
+                if self._ending is None and not self._unused:
+                    raise
+                self.collect(_COLLECTED)
+
+    def _give_slots(self, one: Arrangement, budget: int) -> int:
+        """Gives back slots; what that cost."""
+        spent = 0
+        while one.slots and spent < budget:
+            slot = one.slots.pop()
+            spent += 1 + self._bank.weight(slot)
+            self._bank.release(slot)
+        return spent
+
+    def _strip(self, one: Arrangement) -> None:
+        """Gives back all that an arrangement holds."""
+        if one.work is not None:
+            one.work.close()
+        for slot in one.slots:
+            self._bank.release(slot)
+        one.slots = []
+        self._release_parts(one)
+        for sets in one.rules:
+            self._rules.release(sets)
+        one.rules = []
+        self.functions.drop(one.function)
+        one.function = 0
+
+    def _release_parts(self, one: Arrangement) -> None:
+        parts, one.parts = one.parts, []
+        for program in parts:
+            self._bank.programs.release(program)
+
+
+def _no_variants() -> Int32:
+    return np.zeros((0, VARIANTS), np.int32)
+
+
+def _slices(
+    acts: Sequence[Act], members: Sequence[int], most: int
+) -> Iterator[tuple[Container[int] | None, int]]:
+    """The sites at which some acts change anything, in slices, and what each costs.
+
+    A slice costs `most` at most, or is one site. Where all of it is one slice, its sites are None.
+    """
+    strong = [acts[member] for member in members if acts[member].strong]
+    total = sum(len(act.rows) * len(act.vectors) for act in strong)
+    if total <= most:
+        if total:
+            yield None, total
+        return
+    costs: dict[int, int] = {}
+    for act in strong:
+        for site, rows in act.rows:
+            costs[site] = costs.get(site, 0) + len(rows)
+    sites: set[int] = set()
+    cost = 0
+    for site in sorted(costs):
+        if sites and cost + costs[site] > most:
+            yield sites, cost
+            sites, cost = set(), 0
+        sites.add(site)
+        cost += costs[site]
+    yield sites, cost

@@ -1,0 +1,167 @@
+"""Tables of large plans are built in the workers before the requests that need them start.
+
+Why
+    A worker builds a plan's tables in the step that first schedules a request with them, and every
+    request of that step waits. So the server has the tables of a large plan built between earlier
+    steps. Each call of the workers does a bounded part.
+
+Invariants: there is one call at a time, so that no step waits for more than one part. What is
+prepared counts in the ledger until the workers have released it. Equal plans share a preparation.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+
+from rheostat_engine import STEP_EFFORT, Plan
+from rheostat_server.errors import Defect, EngineLost, RheostatError
+from rheostat_server.host import Backend
+from rheostat_server.line import Line
+
+_LOG = logging.getLogger(__name__)
+
+SMALL_EFFORT = 100
+"""Effort of a plan that a worker builds in the step that schedules the request: about 2 ms."""
+
+_Key = tuple[bytes, bytes]
+
+
+@dataclass(eq=False)
+class Preparation:
+    """The tables of a plan in the workers."""
+
+    key: _Key
+    name: str
+    """By which the workers and the ledger know it."""
+    plan: Plan | None
+    """None once the workers have received it."""
+    ready: asyncio.Future[None]
+    """Done once the workers have built all of it."""
+    users: int = 0
+
+
+class Preparations:
+    """The preparations of all requests. Lives on the event loop."""
+
+    def __init__(self, backend: Backend, line: Line) -> None:
+        """There is none.
+
+        Args:
+            backend: its workers build the tables.
+            line: counts what the workers hold.
+        """
+        self._backend = backend
+        self._line = line
+        self._numbers = itertools.count()
+        self._held: dict[_Key, Preparation] = {}
+        self._building: deque[Preparation] = deque()
+        self._unused: list[str] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def prepare(self, plan: Plan) -> Preparation | None:
+        """Returns once the workers have a plan's tables; `release` gives them back.
+
+        Args:
+            plan: a packed plan that the ledger holds.
+
+        Returns:
+            The preparation; None if the plan is small, so that it needs none.
+
+        Raises:
+            EngineLost: the engine is gone.
+            Defect: a worker cannot build the tables.
+        """
+        if plan.effort <= SMALL_EFFORT:
+            return None
+        sealed = plan.packed_acts.sealed, plan.packed_captures.sealed
+        acts, captures = (b"" if one is None else one.digest for one in sealed)
+        key = acts, captures
+        one = self._held.get(key)
+        if one is None:
+            one = self._begin(key, plan)
+        one.users += 1
+        try:
+            await asyncio.shield(one.ready)
+        except BaseException:
+            self.release(one)
+            raise
+        return one
+
+    def release(self, one: Preparation) -> None:
+        """Ends one use. The workers release what nobody uses."""
+        one.users -= 1
+        if one.users:
+            return
+        if self._held.get(one.key) is one:
+            del self._held[one.key]
+        if one in self._building:
+            self._building.remove(one)
+        one.ready.cancel()
+        self._unused.append(one.name)
+        self._work_soon()
+
+    def _begin(self, key: _Key, plan: Plan) -> Preparation:
+        name = f"prepared {next(self._numbers)}"
+        # The request's own entry holds all that this one needs, so that it always fits.
+        entry = replace(plan, request_id=name)
+        self._line.ledger.admit(entry, prompt_len=1, max_step_tokens=1, runs=0)
+        ready = asyncio.get_running_loop().create_future()
+        one = self._held[key] = Preparation(key, name, entry, ready)
+        self._building.append(one)
+        self._work_soon()
+        return one
+
+    def _work_soon(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        """Calls the workers until everything is built and released."""
+        while self._building or self._unused:
+            try:
+                await self._release_unused()
+                await self._build_part()
+            except Exception as error:  # a task's end: whatever it is, who waits must get it
+                self._fail(error)
+
+    async def _release_unused(self) -> None:
+        names, self._unused = self._unused, []
+        if not names:
+            return
+        try:
+            await self._backend.forget(names)
+        finally:
+            self._line.leave(names)
+
+    async def _build_part(self) -> None:
+        """Builds a part of one preparation. They take turns, so that a small one ends soon."""
+        if not self._building:
+            return
+        one = self._building.popleft()
+        plan, one.plan = one.plan, None
+        self._building.append(one)
+        done, error = await self._backend.prepare(one.name, plan, STEP_EFFORT)
+        if not done and not error:
+            return
+        if one in self._building:  # else everybody who waited has gone
+            self._building.remove(one)
+            self._end(one, Defect(f"a worker cannot build a plan: {error}") if error else None)
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, EngineLost):
+            _LOG.error("the workers did not prepare plans", exc_info=error)
+        known = error if isinstance(error, RheostatError) else Defect("a plan was not prepared")
+        for one in self._building:
+            self._end(one, known)
+        self._building.clear()
+
+    def _end(self, one: Preparation, error: RheostatError | None) -> None:
+        if one.ready.done():
+            return
+        if error is None:
+            one.ready.set_result(None)
+            return
+        del self._held[one.key]  # the next request with this plan tries again
+        one.ready.set_exception(error)
