@@ -79,10 +79,10 @@ class PackedActs:
 
     def made(self) -> "PackedActs":
         """Itself, with all of it made."""
-        _ = self.sealed, self.needs
+        _ = self.sealed, self.needs, self.ruled
         return self
 
-    @property
+    @cached_property
     def ruled(self) -> int:
         """Places that it takes for each sample, since what happens there depends on tokens."""
         return 0 if self.table is None else sum(bool(mix.sets) for mix in self.table.mixes)

@@ -4,8 +4,10 @@ Whatever a client can send is settled here, so that nothing of it can fail in th
 and Explain share this path.
 """
 
+import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from rheostat._proto.v1 import (
@@ -27,7 +29,12 @@ from rheostat_server.capture.specs import (
 )
 from rheostat_server.errors import LoraNotFound, NotSupported, QueueFull, Resource
 from rheostat_server.global_steering import GlobalSteering
-from rheostat_server.limits import QUEUED_PROMPT_TOKENS, WAITING_REQUESTS
+from rheostat_server.limits import (
+    LARGE_REQUEST_BYTES,
+    LARGE_REQUESTS,
+    QUEUED_PROMPT_TOKENS,
+    WAITING_REQUESTS,
+)
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
 from rheostat_server.planning import check_ranges, compile_plan, observe
@@ -80,6 +87,8 @@ class Desk:
     """Whether rows can wait on disk."""
     runs: Runs | None = None
     """Where runs are stored. None: nowhere."""
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_REQUESTS))
+    """Held while a large request is checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +144,7 @@ class Admitted:
 
 
 async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = False) -> Admitted:
-    """Checks a request.
+    """Checks a request. Large requests wait for each other; see `LARGE_REQUESTS`.
 
     Args:
         request: as it came.
@@ -146,6 +155,12 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     Raises:
         RheostatError: it cannot run; the error says why, and which field is concerned.
     """
+    size = request.ByteSize()
+    async with desk.large if size > LARGE_REQUEST_BYTES else nullcontext():
+        return await _admit(request, size, desk, changeable=changeable)
+
+
+async def _admit(request: GenerateRequest, size: int, desk: Desk, *, changeable: bool) -> Admitted:
     request_id = request.request_id
     if request_id:
         checks.matches(request_id, checks.REQUEST_ID, "request_id")
@@ -154,7 +169,8 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     checks.labels(request.labels, "labels")
     waits = _waits(request)
     check_ranges(request.steering, request.captures)
-    prompt = await desk.prompts.resolve(request, with_text=_looks_for_text(request))
+    with_text = await offload(size, _any_needs_text, request.steering, request.captures)
+    prompt = await desk.prompts.resolve(request, with_text=with_text)
     sampling = resolve_sampling(
         request.sampling,
         prompt_len=len(prompt.token_ids),
@@ -164,10 +180,9 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     )
     context = SelectionContext(prompt, sampling.max_tokens, desk.info.vocabulary)
     own = await resolve_steering(request.steering, desk, context, receipt_pb2.ORIGIN_REQUEST)
-    size = sum(spec.ByteSize() for spec in request.captures)
-    size += selector_work([spec.where for spec in request.captures], context)
+    work = size + selector_work([spec.where for spec in request.captures], context)
     drafted = await offload(
-        size,
+        work,
         resolve_captures,
         request.captures,
         desk.sites,
@@ -177,8 +192,8 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     )
     check_runs(drafted, desk.runs, samples=sampling.samples, prompt_len=context.prompt_len)
     directions_of = find_all_directions(drafted, desk.store, desk.sites)
-    size = sum(one.projecting for one in drafted)
-    captures = await offload(size, project_all, drafted, directions_of, desk.sites)
+    work = sum(one.projecting for one in drafted)
+    captures = await offload(work, project_all, drafted, directions_of, desk.sites)
     request_id = request_id or uuid.uuid4().hex
     observers = await _observers(request, request_id, desk, context)
     wanted = merged([*_directed(captures, desk), *observers])
@@ -242,6 +257,21 @@ def check_queue(
         )
 
 
+async def resolve_update(
+    steering: steering_pb2.Steering, desk: Desk, context: SelectionContext
+) -> tuple[Intervention, ...]:
+    """Interventions that a running request gets in place of its own.
+
+    Raises:
+        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: one cannot be.
+    """
+    if context.prompt.text is None and await offload(
+        steering.ByteSize(), _any_needs_text, steering, ()
+    ):
+        context = replace(context, prompt=await desk.prompts.read(context.prompt))
+    return await resolve_steering(steering, desk, context, receipt_pb2.ORIGIN_UPDATE)
+
+
 async def resolve_steering(
     steering: steering_pb2.Steering,
     desk: Desk,
@@ -250,12 +280,12 @@ async def resolve_steering(
 ) -> tuple[Intervention, ...]:
     """Interventions of a request, each checked by itself; see `check_sums` and `compile_plan`.
 
+    The context has the prompt's text if a selector looks for text.
+
     Raises:
         InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: one cannot be.
     """
     selectors = [one.where for one in steering.interventions]
-    if context.prompt.text is None and any(map(needs_text, selectors)):
-        context = replace(context, prompt=await desk.prompts.read(context.prompt))
     size = steering.ByteSize() + selector_work(selectors, context)
     drafts: list[Draft] = await offload(size, draft_steering, steering, desk.sites, context)
     found = look_up(drafts, desk.store, desk.sites, origin)
@@ -304,10 +334,13 @@ async def _observers(
     return await offload(wishes_work(observers, context), wishes, observers, context)
 
 
-def _looks_for_text(request: GenerateRequest) -> bool:
-    selectors = [i.where for i in request.steering.interventions]
-    selectors += [c.where for c in request.captures]
-    return any(needs_text(selector) for selector in selectors)
+def _any_needs_text(
+    steering: steering_pb2.Steering, captures: Sequence[capture_pb2.CaptureSpec]
+) -> bool:
+    """Whether a selector looks for text."""
+    selectors = [one.where for one in steering.interventions]
+    selectors += [one.where for one in captures]
+    return any(map(needs_text, selectors))
 
 
 def _check_lora(name: str, known: Sequence[str]) -> None:

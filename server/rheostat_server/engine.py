@@ -32,7 +32,7 @@ from rheostat_server.flight import Flight
 from rheostat_server.global_steering import ServerWide
 from rheostat_server.host import Backend
 from rheostat_server.keeper import VectorKeeper
-from rheostat_server.limits import STATS_SECONDS
+from rheostat_server.limits import LARGE_REQUESTS, STATS_SECONDS
 from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
 from rheostat_server.preparations import Preparations
@@ -109,6 +109,7 @@ class EngineHost:
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._flights: dict[str, Flight] = {}
         self._routes: dict[str, tuple[Flight, Life]] = {}
+        self._large = asyncio.Semaphore(LARGE_REQUESTS)
         self.attaching = Attaching(self, self._flights, self._routes)
         self._changed = asyncio.Condition()
         self._settling: set[asyncio.Task[None]] = set()
@@ -127,6 +128,7 @@ class EngineHost:
             self.sinks,
             self.spillway is not None,
             self.runs,
+            self._large,
         )
 
     @property

@@ -30,6 +30,17 @@ SHARED_BYTES = 64 << 10
 OFFLOAD_BYTES = 64 << 10
 """Work on more bytes than this leaves the event loop."""
 
+LARGE_MESSAGE_BYTES = 1 << 20
+"""Messages of more bytes than this are parsed one at a time, because Python parses on the event
+loop and everything else waits for it."""
+
+LARGE_REQUEST_BYTES = 16 << 10
+"""Larger requests are checked a few at a time."""
+
+LARGE_REQUESTS = 2
+"""Large requests that are checked at a time. Others wait their turn, so that the results of their
+checks do not all reach the event loop in one iteration."""
+
 PAGE_ENTRIES = 1000
 """Most entries of a page of a listing."""
 

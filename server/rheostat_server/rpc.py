@@ -4,7 +4,7 @@ Every rpc of `rheostat.v1` passes through `ErrorInterceptor`: a `RheostatError` 
 with details, anything else INTERNAL with a generic text and a log entry. Streams are written here
 too, so that a handler's generator is closed at once when its caller goes away. Messages are read
 here too: gRPC itself would answer bytes that are no message with UNKNOWN and a Python repr, and
-protobuf would skip fields that it does not know.
+protobuf would skip fields that it does not know. Large messages are read one at a time.
 """
 
 import asyncio
@@ -28,7 +28,12 @@ from rheostat_server.errors import (
     RheostatError,
     UnknownField,
 )
-from rheostat_server.limits import CONTROL_MESSAGE_BYTES, OFFLOAD_BYTES, TENSOR_MESSAGE_BYTES
+from rheostat_server.limits import (
+    CONTROL_MESSAGE_BYTES,
+    LARGE_MESSAGE_BYTES,
+    OFFLOAD_BYTES,
+    TENSOR_MESSAGE_BYTES,
+)
 from rheostat_server.status import DETAILS_KEY, to_status
 from rheostat_server.unknown_fields import unknown_field
 
@@ -90,6 +95,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, calls: Calls) -> None:
         """An interceptor that counts in `calls`."""
         self._calls = calls
+        self._turn = asyncio.Lock()
 
     async def intercept_service(
         self,
@@ -104,37 +110,40 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or not method.startswith(_OURS):
             return handler
-        return _wrapped(method, handler, self._calls)
+        return _wrapped(method, handler, self._calls, self._turn)
 
 
 def _wrapped(
-    method: str, handler: "grpc.RpcMethodHandler[Request, Response]", calls: Calls
+    method: str,
+    handler: "grpc.RpcMethodHandler[Request, Response]",
+    calls: Calls,
+    turn: asyncio.Lock,
 ) -> "grpc.RpcMethodHandler[Request, Response]":
     decode, encode = handler.request_deserializer, handler.response_serializer
     if decode is not None:
-        decode = _reader(method, decode, streaming=handler.request_streaming)
+        decode = _later(_reader(method, decode, streaming=handler.request_streaming))
     if handler.unary_unary is not None:
-        one = _unary(method, cast(Unary[Request, Response], handler.unary_unary), calls)
+        one = _unary(method, cast(Unary[Request, Response], handler.unary_unary), calls, turn)
         return grpc.unary_unary_rpc_method_handler(one, decode, encode)
     if handler.stream_unary is not None:
-        one = _unary(method, cast(Unary[Request, Response], handler.stream_unary), calls)
+        one = _unary(method, cast(Unary[Request, Response], handler.stream_unary), calls, turn)
         return grpc.stream_unary_rpc_method_handler(one, decode, encode)
     if handler.unary_stream is not None:
-        many = _stream(method, cast(Stream[Request, Response], handler.unary_stream), calls)
+        many = _stream(method, cast(Stream[Request, Response], handler.unary_stream), calls, turn)
         return grpc.unary_stream_rpc_method_handler(many, decode, encode)
-    many = _stream(method, cast(Stream[Request, Response], handler.stream_stream), calls)
+    many = _stream(method, cast(Stream[Request, Response], handler.stream_stream), calls, turn)
     return grpc.stream_stream_rpc_method_handler(many, decode, encode)
 
 
 def _unary(
-    method: str, behaviour: Unary[Request, Response], calls: Calls
+    method: str, behaviour: Unary[Request, Response], calls: Calls, turn: asyncio.Lock
 ) -> Callable[[Request, AnyContext[Request, Response]], Awaitable[Response]]:
     async def handle(request: Request, context: AnyContext[Request, Response]) -> Response:
         try:
             _check_served(method, inspect.iscoroutinefunction(behaviour))
             with calls.counted():
                 async with _deadline(context):
-                    return await behaviour(_readable(request), context)
+                    return await behaviour(await _readable(request, turn), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # the boundary: whatever it is, the wire gets a status
@@ -144,16 +153,17 @@ def _unary(
 
 
 def _stream(
-    method: str, behaviour: Stream[Request, Response], calls: Calls
+    method: str, behaviour: Stream[Request, Response], calls: Calls, turn: asyncio.Lock
 ) -> Callable[[Request, AnyContext[Request, Response]], Awaitable[None]]:
     async def handle(request: Request, context: AnyContext[Request, Response]) -> None:
         try:
             _check_served(method, inspect.isasyncgenfunction(behaviour))
             with calls.counted():
-                messages = behaviour(_readable(request), context)
-                async with _deadline(context), aclosing(messages):
-                    async for message in messages:
-                        await _write(context, message)
+                async with _deadline(context):
+                    messages = behaviour(await _readable(request, turn), context)
+                    async with aclosing(messages):
+                        async for message in messages:
+                            await _write(context, message)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # the boundary: whatever it is, the wire gets a status
@@ -179,6 +189,36 @@ class _Refused(NamedTuple):
     """Stands for a message that is refused. gRPC takes no error from where messages are read."""
 
     error: RheostatError
+
+
+class _Large:
+    """Stands for a large message that has not been parsed."""
+
+    def __init__(self, data: bytes, decode: Callable[[bytes], object]) -> None:
+        self._data = data
+        self._decode = decode
+
+    async def parsed(self, turn: asyncio.Lock) -> object:
+        """The message; can be asked for once.
+
+        `turn` is held during the next iteration of the event loop, in which others get their turn.
+        """
+        async with turn:
+            data, self._data = self._data, b""  # gRPC holds this object for longer than the call
+            message = self._decode(data)
+            await asyncio.sleep(0)
+        return message
+
+
+def _later(decode: Callable[[bytes], Request]) -> Callable[[bytes], Request]:
+    """Leaves large messages to `_readable`, because gRPC parses all that have come at once."""
+
+    def read(data: bytes) -> Request:
+        if len(data) > LARGE_MESSAGE_BYTES:
+            return cast(Request, _Large(data, decode))
+        return decode(data)
+
+    return read
 
 
 def _reader(
@@ -231,22 +271,26 @@ def _lean(request: Request, size: int) -> Request:
     return request
 
 
-def _readable(request: Request) -> Request:
+async def _readable(request: Request, turn: asyncio.Lock) -> Request:
     """A request, or a stream of requests, that raises instead of giving a refused one.
 
     Raises:
         RheostatError: it is one request, and is refused.
     """
     if isinstance(request, AsyncIterator):
-        return cast(Request, _each_readable(request))
+        return cast(Request, _each_readable(request, turn))
+    if isinstance(request, _Large):
+        request = cast(Request, await request.parsed(turn))
     if isinstance(request, _Refused):
         raise request.error
     return request
 
 
-async def _each_readable(requests: AsyncIterator[Request]) -> AsyncGenerator[Request, None]:
+async def _each_readable(
+    requests: AsyncIterator[Request], turn: asyncio.Lock
+) -> AsyncGenerator[Request, None]:
     async for request in requests:
-        yield _readable(request)
+        yield await _readable(request, turn)
 
 
 @asynccontextmanager

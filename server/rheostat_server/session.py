@@ -17,7 +17,7 @@ from rheostat._proto.v1 import (
     steering_pb2,
 )
 from rheostat_engine import Plan
-from rheostat_server.admission import Admitted, admit, resolve_steering
+from rheostat_server.admission import Admitted, admit, resolve_update
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import (
     Defect,
@@ -207,9 +207,7 @@ class _Control:
             )
         flight, admitted = self._flight, self._admitted
         check_ranges(update.steering)
-        own = await resolve_steering(
-            update.steering, self._host.desk, admitted.context, receipt_pb2.ORIGIN_UPDATE
-        )
+        own = await resolve_update(update.steering, self._host.desk, admitted.context)
         interventions = (*self._server_wide, *own)
         kind = FloatType(self._host.sites.dtype)
         await offload(sums_work(interventions), check_sums, interventions, kind)

@@ -1,3 +1,5 @@
+import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +11,12 @@ from rheostat._proto.v1 import (
     vector_pb2,
 )
 from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point, Site
-from rheostat_server import errors
+from rheostat_server import admission, errors
+from rheostat_server.admission import admit
+from rheostat_server.limits import LARGE_REQUEST_BYTES, LARGE_REQUESTS, OFFLOAD_BYTES, RANGES
 from rheostat_server.prompts import Prompts
 from rheostat_server.sampling import SamplingSettings
+from rheostat_server.selection import needs_text
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import make_vector
 
@@ -313,3 +318,51 @@ def test_sampling_is_taken_over() -> None:
         ignore_eos=True,
     )
     assert [got.seed_of(0), got.seed_of(1)] == [2**63 - 1, 0]
+
+
+def test_few_large_requests_are_checked_at_a_time_and_small_ones_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running: list[bool] = []
+    most = small_beside_large = 0
+    resolve = Prompts.resolve
+
+    async def watched(self: Prompts, message, *, with_text: bool):
+        nonlocal most, small_beside_large
+        large = message.ByteSize() > LARGE_REQUEST_BYTES
+        running.append(large)
+        most = max(most, running.count(True))
+        small_beside_large += not large and True in running
+        await asyncio.sleep(0.01)
+        running.remove(large)
+        return await resolve(self, message, with_text=with_text)
+
+    monkeypatch.setattr(Prompts, "resolve", watched)
+    large = request(steer=[add(where=selector(*[window(0, 1)] * RANGES))] * 4)
+
+    async def main() -> None:
+        at = desk()
+        await asyncio.gather(*(admit(one, at) for one in [large] * 4 + [request()]))
+
+    asyncio.run(main())
+    assert most == LARGE_REQUESTS
+    assert small_beside_large == 1
+
+
+def test_who_looks_for_text_is_found_out_once_and_not_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[threading.Thread] = []
+
+    def watched(one) -> bool:
+        asked.append(threading.current_thread())
+        return needs_text(one)
+
+    monkeypatch.setattr(admission, "needs_text", watched)
+    count = 8
+    many = selector(*[token_range(*range(100))] * 128)
+    large = request(steer=[add(where=many)] * count)
+    assert large.ByteSize() > OFFLOAD_BYTES
+    admitted(large)
+    assert len(asked) == count
+    assert threading.main_thread() not in asked

@@ -2,15 +2,19 @@
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
 import pytest
 
+from rheostat_server.limits import LARGE_MESSAGE_BYTES
 from rheostat_server.rpc import Calls, ErrorInterceptor
+
+from .streams import until
 
 METHOD = "/rheostat.v1.Toy/Stream"
 
@@ -68,3 +72,54 @@ async def test_a_client_that_goes_away_during_a_write_is_no_incident(
             await asyncio.wait_for(calls.until_none(), 60)
     assert [one.getMessage() for one in caplog.records if one.levelno > logging.INFO] == []
     assert handler.left == [GeneratorExit] * 20
+
+
+class Parsing(grpc.GenericRpcHandler):
+    """Reads one message of a stream; notes in which iteration of the event loop it was parsed."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.parsed: list[int] = []
+        self.iteration = 0
+
+    def count(self) -> None:
+        self.iteration += 1
+        asyncio.get_running_loop().call_soon(self.count)
+
+    def decode(self, data: bytes) -> bytes:
+        self.parsed.append(self.iteration)
+        return data
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.stream_unary_rpc_method_handler(self.answer, self.decode)
+
+    async def answer(self, requests: AsyncIterator[bytes], context: object) -> bytes:
+        self.begun += 1
+        async for request in requests:
+            return len(request).to_bytes(4, "big")
+        return b""
+
+
+def send(target: str, size: int, go: threading.Event) -> bytes:
+    """Opens a stream; sends a message on it once it may."""
+
+    def messages() -> Iterator[bytes]:
+        go.wait()
+        yield bytes(size)
+
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(target, options=options) as channel:
+        answer: bytes = channel.stream_unary(METHOD)(messages())
+        return answer
+
+
+async def test_no_two_large_messages_are_parsed_in_one_iteration_of_the_event_loop() -> None:
+    handler, go, size = Parsing(), threading.Event(), LARGE_MESSAGE_BYTES + 1
+    async with serving(handler, Calls()) as target:
+        calls = [asyncio.create_task(asyncio.to_thread(send, target, size, go)) for _ in range(4)]
+        await until(lambda: handler.begun == 4)
+        go.set()
+        time.sleep(0.5)  # all messages arrive before the loop runs again
+        handler.count()
+        assert await asyncio.gather(*calls) == [size.to_bytes(4, "big")] * 4
+    assert len(set(handler.parsed)) == 4
