@@ -62,12 +62,13 @@ def unknown_field(message: Message, data: bytes) -> str | None:
         message: what was decoded from `data`. Unknown fields are removed from it.
         data: the message's bytes.
     """
-    if len(data) <= OFFLOAD_BYTES and not _has_unknown(message):
+    small = len(data) <= OFFLOAD_BYTES
+    if small and not _has_unknown(message):
         return None
     try:
         return _Walk(data).message(0, len(data), cast(Descriptor, message.DESCRIPTOR))
     except _TooManyFields:
-        return "" if _has_unknown(type(message).FromString(data)) else None
+        return "" if small or _has_unknown(message) else None
 
 
 def _has_unknown(message: Message) -> bool:

@@ -160,7 +160,6 @@ async def _store(upload: Upload, host: EngineHost) -> steering_service_pb2.PutVe
 
 def _detached(sites: types_pb2.SiteSet) -> types_pb2.SiteSet:
     """A copy, because a part of a message keeps all of the message in memory."""
-    sites.DiscardUnknownFields()
     copy = types_pb2.SiteSet()
     copy.CopyFrom(sites)
     return copy
