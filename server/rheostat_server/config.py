@@ -26,6 +26,7 @@ _SECONDS = _Bounds(0, 7 * 24 * 3600)
 
 _BOUNDS = {
     "port": _Bounds(0, 65535),
+    "maximum_concurrent_rpcs": _COUNT,
     "max_model_len": _COUNT,
     "max_num_seqs": _COUNT,
     "max_num_batched_tokens": _COUNT,
@@ -64,6 +65,9 @@ class ServerConfig:
 
     port: int = 50051
     """Port to listen on; 0 lets the system choose."""
+
+    maximum_concurrent_rpcs: int = 2048
+    """Calls that run at a time, those of EngineService apart. More are refused unread."""
 
     dtype: str = "auto"
     """Element type of weights and stream: "auto", "float32", "bfloat16" or "float16"."""

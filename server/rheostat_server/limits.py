@@ -8,6 +8,31 @@ CONTROL_MESSAGE_BYTES = 4 * MIB
 TENSOR_MESSAGE_BYTES = 16 * MIB
 """Largest request of the other services; gRPC itself refuses larger ones."""
 
+REQUESTS_BYTES = 512 * MIB
+"""Bytes of all requests together that have more than `OFFLOAD_BYTES`, while their calls run."""
+
+CONTROL_RPCS = 64
+"""Calls of EngineService at a time. The flag `--maximum-concurrent-rpcs` limits the others."""
+
+FIRST_MESSAGE_SECONDS = 30.0
+"""Seconds that the first message of a call may take from the call's beginning."""
+
+FIRST_READS = 32
+"""Calls whose first message is on its way at a time: up to 512 MiB, which gRPC keeps."""
+
+LOOKAHEAD_BYTES = 256 << 10
+"""Bytes that gRPC keeps of a call whose next message nobody reads yet."""
+
+FIRST_READ_SECONDS = 2.0
+"""Seconds that a first message may take while other calls wait to be read."""
+
+UPLOAD_GRACE_SECONDS = 10.0
+"""Seconds that an upload may be late. It is late when fewer bytes have come than
+`UPLOAD_BYTES_PER_SECOND` asks for."""
+
+UPLOAD_BYTES_PER_SECOND = 256 << 10
+"""Slowest pace of an upload, because it holds room that others need."""
+
 VECTOR_BYTES = 64 * MIB
 """Largest vector in an upload."""
 
@@ -74,6 +99,9 @@ RANGE_TOKEN_IDS = 4096
 SPAN_BYTES = 4096
 """Longest text of a span."""
 
+POINTS = 6
+"""Most points of a site set: each once."""
+
 LAYERS = 1024
 """Most layers of a list."""
 
@@ -136,6 +164,21 @@ LABEL_KEY_BYTES = 63
 
 LABEL_VALUE_BYTES = 255
 """Longest value of a label, in bytes of UTF-8."""
+
+ID_BYTES = 128
+"""Longest name or id of anything, in bytes of UTF-8."""
+
+DIGEST_BYTES = 32
+"""Bytes of a digest."""
+
+TENSOR_RANK = 8
+"""Most extents of a tensor's shape."""
+
+SINK_OPTIONS = 32
+"""Most options of a sink's target."""
+
+SINK_OPTION_BYTES = 1024
+"""Longest value of an option, in bytes of UTF-8."""
 
 NAMES = 65536
 """Most names in the store of vectors."""

@@ -46,12 +46,13 @@ from rheostat_server.errors import (
     SinksFailed,
 )
 from rheostat_server.host import Backend
-from rheostat_server.limits import TENSOR_MESSAGE_BYTES
+from rheostat_server.incoming import Calls
+from rheostat_server.limits import LOOKAHEAD_BYTES, TENSOR_MESSAGE_BYTES
 from rheostat_server.loras import read_loras
 from rheostat_server.open_files import raise_descriptor_limit
 from rheostat_server.prompts import Prompts
 from rheostat_server.readiness import Readiness
-from rheostat_server.rpc import Calls, ErrorInterceptor
+from rheostat_server.rpc import ErrorInterceptor
 from rheostat_server.services.capture import CaptureService
 from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
@@ -81,6 +82,9 @@ _SERVICES = tuple(
 _OPTIONS = (
     ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
+    # By default gRPC keeps some MiB of each call that nobody reads yet, and more on fast networks.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     # Without this a second server could listen on the same port and take half of the calls.
     ("grpc.so_reuseport", 0),
     # Calls may be silent for long: let clients ping as often as they like.
@@ -120,7 +124,7 @@ class RunningServer:
         self.readiness = Readiness(_SERVICES)
         self.port = config.port
         self._config = config
-        self._calls = Calls()
+        self._calls = Calls(config.maximum_concurrent_rpcs)
         self._server = grpc.aio.server(
             interceptors=[ErrorInterceptor(self._calls)], options=_OPTIONS
         )

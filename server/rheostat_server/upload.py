@@ -1,7 +1,8 @@
 """Uploads of vectors: a header, chunks, and a check that they are what the header says.
 
 Invariants: all uploads together hold at most `UPLOADED_BYTES` of elements, from the header until
-the vector is stored or refused; what is kept of a header holds nothing else of its message.
+the vector is stored or refused. An upload that falls behind its pace is refused, so that it keeps
+no room. What is kept of a header holds nothing else of its message.
 """
 
 import asyncio
@@ -28,14 +29,15 @@ from rheostat_server.limits import (
     CHUNK_BYTES,
     LAYERS,
     NAME_DESCRIPTION_BYTES,
+    POINTS,
+    UPLOAD_BYTES_PER_SECOND,
+    UPLOAD_GRACE_SECONDS,
     UPLOADED_BYTES,
     VECTOR_BYTES,
 )
 from rheostat_server.offload import offload
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vectors import Vector, make_vector, vector_rows
-
-_POINTS = len(types_pb2.Point.values()) - 1
 
 _PATIENCE = 1.0
 """Seconds for which a refused upload is read on."""
@@ -105,7 +107,8 @@ class Uploads:
         self, header: steering_service_pb2.VectorHeader, messages: Messages
     ) -> Vector:
         data = bytearray()
-        async for message in messages:
+        begun = asyncio.get_running_loop().time()
+        while (message := await _in_time(messages, begun, len(data), header)) is not None:
             if _part(message) == "header":
                 raise InvalidValue("only the first message is a header", field="header")
             _append(data, message.chunk, header.total_bytes)
@@ -121,6 +124,30 @@ class Uploads:
                 f"the bytes have the digest {vector.digest.hex()}", field="header.digest"
             )
         return vector
+
+
+async def _in_time(
+    messages: Messages, begun: float, received: int, header: steering_service_pb2.VectorHeader
+) -> steering_service_pb2.PutVectorRequest | None:
+    """The next message of an upload, None at its end.
+
+    Raises:
+        TruncatedUpload: it did not come in time. An upload that says nothing more would keep the
+            room of others for ever.
+    """
+    due = begun + UPLOAD_GRACE_SECONDS + received / UPLOAD_BYTES_PER_SECOND
+    try:
+        async with asyncio.timeout_at(due) as limit:
+            return await anext(messages, None)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TruncatedUpload(
+            f"{received} of {header.total_bytes} bytes came in {due - begun:.0f} s; after "
+            f"{UPLOAD_GRACE_SECONDS:g} s an upload must have brought at least "
+            f"{UPLOAD_BYTES_PER_SECOND} bytes for each further second",
+            field="header.total_bytes",
+        ) from error
 
 
 async def _read_header(
@@ -178,7 +205,7 @@ def check_meant_sites(sites: types_pb2.SiteSet, path: str) -> None:
     Raises:
         InvalidValue: there are too many.
     """
-    checks.at_most(len(sites.points), _POINTS, join(path, "points"), "points")
+    checks.at_most(len(sites.points), POINTS, join(path, "points"), "points")
     checks.at_most(len(sites.list.layers), LAYERS, join(path, "list.layers"), "layers")
 
 

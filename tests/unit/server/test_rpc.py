@@ -11,8 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from rheostat_server.incoming import Calls
 from rheostat_server.limits import LARGE_MESSAGE_BYTES
-from rheostat_server.rpc import Calls, ErrorInterceptor
+from rheostat_server.rpc import ErrorInterceptor
 
 from .streams import until
 
@@ -64,7 +65,7 @@ def hang_up(target: str, *, cancel: bool) -> None:
 async def test_a_client_that_goes_away_during_a_write_is_no_incident(
     caplog: pytest.LogCaptureFixture, cancel: bool
 ) -> None:
-    handler, calls = Endless(), Calls()
+    handler, calls = Endless(), Calls(100)
     with caplog.at_level(logging.DEBUG, logger="rheostat_server"):
         async with serving(handler, calls) as target:
             for _ in range(20):
@@ -115,7 +116,7 @@ def send(target: str, size: int, go: threading.Event) -> bytes:
 
 async def test_no_two_large_messages_are_parsed_in_one_iteration_of_the_event_loop() -> None:
     handler, go, size = Parsing(), threading.Event(), LARGE_MESSAGE_BYTES + 1
-    async with serving(handler, Calls()) as target:
+    async with serving(handler, Calls(100)) as target:
         calls = [asyncio.create_task(asyncio.to_thread(send, target, size, go)) for _ in range(4)]
         await until(lambda: handler.begun == 4)
         go.set()

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from rheostat._proto.v1 import generation_service_pb2
-from rheostat_server import rpc
+from rheostat_server.incoming import lean
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend
@@ -59,14 +59,13 @@ async def test_a_session_ends_with_it_and_holds_nothing(starter, begun) -> None:
     await settled(running)
 
 
-def test_a_message_of_a_stream_holds_nothing_of_fields_that_came_twice() -> None:
+def test_a_message_holds_nothing_of_fields_that_came_twice() -> None:
     data = start(text="x" * 1_000_000).SerializeToString() + start(text="y").SerializeToString()
     read = generation_service_pb2.SessionRequest.FromString(data)
-    lean = rpc._lean(read, len(data))
-    assert lean == read
-    assert lean is not read
+    assert lean(read, len(data)) == read
+    assert lean(read, len(data)) is not read
 
 
-def test_a_large_message_of_a_stream_is_read_as_it_is() -> None:
+def test_a_large_message_is_read_as_it_is() -> None:
     long = start(text="x" * 1_000_000)
-    assert rpc._lean(long, long.ByteSize()) is long
+    assert lean(long, long.ByteSize()) is long

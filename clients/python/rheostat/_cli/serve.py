@@ -54,6 +54,13 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
     text = parser.add_argument_group("where it listens")
     flag(text, "--host", "address to listen on", metavar="ADDRESS")
     flag(text, "--port", "port to listen on; 0 takes any free port", type=_port, metavar="PORT")
+    flag(
+        text,
+        "--maximum-concurrent-rpcs",
+        "calls that run at the same time; more are refused",
+        type=int,
+        metavar="RPCS",
+    )
     engine = parser.add_argument_group("how the model runs")
     flag(
         engine,
@@ -146,7 +153,7 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
         "--subscriptions-mib",
         "captured rows that subscribers have not acknowledged, for all subscriptions together",
     )
-    flag(memory, "--vector-store-mib", "memory for stored vectors and their names")
+    flag(memory, "--vector-store-mib", "memory for stored vectors")
     flag(memory, "--runs-mib", "memory for stored runs")
     sinks = parser.add_argument_group("files for captured rows")
     flag(

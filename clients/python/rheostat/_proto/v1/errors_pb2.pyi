@@ -64,7 +64,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_DIGEST_MISMATCH: _Reason.ValueType  # 14
     """INVALID_ARGUMENT. An upload's bytes do not have the digest that its header gives."""
     REASON_TRUNCATED_UPLOAD: _Reason.ValueType  # 15
-    """INVALID_ARGUMENT. An upload ended before total_bytes, or without a header."""
+    """INVALID_ARGUMENT. An upload ended before total_bytes, or without a header, or came too slowly:
+    after 10 s it must have brought 256 KiB for each further second.
+    """
     REASON_PROMPT_TOO_LONG: _Reason.ValueType  # 16
     """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
     REASON_GATE_ORDER: _Reason.ValueType  # 17
@@ -125,7 +127,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     there are, or than come free in time.
     """
     REASON_QUEUE_FULL: _Reason.ValueType  # 81
-    """RESOURCE_EXHAUSTED, with RetryInfo. Too many requests wait."""
+    """RESOURCE_EXHAUSTED, with RetryInfo. Too many requests wait, too many calls run, or large requests
+    and uploads leave no room for this one.
+    """
     REASON_QUOTA: _Reason.ValueType  # 82
     """RESOURCE_EXHAUSTED, with RetryInfo. The caller's quota is used up."""
     REASON_STORE_FULL: _Reason.ValueType  # 83
@@ -147,7 +151,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_CANCELLED: _Reason.ValueType  # 103
     """CANCELLED. The caller went away."""
     REASON_DEADLINE: _Reason.ValueType  # 104
-    """DEADLINE_EXCEEDED. The call's deadline passed."""
+    """DEADLINE_EXCEEDED. The call's deadline passed, or its first message did not come within 30 s."""
     REASON_WARMING_UP: _Reason.ValueType  # 120
     """UNAVAILABLE, with RetryInfo. The model is being loaded."""
     REASON_DRAINING: _Reason.ValueType  # 121
@@ -207,7 +211,9 @@ REASON_ZERO_VECTOR: Reason.ValueType  # 13
 REASON_DIGEST_MISMATCH: Reason.ValueType  # 14
 """INVALID_ARGUMENT. An upload's bytes do not have the digest that its header gives."""
 REASON_TRUNCATED_UPLOAD: Reason.ValueType  # 15
-"""INVALID_ARGUMENT. An upload ended before total_bytes, or without a header."""
+"""INVALID_ARGUMENT. An upload ended before total_bytes, or without a header, or came too slowly:
+after 10 s it must have brought 256 KiB for each further second.
+"""
 REASON_PROMPT_TOO_LONG: Reason.ValueType  # 16
 """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
 REASON_GATE_ORDER: Reason.ValueType  # 17
@@ -268,7 +274,9 @@ REASON_BANK_FULL: Reason.ValueType  # 80
 there are, or than come free in time.
 """
 REASON_QUEUE_FULL: Reason.ValueType  # 81
-"""RESOURCE_EXHAUSTED, with RetryInfo. Too many requests wait."""
+"""RESOURCE_EXHAUSTED, with RetryInfo. Too many requests wait, too many calls run, or large requests
+and uploads leave no room for this one.
+"""
 REASON_QUOTA: Reason.ValueType  # 82
 """RESOURCE_EXHAUSTED, with RetryInfo. The caller's quota is used up."""
 REASON_STORE_FULL: Reason.ValueType  # 83
@@ -290,7 +298,7 @@ REASON_SUPERSEDED: Reason.ValueType  # 102
 REASON_CANCELLED: Reason.ValueType  # 103
 """CANCELLED. The caller went away."""
 REASON_DEADLINE: Reason.ValueType  # 104
-"""DEADLINE_EXCEEDED. The call's deadline passed."""
+"""DEADLINE_EXCEEDED. The call's deadline passed, or its first message did not come within 30 s."""
 REASON_WARMING_UP: Reason.ValueType  # 120
 """UNAVAILABLE, with RetryInfo. The model is being loaded."""
 REASON_DRAINING: Reason.ValueType  # 121

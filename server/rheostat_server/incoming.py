@@ -1,0 +1,323 @@
+"""How requests come in: counted, read and decoded before a handler gets them.
+
+Why not as gRPC does it: gRPC reads and decodes a request before any code of ours runs. A thousand
+requests of 16 MiB would be in memory before the first could be refused, and several large ones
+would be decoded in one iteration of the event loop, for which every stream waits.
+
+The rules:
+
+* A call counts from its beginning. One call too many is refused unread.
+* A large request takes room in `REQUESTS_BYTES` before it is decoded, until its call ends. So do
+  the later messages of a stream, each until the next one comes.
+* Large requests are decoded one at a time, and the event loop runs in between.
+* The first messages of at most `FIRST_READS` calls are on their way at a time, because gRPC keeps
+  what has come of each. The call that came last goes first: it is the least likely to be stuck.
+* The first message comes soon, or the call ends: a call that says nothing would hold its place for
+  ever. While others wait to be read, "soon" is `FIRST_READ_SECONDS`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from rheostat_server.errors import (
+    DeadlinePassed,
+    InvalidValue,
+    MessageTooLarge,
+    MissingField,
+    QueueFull,
+    UnknownField,
+)
+from rheostat_server.limits import (
+    CONTROL_RPCS,
+    FIRST_MESSAGE_SECONDS,
+    FIRST_READ_SECONDS,
+    FIRST_READS,
+    OFFLOAD_BYTES,
+    REQUESTS_BYTES,
+)
+from rheostat_server.unknown_fields import unknown_field
+
+_RETRY = 1.0
+
+Request = TypeVar("Request")
+
+
+class _Reads:
+    """Calls whose first message is on its way, and calls that wait for theirs to be read."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._reading: dict[asyncio.Timeout, float] = {}
+        """Those that have all the time yet, oldest first, and when they began."""
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Lasts while a first message is read.
+
+        Raises:
+            DeadlinePassed: it did not come soon.
+            QueueFull: it did not come at once, and others wait to be read.
+        """
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_SECONDS) as limit:
+                await self._begin()
+                try:
+                    self._time(limit)
+                    yield
+                finally:
+                    self._reading.pop(limit, None)
+                    self._end()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            if self._waiting:
+                raise QueueFull(
+                    f"the request did not come whole within {FIRST_READ_SECONDS:g} s, and other "
+                    "calls wait to be read",
+                    retry_after=_RETRY,
+                ) from error
+            raise DeadlinePassed(
+                f"no request came within {FIRST_MESSAGE_SECONDS:g} s of the call's beginning"
+            ) from error
+
+    def _time(self, limit: asyncio.Timeout) -> None:
+        """Gives a call that begins to read its time."""
+        now = asyncio.get_running_loop().time()
+        if self._waiting:
+            limit.reschedule(now + FIRST_READ_SECONDS)
+        else:
+            self._reading[limit] = now
+
+    async def _begin(self) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        for limit, begun in list(self._reading.items())[:1]:
+            del self._reading[limit]
+            limit.reschedule(begun + FIRST_READ_SECONDS)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            elif turn.done() and not turn.cancelled():
+                self._end()
+            raise
+
+    def _end(self) -> None:
+        while self._waiting:
+            turn = self._waiting.pop()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+class Reads(Protocol):
+    """The part of gRPC's context that brings messages, as bytes."""
+
+    async def read(self) -> object:
+        """The next message, or `grpc.aio.EOF`."""
+
+
+class Calls:
+    """The calls that run, and what their requests take."""
+
+    def __init__(self, maximum: int) -> None:
+        """No call runs; at most `maximum` may, those of EngineService apart."""
+        self._limits = {False: maximum, True: CONTROL_RPCS}
+        self._running = {False: 0, True: 0}
+        self._held = 0
+        """Bytes of large requests."""
+        self.reads = _Reads(FIRST_READS)
+        """Whose turn it is to be read."""
+        self._decoding = asyncio.Lock()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def begun(self, *, control: bool) -> Iterator["Incoming"]:
+        """Counts a call while the context lasts.
+
+        Args:
+            control: whether it is one of EngineService. These have places of their own, so that
+                an operator reaches a server that is full.
+
+        Raises:
+            QueueFull: too many run.
+        """
+        limit = self._limits[control]
+        if self._running[control] >= limit:
+            flag = "" if control else " (--maximum-concurrent-rpcs)"
+            raise QueueFull(
+                f"{limit} calls run, which is the most at a time{flag}: end some, or come again",
+                retry_after=_RETRY,
+            )
+        self._running[control] += 1
+        self._idle.clear()
+        incoming = Incoming(self)
+        try:
+            yield incoming
+        finally:
+            incoming.release()
+            self._running[control] -= 1
+            if not any(self._running.values()):
+                self._idle.set()
+
+    async def until_none(self) -> None:
+        """Returns once no call runs."""
+        await self._idle.wait()
+
+    def take(self, size: int) -> None:
+        """Takes room for a large request.
+
+        Raises:
+            QueueFull: other requests leave too little.
+        """
+        if self._held + size > REQUESTS_BYTES:
+            raise QueueFull(
+                f"the request has {size} bytes; other large requests leave "
+                f"{REQUESTS_BYTES - self._held} of {REQUESTS_BYTES}",
+                retry_after=_RETRY,
+            )
+        self._held += size
+
+    def give_back(self, size: int) -> None:
+        """Ends one `take`."""
+        self._held -= size
+
+    async def decoded(self, data: bytes, decode: Callable[[bytes], Request]) -> Request:
+        """Decodes a message; if it is large, in an iteration of its own."""
+        if len(data) <= OFFLOAD_BYTES:
+            return decode(data)
+        async with self._decoding:
+            await asyncio.sleep(0)
+            return decode(data)
+
+
+class Incoming:
+    """The messages of one call."""
+
+    def __init__(self, calls: Calls) -> None:
+        """None has come; see `Calls.begun`."""
+        self._calls = calls
+        self._first = self._last = 0
+        """Bytes for which there is room, of the first message and of the one that came last."""
+
+    def release(self) -> None:
+        """Gives back what its messages took."""
+        self._calls.give_back(self._first + self._last)
+        self._first = self._last = 0
+
+    async def first(
+        self, context: Reads, decode: Callable[[bytes], Request], most: int
+    ) -> Request | None:
+        """The first message; None: its client has closed its side.
+
+        Args:
+            context: gRPC's.
+            decode: makes a message of bytes; see `reader`.
+            most: bytes of the largest message.
+
+        Raises:
+            DeadlinePassed: it did not come soon.
+            InvalidArgument: `decode` refuses it.
+            MessageTooLarge: it is larger than `most`.
+            QueueFull: there is no room for it.
+        """
+        async with self._calls.reads.turn():
+            data = await context.read()
+        if not isinstance(data, bytes):
+            return None
+        self._first = self._taken(data, most)
+        return await self._calls.decoded(data, decode)
+
+    async def only(self, context: Reads, decode: Callable[[bytes], Request], most: int) -> Request:
+        """The message of a call that has one.
+
+        Raises:
+            MissingField: there is none.
+            RheostatError: as `first`.
+        """
+        request = await self.first(context, decode, most)
+        if request is None:
+            raise MissingField("the call ended without a request")
+        return request
+
+    async def each(
+        self, context: Reads, decode: Callable[[bytes], Request], most: int
+    ) -> AsyncGenerator[Request, None]:
+        """The messages of a stream. Raises as `first`."""
+        message = await self.first(context, decode, most)
+        while message is not None:
+            yield message
+            message = None  # this frame must not keep what the handler has let go
+            message = await self._next(context, decode, most)
+
+    async def _next(
+        self, context: Reads, decode: Callable[[bytes], Request], most: int
+    ) -> Request | None:
+        data = await context.read()
+        if not isinstance(data, bytes):
+            return None
+        self._calls.give_back(self._last)
+        self._last = 0
+        self._last = self._taken(data, most)
+        return await self._calls.decoded(data, decode)
+
+    def _taken(self, data: bytes, most: int) -> int:
+        """The bytes for which room was taken."""
+        size = len(data)
+        if size > most:
+            raise MessageTooLarge(
+                f"the request has {size} bytes; this service takes at most {most}"
+            )
+        if size <= OFFLOAD_BYTES:
+            return 0
+        self._calls.take(size)
+        return size
+
+
+def reader(decode: Callable[[bytes], Request]) -> Callable[[bytes], Request]:
+    """Makes messages of bytes.
+
+    The function raises InvalidValue if the bytes cannot be read, and UnknownField.
+    """
+
+    def read(data: bytes) -> Request:
+        try:
+            request = decode(data)
+        except DecodeError as error:
+            raise InvalidValue("the request cannot be decoded as a message of this rpc") from error
+        if not isinstance(request, Message):
+            return request
+        path = unknown_field(request, data)
+        if path is not None:
+            raise UnknownField(
+                f"this server does not know the field {path or 'somewhere in the request'}; "
+                "GetModel lists the features that it serves",
+                field=path,
+                metadata={"path": path},
+            )
+        return lean(request, len(data))
+
+    return read
+
+
+def lean(request: Request, size: int) -> Request:
+    """A message of `size` bytes that takes no more memory than its fields.
+
+    A message holds the bytes of fields that were sent more than once.
+    """
+    if size > OFFLOAD_BYTES and isinstance(request, Message) and request.ByteSize() < size:
+        copy = type(request)()
+        copy.CopyFrom(request)
+        return copy
+    return request
