@@ -30,6 +30,7 @@ from rheostat_server.capture.specs import (
 from rheostat_server.errors import LoraNotFound, NotSupported, QueueFull, Resource
 from rheostat_server.global_steering import GlobalSteering
 from rheostat_server.limits import (
+    ID_BYTES,
     LARGE_REQUEST_BYTES,
     LARGE_REQUESTS,
     QUEUED_PROMPT_TOKENS,
@@ -344,6 +345,7 @@ def _any_needs_text(
 
 
 def _check_lora(name: str, known: Sequence[str]) -> None:
+    checks.text_bytes(name, ID_BYTES, "lora_name")
     if name and name not in known:
         raise LoraNotFound(
             f"there is no adapter {name!r}: the server has {', '.join(known) or 'none'}",

@@ -14,7 +14,7 @@ from rheostat_server.errors import (
     UnknownEnum,
     UnknownToken,
 )
-from rheostat_server.limits import LABEL_KEY_BYTES, LABEL_VALUE_BYTES, LABELS
+from rheostat_server.limits import ID_BYTES, LABEL_KEY_BYTES, LABEL_VALUE_BYTES, LABELS
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Ids of requests."""
@@ -95,8 +95,9 @@ def matches(value: str, pattern: re.Pattern[str], path: str) -> str:
     """The value.
 
     Raises:
-        InvalidValue: it is not of the pattern.
+        InvalidValue: it is not of the pattern, or longer than a name may be.
     """
+    text_bytes(value, ID_BYTES, path)
     if not pattern.fullmatch(value):
         raise InvalidValue(f"must be of the form {pattern.pattern}", field=path)
     return value

@@ -165,6 +165,9 @@ LABEL_KEY_BYTES = 63
 LABEL_VALUE_BYTES = 255
 """Longest value of a label, in bytes of UTF-8."""
 
+PAGE_TOKEN_BYTES = 16 << 10
+"""Longest token of a page."""
+
 ID_BYTES = 128
 """Longest name or id of anything, in bytes of UTF-8."""
 

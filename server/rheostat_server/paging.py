@@ -9,15 +9,13 @@ import binascii
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from rheostat_server import checks
 from rheostat_server.errors import InvalidValue
-from rheostat_server.limits import PAGE_BYTES, PAGE_ENTRIES
+from rheostat_server.limits import PAGE_BYTES, PAGE_ENTRIES, PAGE_TOKEN_BYTES
 
 Entry = TypeVar("Entry")
 
 _DEFAULT_ENTRIES = 100
-
-_TOKEN_CHARACTERS = 16 << 10
-"""Longest token that is read."""
 
 _SEPARATOR = "\0"
 
@@ -53,8 +51,7 @@ def from_token(token: str, parts: int) -> tuple[str, ...]:
     Raises:
         InvalidValue: this server made no such token.
     """
-    if len(token) > _TOKEN_CHARACTERS:
-        raise no_token()
+    checks.text_bytes(token, PAGE_TOKEN_BYTES, "page_token")
     try:
         key = base64.b64decode(token, altchars=b"-_", validate=True).decode().split(_SEPARATOR)
     except (binascii.Error, ValueError) as error:

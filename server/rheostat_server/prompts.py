@@ -24,6 +24,7 @@ from rheostat_server.errors import (
 from rheostat_server.limits import (
     CHAT_MESSAGES,
     DECODED_TOKEN_BYTES,
+    ID_BYTES,
     PROMPT_TOKEN_BYTES,
     TEMPLATE_VARIABLE_BYTES,
     TEMPLATE_VARIABLES,
@@ -267,6 +268,7 @@ def _messages(chat: types_pb2.Chat) -> list[dict[str, str]]:
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise MissingField("a role is required", field=f"{path}[{index}].role")
+        checks.text_bytes(message.role, ID_BYTES, f"{path}[{index}].role")
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 

@@ -18,7 +18,7 @@ from rheostat_server.errors import (
     SiteNotServed,
     UnknownLayer,
 )
-from rheostat_server.limits import LAYERS
+from rheostat_server.limits import LAYERS, POINTS
 
 ENGINE_POINTS = {
     types_pb2.POINT_RESID_PRE: Point.RESID_PRE,
@@ -102,6 +102,7 @@ def _points(sites: types_pb2.SiteSet, path: str) -> list[Point]:
     field = join(path, "points")
     if not sites.points:
         raise MissingField("at least one point is required", field=field)
+    checks.at_most(len(sites.points), POINTS, field, "points")
     for index, point in enumerate(sites.points):
         checks.known_enum(point, types_pb2.Point.values(), f"{field}[{index}]")
     checks.no_repeats(sites.points, field, "points")

@@ -20,12 +20,11 @@ from rheostat_server.errors import (
     MissingField,
     TensorPayload,
 )
+from rheostat_server.limits import TENSOR_RANK
 
 FloatArray = npt.NDArray[np.float32]
 BitArray = npt.NDArray[np.uint16]
 RawArray = npt.NDArray[np.generic]
-
-_MAX_RANK = 8
 
 
 class FloatType(Enum):
@@ -104,8 +103,11 @@ def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) ->
         InvalidValue: rank, encoding or kind of payload is not for requests.
         TensorPayload: the length or the checksum is wrong, or it is no LZ4 frame of that length.
     """
-    if len(tensor.shape) > _MAX_RANK:
-        raise InvalidValue(f"rank is at most {_MAX_RANK}", field=join(path, "shape"))
+    if len(tensor.shape) > TENSOR_RANK:
+        raise InvalidValue(
+            f"{len(tensor.shape)} extents; at most {TENSOR_RANK} are allowed",
+            field=join(path, "shape"),
+        )
     _check_encoding(tensor, path)
     payload = tensor.WhichOneof("payload")
     if payload is None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat._proto.v1 import types_pb2
+from rheostat_server import checks
 from rheostat_server.errors import (
     NameNotFound,
     NonFinite,
@@ -25,7 +26,7 @@ from rheostat_server.errors import (
     VectorNotFound,
     VectorShape,
 )
-from rheostat_server.limits import NAMES, NAMES_BYTES, VECTOR_ROWS
+from rheostat_server.limits import NAMES, NAMES_BYTES, TENSOR_RANK, VECTOR_ROWS
 from rheostat_server.listing import FIRST, Key, Listing
 from rheostat_server.tensors import FloatType, widen
 
@@ -70,8 +71,10 @@ def vector_rows(shape: Sequence[int], width: int, path: str) -> int:
     """The rows of a vector of this shape, which must be [rows, width] of the model.
 
     Raises:
+        InvalidValue: it has too many extents.
         VectorShape: it is not, or has too many rows.
     """
+    checks.at_most(len(shape), TENSOR_RANK, path, "extents")
     if len(shape) != 2 or not 1 <= shape[0] <= VECTOR_ROWS or shape[1] != width:
         got = f"[{', '.join(str(extent) for extent in shape[:8])}]"
         raise VectorShape(

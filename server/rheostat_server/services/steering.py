@@ -13,7 +13,7 @@ from rheostat_server.derivation import Derivations
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import InvalidValue, RheostatError
 from rheostat_server.keeper import Naming
-from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.limits import CHUNK_BYTES, ID_BYTES
 from rheostat_server.listing import FIRST, Key
 from rheostat_server.paging import from_token, no_token, page_size, to_token
 from rheostat_server.readiness import Readiness
@@ -49,6 +49,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.ListVectorsRequest, context: Context
     ) -> steering_service_pb2.ListVectorsResponse:
         """What is stored."""
+        checks.text_bytes(request.name_prefix, ID_BYTES, "name_prefix")
         store = self._readiness.host().store
         after = _key(request.page_token) if request.page_token else FIRST
         entries = store.entries(request.name_prefix, after)

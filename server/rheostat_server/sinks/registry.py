@@ -25,6 +25,7 @@ from rheostat_server.errors import (
     SinkNotFound,
     SinksFailed,
 )
+from rheostat_server.limits import ID_BYTES, SINK_OPTION_BYTES, SINK_OPTIONS
 from rheostat_server.offload import offload, on_pool
 from rheostat_server.sinks.guarded import ArtifactKey, Found, GuardedRecording, Written
 from rheostat_server.sinks.protocol import (
@@ -53,7 +54,6 @@ BUILT_IN = {
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Tags of targets."""
 
-_OPTIONS = 32
 _REMEMBERED_BYTES = 16 << 20
 """Memory for what was written for the last requests."""
 
@@ -174,8 +174,10 @@ class Sinks:
         checks.matches(tag, TAG, join(path, "tag"))
         layout = layout_of(target, sink.layouts, path)
         field = join(path, "options")
-        checks.at_most(len(target.options), _OPTIONS, field, "options")
+        checks.at_most(len(target.options), SINK_OPTIONS, field, "options")
         for name in sorted(target.options):
+            checks.text_bytes(name, ID_BYTES, field)
+            checks.text_bytes(target.options[name], SINK_OPTION_BYTES, join(field, name))
             if name not in sink.options:
                 there = (
                     f"it has {', '.join(sorted(sink.options))}" if sink.options else "it has none"
@@ -295,6 +297,7 @@ class Sinks:
                 threads.shutdown(wait=False)
 
     def _get(self, name: str, field: str) -> _Made:
+        checks.text_bytes(name, ID_BYTES, field)
         if name not in self._made:
             there = (
                 f"there are {', '.join(sorted(self._made))}"

@@ -6,9 +6,10 @@ that they would not be lost to without it.
 """
 
 from rheostat._proto.v1 import capture_service_pb2
+from rheostat_server import checks
 from rheostat_server.capture.leaving import Item
 from rheostat_server.errors import InvalidValue
-from rheostat_server.limits import CHUNK_BYTES, SHARED_CHUNK_BYTES
+from rheostat_server.limits import CHUNK_BYTES, ID_BYTES, SHARED_CHUNK_BYTES
 from rheostat_server.subscriptions.messages import Message, Response, message_of
 from rheostat_server.subscriptions.shared_memory import Arena, NoSharedMemoryError, namespace
 
@@ -51,6 +52,7 @@ class Carrier:
         Raises:
             InvalidValue: it has not.
         """
+        checks.at_most(len(nonce), ID_BYTES, "proof.nonce", "bytes")
         if self.arena is None or not self.arena.proven(nonce):
             raise InvalidValue(
                 "is not the nonce in the shared memory of this subscription", field="proof.nonce"

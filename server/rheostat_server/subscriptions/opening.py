@@ -19,6 +19,7 @@ from rheostat_server.checks import join
 from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField
 from rheostat_server.limits import (
     CAPTURES,
+    ID_BYTES,
     OBSERVER_COST,
     REQUEST_RANGES,
     SUBSCRIBE_OPEN_BYTES,
@@ -80,6 +81,7 @@ async def check_opening(
         raise MissingField("a filter is required", field="open.filter")
     checks.at_most(len(wish.captures), CAPTURES, "open.captures", "captures")
     _check_selectors(wish)
+    checks.text_bytes(wish.namespace, ID_BYTES, "open.namespace")
     if wish.HasField("overload"):
         checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
         check_spill(wish.overload, "open.overload", spools=spools)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
+from rheostat_server import checks
 from rheostat_server.capture.reservoir import Losses
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.errors import (
@@ -24,7 +25,7 @@ from rheostat_server.errors import (
     RheostatError,
     SubscriptionNotFound,
 )
-from rheostat_server.limits import DEFAULT_SUBSCRIPTIONS, SUBSCRIPTIONS
+from rheostat_server.limits import DEFAULT_SUBSCRIPTIONS, ID_BYTES, SUBSCRIPTIONS
 from rheostat_server.line import RETRY
 from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
@@ -182,6 +183,7 @@ class Subscriptions:
             RheostatError: it has failed meanwhile.
         """
         name = point.subscription_id
+        checks.text_bytes(name, ID_BYTES, "open.resume.subscription_id")
         subscription = self._open.get(name) or self._failed.get(name)
         if subscription is None:
             raise self._not_found(name, "open.resume.subscription_id")
@@ -213,6 +215,7 @@ class Subscriptions:
         Raises:
             SubscriptionNotFound: there is none.
         """
+        checks.text_bytes(name, ID_BYTES, path)
         found = self._open.get(name)
         if found is None or not found.taking:
             raise self._not_found(name, path)

@@ -289,7 +289,7 @@ class SinkTarget(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     sink_name: _builtins.str
-    """Name, as ListSinks gives it. Unknown: REASON_SINK_NOT_FOUND."""
+    """Name, as ListSinks gives it, at most 128 bytes. Unknown: REASON_SINK_NOT_FOUND."""
     tag: _builtins.str
     """Groups artefacts: becomes a folder. [A-Za-z0-9][A-Za-z0-9._-]{0,127}. Default: "default".
     If the sink holds rows under this tag and the request's id: REASON_ARTIFACT_EXISTS.
@@ -298,7 +298,9 @@ class SinkTarget(_message.Message):
     """How files are laid out, for sinks that write files. Default: the sink's own."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Further options that the sink documents. At most 32. Unknown ones: REASON_INVALID_VALUE."""
+        """Further options that the sink documents. At most 32, names of 128 and values of 1024 bytes.
+        Unknown ones: REASON_INVALID_VALUE.
+        """
 
     def __init__(
         self,

@@ -158,7 +158,7 @@ class SubscribeOpen(_message.Message):
     """
     namespace: _builtins.str
     """With shared_memory: what `SharedMemory.namespace` is where the client runs. Where it differs,
-    nothing is shared. Empty: the client finds out by opening.
+    nothing is shared. At most 128 bytes. Empty: the client finds out by opening.
     """
     @_builtins.property
     def filter(self) -> Global___RequestFilter:
@@ -755,7 +755,9 @@ class ListSinksRequest(_message.Message):
     page_size: _builtins.int
     """At most this many entries, and fewer if they are large. More than 1000 counts as 1000. Default 100."""
     page_token: _builtins.str
-    """next_page_token of the previous answer. Empty: from the start. Others: REASON_INVALID_VALUE."""
+    """next_page_token of the previous answer, at most 16 KiB. Empty: from the start. Others:
+    REASON_INVALID_VALUE.
+    """
     def __init__(
         self,
         *,
@@ -869,11 +871,13 @@ class GetArtifactsRequest(_message.Message):
     request_id: _builtins.str
     """The request. Required."""
     sink_name: _builtins.str
-    """Restricts to one sink. Empty: all."""
+    """Restricts to one sink. At most 128 bytes. Empty: all."""
     page_size: _builtins.int
     """At most this many entries, and fewer if they are large. More than 1000 counts as 1000. Default 100."""
     page_token: _builtins.str
-    """next_page_token of the previous answer. Empty: from the start. Others: REASON_INVALID_VALUE."""
+    """next_page_token of the previous answer, at most 16 KiB. Empty: from the start. Others:
+    REASON_INVALID_VALUE.
+    """
     def __init__(
         self,
         *,

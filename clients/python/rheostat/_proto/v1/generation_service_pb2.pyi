@@ -103,7 +103,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """As Prompt.text."""
     lora_name: _builtins.str
-    """Name of a loaded adapter. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
+    """Name of a loaded adapter, at most 128 bytes. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
     with_baseline: _builtins.bool
     """Also run the request without its steering and rules, with the same sampling, seed
     included. Server-wide steering and captures stay. Its events are marked `baseline`; then each

@@ -31,7 +31,9 @@ class ListRunsRequest(_message.Message):
     page_size: _builtins.int
     """At most this many entries, and fewer if they are large. More than 1000 counts as 1000. Default 100."""
     page_token: _builtins.str
-    """next_page_token of the previous answer. Empty: from the start. Others: REASON_INVALID_VALUE."""
+    """next_page_token of the previous answer, at most 16 KiB. Empty: from the start. Others:
+    REASON_INVALID_VALUE.
+    """
     def __init__(
         self,
         *,

@@ -191,9 +191,11 @@ class ListVectorsRequest(_message.Message):
     page_size: _builtins.int
     """At most this many entries, and fewer if they are large. More than 1000 counts as 1000. Default 100."""
     page_token: _builtins.str
-    """next_page_token of the previous answer. Empty: from the start. Others: REASON_INVALID_VALUE."""
+    """next_page_token of the previous answer, at most 16 KiB. Empty: from the start. Others:
+    REASON_INVALID_VALUE.
+    """
     name_prefix: _builtins.str
-    """Only vectors with a name that begins so. Empty: all, named or not."""
+    """Only vectors with a name that begins so. At most 128 bytes. Empty: all, named or not."""
     def __init__(
         self,
         *,
@@ -506,7 +508,9 @@ class DeriveVectorsRequest(_message.Message):
     description: _builtins.str
     """As in VectorHeader. VectorHeader.sites becomes the point and its layers."""
     lora_name: _builtins.str
-    """Adapter under which the prompts run. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
+    """Adapter under which the prompts run, at most 128 bytes. Empty: none. Unknown:
+    REASON_LORA_NOT_FOUND.
+    """
     @_builtins.property
     def positive(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Prompt]:
         """1 to 1024."""

@@ -495,7 +495,7 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """As the template knows it: "system", "user", "assistant", ... Not empty."""
+    """As the template knows it: "system", "user", "assistant", ... 1 to 128 bytes."""
     content: _builtins.str
     """Text; there is no other medium in this version."""
     def __init__(
