@@ -33,6 +33,7 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import (
     CONTROL_RPCS,
+    DECODED_ALONE_BYTES,
     FIRST_MESSAGE_SECONDS,
     FIRST_READ_SECONDS,
     FIRST_READS,
@@ -195,7 +196,7 @@ class Calls:
 
     async def decoded(self, data: bytes, decode: Callable[[bytes], Request]) -> Request:
         """Decodes a message; if it is large, in an iteration of its own."""
-        if len(data) <= OFFLOAD_BYTES:
+        if len(data) <= DECODED_ALONE_BYTES:
             return decode(data)
         async with self._decoding:
             await asyncio.sleep(0)

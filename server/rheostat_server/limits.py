@@ -8,6 +8,9 @@ CONTROL_MESSAGE_BYTES = 4 * MIB
 TENSOR_MESSAGE_BYTES = 16 * MIB
 """Largest request of the other services; gRPC itself refuses larger ones."""
 
+DECODED_ALONE_BYTES = 2 * MIB
+"""Messages above this size are decoded in an iteration of the event loop of their own."""
+
 REQUESTS_BYTES = 512 * MIB
 """Bytes of all requests together that have more than `OFFLOAD_BYTES`, while their calls run."""
 

@@ -194,7 +194,7 @@ async def test_large_messages_are_decoded_in_iterations_of_their_own() -> None:
             order.append(b"t")
             await asyncio.sleep(0)
 
-    large = [bytes([number]) * (65 << 10) for number in range(3)]
+    large = [bytes([number]) * (3 << 20) for number in range(3)]
     await asyncio.gather(tick(), *(calls.decoded(data, decode) for data in large))
     first, second, third = (order.index(data[:1]) for data in large)
     assert b"t" in order[first:second]
