@@ -33,10 +33,10 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import (
     CONTROL_RPCS,
-    DECODED_ALONE_BYTES,
     FIRST_MESSAGE_SECONDS,
     FIRST_READ_SECONDS,
     FIRST_READS,
+    LARGE_MESSAGE_BYTES,
     OFFLOAD_BYTES,
     REQUESTS_BYTES,
 )
@@ -196,11 +196,12 @@ class Calls:
 
     async def decoded(self, data: bytes, decode: Callable[[bytes], Request]) -> Request:
         """Decodes a message; if it is large, in an iteration of its own."""
-        if len(data) <= DECODED_ALONE_BYTES:
+        if len(data) <= LARGE_MESSAGE_BYTES:
             return decode(data)
         async with self._decoding:
-            await asyncio.sleep(0)
-            return decode(data)
+            message = decode(data)
+            await asyncio.sleep(0)  # the next one comes in another iteration
+            return message
 
 
 class Incoming:

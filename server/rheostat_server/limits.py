@@ -8,9 +8,6 @@ CONTROL_MESSAGE_BYTES = 4 * MIB
 TENSOR_MESSAGE_BYTES = 16 * MIB
 """Largest request of the other services; gRPC itself refuses larger ones."""
 
-DECODED_ALONE_BYTES = 2 * MIB
-"""Messages above this size are decoded in an iteration of the event loop of their own."""
-
 REQUESTS_BYTES = 512 * MIB
 """Bytes of all requests together that have more than `OFFLOAD_BYTES`, while their calls run."""
 
@@ -58,9 +55,9 @@ SHARED_BYTES = 64 << 10
 OFFLOAD_BYTES = 64 << 10
 """Work on more bytes than this leaves the event loop."""
 
-LARGE_MESSAGE_BYTES = 1 << 20
+LARGE_MESSAGE_BYTES = 2 << 20
 """Messages of more bytes than this are parsed one at a time, because Python parses on the event
-loop and everything else waits for it."""
+loop and everything else waits for it. A chunk of an upload has less."""
 
 LARGE_REQUEST_BYTES = 16 << 10
 """Larger requests are checked a few at a time."""
