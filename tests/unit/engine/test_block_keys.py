@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
+from rheostat_engine import block_keys as block_keys_module
 from rheostat_engine.block_keys import BlockKeys, SteeredBlocks
 from rheostat_engine.plan import read, steering_of
 
@@ -246,3 +247,24 @@ def test_requests_with_equal_acts_share_what_is_made_for_their_keys() -> None:
         found.append([BlockKeys(wire, blocks).key(start, start + 1) for start in range(400)])
     assert len(set(map(tuple, found))) == 2
     assert sorted(made) == [(0, 1), (1, 2)]  # every other block says the same as one of these
+
+
+def test_a_fragmented_block_is_looked_through_once_for_all_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[int] = []
+
+    def counting(*args):
+        looked.append(1)
+        return groupby(*args)
+
+    monkeypatch.setattr(block_keys_module, "groupby", counting)
+    plan = Plan("r", (add(0, where=tuple((p, p + 1) for p in range(0, LIMIT, 2))),))
+    received = read(plan.to_wire())
+    assert received.acts is not None
+    steered = SteeredBlocks(steering_of(received.acts))
+    (first, *others) = (
+        [BlockKeys(received, steered).key(*block) for block in BLOCKS] for _ in range(3)
+    )
+    assert all(one == first for one in others)
+    assert len(looked) <= 2 * len(BLOCKS)
