@@ -67,6 +67,7 @@ def test_first_requests_compile_nothing_and_a_drain_finishes_what_runs(tmp_path:
             assert json.loads(answers[0].stdout)["finishedRequestCount"] >= 1
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()[-2000:]
+        assert "Traceback" not in log.read_text()
     finally:
         process.kill()
 
