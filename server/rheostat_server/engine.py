@@ -7,10 +7,10 @@ ends and none enters.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 
-from rheostat_engine import CapacityLedger, Event, Installed
+from rheostat_engine import CapacityLedger, Event, Installed, Released
 from rheostat_server.admission import Admitted, Desk, check_queue
 from rheostat_server.capture.budget import Budget, Share
 from rheostat_server.capture.counts import Counts, Drained
@@ -50,6 +50,9 @@ _LOG = logging.getLogger(__name__)
 
 _DISCARD_GRACE = 1.0
 """Seconds that a refused request waits for its sinks to forget it."""
+
+_LAST_READS = 5.0
+"""Seconds that clients get to read the end of requests that were aborted."""
 
 _ENDING = "the server is ending; it admits nothing more"
 
@@ -173,10 +176,11 @@ class EngineHost:
         finally:
             self.counts.end(completed=flight.completed and not flight.aborted, failed=flight.failed)
             flight.close()
+            flight.queue.close()
             if flight.settled:
                 self._give_back(flight)
             else:
-                self._keep(asyncio.create_task(self._settle(flight)))
+                self._keep(self._settle(flight))
 
     def new_bank_row_count(self, admitted: Admitted) -> int:
         """Bank rows that a request, without its baseline, would need beyond those that are held.
@@ -233,21 +237,18 @@ class EngineHost:
     async def _drained(self, timeout: float | None) -> Drained:
         running = len(self._flights)
         _LOG.info("draining, %d requests in flight", running)
-        try:
-            async with asyncio.timeout(timeout):
-                await self._until_empty()
-        except TimeoutError:
-            left = list(self._flights.values())
+        if await self._empty_within(timeout):
+            return Drained(running, 0)
+        left = list(self._flights.values())
+        for flight in left:
+            flight.abort()
+        _LOG.info("drain: %d requests aborted", len(left))
+        if not await self._empty_within(_LAST_READS):
             for flight in left:
-                flight.abort()
-            _LOG.info("drain: %d requests aborted", len(left))
-            try:
-                async with asyncio.timeout(RELEASE_GRACE):
-                    await self._until_empty()
-            except TimeoutError:
+                flight.interrupt(Draining(_ENDING))
+            if not await self._empty_within(RELEASE_GRACE):
                 _LOG.warning("drain: %d requests never ended", len(self._flights))
-            return Drained(max(0, running - len(left)), len(left))
-        return Drained(running, 0)
+        return Drained(max(0, running - len(left)), len(left))
 
     async def _prepare(self, flight: Flight) -> None:
         """Reserves all that a request needs, and opens what its rows go to."""
@@ -264,15 +265,13 @@ class EngineHost:
     async def _discard(self, flight: Flight, error: BaseException) -> None:
         """Releases what a request held that could not start, before its caller gets the status.
 
-        A sink may take long to forget its recording. Nothing but the request's id waits for that.
+        Only the request's id waits for its sinks, which may take long.
         """
         flight.failed = True
         flight.close()
         flight.abandon(error if isinstance(error, RheostatError) else Defect("it went away"))
         self._free(flight)
-        settling = asyncio.create_task(self._settle(flight))
-        self._keep(settling)
-        await asyncio.wait({settling}, timeout=_DISCARD_GRACE)
+        await asyncio.wait({self._keep(self._settle(flight))}, timeout=_DISCARD_GRACE)
 
     def _check_open(self, admitted: Admitted) -> None:
         self._check_serving()
@@ -323,6 +322,8 @@ class EngineHost:
         else:
             flight, life = route
             flight.deliver(life, event)
+            if isinstance(event, Released) and flight.over:
+                self._free(flight)  # whether its client reads or not
         if isinstance(event, Installed) and event.error:
             self._doubt_cache()
 
@@ -391,18 +392,23 @@ class EngineHost:
         flight.prepared.clear()
         self.line.leave(flight.reserved)
 
-    async def _until_empty(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._flights)
+    async def _empty_within(self, seconds: float | None) -> bool:
+        """Whether no request is left after so many seconds, or earlier."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: not self._flights)
+        return not self._flights
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     def _notify_soon(self) -> None:
-        self._keep(asyncio.create_task(self._notify()))
+        self._keep(self._notify())
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        """Holds a task until it is done: the event loop alone would not."""
+    def _keep(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Runs work in a task, and holds the task until it is done, as the event loop does not."""
+        task = asyncio.create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
+        return task

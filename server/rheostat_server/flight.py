@@ -1,21 +1,18 @@
 """A request in flight: its samples' tasks, and one queue in which all that they produce meets.
 
-Invariant: every sample's deltas and events come out in the order in which they went in; nothing
-goes in after an error or `close`.
+Invariant: nothing goes into the queue after an error or `close`.
 """
 
 import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from enum import Enum
 from functools import partial
-from typing import NamedTuple
 
-from rheostat._proto.v1 import generation_pb2, types_pb2
+from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Attached, Dropped, Event, Installed, Plan, Released, Report
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
@@ -26,6 +23,7 @@ from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
 from rheostat_server.line import Room
 from rheostat_server.preparations import Preparation
+from rheostat_server.response_queue import Item, Notice, ResponseQueue, Sign
 from rheostat_server.sequence import FINISH_REASONS, Life, Role
 from rheostat_server.subscriptions.joined import Joined
 
@@ -34,23 +32,6 @@ _LOG = logging.getLogger(__name__)
 
 _NUMBERS = itertools.count()
 """Tells flights apart whose requests have the same id, one after the other."""
-
-Notice = generation_pb2.UpdateApplied | generation_pb2.UpdateRefused
-"""What became of an update."""
-
-
-class Item(NamedTuple):
-    """Something that happened to a sample."""
-
-    life: Life
-    what: Delta | Event
-
-
-class Sign(Enum):
-    """Something that concerns no sample."""
-
-    ROWS = "rows"
-    """Captured rows can leave; see `Flight.inline`."""
 
 
 class Flight:
@@ -78,8 +59,11 @@ class Flight:
         self.share = share
         self.outlets = Outlets()
         """Where captured rows go."""
-        self._queue: asyncio.Queue[Item | Notice | Sign | RheostatError] = asyncio.Queue()
-        self.inline = Inline(partial(self._queue.put_nowait, Sign.ROWS))
+        self.queue = ResponseQueue(share, self.overflow)
+        """What waits for the reader of the response."""
+        self.interrupt: Callable[[RheostatError], None] = lambda _: None
+        """Ends the call at once where its client does not read."""
+        self.inline = Inline(partial(self.queue.put, Sign.ROWS))
         """Those of them that go into the response."""
         self.capture_lock = asyncio.Lock()
         """Held while something else is to be captured of it, from looking to reserving."""
@@ -110,16 +94,18 @@ class Flight:
         return self._closed
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing waits in the queue."""
-        return self._queue.empty()
-
-    @property
     def settled(self) -> bool:
         """Whether the engine holds nothing of it any more."""
         return not self.outlets.writing and all(
             life.task is None or (life.task.done() and life.released.is_set())
             for life in self.lives
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more of it will run."""
+        return self.admitted.baseline is None and all(
+            life.ended and life.released.is_set() for life in self.lives
         )
 
     @property
@@ -160,7 +146,7 @@ class Flight:
         Raises:
             RheostatError: the request has failed.
         """
-        item = await self._queue.get()
+        item = await self.queue.get()
         if isinstance(item, RheostatError):
             raise item
         if not isinstance(item, Item | Sign):
@@ -231,9 +217,9 @@ class Flight:
 
     def overflow(self, error: RheostatError) -> None:
         """Ends the request with an error at once, whatever waits to be told."""
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        self.queue.close()
         self.fail(error)
+        self.interrupt(error)
 
     def abort(self) -> None:
         """Ends every sample that still runs, as aborted."""
@@ -302,7 +288,7 @@ class Flight:
 
     def _put(self, item: Item | Notice | Sign | RheostatError) -> None:
         if not self._closed:
-            self._queue.put_nowait(item)
+            self.queue.put(item)
 
     async def _pump(self, life: Life, backend: Backend) -> None:
         try:

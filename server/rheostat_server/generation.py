@@ -6,7 +6,7 @@ reason, aborts the request in the engine.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 
 from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Installed, Plan, Released
@@ -17,11 +17,13 @@ from rheostat_server.capture.leaving import Item as RowItem
 from rheostat_server.capture.row_messages import captured, dropped
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import Defect
-from rheostat_server.flight import Flight, Item, Notice, Sign
+from rheostat_server.flight import Flight
 from rheostat_server.host import Delta
+from rheostat_server.interruption import interrupter
 from rheostat_server.offload import offload
 from rheostat_server.receipts import receipt_work, write_receipt
 from rheostat_server.release import RELEASE_GRACE, UNSCHEDULED_GRACE
+from rheostat_server.response_queue import Item, Notice, Sign, WaitingDeltas
 from rheostat_server.sample import Response, Sample
 from rheostat_server.scoring import Score, scoring_life
 from rheostat_server.sequence import Life, Role
@@ -46,6 +48,7 @@ async def run(
         RheostatError: it could not begin, or failed.
     """
     async with host.fly(admitted) as flight:
+        flight.interrupt = interrupter()
         yield _started(admitted, host)
         stream = _Stream(admitted, flight, host)
         beside = asyncio.create_task(companion(flight)) if companion is not None else None
@@ -91,12 +94,16 @@ class _Stream:
     """Turns what happens in a flight into messages."""
 
     def __init__(self, admitted: Admitted, flight: Flight, host: EngineHost) -> None:
-        self._samples = {life: Sample(admitted, life, flight.admitted_at) for life in flight.lives}
+        self._samples = {
+            life: Sample(admitted, life, flight.admitted_at, flight.queue.meter)
+            for life in flight.lives
+        }
         self._scores: dict[Life, Score] = {}
         self._admitted = admitted
         self._flight = flight
         self._host = host
-        self._held_back: list[Item] = []
+        self._held_back: dict[Life, WaitingDeltas] = {}
+        """Tokens of samples that are not in force, or that something else must precede."""
         wanted = admitted.sampling.prompt_logprobs is not None
         self._prompt_logprobs_due = {life.role for life in flight.lives if wanted}
         self._silence = UNSCHEDULED_GRACE
@@ -121,8 +128,12 @@ class _Stream:
                         yield Response(divergence=found)
             elif not isinstance(item, Sign):
                 yield item
-            while self._flight.idle and (rows := self._flight.inline.take()) is not None:
+            # Rows take turns with tokens. If they waited until the queue is empty, rows of many
+            # samples would never leave, and the request would fail as if its reader were slow.
+            while (rows := self._flight.inline.take()) is not None:
                 yield await self._rows(rows)
+                if len(self._flight.queue):
+                    break
         async for remaining in self._rest():
             yield remaining
         if self._lost:
@@ -163,42 +174,52 @@ class _Stream:
             self._silence = 0.0
             return Item(silent[0], _never_ran(silent[0].job.plan))
 
-    def _take(self, item: Item) -> list[Response]:
+    def _take(self, item: Item) -> Iterator[Response]:
+        """The messages of an item.
+
+        One at a time, because tokens that were held back count in the request's memory until they
+        are taken.
+        """
         life, what = item
         if life in self._scores:
             self._scores[life].take(what)
-            return []
+            return
         sample = self._samples[life]
         if isinstance(what, Released):
             sample.released = what
-            return []
+            return
         if isinstance(what, Installed):
             sample.installed = True
-        else:
-            self._held_back.append(item)
-        return self._release_held()
+        elif isinstance(what, Delta):
+            if not self._held_back and self._may_go(life):
+                yield from self._said(life, what)
+                return
+            held = self._held_back.get(life)
+            if held is None:
+                held = self._held_back[life] = WaitingDeltas(self._flight.queue.meter)
+            held.add(what)
+        yield from self._release_held()
 
-    def _release_held(self) -> list[Response]:
-        """Lets out the deltas whose sample is in force and that nothing else must precede."""
-        responses: list[Response] = []
-        kept: list[Item] = []
-        due = self._prompt_logprobs_due
-        if due:
-            self._held_back.sort(key=lambda item: item.life.sample)
-        for item in self._held_back:
-            life, delta = item
-            sample = self._samples[life]
-            assert isinstance(delta, Delta)
-            in_force = sample.installed or self._flight.never_scheduled(life)
-            if not in_force or (life.role in due and life.sample > 0):
-                kept.append(item)
-                continue
-            due.discard(life.role)
-            responses += sample.take(delta)
-            if sample.ended:
-                responses += self._compare(life, sample)
-        self._held_back = kept
-        return responses
+    def _may_go(self, life: Life) -> bool:
+        """Whether a sample is in force, and nothing else must precede its tokens."""
+        if life.role in self._prompt_logprobs_due and life.sample > 0:
+            return False
+        return self._samples[life].installed or self._flight.never_scheduled(life)
+
+    def _release_held(self) -> Iterator[Response]:
+        """The messages of tokens that were held back and may go now."""
+        for life in sorted(self._held_back, key=lambda one: one.sample):
+            if self._may_go(life):
+                for delta in self._held_back.pop(life).take_all():
+                    yield from self._said(life, delta)
+
+    def _said(self, life: Life, delta: Delta) -> Iterator[Response]:
+        """The messages of a delta, and what follows the end of its sample."""
+        self._prompt_logprobs_due.discard(life.role)
+        sample = self._samples[life]
+        yield from sample.take(delta)
+        if sample.ended:
+            yield from self._compare(life, sample)
 
     def _compare(self, life: Life, sample: Sample) -> list[Response]:
         """Lets the baseline read a sample of the request's own that has ended."""

@@ -26,6 +26,7 @@ from rheostat_server.errors import (
     RheostatError,
 )
 from rheostat_server.incoming import Calls, reader
+from rheostat_server.interruption import Interruption
 from rheostat_server.limits import CONTROL_MESSAGE_BYTES, TENSOR_MESSAGE_BYTES
 from rheostat_server.status import DETAILS_KEY, to_status
 
@@ -135,8 +136,16 @@ def _stream(
     async def answer(context: AnyContext[Request, Response]) -> None:
         _check_served(method, inspect.isasyncgenfunction(behaviour))
         async with begun(context) as request, aclosing(behaviour(request, context)) as messages:
+            interruption = Interruption()
+            begun_writing = False
             async for message in messages:
-                await _write(context, message)
+                if not begun_writing:
+                    # gRPC would send the headers with the first message, and cannot end a call
+                    # with an error while those are on their way.
+                    await _sent(context.send_initial_metadata(()))
+                    begun_writing = True
+                with interruption.writing():
+                    await _sent(context.write(message))
 
     async def handle(_: object, context: AnyContext[Request, Response]) -> None:
         try:
@@ -151,15 +160,15 @@ def _stream(
     return handle
 
 
-async def _write(context: AnyContext[Request, Response], message: Response) -> None:
-    """Sends a message.
+async def _sent(sending: Awaitable[None]) -> None:
+    """Waits until headers, a message or a status are sent.
 
     Raises:
         CancelledError: the client has gone. gRPC raises the same in most cases, but an error of
             its own if the client goes while the message waits for room in the connection.
     """
     try:
-        await context.write(message)
+        await sending
     except grpc.aio.InternalError as error:
         raise asyncio.CancelledError from error
 
@@ -207,9 +216,9 @@ async def _abort(context: AnyContext[Request, Response], status: status_pb2.Stat
     what `abort` raises, with its frames and its context, until a garbage collection.
     """
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    await context.abort(
-        code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
-    )
+    details = ((DETAILS_KEY, status.SerializeToString()),)
+    await _sent(context.abort(code, status.message, trailing_metadata=details))
+    raise AssertionError("gRPC's abort always raises")
 
 
 def _one_line(text: str) -> str:

@@ -12,7 +12,9 @@ from rheostat._proto.v1 import generation_pb2, generation_service_pb2
 from rheostat_engine import Released, Spans
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import asked_for
+from rheostat_server.capture.budget import Meter
 from rheostat_server.host import Delta, Ending
+from rheostat_server.response_queue import readings_weight
 from rheostat_server.selection import Selection
 from rheostat_server.sequence import FINISH_REASONS, Amendment, Life, Role
 
@@ -22,13 +24,14 @@ Response = generation_service_pb2.GenerateResponse
 class Sample:
     """A sample of a request in flight."""
 
-    def __init__(self, admitted: Admitted, life: Life, admitted_at: float) -> None:
+    def __init__(self, admitted: Admitted, life: Life, admitted_at: float, meter: Meter) -> None:
         """A sample of which nothing is known.
 
         Args:
             admitted: the request.
             life: the sample in the engine, one of the request's own or of its baseline.
             admitted_at: when the request was admitted, by `time.monotonic`.
+            meter: counts the memory of `readings`.
         """
         self.index = life.sample
         self.tokens: list[int] = []
@@ -45,6 +48,8 @@ class Sample:
         self._admitted_at = admitted_at
         self._first_token_at: float | None = None
         self._logprob_sum = 0.0
+        self._meter = meter
+        self._readings_weight = 0
 
     @property
     def done(self) -> bool:
@@ -80,6 +85,12 @@ class Sample:
             responses.append(Response(finished=self._finished(delta, delta.ending)))
         return responses
 
+    def forget_readings(self) -> None:
+        """Frees `readings` once the sample has been compared."""
+        self.readings = []
+        self._meter.add(token_bytes=-self._readings_weight)
+        self._readings_weight = 0
+
     def _tokens(self, delta: Delta) -> generation_pb2.Tokens:
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
@@ -87,6 +98,9 @@ class Sample:
         logprobs = delta.logprobs
         if self._compared:
             self.readings += logprobs
+            size = readings_weight(logprobs)
+            self._readings_weight += size
+            self._meter.add(token_bytes=size)
             logprobs = asked_for(logprobs, self._admitted.sampling.logprobs)
         message = generation_pb2.Tokens(
             sample=self.index,

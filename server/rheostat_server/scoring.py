@@ -61,7 +61,11 @@ class Score:
             return None
         steered, baseline = self._sample.readings, self._readings[prompt_len - 1 :]
         known = sum(len(reading.alternatives) for reading in steered)
-        return await offload(known * _READING_BYTES, measure, self._sample.index, steered, baseline)
+        found = await offload(
+            known * _READING_BYTES, measure, self._sample.index, steered, baseline
+        )
+        self._sample.forget_readings()
+        return found
 
 
 def scoring_life(flight: Flight, baseline: Baseline, sample: Sample) -> Life | None:

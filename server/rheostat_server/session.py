@@ -29,12 +29,13 @@ from rheostat_server.errors import (
     RequestNotFound,
     RheostatError,
 )
-from rheostat_server.flight import Flight, Notice
+from rheostat_server.flight import Flight
 from rheostat_server.generation import run
 from rheostat_server.limits import UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
 from rheostat_server.line import RETRY, Room
 from rheostat_server.offload import offload
 from rheostat_server.planning import check_affordable, check_ranges, compile_plan
+from rheostat_server.response_queue import Notice
 from rheostat_server.sample import Response
 from rheostat_server.sequence import Amendment, Life
 from rheostat_server.status import to_status

@@ -16,8 +16,8 @@ PIECE_BYTES = 512
 """What a piece of rows takes in memory beside its rows, about."""
 
 _UNCOUNTED = 64 << 10
-"""Bytes of pieces, beside their rows, that the limit of one request or subscription leaves out, so
-that small limits can be said in rows. The limit of all together counts them."""
+"""Bytes beside the rows themselves that the limit of one request or subscription leaves out, so
+that small limits can be given in rows. The limit of all requests together counts them."""
 
 _SPARE = 16
 """What part of the limit of all together is freed at once when it is reached, so that not every row
@@ -27,29 +27,47 @@ that comes looks through all requests."""
 class Meter:
     """Counts what waits. What counts in it counts in the whole that it is part of, too."""
 
-    __slots__ = ("_whole", "bytes", "pieces", "rows")
+    __slots__ = ("_closed", "_whole", "bytes", "pieces", "rows", "token_bytes")
 
     def __init__(self, whole: "Meter | None" = None) -> None:
         """Nothing waits."""
         self._whole = whole
+        self._closed = False
         self.bytes = 0
         self.pieces = 0
         """Pieces in which rows wait."""
         self.rows = 0
+        self.token_bytes = 0
+        """Memory of tokens and their log-probabilities."""
 
-    def add(self, size: int, rows: int = 0, pieces: int = 0) -> None:
-        """Counts more, or less where the numbers are negative."""
+    def add(self, size: int = 0, rows: int = 0, pieces: int = 0, token_bytes: int = 0) -> None:
+        """Counts more, or less if the numbers are negative.
+
+        Args:
+            size: bytes of rows.
+            rows: their number.
+            pieces: pieces in which they wait.
+            token_bytes: bytes of tokens and log-probabilities.
+        """
+        if self._closed:
+            return
         meter: Meter | None = self
         while meter is not None:
             meter.bytes += size
             meter.rows += rows
             meter.pieces += pieces
+            meter.token_bytes += token_bytes
             meter = meter._whole
+
+    def close(self) -> None:
+        """Counts nothing any more, and takes what it has counted out of the whole."""
+        self.add(-self.bytes, -self.rows, -self.pieces, -self.token_bytes)
+        self._closed = True
 
     @property
     def weight(self) -> int:
         """Bytes of memory, about."""
-        return self.bytes + PIECE_BYTES * self.pieces
+        return self.bytes + PIECE_BYTES * self.pieces + self.token_bytes
 
 
 class Cost(IntEnum):
@@ -76,7 +94,11 @@ class Holder(Protocol):
 
     @property
     def leaving(self) -> int:
-        """Bytes beyond these that are on their way to a disk."""
+        """Bytes beyond these that are on their way to a disk, with the memory of their pieces."""
+
+    @property
+    def leaving_rows(self) -> int:
+        """Bytes of the rows themselves that are on their way to a disk."""
 
     def give_up(self, size: int, why: str) -> None:
         """Frees at least so many bytes, or sends them to a disk, or fails and frees all of them.
@@ -123,6 +145,12 @@ class Share:
         """Bytes on their way to a disk."""
         return sum(one.leaving for one in self._holders)
 
+    @property
+    def _over(self) -> int:
+        """Bytes beyond the limit that are not on their way to a disk."""
+        rows = self.meter.bytes - sum(one.leaving_rows for one in self._holders)
+        return max(rows, self.held - _UNCOUNTED) - self.limit
+
     def give_up(self, size: int, why: str) -> None:
         """Frees bytes: first those that cost the least."""
         target = self.held - size
@@ -133,7 +161,7 @@ class Share:
 
     def check(self) -> None:
         """Makes room where too much waits; to be called when more has come."""
-        if self.used > self.limit and (over := self.used - self.leaving - self.limit) > 0:
+        if self.used > self.limit and (over := self._over) > 0:
             self.give_up(over, self._why)
         if self._budget is not None:
             self._budget.check()

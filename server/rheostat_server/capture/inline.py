@@ -5,6 +5,7 @@ leave.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from rheostat._proto.v1 import capture_pb2
@@ -50,7 +51,7 @@ class Inline:
     def __init__(self, ring: Callable[[], None]) -> None:
         """There are none; `ring` hears when rows can leave."""
         self.bell = Bell(ring)
-        self._open: list[tuple[Tap, Reservoir]] = []
+        self._open: deque[tuple[Tap, Reservoir]] = deque()
         self._left = 0
 
     def add(self, tap: Tap, reservoir: Reservoir) -> None:
@@ -64,8 +65,13 @@ class Inline:
         return not self._left
 
     def take(self) -> Item | None:
-        """What leaves next; None: nothing can, until the bell rings."""
-        for _, reservoir in self._open:
+        """Removes and returns what leaves next, from each tap in turn.
+
+        None: nothing can leave until the bell rings.
+        """
+        for _ in range(len(self._open)):
+            self._open.rotate(-1)
+            _, reservoir = self._open[-1]
             item = reservoir.take()
             while isinstance(item, End):
                 self._left -= 1

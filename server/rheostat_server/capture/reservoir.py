@@ -160,7 +160,14 @@ class Reservoir:
 
     @property
     def leaving(self) -> int:
-        """Bytes that are on their way to the disk."""
+        """Bytes that are on their way to the disk, with the memory of their pieces."""
+        if self.spill is None or not self.used:
+            return 0
+        return self.total.weight * self.leaving_rows // self.used
+
+    @property
+    def leaving_rows(self) -> int:
+        """Bytes of the rows themselves that are on their way to the disk."""
         return self.spill.excess if self.spill else 0
 
     def touch(self, tap: "Tap") -> None:
@@ -229,7 +236,8 @@ class Reservoir:
         if tap.policy in _DROPPING:
             self._drop(size, newest=tap.policy == capture_pb2.OVERLOAD_DROP_NEWEST)
         elif tap.policy == capture_pb2.OVERLOAD_SPILL and self.spill is not None:
-            self._relieve(self.spill, size)
+            # The spill counts the rows alone, and `size` the memory of their pieces too.
+            self._relieve(self.spill, -(-size * self.used // max(1, self.total.weight)))
         else:
             self._fail(
                 CaptureOverflow(

@@ -14,6 +14,7 @@
     │   ├── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
     │   └── VersionConflict · NameConflict · RunInUse
     ├── ResourceExhausted ── BankFull · QueueFull · StoreFull · MessageTooLarge · CaptureOverflow
+    │                        · ResponseOverflow
     ├── DataLoss ── RowsLost
     ├── OutOfRange ── CursorExpired
     ├── Aborted ── Superseded
@@ -71,6 +72,7 @@ from rheostat_server.errors.leaves import (
     PromptTooLong,
     QueueFull,
     RequestNotFound,
+    ResponseOverflow,
     RowsLost,
     RunExists,
     RunInUse,
@@ -153,6 +155,7 @@ __all__ = [
     "RequestNotFound",
     "Resource",
     "ResourceExhausted",
+    "ResponseOverflow",
     "RheostatError",
     "RowsLost",
     "RunExists",

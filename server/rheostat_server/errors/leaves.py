@@ -262,6 +262,12 @@ class CaptureOverflow(ResourceExhausted):
     reason = "REASON_CAPTURE_OVERFLOW"
 
 
+class ResponseOverflow(ResourceExhausted):
+    """Tokens came faster than the caller read them."""
+
+    reason = "REASON_RESPONSE_OVERFLOW"
+
+
 class RowsLost(DataLoss):
     """Rows are gone that no policy allowed to lose."""
 

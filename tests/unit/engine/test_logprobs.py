@@ -1,4 +1,4 @@
-"""vLLM reads log-probabilities without decoding them, and still detokenizes what is generated."""
+"""vLLM reads log-probabilities without decoding or keeping them; generated text stays decoded."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, output_processor
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -45,12 +46,8 @@ class Counting:
         return self.inner.decode(*args, **kwargs)
 
 
-def test_nothing_of_a_list_of_logprobs_is_decoded() -> None:
-    tokenizer = Counting()
-    prompt = tokenizer.inner("The Eiffel Tower is in")["input_ids"]
-    (paris,) = tokenizer.inner(" Paris", add_special_tokens=False)["input_ids"]
-    params = SamplingParams(logprobs=2, prompt_logprobs=2, flat_logprobs=True, max_tokens=1)
-    request = EngineCoreRequest(
+def asked(prompt: list[int], params: SamplingParams) -> EngineCoreRequest:
+    return EngineCoreRequest(
         request_id="r",
         external_req_id="r",
         prompt_token_ids=prompt,
@@ -62,6 +59,14 @@ def test_nothing_of_a_list_of_logprobs_is_decoded() -> None:
         cache_salt=None,
         data_parallel_rank=None,
     )
+
+
+def test_nothing_of_a_list_of_logprobs_is_decoded() -> None:
+    tokenizer = Counting()
+    prompt = tokenizer.inner("The Eiffel Tower is in")["input_ids"]
+    (paris,) = tokenizer.inner(" Paris", add_special_tokens=False)["input_ids"]
+    params = SamplingParams(logprobs=2, prompt_logprobs=2, flat_logprobs=True, max_tokens=1)
+    request = asked(prompt, params)
     processor = OutputProcessor(tokenizer, log_stats=False)
     processor.add_request(request, prompt=None)
     rows = len(prompt) - 1
@@ -88,3 +93,31 @@ def test_nothing_of_a_list_of_logprobs_is_decoded() -> None:
     )
     assert {entry.decoded_token for entry in reading.values()} == {None}
     assert generated[paris].logprob == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_logprobs_that_were_given_out_are_not_kept(flat: bool, kind: RequestOutputKind) -> None:
+    delta = kind is RequestOutputKind.DELTA
+    params = SamplingParams(logprobs=2, flat_logprobs=flat, max_tokens=1000, output_kind=kind)
+    processor = OutputProcessor(Counting(), log_stats=False)
+    processor.add_request(asked([1, 2], params), prompt=None)
+    made, given, most = 0, 0, 0
+    while made < 600:
+        count = 1 + made % 5  # several tokens in a step, as with speculative decoding
+        new = [3 + (made + k) % 100 for k in range(count)]
+        lists = LogprobsLists(
+            np.array([[one, 7 + 100, 8 + 100] for one in new]),
+            np.array([[-0.5, -1.0, -2.0]] * count),
+            np.ones(count, dtype=np.int64),
+        )
+        output = EngineCoreOutput(request_id="r", new_token_ids=new, new_logprobs=lists)
+        (answer,) = processor.process_outputs([output]).request_outputs
+        made += count
+        listed = answer.outputs[0].logprobs
+        assert [next(iter(one)) for one in listed][-count:] == new, RELIES
+        given += len(listed) if delta else count
+        most = max(most, len(processor.request_states["r"].logprobs_processor.logprobs))
+        assert answer.outputs[0].cumulative_logprob == pytest.approx(-0.5 * made)
+    assert given == made
+    assert (most < 100) is delta, RELIES

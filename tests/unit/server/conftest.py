@@ -1,7 +1,7 @@
 """A server with a scripted engine, on a loopback port."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -107,6 +107,19 @@ class Client:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.generate(request, timeout=10)
         return Refusal.of(caught.value)
+
+
+@asynccontextmanager
+async def narrow(running: "Running") -> AsyncIterator[Client]:
+    """A client whose connection holds little that is not read, so that the server must keep it."""
+    options = [
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 4 << 10),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    address = f"127.0.0.1:{running.server.port}"
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield Client(channel)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -407,3 +408,17 @@ class ScriptedBackend:
         if self.hold is not None:
             self.hold.set()
         self.lost("the engine died")
+
+
+@dataclass
+class Paced(ScriptedBackend):
+    """An engine that lets others run after each token."""
+
+    pause: float = 0.0
+    """Seconds that it lets them run."""
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        async with aclosing(super().generate(job)) as deltas:
+            async for delta in deltas:
+                yield delta
+                await asyncio.sleep(self.pause)

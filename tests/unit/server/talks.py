@@ -94,6 +94,7 @@ async def held(starter, count: int = 1, **fields: object):
     running = await starter(backend)
     talk = Talk(running)
     await talk.say(start(**fields))
-    for _ in range(count):
-        await talk.hear("tokens")
+    heard = 0
+    while heard < count:
+        heard += len((await talk.hear("tokens")).token_ids)
     return running, talk

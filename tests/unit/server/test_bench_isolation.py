@@ -25,6 +25,7 @@ from rheostat_server.bench.soak import MORE_HANDLES, Soaked, mixture
 from rheostat_server.bench.summaries import percentile
 
 from .conftest import Running
+from .fakes import Paced
 from .messages import request
 
 TARGET = Target(layers=3, width=4, vocabulary=128, context=64, sink="disk")
@@ -124,7 +125,8 @@ async def until(neighbour: Neighbour, since: float, holds: Callable[[Heard], obj
     return heard
 
 
-async def test_the_neighbour_times_its_tokens_and_checks_its_answers(running: Running) -> None:
+async def test_the_neighbour_times_its_tokens_and_checks_its_answers(starter) -> None:
+    running = await starter(Paced(pause=0.01))  # tokens that come at once are one message
     neighbour = Neighbour(f"127.0.0.1:{running.server.port}")
     await neighbour.start(JOB)
     since = await neighbour.now()

@@ -17,12 +17,17 @@ class Waiting:
     share: Share
     cost: Cost = Cost.ROWS
     leaving: int = 0
+
     gave: list[int] = field(default_factory=list)
     why: str = ""
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.share.meter)
         self.share.add(self)
+
+    @property
+    def leaving_rows(self) -> int:
+        return self.leaving
 
     @property
     def held(self) -> int:

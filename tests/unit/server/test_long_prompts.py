@@ -121,7 +121,7 @@ def test_a_long_explanation_is_written_off_the_event_loop(on_threads) -> None:
 
 def done(got: Admitted) -> Sample:
     life = Life(Job(got.plan, got.prompt.token_ids, got.sampling, 0), Role.OWN, 0)
-    sample = Sample(got, life, 0.0)
+    sample = Sample(got, life, 0.0, Meter())
     sample.tokens = [1, 2]
     sample.released = Released(
         request_id="r",

@@ -4,6 +4,7 @@ import numpy as np
 
 from rheostat._proto.v1 import generation_pb2, receipt_pb2, types_pb2
 from rheostat_engine import Dose, Point, Released, Site
+from rheostat_server.capture.budget import Meter
 from rheostat_server.host import Job
 from rheostat_server.receipts import write_receipt
 from rheostat_server.sample import Sample
@@ -177,7 +178,7 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
     )
     life = Life(Job(before.plan, before.prompt.token_ids, before.sampling, 0), Role.OWN, 0)
     life.amendments.append(Amendment(7, 5, after))
-    sample = Sample(before, life, 0.0)
+    sample = Sample(before, life, 0.0, Meter())
     sample.tokens = [13, 14, 15, 16]
     sample.released = Released(
         request_id="r",

@@ -4,17 +4,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
 import pytest
 
+from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.incoming import Calls
+from rheostat_server.interruption import interrupter
 from rheostat_server.limits import LARGE_MESSAGE_BYTES
 from rheostat_server.rpc import ErrorInterceptor
 
+from .conftest import rest
 from .streams import until
 
 METHOD = "/rheostat.v1.Toy/Stream"
@@ -124,3 +127,54 @@ async def test_no_two_large_messages_are_parsed_in_one_iteration_of_the_event_lo
         handler.count()
         assert await asyncio.gather(*calls) == [size.to_bytes(4, "big")] * 4
     assert len(set(handler.parsed)) == 4
+
+
+class Interrupted(grpc.GenericRpcHandler):
+    """Fails while its last message is on its way, which its client does not read yet."""
+
+    def __init__(self, messages: int, size: int) -> None:
+        self.messages, self.size = messages, size
+        self.left = asyncio.Event()
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_stream_rpc_method_handler(self.answer)
+
+    async def answer(self, request: bytes, context: object) -> AsyncIterator[bytes]:
+        ending: asyncio.Task[None] | None = None
+        try:
+            for number in range(self.messages):
+                if number == self.messages - 1:
+                    ending = asyncio.create_task(self.end(interrupter()))
+                yield bytes(self.size)
+            await asyncio.sleep(60)
+        finally:
+            self.left.set()
+            assert ending is not None
+            ending.cancel()
+
+    async def end(self, interrupt: Callable[[RheostatError], None]) -> None:
+        while not self.left.is_set():
+            interrupt(ResponseOverflow("too slow"))
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("messages", [1, 2, 5])
+@pytest.mark.parametrize("size", [10, 10_000_000])
+async def test_a_call_whose_client_does_not_read_can_be_ended_with_an_error(
+    messages: int, size: int
+) -> None:
+    handler, calls = Interrupted(messages, size), Calls(8)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    async with (
+        serving(handler, calls) as target,
+        grpc.aio.insecure_channel(target, options=options) as channel,
+        asyncio.timeout(30),
+    ):
+        call = channel.unary_stream(METHOD)(b"")
+        for _ in range(messages - 1):
+            assert len(await call.read()) == size
+        await handler.left.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(call)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.details() == "too slow"

@@ -20,7 +20,7 @@ from rheostat_server.errors import EngineLost
 from .conftest import Refusal, rest
 from .fakes import WIDTH, ScriptedBackend, sites_with
 from .messages import add, capture, request, selector, site_set, window
-from .streams import kinds, settled, until
+from .streams import kinds, settled, tokens, until
 
 POST = types_pb2.POINT_RESID_POST
 Code = grpc.StatusCode
@@ -146,8 +146,9 @@ async def test_no_token_goes_out_before_the_plan_is_in_force(starter) -> None:
     assert not next_event.done()
     for event in held[0]:
         running.backend.deliver(event)
-    assert (await next_event).HasField("tokens")
-    assert kinds(await rest(call)) == ["tokens", "finished", "receipt"]
+    events = [await next_event, *await rest(call)]
+    assert tokens(events) == [13, 14]
+    assert kinds(events)[-2:] == ["finished", "receipt"]
 
 
 async def test_lost_rows_are_named_and_the_call_fails(starter) -> None:

@@ -142,6 +142,11 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """RESOURCE_EXHAUSTED. Rows came faster than they could be handed over, under OVERLOAD_FAIL.
     Metadata "rows" counts the lost ones.
     """
+    REASON_RESPONSE_OVERFLOW: _Reason.ValueType  # 86
+    """RESOURCE_EXHAUSTED. The caller reads more slowly than tokens are generated, and what waits for it
+    fills Limits.request_buffer_bytes, or more than its share of Limits.buffer_bytes. Metadata
+    "bytes" counts what waited.
+    """
     REASON_CURSOR_EXPIRED: _Reason.ValueType  # 100
     """OUT_OF_RANGE. A sequence number fell out of the replay window. Metadata "oldest"."""
     REASON_ROWS_LOST: _Reason.ValueType  # 101
@@ -288,6 +293,11 @@ messages beyond the service's limit, with this code and without details.
 REASON_CAPTURE_OVERFLOW: Reason.ValueType  # 85
 """RESOURCE_EXHAUSTED. Rows came faster than they could be handed over, under OVERLOAD_FAIL.
 Metadata "rows" counts the lost ones.
+"""
+REASON_RESPONSE_OVERFLOW: Reason.ValueType  # 86
+"""RESOURCE_EXHAUSTED. The caller reads more slowly than tokens are generated, and what waits for it
+fills Limits.request_buffer_bytes, or more than its share of Limits.buffer_bytes. Metadata
+"bytes" counts what waited.
 """
 REASON_CURSOR_EXPIRED: Reason.ValueType  # 100
 """OUT_OF_RANGE. A sequence number fell out of the replay window. Metadata "oldest"."""

@@ -1,0 +1,208 @@
+"""Whatever clients do with their requests, nothing of them stays in the server."""
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from dataclasses import fields, replace
+
+import grpc
+import pytest
+
+from rheostat._proto.v1 import capture_pb2, generation_pb2, generation_service_pb2, run_service_pb2
+from rheostat_engine import Capacity
+
+from .conftest import Client, Running, narrow, rest
+from .fakes import INFO, Paced, sites_with
+from .messages import FIRST, add, capture, norm_add, request, site_set, tensor
+from .streams import settled, until
+from .subscribers import EVERY, POST, Subscriber, opening, wanted
+from .talks import start, stop, update
+
+KIB = 1 << 10
+FAIL, OLDEST, NEWEST, SPILL = (
+    capture_pb2.OVERLOAD_FAIL,
+    capture_pb2.OVERLOAD_DROP_OLDEST,
+    capture_pb2.OVERLOAD_DROP_NEWEST,
+    capture_pb2.OVERLOAD_SPILL,
+)
+RESOURCES = [one.name for one in fields(Capacity)]
+ENDS = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+"""How a request may end that the client leaves, or for which there is no room."""
+
+
+def engine() -> Paced:
+    return Paced(
+        info=replace(INFO, model_tokens=2048, running_samples=64),
+        sites=sites_with(capture_rows=1 << 16, bank_rows=6),
+    )
+
+
+def captures(rng: random.Random, name: str, n: int = 1) -> list[capture_pb2.CaptureSpec]:
+    """Up to four captures, to readers of every kind."""
+    made = []
+    for number in range(rng.choice([0, 1, 1, 2, 4])):
+        targets = [
+            {},
+            {"sink": capture_pb2.SinkTarget(sink_name="disk", tag=f"t{number}")},
+            {"run": capture_pb2.RunTarget(run_id=f"{name}-{number}")},
+        ]
+        target = rng.choice(targets[: 3 if n == 1 else 2])  # a run is of one sample
+        policy = FAIL if "run" in target else rng.choice([FAIL, OLDEST, NEWEST, SPILL])
+        layers = rng.sample(range(3), rng.randrange(1, 4))
+        spec = capture(site_set(POST, layers=sorted(layers)), overload=policy)
+        if target:
+            spec = capture_pb2.CaptureSpec(sites=spec.sites, overload=policy, **target)
+        made.append(spec)
+    return made
+
+
+def wish(rng: random.Random, name: str) -> generation_service_pb2.GenerateRequest:
+    n = rng.choice([1, 1, 2, 5])
+    sampling = generation_pb2.Sampling(
+        max_tokens=rng.choice([1, 5, 60, 400]), n=n, temperature=1.0 if n > 1 else 0.0
+    )
+    if rng.random() < 0.4:
+        sampling.logprobs = rng.randrange(6)
+    if rng.random() < 0.2:
+        sampling.prompt_logprobs = 1
+    steer = [add(scale=rng.random()), norm_add(tensor(FIRST), 0.5)][: rng.randrange(3)]
+    return request(
+        request_id=name,
+        sampling=sampling,
+        steer=steer or None,
+        captures=captures(rng, name, n),
+        with_baseline=bool(steer) and rng.random() < 0.5,
+    )
+
+
+async def generate(client: Client, rng: random.Random, name: str) -> grpc.StatusCode:
+    """A request whose client reads, reads late, leaves, or has no patience."""
+    message = wish(rng, name)
+    deadline = rng.choice([None, None, None, 0.02, 0.2])
+    call = client.generation.Generate(message, timeout=deadline)
+    try:
+        for _ in range(rng.choice([0, 1, 3, 20])):
+            if await call.read() is grpc.aio.EOF:
+                break
+            await asyncio.sleep(rng.choice([0, 0, 0.001]))
+        await asyncio.sleep(rng.choice([0, 0.01, 0.3]))
+        if rng.random() < 0.4:
+            call.cancel()
+        events = await rest(call)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    except asyncio.CancelledError:
+        return grpc.StatusCode.CANCELLED
+    assert not events or events[-1].HasField("receipt")
+    return await call.code()
+
+
+async def talk(client: Client, rng: random.Random, name: str) -> grpc.StatusCode:
+    """A session whose client changes its steering, and ends it, leaves, or goes on."""
+    call = client.generation.Session()
+    sampling = generation_pb2.Sampling(max_tokens=rng.choice([3, 60, 400]), n=1)
+    try:
+        await call.write(
+            start(request_id=name, sampling=sampling, steer=[add()], captures=captures(rng, name))
+        )
+        for number in range(1, rng.randrange(2, 6)):
+            await call.write(update(number, add(scale=rng.random())))
+            if rng.random() < 0.5:
+                await call.read()
+        way = rng.randrange(3)
+        if way == 0:
+            call.cancel()
+        elif way == 1:
+            await call.write(stop(9))
+        await call.done_writing()
+        await rest(call)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    except (asyncio.CancelledError, asyncio.InvalidStateError):
+        return grpc.StatusCode.CANCELLED
+    return await call.code()
+
+
+async def watch(running: Running, rng: random.Random) -> None:
+    """An observer of every request, which stays for a while."""
+    one = await Subscriber.open(
+        running, opening(EVERY, [wanted(rng.randrange(3))], overload=NEWEST)
+    )
+    await asyncio.sleep(rng.choice([0.05, 0.5]))
+    await one.rest()
+
+
+async def storm(running: Running, rng: random.Random, name: str, count: int) -> Counter:
+    """Many clients at once, each on a connection of its own."""
+
+    async def one(number: int) -> grpc.StatusCode | None:
+        await asyncio.sleep(rng.random() * 0.5)
+        if number % 10 == 9:
+            return await watch(running, rng)
+        async with narrow(running) as client:
+            make = talk if number % 4 == 3 else generate
+            return await make(client, random.Random(rng.random()), f"{name}-{number}")
+
+    return Counter(await asyncio.gather(*(one(number) for number in range(count))))
+
+
+def objects() -> Counter:
+    """How many objects of each class of the server there are."""
+    gc.collect()
+    names = (f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+    return Counter(name for name in names if name.startswith("rheostat_server."))
+
+
+async def idle(running: Running) -> None:
+    """Returns once nothing runs; checks that nothing is held."""
+    await until(lambda: len(running.host.subscriptions) == 0)
+    stats = await settled(running)
+    assert stats.request_buffer_bytes == stats.subscription_buffer_bytes == 0
+    assert stats.used_bank_row_count == stats.leaked_count == running.host.line.waiting == 0
+    host = running.host
+    assert host.ledger.requests == host.store.pins == 0
+    assert host.budget.used == host.budget.leaving == 0
+    assert {resource: host.ledger.used(resource) for resource in RESOURCES} == dict.fromkeys(
+        RESOURCES, 0
+    )
+    listed = await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())
+    for run in listed.runs:
+        await running.client.runs.DeleteRun(run_service_pb2.DeleteRunRequest(run_id=run.run_id))
+    assert (len(host.runs), host.runs.making, host.runs.used_bytes) == (0, 0, 0)
+    backend = running.backend
+    assert not backend.plans
+    for log in (backend.jobs, backend.aborted, backend.updates, backend.recaptured):
+        log.clear()
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_nothing_of_a_request_stays_whatever_its_client_does(starter, tmp_path, seed) -> None:
+    rng = random.Random(seed)
+    running = await starter(
+        engine(),
+        request_buffer_bytes=48 * KIB,
+        buffers_bytes=1024 * KIB,
+        capacity_wait=0.2,
+        resume_window=0.05,
+        spool=str(tmp_path / "spool"),
+        sinks=(f"disk=filesystem:root={tmp_path}",),
+    )
+    await storm(running, rng, "first", 30)
+    await idle(running)
+    before = objects()
+    codes: Counter = Counter()
+    for turn in range(3):
+        codes += await storm(running, rng, f"{turn}", 30)
+        await idle(running)
+    assert codes.keys() - {None} <= ENDS, codes
+    assert {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED} <= codes.keys(), codes
+    more = objects() - before
+    more -= Counter({name: count for name, count in more.items() if ".sinks." in name})
+    # Sinks remember what they wrote, within a limit of their own.
+    assert {name: count for name, count in more.items() if count > 20} == {}

@@ -1,0 +1,149 @@
+"""The queue of a response: order, merging, and memory that is counted exactly."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rheostat._proto.v1 import generation_pb2
+from rheostat_engine import Installed, Plan
+from rheostat_server.capture.budget import Budget
+from rheostat_server.errors import ResponseOverflow
+from rheostat_server.host import Delta, Ending, Job
+from rheostat_server.response_queue import Item, ResponseQueue, Sign, WaitingDeltas
+from rheostat_server.sampling import SamplingSettings
+from rheostat_server.sequence import Life, Role
+
+
+def life(sample: int) -> Life:
+    return Life(
+        Job(Plan(f"r#{sample}"), (1,), SamplingSettings(max_tokens=9), sample), Role.OWN, sample
+    )
+
+
+def reading(token_id: int, alternatives: int) -> generation_pb2.TokenLogprobs:
+    entry = generation_pb2.TokenLogprob(token_id=token_id)
+    return generation_pb2.TokenLogprobs(token=entry, alternatives=[entry] * alternatives)
+
+
+def delta(first: int, count: int, alternatives: int | None, ending: Ending | None = None) -> Delta:
+    ids = tuple(range(first, first + count))
+    return Delta(
+        token_ids=ids,
+        text="x" * count,
+        logprobs=[] if alternatives is None else [reading(one, alternatives) for one in ids],
+        ending=ending,
+    )
+
+
+@dataclass
+class Sent:
+    """What was put in for a sample, and what has come out."""
+
+    put: list[object] = field(default_factory=list)
+    got: list[object] = field(default_factory=list)
+
+
+Step = st.one_of(
+    st.tuples(
+        st.just("tokens"), st.integers(0, 2), st.integers(0, 4), st.sampled_from([None, 0, 3])
+    ),
+    st.tuples(st.just("event"), st.integers(0, 2)),
+    st.tuples(st.just("rows")),
+    st.tuples(st.just("get"), st.integers(1, 3)),
+    st.tuples(st.just("hold"), st.integers(1, 3)),
+)
+
+
+def parts(what: object) -> list[object]:
+    return [*what.token_ids, *what.text] if isinstance(what, Delta) else [what]
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=st.lists(Step, max_size=60), limit=st.integers(2_000, 60_000))
+def test_order_is_kept_and_memory_counted_whatever_happens(steps: list, limit: int) -> None:
+    asyncio.run(play(steps, limit))
+
+
+async def play(steps: list, limit: int) -> None:
+    budget = Budget(1 << 30, limit, slack=0)
+    share = budget.share()
+    errors: list[ResponseOverflow] = []
+
+    def overflow(error: ResponseOverflow) -> None:
+        errors.append(error)
+        queue.close()
+
+    queue = ResponseQueue(share, overflow)
+    lives = [life(sample) for sample in range(3)]
+    sent = {one: Sent() for one in lives}
+    held = {one: WaitingDeltas(queue.meter) for one in lives}
+    made = 0
+    for kind, *values in steps:
+        if errors:
+            break
+        if kind == "tokens":
+            sample, count, alternatives = values
+            new = delta(made, count, alternatives)
+            made += count
+            sent[lives[sample]].put.append(new)
+            queue.put(Item(lives[sample], new))
+        elif kind == "event":
+            event = Installed("r", "")
+            sent[lives[values[0]]].put.append(event)
+            queue.put(Item(lives[values[0]], event))
+        elif kind == "rows":
+            queue.put(Sign.ROWS)
+        else:
+            for _ in range(min(values[0], len(queue))):
+                item = await queue.get()
+                if isinstance(item, Item):
+                    if kind == "hold" and isinstance(item.what, Delta):
+                        held[item.life].add(item.what)
+                        item = item._replace(what=held[item.life].take())
+                    sent[item.life].got.append(item.what)
+        assert 0 <= share.used <= limit
+        assert share.meter.token_bytes == queue.meter.token_bytes == budget.meter.token_bytes
+    if not errors:
+        while len(queue):
+            item = await queue.get()
+            if isinstance(item, Item):
+                sent[item.life].got.append(item.what)
+        for one in sent.values():
+            for way in (str, int, Installed):
+                put, got = (
+                    [part for what in some for part in parts(what) if isinstance(part, way)]
+                    for some in (one.put, one.got)
+                )
+                assert put == got
+        assert share.meter.token_bytes == 0
+    queue.close()
+    queue.close()
+    assert share.meter.token_bytes == budget.meter.token_bytes == 0
+
+
+async def test_events_come_between_the_tokens_between_which_they_went_in() -> None:
+    queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None)
+    one, event = life(0), Installed("r", "")
+    for what in (delta(1, 1, None), delta(2, 1, None), event, delta(3, 1, None)):
+        queue.put(Item(one, what))
+    queue.put(Item(one, delta(4, 1, None, Ending.LENGTH)))
+    first, second, third = [(await queue.get()).what for _ in range(3)]
+    assert (first.token_ids, second, third.token_ids) == ((1, 2), event, (3, 4))
+    assert (first.ending, third.ending) == (None, Ending.LENGTH)
+
+
+async def test_what_is_taken_after_the_end_counts_nowhere() -> None:
+    """The reader may be in the middle of messages that it holds back when the request fails."""
+    budget = Budget(1 << 20, 1 << 20, slack=0)
+    share = budget.share()
+    queue = ResponseQueue(share, lambda _: None)
+    held = WaitingDeltas(queue.meter)
+    held.add(delta(1, 5, 3))
+    assert budget.meter.token_bytes > 0
+    queue.close()
+    assert budget.meter.token_bytes == 0
+    held.take()
+    held.add(delta(1, 5, 3))
+    assert (budget.meter.token_bytes, share.meter.token_bytes) == (0, 0)
