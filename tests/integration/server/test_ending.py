@@ -148,3 +148,16 @@ def descendants(pid: int) -> set[int]:
         children = {int(child) for child in (task / "children").read_text().split()}
         found |= children.union(*map(descendants, children))
     return found
+
+
+def test_a_server_that_is_terminated_ends_what_runs_without_a_traceback(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-model-len=2048") as server:
+        with rheostat.connect(server.target) as client:
+            stream = client.stream("My day was", max_tokens=300, ignore_eos=True)
+            next(event for event in stream if isinstance(event, rheostat.Tokens))
+            server.process.send_signal(signal.SIGTERM)
+            assert stream.result().finish_reason in ("length", "aborted")
+        assert server.process.wait(60) == 0
+        said = server.log.read_text()
+        assert "Traceback" not in said, said[-4000:]
+        assert "EngineDeadError" not in said
