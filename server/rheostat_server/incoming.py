@@ -9,7 +9,7 @@ The rules:
 * A call counts from its beginning. One call too many is refused unread.
 * A large request takes room in `REQUESTS_BYTES` before it is decoded, until its call ends. So do
   the later messages of a stream, each until the next one comes.
-* Large requests are decoded one at a time, and the event loop runs in between.
+* Large requests are decoded one at a time, and take at most half of the event loop's time.
 * The first messages of at most `FIRST_READS` calls are on their way at a time, because gRPC keeps
   what has come of each. The call that came last goes first: it is the least likely to be stuck.
 * The first message comes soon, or the call ends: a call that says nothing would hold its place for
@@ -195,12 +195,18 @@ class Calls:
         self._held -= size
 
     async def decoded(self, data: bytes, decode: Callable[[bytes], Request]) -> Request:
-        """Decodes a message; if it is large, in an iteration of its own."""
+        """Decodes a message; if it is large, with a pause as long as decoding took.
+
+        A token needs several iterations of the event loop until it is sent. So one iteration
+        between two large messages is too little.
+        """
         if len(data) <= LARGE_MESSAGE_BYTES:
             return decode(data)
         async with self._decoding:
+            clock = asyncio.get_running_loop().time
+            begun = clock()
             message = decode(data)
-            await asyncio.sleep(0)  # the next one comes in another iteration
+            await asyncio.sleep(clock() - begun)
             return message
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import grpc
 import grpc.aio
@@ -178,3 +179,23 @@ async def test_a_call_whose_client_does_not_read_can_be_ended_with_an_error(
             await rest(call)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.details() == "too slow"
+
+
+async def test_large_messages_take_at_most_half_of_the_event_loops_time() -> None:
+    handler, go, size = Parsing(), threading.Event(), LARGE_MESSAGE_BYTES + 1
+    slow, spans = 0.05, []
+
+    def decode(data: bytes) -> bytes:
+        begun = time.perf_counter()
+        time.sleep(slow)  # parsing holds the loop up
+        spans.append((begun, time.perf_counter()))
+        return data
+
+    handler.decode = decode  # type: ignore[method-assign]  # another way to parse
+    async with serving(handler, Calls(100)) as target:
+        calls = [asyncio.create_task(asyncio.to_thread(send, target, size, go)) for _ in range(4)]
+        await until(lambda: handler.begun == 4)
+        go.set()
+        await asyncio.gather(*calls)
+    pauses = [later - ended for (_, ended), (later, _) in pairwise(spans)]
+    assert min(pauses) >= 0.9 * slow
