@@ -11,7 +11,7 @@ from rheostat import Capture, Point, Site
 
 from ..engine.reference import Add, HfReference
 from .conftest import MODEL, Server
-from .naive import TOLERANCE, number_of
+from .naive import POINTS, TOLERANCE, number_of
 
 pytestmark = pytest.mark.integration
 
@@ -38,34 +38,40 @@ def test_the_model_answers_and_the_receipt_says_that_nothing_was_done(
 def test_captured_rows_and_steered_log_probabilities_equal_hugging_faces(
     engine: rheostat.Engine, reference: HfReference, tokenizer: hf.PreTrainedTokenizerBase
 ) -> None:
+    assert_huggingfaces(engine, reference, tokenizer)
+
+
+def assert_huggingfaces(
+    engine: rheostat.Engine, reference: HfReference, tokenizer: hf.PreTrainedTokenizerBase
+) -> None:
+    """Rows at every point and layer, of the prompt and of generated tokens, are the hooks'.
+
+    The prompt alone is steered, and then generated tokens as well.
+    """
     vector = engine.vectors.put(VECTOR, points="resid_post", layers=2, name="parity")
-    out = engine.generate(
-        PROMPT,
-        steering=[(vector * 3.0).at(where="prompt")],
-        capture=[
-            Capture("resid_post", layers="all"),
-            Capture(["resid_pre", "resid_mid"], layers=[0, 3]),
-        ],
-        max_tokens=4,
-        temperature=0,
-        logprobs=5,
-    )
     prompt = tokenizer(PROMPT).input_ids
-    tokens = prompt + list(out.token_ids)[:-1]
     steered = number_of(Site(Point.RESID_POST, 2))
-    run = reference.run(tokens, [Add(steered, 3.0 * VECTOR[0], slice(0, len(prompt)))])
-    for layer in range(LAYERS):
-        rows = out.activations["resid_post", layer]
-        assert list(out.activations.positions("resid_post", layer)) == list(range(len(tokens)))
-        stream = run.streams[number_of(Site(Point.RESID_POST, layer))]
-        np.testing.assert_allclose(rows, stream, rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(out.activations["resid_pre", 0], run.streams[0], atol=1e-5)
-    stream = run.streams[number_of(Site(Point.RESID_MID, 3))]
-    np.testing.assert_allclose(out.activations["resid_mid", 3], stream, rtol=1e-3, atol=1e-3)
-    for step, token in enumerate(out.token_ids):
-        expected = run.logprobs[len(prompt) - 1 + step]
-        assert abs(out.logprobs[step].token.logprob - expected[token]) < TOLERANCE
-        assert token == int(expected.argmax())
+    for where, end in (("prompt", len(prompt)), ("all", None)):
+        out = engine.generate(
+            PROMPT,
+            steering=[(vector * 3.0).at(where=where)],
+            capture=Capture(list(POINTS), layers="all"),
+            max_tokens=4,
+            temperature=0,
+            logprobs=5,
+        )
+        tokens = prompt + list(out.token_ids)[:-1]
+        run = reference.run(tokens, [Add(steered, 3.0 * VECTOR[0], slice(0, end))])
+        for site in (Site(Point(point), layer) for point in POINTS for layer in range(LAYERS)):
+            rows = out.activations[site.point, site.layer]
+            positions = out.activations.positions(site.point, site.layer)
+            assert list(positions) == list(range(len(tokens))), site
+            stream = run.streams[number_of(site)]
+            np.testing.assert_allclose(rows, stream, rtol=1e-3, atol=1e-3, err_msg=str(site))
+        for step, token in enumerate(out.token_ids):
+            expected = run.logprobs[len(prompt) - 1 + step]
+            assert abs(out.logprobs[step].token.logprob - expected[token]) < TOLERANCE
+            assert token == int(expected.argmax())
 
 
 def test_the_receipt_says_what_was_done(engine: rheostat.Engine) -> None:
