@@ -64,19 +64,26 @@ class _Reads:
             DeadlinePassed: it did not come soon.
             QueueFull: it did not come at once, and others wait to be read.
         """
+        begun = hurried = False
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS) as limit:
                 await self._begin()
+                begun = True
                 try:
                     self._time(limit)
                     yield
                 finally:
-                    self._reading.pop(limit, None)
+                    hurried = self._reading.pop(limit, None) is None
                     self._end()
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            if self._waiting:
+            if not begun:
+                raise QueueFull(
+                    f"the request waited {FIRST_MESSAGE_SECONDS:g} s to be read, behind others",
+                    retry_after=_RETRY,
+                ) from error
+            if hurried:
                 raise QueueFull(
                     f"the request did not come whole within {FIRST_READ_SECONDS:g} s, and other "
                     "calls wait to be read",

@@ -258,6 +258,15 @@ async def test_a_wait_to_be_read_that_is_cancelled_leaves_no_trace(starter, monk
         assert (await running.client.generate(request(), timeout=20))[-1].HasField("receipt")
 
 
+async def test_a_call_that_is_never_read_may_come_again(starter, monkeypatch) -> None:
+    monkeypatch.setattr(incoming, "FIRST_READS", 0)
+    running = await starter()
+    monkeypatch.setattr(incoming, "FIRST_MESSAGE_SECONDS", 0.1)
+    refusal = await running.client.refusal(request())
+    assert (refusal.reason, refusal.retry) == ("REASON_QUEUE_FULL", True)
+    assert "waited 0.1 s to be read" in refusal.message
+
+
 async def test_a_stream_may_be_silent_once_it_has_begun(starter, monkeypatch) -> None:
     monkeypatch.setattr(incoming, "FIRST_MESSAGE_SECONDS", 0.1)
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
