@@ -54,20 +54,29 @@ class Sign(Enum):
 class _Merged:
     """Deltas of a sample that will be one message."""
 
+    __slots__ = ("_ending", "_first", "_logprobs", "_stop", "_texts", "_token_ids", "weight")
+
     def __init__(self, delta: Delta) -> None:
         """Begins with one delta."""
         self.weight = weight(delta)
-        self._token_ids = [*delta.token_ids]
-        self._texts = [delta.text]
-        self._logprobs = [*delta.logprobs]
         self._first = delta
-        self._ending: Ending | None = delta.ending
-        self._stop = delta.stop
+        self._ending: Ending | None = None
+        self._texts: list[str] = []
+        """Empty until a second delta comes: with a quick reader none does."""
 
     def add(self, delta: Delta) -> bool:
         """Takes another delta; False: it must begin a message of its own."""
         heavier = self.weight + weight(delta) - _DELTA_BYTES
-        if self._ending is not None or heavier > _MESSAGE_BYTES or delta.prompt_logprobs:
+        first = self._first
+        if heavier > _MESSAGE_BYTES or delta.prompt_logprobs:
+            return False
+        if not self._texts:
+            if first.ending is not None:
+                return False
+            self._texts = [first.text]
+            self._token_ids = [*first.token_ids]
+            self._logprobs = [*first.logprobs]
+        elif self._ending is not None:
             return False
         self.weight = heavier
         self._token_ids += delta.token_ids
@@ -78,6 +87,8 @@ class _Merged:
 
     def delta(self) -> Delta:
         """All deltas as one."""
+        if not self._texts:
+            return self._first
         return Delta(
             token_ids=tuple(self._token_ids),
             text="".join(self._texts),
@@ -103,10 +114,10 @@ class WaitingDeltas:
         last = self._merged[-1] if self._merged and not self._sealed else None
         before = 0 if last is None else last.weight
         if last is not None and last.add(delta):
-            self._meter.add(token_bytes=last.weight - before)
+            self._meter.add_tokens(last.weight - before)
             return False
         self._merged.append(_Merged(delta))
-        self._meter.add(token_bytes=self._merged[-1].weight)
+        self._meter.add_tokens(self._merged[-1].weight)
         self._sealed = False
         return True
 
@@ -117,7 +128,7 @@ class WaitingDeltas:
     def take(self) -> Delta:
         """Removes and returns the first message."""
         merged = self._merged.popleft()
-        self._meter.add(token_bytes=-merged.weight)
+        self._meter.add_tokens(-merged.weight)
         return merged.delta()
 
     def take_all(self) -> Iterator[Delta]:
@@ -219,8 +230,10 @@ class ResponseQueue:
 def weight(delta: Delta) -> int:
     """Bytes that a delta takes in memory, approximately."""
     size = _DELTA_BYTES + _TOKEN_BYTES * len(delta.token_ids) + len(delta.text)
-    for readings in (delta.logprobs, delta.prompt_logprobs or ()):
-        size += readings_weight(readings)
+    if delta.logprobs:
+        size += readings_weight(delta.logprobs)
+    if delta.prompt_logprobs:
+        size += readings_weight(delta.prompt_logprobs)
     return size
 
 

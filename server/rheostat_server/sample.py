@@ -88,7 +88,7 @@ class Sample:
     def forget_readings(self) -> None:
         """Frees `readings` once the sample has been compared."""
         self.readings = []
-        self._meter.add(token_bytes=-self._readings_weight)
+        self._meter.add_tokens(-self._readings_weight)
         self._readings_weight = 0
 
     def _tokens(self, delta: Delta) -> generation_pb2.Tokens:
@@ -100,7 +100,7 @@ class Sample:
             self.readings += logprobs
             size = readings_weight(logprobs)
             self._readings_weight += size
-            self._meter.add(token_bytes=size)
+            self._meter.add_tokens(size)
             logprobs = asked_for(logprobs, self._admitted.sampling.logprobs)
         message = generation_pb2.Tokens(
             sample=self.index,

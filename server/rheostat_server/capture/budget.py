@@ -40,15 +40,8 @@ class Meter:
         self.token_bytes = 0
         """Memory of tokens and their log-probabilities."""
 
-    def add(self, size: int = 0, rows: int = 0, pieces: int = 0, token_bytes: int = 0) -> None:
-        """Counts more, or less if the numbers are negative.
-
-        Args:
-            size: bytes of rows.
-            rows: their number.
-            pieces: pieces in which they wait.
-            token_bytes: bytes of tokens and log-probabilities.
-        """
+    def add(self, size: int, rows: int = 0, pieces: int = 0) -> None:
+        """Counts more rows, or fewer if the numbers are negative."""
         if self._closed:
             return
         meter: Meter | None = self
@@ -56,12 +49,21 @@ class Meter:
             meter.bytes += size
             meter.rows += rows
             meter.pieces += pieces
-            meter.token_bytes += token_bytes
+            meter = meter._whole
+
+    def add_tokens(self, size: int) -> None:
+        """Counts more bytes of tokens, or fewer if `size` is negative."""
+        if self._closed:
+            return
+        meter: Meter | None = self
+        while meter is not None:
+            meter.token_bytes += size
             meter = meter._whole
 
     def close(self) -> None:
         """Counts nothing any more, and takes what it has counted out of the whole."""
-        self.add(-self.bytes, -self.rows, -self.pieces, -self.token_bytes)
+        self.add(-self.bytes, -self.rows, -self.pieces)
+        self.add_tokens(-self.token_bytes)
         self._closed = True
 
     @property
