@@ -8,7 +8,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, ROUTERS, Act, Capture, Kind, Plan, Point, Site, site_count
+from rheostat_engine import (
+    OPEN_END,
+    ROUTERS,
+    Act,
+    Capture,
+    Kind,
+    Plan,
+    Point,
+    Site,
+    Spans,
+    site_count,
+)
 
 from .models import CONFIGS, EXPERTS, LAYERS, MIXTURES, NO_MID, WIDTH, build
 from .offline import OfflineEngine, Outcome
@@ -21,6 +32,8 @@ SPANS = ((5, 13), (20, 21))
 TOUCHED = [p for start, end in SPANS for p in range(start, end)]
 VECTOR = np.random.default_rng(1).normal(size=(1, WIDTH)).astype(np.float32)
 DIGEST = bytes(32)
+EVERYWHERE = ((0, OPEN_END),)
+GENERATED = 5
 SCALE = 1.5
 ROWS = 1e-5
 """Of rows, relative to the largest value of the stream. Two implementations in float32 add in other
@@ -43,12 +56,24 @@ def steered_sites(name: str) -> list[int]:
     return [s for s in wanted if s in sites_of(name) and s < ROUTERS]
 
 
+class Continued(NamedTuple):
+    """A prompt and its greedy continuation, as Hugging Face's model has them."""
+
+    site: int | None
+    """Where every token is steered; None: nowhere."""
+    token_ids: list[int]
+    """Generated tokens."""
+    run: Run
+    """Of the prompt and of all generated tokens but the last, which was no input."""
+
+
 class Case(NamedTuple):
     """An architecture: the reference's runs and an engine."""
 
     name: str
     plain: Run
     steered: dict[int, Run]
+    continued: list[Continued]
     engine: OfflineEngine
 
 
@@ -63,6 +88,7 @@ class Reference(NamedTuple):
 
     plain: Run
     steered: dict[int, Run]
+    continued: list[Continued]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +107,14 @@ def refer(models_root: Path) -> Callable[[str], Reference]:
             site: model.run(PROMPT, [Add(site, SCALE * VECTOR[0], TOUCHED)])
             for site in steered_sites(name)
         }
-        return Reference(plain, steered)
+        middle = Site(Point.RESID_PRE, LAYERS // 2).index
+        continued = []
+        for site in (None, middle):
+            adds = [] if site is None else [Add(site, SCALE * VECTOR[0], slice(None))]
+            token_ids = model.generate(PROMPT, GENERATED, adds)
+            read = [*PROMPT, *token_ids[:-1]]
+            continued.append(Continued(site, token_ids, model.run(read, adds)))
+        return Reference(plain, steered, continued)
 
     return run_once
 
@@ -100,7 +133,7 @@ def case(
     reference = refer(name)
     engine = start(name, enforce_eager=eager)
     engine.load({DIGEST: VECTOR})
-    return Case(name, reference.plain, reference.steered, engine)
+    return Case(name, *reference, engine)
 
 
 def assert_adds_up(name: str, found: Mapping[int, Float]) -> None:
@@ -122,13 +155,14 @@ def assert_adds_up(name: str, found: Mapping[int, Float]) -> None:
             assert np.abs(got - want).max() < ROWS * np.abs(want).max(), (layer, result)
 
 
-def run(case: Case, site: int | None) -> Outcome:
+def run(case: Case, site: int | None, spans: Spans = SPANS, max_tokens: int = 1) -> Outcome:
     """One prompt, captured everywhere, steered at a site."""
     acts = ()
     if site is not None:
-        acts = (Act(Kind.ADD, (DIGEST,), ((site, (0,)),), SPANS, SCALE),)
-    everything = Capture(tuple(sites_of(case.name)), ((0, OPEN_END),))
-    (outcome,) = case.engine.run([PROMPT], [Plan("", acts, (everything,))], max_tokens=1)
+        acts = (Act(Kind.ADD, (DIGEST,), ((site, (0,)),), spans, SCALE),)
+    everything = Capture(tuple(sites_of(case.name)), EVERYWHERE)
+    plan = Plan("", acts, (everything,))
+    (outcome,) = case.engine.run([PROMPT], [plan], max_tokens=max_tokens)
     return outcome
 
 
@@ -151,6 +185,19 @@ def test_captured_streams_equal_hugging_face_at_every_site(case: Case) -> None:
     assert sorted(outcome.rows) == sorted(case.plain.streams) == sites_of(case.name)
     assert worst(outcome, case.plain) < ROWS
     assert np.abs(outcome.logits() - case.plain.logprobs[-1]).max() < LOGPROBS
+
+
+def test_rows_of_generated_tokens_equal_hugging_face_at_every_site(case: Case) -> None:
+    """Each is computed in a step of its own, by the paths of decode."""
+    for site, token_ids, reference in case.continued:
+        outcome = run(case, site, EVERYWHERE, GENERATED)
+        assert outcome.token_ids == token_ids, site
+        positions = [*range(len(PROMPT) + GENERATED - 1)]
+        assert all(sorted(rows) == positions for rows in outcome.rows.values())
+        assert worst(outcome, reference) < ROWS, site
+        for step in range(GENERATED):
+            want = reference.logprobs[len(PROMPT) - 1 + step]
+            assert np.abs(outcome.logits(step) - want).max() < LOGPROBS, (site, step)
 
 
 def test_the_stream_grows_by_its_branches_and_by_nothing_else(case: Case) -> None:
