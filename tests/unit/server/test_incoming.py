@@ -159,7 +159,7 @@ async def test_a_request_that_was_refused_is_not_kept(running, rpc) -> None:
             else:
                 call = channel.unary_stream("/rheostat.v1.GenerationService/Generate")(data)
             assert (await refused(call)).reason == "REASON_PROMPT_TOO_LONG"
-        assert sum(isinstance(one, kind) for one in gc.get_objects()) == before
+        assert sum(isinstance(one, kind) for one in gc.get_objects()) <= before
     finally:
         gc.enable()
 
