@@ -1,20 +1,9 @@
-"""How probable counts are; needs no GPU."""
+"""What a count says of a rate; needs no GPU."""
 
 import math
 
 _SURE = 0.05
 """Probability with which a bound may be wrong."""
-
-
-def fisher(extra: int, base: int, of: int) -> float:
-    """Probability that two equal rates give counts as far apart, or farther, in this direction.
-
-    Fisher's exact test, one-sided: `extra` of `of` against `base` of `of`.
-    """
-    total = extra + base
-    ways = math.comb(2 * of, total)
-    counts = range(extra, min(of, total) + 1)
-    return sum(math.comb(of, k) * math.comb(of, total - k) for k in counts) / ways
 
 
 def upper_bound(count: int, of: int) -> float:

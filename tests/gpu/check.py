@@ -11,8 +11,8 @@ captures may join requests which run already. With two GPUs a model is split ove
 | part | engine starts | what |
 |---|---|---|
 | `kernels` | 0 | the compiled kernels against their plain twins |
-| `small`, `moe` | 4 | all checks of a model; stock starts once more (`control.py`) |
-| `8b` | 3 | the same on a real shape, without the second start of stock |
+| `small`, `moe`, `8b` | 3 | all checks of a model; `8b` is a real shape |
+| `starts-small`, `starts-moe` | 2 to 8 | whether ours and stock give equal bits (`starts.py`) |
 | `points` | 2 | points of OLMo-2's and Gemma 3's blocks (`points.py`) |
 | `fp8` | 2 | neighbours of huge doses in a quantised model (`huge.py`) |
 | `tp`, `pp` | 3 | split models |
@@ -49,7 +49,6 @@ from cases import (
     same,
     whole,
 )
-from control import REQUESTS, check_control, report
 from forms import check_forms
 from huge import check_huge
 from models import build
@@ -58,6 +57,7 @@ from own_graphs import check_own_graphs
 from points import check_points
 from routers import check_routers, routed_alike, trimmed
 from split import SPLITS, check_split
+from starts import REQUESTS, check_starts
 from verdicts import (
     APART,
     REORDERED,
@@ -71,6 +71,7 @@ from verdicts import (
     each,
     equal,
     judge_op,
+    report,
     worst,
     write,
 )
@@ -91,6 +92,9 @@ from rheostat_server.bench.shapes import write_shape
 
 MODELS = {"small": "qwen3", "8b": "qwen3-8b", "moe": "qwen3_moe"}
 """Models by how `--only` calls them: a shape without weights, and small ones with weights."""
+
+STARTS = {"starts-small": "qwen3", "starts-moe": "qwen3_moe"}
+"""Models that are started again and again."""
 
 
 def check_kernels() -> Lines:
@@ -231,12 +235,9 @@ def check_model(
     results: dict[str, Verdict] = {}
     patient = {"max_tokens": 200, "logprobs": 3}
     with_weights = "load_format" not in options
-    many = prompts(REQUESTS, 40, vocabulary) if with_weights else []
     stock = OfflineEngine(model, "", sited=False, **options)
     plain = stock.run(batch, **sampling)
     again = stock.run(batch, **sampling)
-    plain_patient = stock.run(batch, **patient) if many else []
-    plain_many = [stock.run(many, **sampling) for _ in range(2)] if many else []
     stock.close()
     ours = OfflineEngine(model, f"ipc://{scratch}/a", **options)
     assert ours.sites is not None
@@ -249,7 +250,6 @@ def check_model(
     results["stock equals itself"] = each([*map(same, plain, again)])
     idle = ours.run(batch, **sampling)
     results["idle requests bit-identical to stock"] = each([*map(same, plain, idle)])
-    idle_many = ours.run(many, **sampling) if many else []
     yield results
     vector = np.random.default_rng(1).normal(size=(2, width)).astype(np.float32)
     ours.load({VECTOR: vector})
@@ -287,8 +287,8 @@ def check_model(
         [same(mixed[i], alone[i]) for i in range(0, 24, 4)]
     )
     yield results
-    if many:
-        results |= check_own_graphs(ours, plain_patient, batch, patient)
+    if with_weights:  # the small models show it, in a shorter time
+        results |= check_own_graphs(ours, batch, patient)
         yield results
     results |= check_ops(ours, vector, middle, batch, sampling)
     branch = check_ops(ours, vector, sites_of[Point.MLP_OUT], batch, sampling)
@@ -330,17 +330,6 @@ def check_model(
     results |= check_eager(compiled[:count], reference[:count], every, experts)
     results["captured rows, least relative distance of two tokens"] = at_least(min(apart), APART)
     yield results
-    if not many:
-        return  # the small models show it, in a shorter start
-    other = OfflineEngine(model, "", sited=False, **options)
-    started = other.run(batch, **sampling)
-    other_many = other.run(many, **sampling)
-    other.close()
-    results["control: another start of stock equals the first"] = report(
-        each([*map(same, plain, started)]).value
-    )
-    results |= check_control(*plain_many, other_many, idle_many)
-    yield results
 
 
 def check_quantised(model: Path, vocabulary: int, scratch: Path, options: dict[str, Any]) -> Lines:
@@ -349,14 +338,16 @@ def check_quantised(model: Path, vocabulary: int, scratch: Path, options: dict[s
     sampling = {"max_tokens": 24, "logprobs": 3}
     options = {**options, "quantization": "fp8_per_tensor"}
     stock = OfflineEngine(model, "", sited=False, **options)
-    plain = stock.run(batch, **sampling)
+    started = stock.run(batch, **sampling)
     stock.close()
     ours = OfflineEngine(model, f"ipc://{scratch}/fp8", **options)
     assert ours.sites is not None
+    plain = ours.run(batch, **sampling)
     results = {
         "points that are not served": equal(sorted(ours.sites.refused), []),
-        "idle requests bit-identical to stock": each(
-            [*map(same, plain, ours.run(batch, **sampling))]
+        "an idle run equals itself": each([*map(same, plain, ours.run(batch, **sampling))]),
+        "idle requests bit-identical to this start of stock": report(
+            each([*map(same, started, plain)]).value
         ),
     }
     vector = np.random.default_rng(1).normal(size=(2, ours.sites.width)).astype(np.float32)
@@ -370,6 +361,12 @@ def check_quantised(model: Path, vocabulary: int, scratch: Path, options: dict[s
     found = {**results, **check_huge(ours, plain, batch, at, sampling)}
     ours.close()
     return found
+
+
+def start(model: Path, scratch: Path, options: dict[str, Any], sited: bool) -> OfflineEngine:
+    """Starts ours, or stock vLLM."""
+    channel = f"ipc://{scratch}/{model.name}-starts" if sited else ""
+    return OfflineEngine(model, channel, sited=sited, **options)
 
 
 def check_blocks(scratch: Path, options: dict[str, Any]) -> Lines:
@@ -431,7 +428,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parts = ["kernels", *MODELS, "points", "fp8", *SPLITS]
+    parts = ["kernels", *MODELS, *STARTS, "points", "fp8", *SPLITS]
     parser.add_argument("--only", choices=parts, nargs="+", default=parts)
     arguments = parser.parse_args()
     only = arguments.only
@@ -456,6 +453,9 @@ def main() -> None:
             else:
                 model, vocabulary, options = build(MODELS[name], scratch), 128, shared
             checks.run(name, partial(check_model, model, vocabulary, scratch, options))
+        for name in (name for name in STARTS if name in only):
+            begin = partial(start, build(STARTS[name], scratch), scratch, shared)
+            checks.run(name, partial(check_starts, begin, prompts(REQUESTS, 40, 128)))
         splits = [name for name in SPLITS if name in only]
         if splits and torch.cuda.device_count() < 2:
             print("two GPUs are needed to split a model; this is left out")

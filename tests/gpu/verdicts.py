@@ -53,6 +53,11 @@ def equal(value: object, wanted: object) -> Verdict:
     return Verdict(value, f"== {wanted}", value == wanted)
 
 
+def report(value: object) -> Verdict:
+    """Something that is stated, whatever it is."""
+    return Verdict(value, "stated", True)
+
+
 def at_most(value: float, limit: float) -> Verdict:
     """Not above a limit."""
     return Verdict(float(value), f"<= {limit:g}", bool(value <= limit))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,10 @@ def _load(name: str) -> ModuleType:
 
 verdicts = _load("verdicts")
 chances = _load("chances")
+with pytest.MonkeyPatch.context() as patch:  # the check's modules import each other by bare names
+    patch.syspath_prepend(GPU)
+    starts = _load("starts")
+    offline = sys.modules["offline"]
 X = np.random.default_rng(0).normal(size=(40, 64))
 MOVED = X + 0.3 * np.random.default_rng(1).normal(size=(40, 64))
 
@@ -120,20 +125,30 @@ def test_everything_that_the_check_imports_is_there_before_it_begins() -> None:
         assert choice in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("extra", "base", "of", "probability"),
-    [
-        (0, 0, 1000, 1.0),
-        (1, 0, 1000, 0.5),
-        (0, 5, 1000, 1.0),
-        (3, 1, 4, 17 / 70),  # of the tea and the milk
-        (12, 0, 1000, 0.000236),
-    ],
-)
-def test_how_probable_it_is_that_chance_alone_makes_more_requests_differ(
-    extra: int, base: int, of: int, probability: float
-) -> None:
-    assert chances.fisher(extra, base, of) == pytest.approx(probability, rel=0.01)
+def outcome(*log_probabilities: float) -> Any:
+    """One that generated tokens 0, 1, ..."""
+    numbered = [*enumerate(log_probabilities)]
+    return offline.Outcome([i for i, _ in numbered], [{i: value} for i, value in numbered], 0)
+
+
+def test_a_start_that_equals_one_of_stock_meets_it_whatever_other_starts_gave() -> None:
+    same, other = [outcome(-1.0), outcome(-2.0)], [outcome(-1.0), outcome(-2.5)]
+    runs = {"stock 1": other, "ours 1": same, "stock 2": same}
+    lines, met = starts.compare_starts(runs)
+    assert met
+    assert all(line.ok for line in lines.values())
+    assert lines["stock 1 and ours 1: requests that differ, of 2"].value == 1
+    assert lines["stock 1 and ours 1: largest difference of a log-probability"].value == 0.5
+    assert lines["ours 1 and stock 2: requests that differ, of 2"].value == 0
+
+
+def test_starts_of_one_kind_that_agree_do_not_meet_the_other_kind() -> None:
+    same, other = [outcome(-1.0), outcome(-2.0)], [outcome(-1.0), outcome(-2.5)]
+    lines, met = starts.compare_starts({"stock 1": same, "stock 2": same, "ours 1": other})
+    assert not met
+    assert [name for name, line in lines.items() if not line.ok] == [
+        "ours and stock, the two starts that agree best: requests that differ"
+    ]
 
 
 @pytest.mark.parametrize(
