@@ -105,9 +105,10 @@ class _Reads:
         if self._free:
             self._free -= 1
             return
-        for limit, begun in list(self._reading.items())[:1]:
-            del self._reading[limit]
-            limit.reschedule(begun + FIRST_READ_SECONDS)
+        # A limit that has expired cannot be changed, and its call is about to end.
+        oldest = next((limit for limit in self._reading if not limit.expired()), None)
+        if oldest is not None:
+            oldest.reschedule(self._reading.pop(oldest) + FIRST_READ_SECONDS)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:

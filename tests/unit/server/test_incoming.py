@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import resource
+import time
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ from rheostat._proto.v1 import (
     steering_service_pb2,
 )
 from rheostat_server import incoming, upload
-from rheostat_server.errors import QueueFull
+from rheostat_server.errors import DeadlinePassed, QueueFull
 from rheostat_server.incoming import Calls
 
 from .conftest import Refusal, rest
@@ -243,6 +244,30 @@ async def test_calls_that_say_nothing_give_way_to_others(starter, monkeypatch) -
     assert "within 0.1 s" in refusal.message
     for call in silent:
         call.cancel()
+
+
+async def test_a_call_comes_while_another_runs_out_of_time(monkeypatch) -> None:
+    """The event loop may be busy, and then see both at once."""
+    monkeypatch.setattr(incoming, "FIRST_READS", 1)
+    monkeypatch.setattr(incoming, "FIRST_MESSAGE_SECONDS", 0.05)
+    reads, loop = Calls(2).reads, asyncio.get_running_loop()
+
+    async def silent() -> None:
+        async with reads.turn():
+            await asyncio.Event().wait()
+
+    async def quick() -> None:
+        async with reads.turn():
+            pass
+
+    first = asyncio.create_task(silent())
+    await asyncio.sleep(0)
+    made: asyncio.Future[asyncio.Task[None]] = loop.create_future()
+    loop.call_later(0.04, lambda: made.set_result(asyncio.create_task(quick())))
+    time.sleep(0.1)
+    await (await made)
+    with pytest.raises(DeadlinePassed):
+        await first
 
 
 async def test_a_wait_to_be_read_that_is_cancelled_leaves_no_trace(starter, monkeypatch) -> None:
