@@ -103,9 +103,9 @@ class Flight:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more of it will run."""
-        return self.admitted.baseline is None and all(
-            life.ended and life.released.is_set() for life in self.lives
+        """Whether the engine has let go of all that will ever run of it."""
+        return (self._closed or self.admitted.baseline is None) and all(
+            (self._closed or life.ended) and life.released.is_set() for life in self.lives
         )
 
     @property

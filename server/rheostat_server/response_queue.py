@@ -216,8 +216,9 @@ class ResponseQueue:
         return Item(entry, self._deltas[entry].take()) if isinstance(entry, Life) else entry
 
     def close(self) -> None:
-        """Discards everything, and counts no memory any more. Only an error may still be added."""
-        self._entries.clear()
+        """Discards all but an error, and counts no memory any more. Only an error may be added."""
+        # An error that waits is the request's last word, for which its reader waits.
+        self._entries = deque(one for one in self._entries if isinstance(one, RheostatError))
         self._deltas.clear()
         self.meter.close()
         self._on_full = lambda _: None  # it refers to the request, which refers to this queue

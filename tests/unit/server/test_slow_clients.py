@@ -16,6 +16,7 @@ from rheostat._proto.v1 import (
     generation_service_pb2,
 )
 from rheostat_server.admission import admit
+from rheostat_server.errors import Defect
 from rheostat_server.generation import run
 from rheostat_server.host import Delta, Job
 
@@ -288,6 +289,39 @@ async def test_what_the_engine_has_let_go_of_is_free_though_nobody_reads(starter
         assert kinds(await running.client.generate(other))[-1] == "receipt"
         assert kinds(await rest(unread))[-1] == "receipt"
     assert (await settled(running)).leaked_count == 0
+
+
+async def test_what_a_failed_request_held_is_free_though_nobody_reads(starter) -> None:
+    running = await starter(
+        Paced(info=replace(INFO, model_tokens=8192), sites=sites_with(bank_rows=1))
+    )
+    async with narrow(running) as client:
+        unread = client.generation.Generate(wish(4000, logprobs=5, steer=[add()], request_id="a"))
+        await unread.read()
+        flight = running.host._flights["a"]
+        await until(lambda: flight.queue.held > 4 * UNCOUNTED)
+        flight.fail(Defect("it fails"))
+        await until(lambda: flight.lives[0].released.is_set())
+        other = request(steer=[add(scale=2.0)], when_full=generation_service_pb2.WHEN_FULL_REFUSE)
+        assert kinds(await running.client.generate(other))[-1] == "receipt"
+        assert (await refusal_of(unread)).message == "it fails"
+    assert (await settled(running)).leaked_count == 0
+
+
+async def test_a_request_that_has_failed_ends_though_its_tokens_give_way(starter) -> None:
+    running = await starter(engine())
+
+    async def pace(number: int) -> None:
+        flight = running.host._flights["a"]
+        await until(lambda: flight.queue.held > 0)
+        flight.fail(Defect("it fails"))
+        flight.share.give_up(flight.share.held, "the memory of all is full")
+
+    with pytest.raises(Defect, match="it fails"):
+        async with asyncio.timeout(10):
+            await read(running, wish(200, request_id="a"), pace)
+    stats = await settled(running)
+    assert (stats.request_buffer_bytes, stats.leaked_count) == (0, 0)
 
 
 async def test_a_client_that_does_not_read_holds_up_no_drain(starter, monkeypatch) -> None:
