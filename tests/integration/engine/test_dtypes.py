@@ -1,6 +1,8 @@
 """What float32 serves, bfloat16 and float16 serve too: a worker's sites, without an engine."""
 
-from collections.abc import Mapping
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,12 +77,24 @@ def describe(path: Path, dtype: str, load_format: str, channel: str) -> Mapping[
         cleanup_dist_env_and_memory()
 
 
+@pytest.fixture(scope="module")
+def other_process() -> Iterator[Executor]:
+    """A process for workers: vLLM's Transformers backend changes Hugging Face's classes."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
 @pytest.mark.parametrize(("name", "dtype", "load_format"), CASES)
 def test_a_point_that_float32_serves_is_served_in_every_dtype(
-    name: str, dtype: str, load_format: str, models_root: Path, tmp_path: Path
+    name: str,
+    dtype: str,
+    load_format: str,
+    models_root: Path,
+    tmp_path: Path,
+    other_process: Executor,
 ) -> None:
-    path = as_trained(build(name, models_root))
-    report = describe(path, dtype, load_format, f"ipc://{tmp_path}/channel")
+    path, channel = as_trained(build(name, models_root)), f"ipc://{tmp_path}/channel"
+    report = other_process.submit(describe, path, dtype, load_format, channel).result(timeout=120)
     parallel = "attention and MLP run in parallel on the same stream"
     assert report["refused"] == ({Point.RESID_MID: parallel} if name in NO_MID else {})
     assert report["experts"] == dict.fromkeys(range(LAYERS if name in MIXTURES else 0), EXPERTS)
