@@ -23,6 +23,7 @@ from rheostat_server.errors import (
     QueueFull,
     Resource,
     RheostatError,
+    StoreFull,
     SubscriptionNotFound,
 )
 from rheostat_server.limits import DEFAULT_SUBSCRIPTIONS, ID_BYTES, SUBSCRIPTIONS
@@ -135,7 +136,11 @@ class Subscriptions:
             losses=self._losses,
             spillway=self._spillway,
         )
-        self._keep(subscription, opening.vectors)
+        try:
+            self._keep(subscription, opening.vectors)
+        except StoreFull:
+            subscription.reservoir.close()  # or the spillway would keep its place
+            raise
         subscription.expect(wish.credit_bytes)
         if wish.shared_memory:
             subscription.carrier.share(subscription.reservoir.limit, wish.namespace)

@@ -1,13 +1,15 @@
 """Rows projected on directions: what the client gets, and what is held for it meanwhile."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
 
 from rheostat._encodings import read_tensor
-from rheostat._proto.v1 import generation_service_pb2, tensor_pb2, vector_pb2
+from rheostat._proto.v1 import capture_pb2, generation_service_pb2, tensor_pb2, vector_pb2
 from rheostat_server import errors
+from rheostat_server.capture.spillway import Spill
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, make_vector
 
@@ -152,6 +154,25 @@ async def test_a_subscription_holds_its_vectors_until_it_ends(starter) -> None:
         put(running, np.full((1, WIDTH), value, np.float32), "other")
         running.host.store.delete_name("other", "name")
     assert digest not in running.host.store
+
+
+async def test_a_refused_subscription_keeps_no_place_to_spill_to(starter, tmp_path) -> None:
+    running = await starter(vector_store_bytes=FLAT.nbytes, spool=str(tmp_path))
+    put(running, FLAT)
+    gc.collect()
+    before = sum(isinstance(one, Spill) for one in gc.get_objects())
+    own = tensor(2 * FLAT)
+    for _ in range(3):
+        with pytest.raises(errors.StoreFull):
+            await running.host.subscriptions.open(
+                opening(
+                    EVERY,
+                    [wanted(1, projection=along(own))],
+                    overload=capture_pb2.OVERLOAD_SPILL,
+                )
+            )
+    gc.collect()
+    assert sum(isinstance(one, Spill) for one in gc.get_objects()) == before
 
 
 async def test_a_subscription_on_what_is_not_stored_is_refused(running) -> None:
