@@ -132,7 +132,7 @@ async def test_a_reader_that_stays_away_leaves_no_file(starter, tmp_path) -> Non
     one = await Subscriber.open(running, stalled())
     for number in range(6):
         await generate(running, f"r{number}", tokens=9)
-    assert files(tmp_path)
+    await until(lambda: files(tmp_path))
     one.call.cancel()
     await until(lambda: not len(running.host.subscriptions))
     await until(lambda: not files(tmp_path))
