@@ -85,7 +85,7 @@ class PackedActs:
     @cached_property
     def ruled(self) -> int:
         """Places that it takes for each sample, since what happens there depends on tokens."""
-        return 0 if self.table is None else sum(bool(mix.sets) for mix in self.table.mixes)
+        return 0 if self.table is None else self.table.ruled
 
     @property
     def effort(self) -> int:

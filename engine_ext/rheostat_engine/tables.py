@@ -68,6 +68,12 @@ class SteeringTable:
         return made + _read(self.acts) - -(len(self.pieces.starts) + ids) // _GLANCES
 
     @property
+    def ruled(self) -> int:
+        """How many sets depend on the token."""
+        conditional = [owner.tokens is not None for owner in self.owners]
+        return sum(any(conditional[i] for i in members) for members in self.pieces.members)
+
+    @property
     def used(self) -> tuple[int, ...]:
         """The acts that change something somewhere, by index."""
         held = {self.owners[i].act for members in self.pieces.members for i in members}
@@ -82,9 +88,11 @@ class SteeringTable:
         owners = [self.owners[i] for i in self.pieces.members[number]]
         return compose(self.acts, owners, self.sets)
 
-    @cached_property
+    @property
     def mixes(self) -> tuple[Mix, ...]:
         """What happens where each set holds.
+
+        They are not kept, because they take many times the memory of the table.
 
         Raises:
             ValueError: one can't be composed.

@@ -1,5 +1,6 @@
 """The ledger at admission counts what the worker will really hold."""
 
+import gc
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
@@ -18,6 +19,7 @@ from rheostat_engine import (
     tables,
 )
 from rheostat_engine.capacity import capture_need
+from rheostat_engine.composition import Mix
 from rheostat_engine.core.steering import Placed
 from rheostat_engine.core.vectors import BankError
 from rheostat_engine.needs import SHARED
@@ -134,6 +136,7 @@ def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan
         "token_rules": len({mix.sets for mix in mixes if mix.sets}),
         "pieces": 0 if table is None else len(table.pieces.starts),
     }
+    assert plan.packed_acts.ruled == sum(bool(mix.sets) for mix in mixes)
 
 
 def ruled(*spans: tuple[int, int], token: int = 1) -> Act:
@@ -297,6 +300,21 @@ def test_a_plan_that_is_packed_is_not_looked_through_again(monkeypatch: pytest.M
         one = replace(plan, request_id=name, epoch=5)
         assert ledger.lacks(one)["slots"] == (name == "a")
         assert ledger.admit(one, prompt_len=4, max_step_tokens=4, runs=3) is None
+
+
+def test_a_packed_plan_keeps_no_programs() -> None:
+    """Many large plans may wait at a time, and programs take far more memory than tables."""
+    acts = tuple(add(0, 1, scale=1.0 + n, where=((n, n + 1),)) for n in range(20))
+    gc.collect()
+    before = programs_in_memory()
+    plan = Plan("r", acts).pack()
+    gc.collect()
+    assert plan.packed_acts.needs.total["bank_rows"] == 20
+    assert programs_in_memory() == before
+
+
+def programs_in_memory() -> int:
+    return sum(type(one) is Mix for one in gc.get_objects())
 
 
 def different(*sites: int, scale: float = 1.0, digest: bytes = A) -> Act:
