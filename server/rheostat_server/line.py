@@ -183,10 +183,11 @@ class Line:
     def _still_short(self, ticket: _Ticket) -> bool:
         """Whether too little came free since to look again, which takes long for large plans.
 
-        What the first in line needs beyond what others hold can only grow while it waits.
+        What the first in line needs beyond what others hold can only grow while it waits. Rows of
+        captures are an exception: once no step can overflow the ring, as many enter as come.
         """
         shortage = ticket.shortage
-        if shortage is None:
+        if shortage is None or shortage.resource == "capture_rows":
             return False
         freed = ticket.used - self.ledger.used(shortage.resource)
         return freed < shortage.needed - shortage.free

@@ -1,6 +1,7 @@
 """What requests do that do not fit beside those that run, over a real channel."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ from rheostat._proto.v1 import (
     steering_pb2,
     steering_service_pb2,
 )
-from rheostat_engine import Act, Kind, Plan
+from rheostat_engine import Act, Capture, Kind, Plan
 from rheostat_server.errors import BankFull
 from rheostat_server.line import Line, Room
 
@@ -307,6 +308,25 @@ class Crowd:
         task = self.enter(name, *vectors)
         await until(lambda: self.line.waiting == waiting + 1)
         return task
+
+
+async def test_captures_enter_once_no_step_can_overflow_the_ring() -> None:
+    def room(name: str, sites: int, *positions: int) -> Room:
+        return Room(Plan(name, (), (Capture(tuple(range(sites)), (positions,)),)))
+
+    async def enter(one: Room, held: list[str]) -> None:
+        await line.enter([one], prompt_len=100, wait=True, held=held)
+
+    capacity = replace(sites_with().capacity, capture_rows=1000)
+    line = Line(capacity, step_tokens=100, patience=60)
+    wide: list[str] = []
+    await enter(room("wide", 20, 0, 1), wide)
+    await enter(room("dense", 5, 0, 100), [])
+    third = asyncio.create_task(enter(room("third", 8, 0, 100), []))
+    await until(lambda: line.waiting == 1)
+    line.leave(wide)
+    assert line.waiting == 0
+    await third
 
 
 async def test_the_line_moves_up_when_its_first_one_leaves() -> None:
