@@ -141,8 +141,7 @@ class RunningServer:
         Raises:
             PortInUse: the address cannot be listened on.
         """
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        address = f"{host}:{self._config.port}"
+        address = _address(self._config.host, self._config.port)
         _check_address(self._config.host, self._config.port)
         try:
             self.port = self._server.add_insecure_port(address)
@@ -174,7 +173,8 @@ class RunningServer:
         reflection.enable_server_reflection(names, server)
         await self.readiness.warm_up()
         await server.start()
-        _LOG.info("listening on %s:%d, loading %s", host, self.port, self._config.model)
+        listening = _address(self._config.host, self.port)
+        _LOG.info("listening on %s, loading %s", listening, self._config.model)
 
     async def load(self, bring_up: BackendFactory) -> None:
         """Loads the model and serves.
@@ -226,6 +226,11 @@ class RunningServer:
         _LOG.info("ended")
 
 
+def _address(host: str, port: int) -> str:
+    """As gRPC writes it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _check_address(host: str, port: int) -> None:
     """Checks that the address can be listened on.
 
@@ -245,7 +250,7 @@ def _check_address(host: str, port: int) -> None:
                 probe.bind(address)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise PortInUse(f"cannot listen on {host}, port {port}: {why}") from error
+        raise PortInUse(f"cannot listen on {_address(host, port)}: {why}") from error
 
 
 def check_start(config: ServerConfig) -> None:

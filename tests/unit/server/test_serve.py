@@ -289,13 +289,13 @@ def test_a_port_in_use_is_said_in_one_line(capfd) -> None:
         port = taken.getsockname()[1]
         assert run(config(port=port)) == PortInUse.exit_code == 3
     assert capfd.readouterr().err == (
-        f"rheostat: cannot listen on 127.0.0.1, port {port}: address already in use\n"
+        f"rheostat: cannot listen on 127.0.0.1:{port}: address already in use\n"
     )
 
 
 def test_a_host_that_is_none_is_said_in_one_line(capfd) -> None:
     assert run(config(host="203.0.113.7", port=1)) == PortInUse.exit_code
-    assert capfd.readouterr().err.startswith("rheostat: cannot listen on 203.0.113.7, port 1: ")
+    assert capfd.readouterr().err.startswith("rheostat: cannot listen on 203.0.113.7:1: ")
 
 
 def test_what_the_config_leaves_open_is_left_to_vllm() -> None:
