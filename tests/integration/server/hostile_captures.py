@@ -106,7 +106,7 @@ def _subscription(rng: random.Random, number: int) -> Iterator[Message]:
     first = kind()
     wish = first.open
     if rng.random() < 0.15:
-        wish.resume.subscription = rng.choice(["", "nobody", "0" * 32])
+        wish.resume.subscription_id = rng.choice(["", "nobody", "0" * 32])
         wish.resume.after_sequence = rng.choice([0, 1, 2**63])
     else:
         which = rng.randrange(3)

@@ -127,7 +127,7 @@ def test_requests_that_end_in_every_way_at_once_leave_nothing(
     async def run() -> Counter[str]:
         async with rheostat.aio.connect(server.target) as client:
             tasks = [asyncio.create_task(_end_of(client, number)) for number in range(48)]
-            while (await client.stats()).running < 12:
+            while (await client.stats()).running_request_count < 12:
                 await asyncio.sleep(0.02)
             for task in tasks[::4]:
                 task.cancel()
