@@ -83,7 +83,8 @@ HELD = (
     "subscription_buffer_bytes",
     "leaked_count",
 )
-"""Gauges of GetStats that must be at the end what they were at the beginning."""
+"""Gauges of GetStats that may not be more at the end than at the beginning. Runs may be less: their
+leases end."""
 MORE_HANDLES = Handles(descriptors=256, threads=64)
 """How many more a server may have at the end: files that sinks keep open, and threads of pools,
 which start when they are first needed. A leak of one for every hundred calls exceeds them."""
@@ -132,7 +133,7 @@ class Soaked(NamedTuple):
 
     def problems(self) -> list[str]:
         """What a sound server would not have done; empty: it passed."""
-        found = [f"{name} is {more:+d} at the end" for name, more in self.left.items() if more]
+        found = [f"{name} is {more:+d} at the end" for name, more in self.left.items() if more > 0]
         found += [
             f"{more:+d} {name} at the end"
             for name, more in self.more._asdict().items()

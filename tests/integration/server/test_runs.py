@@ -24,7 +24,7 @@ def test_a_run_holds_the_sites_positions_and_bytes_of_an_inline_capture(
         PROMPT, capture=[into, beside], labels={"of": "runs"}, with_baseline=True, **OPTIONS
     )
     stored, inline = out.receipt.captures
-    assert (stored.run, inline.run) == ("clean", "")
+    assert (stored.run_id, inline.run_id) == ("clean", "")
     assert stored.sites == inline.sites
     (run,) = [one for one in engine.runs() if one.id == "clean"]
     rows = out.activations["resid_post", 0]
@@ -64,5 +64,5 @@ def test_a_request_that_goes_away_leaves_no_run(engine: rheostat.Engine) -> None
         assert time.monotonic() < deadline
     assert "gone" not in [run.id for run in engine.runs()]
     out = engine.generate(PROMPT, capture=capture, **OPTIONS)
-    assert out.receipt.captures[0].run == "gone"
+    assert out.receipt.captures[0].run_id == "gone"
     assert engine.delete_run("gone") > 0
