@@ -1,7 +1,9 @@
 """Reading a response stream."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,6 +43,33 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0)
+
+
+@dataclass
+class Peak:
+    """The largest value that was seen."""
+
+    value: int = 0
+
+
+@asynccontextmanager
+async def peak(read: Callable[[], int]) -> AsyncIterator[Peak]:
+    """Reads a value in every iteration of the event loop, so that no state between two is missed.
+
+    A poll over the wire is too slow: what it looks for may begin and end between two answers.
+    """
+    seen = Peak()
+
+    async def watch() -> None:
+        while True:
+            seen.value = max(seen.value, read())
+            await asyncio.sleep(0)
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield seen
+    finally:
+        watching.cancel()
 
 
 async def settled(running) -> engine_service_pb2.GetStatsResponse:

@@ -305,7 +305,7 @@ async def test_no_change_waits_for_a_sample_that_the_engine_has_released(starter
     await watcher.rest()
     backend.arrives.set()
     assert (await rest(call))[-1].HasField("receipt")
-    await asyncio.wait_for(settled(running), 2)
+    await asyncio.wait_for(settled(running), 5)
     assert not backend.changes
 
 

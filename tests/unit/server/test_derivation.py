@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rheostat._proto.v1 import (
-    engine_service_pb2,
     steering_service_pb2,
     tensor_pb2,
     types_pb2,
@@ -22,14 +21,13 @@ from rheostat_server.host import Job
 from .conftest import rest
 from .fakes import INFO, LAYERS, PARALLEL, WIDTH, ScriptedBackend, positions_of
 from .messages import GENERATED, add, request, selector, site_set, span, token_range, window
-from .streams import settled, until
+from .streams import peak, settled, until
 from .uploads import refusal_of
 
 Code = grpc.StatusCode
 pb = steering_service_pb2
 PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
 MEANS = pb.DERIVE_METHOD_DIFFERENCE_OF_MEANS
-STATS = engine_service_pb2.GetStatsRequest()
 COMPONENT = pb.DERIVE_METHOD_PRINCIPAL_COMPONENT
 TABLE = (
     np.random.default_rng(0).standard_normal((site_count(LAYERS), 128, WIDTH)).astype(np.float32)
@@ -328,20 +326,12 @@ async def test_all_calls_together_run_few_prompts_at_the_same_time(starter) -> N
     running = await starter(TokenBackend())
     running.backend.hold = asyncio.Event()
     wishes = [order(positive=[ids(1 + i, 2)] * 20) for i in range(3)]
-    calls = [asyncio.ensure_future(derive(running, wish)) for wish in wishes]
-    most = 0
-
-    async def watch() -> None:
-        nonlocal most
-        while not all(call.done() for call in calls):
-            most = max(most, (await running.client.engine.GetStats(STATS)).running_request_count)
-
-    watching = asyncio.ensure_future(watch())
-    await until(lambda: len(running.backend.jobs) == 8)
-    running.backend.hold.set()
-    assert [len((await call).vectors) for call in calls] == [1, 1, 1]
-    await watching
-    assert most <= 8
+    async with peak(lambda: running.host.open_requests) as most:
+        calls = [asyncio.ensure_future(derive(running, wish)) for wish in wishes]
+        await until(lambda: len(running.backend.jobs) == 8)
+        running.backend.hold.set()
+        assert [len((await call).vectors) for call in calls] == [1, 1, 1]
+    assert most.value == 8
     assert len(running.backend.jobs) == 66
 
 

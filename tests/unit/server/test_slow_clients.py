@@ -11,7 +11,6 @@ import pytest
 
 from rheostat._proto.v1 import (
     capture_pb2,
-    engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
 )
@@ -23,7 +22,7 @@ from rheostat_server.host import Delta, Job
 from .conftest import Refusal, narrow, rest
 from .fakes import INFO, VOCABULARY, Paced, ScriptedBackend, sites_with
 from .messages import add, capture, request, site_set
-from .streams import captured, kinds, settled, tokens, until
+from .streams import captured, kinds, peak, settled, tokens, until
 from .subscribers import POST
 
 KIB = 1 << 10
@@ -174,16 +173,13 @@ async def refusal_of(call) -> Refusal:
 
 async def test_a_client_that_reads_nothing_ends_when_its_tokens_fill_its_memory(starter) -> None:
     running = await starter(engine(), request_buffer_bytes=128 * KIB)
-    async with narrow(running) as client:
+    budget = running.host.budget
+    async with narrow(running) as client, peak(lambda: budget.used) as most:
         calls = [client.generation.Generate(wish(600, 4, 5, request_id=f"r{k}")) for k in range(2)]
         for call in calls:
             assert (await call.read()).HasField("started")
-        most = 0
-        while running.host.open_requests:
-            stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
-            most = max(most, stats.request_buffer_bytes)
-            await asyncio.sleep(0.005)
-        assert 0 < most <= 2 * (128 * KIB + UNCOUNTED)
+        await until(lambda: not running.host.open_requests)
+        assert 64 * KIB < most.value <= 2 * (128 * KIB + UNCOUNTED)
         assert tokens(await running.client.generate(wish(40))) == expected(40)
         for call in calls:
             refusal = await refusal_of(call)
@@ -205,17 +201,14 @@ async def test_the_widest_request_that_nobody_reads_stays_within_its_memory(star
         ),
         request_buffer_bytes=limit,
     )
-    async with narrow(running) as client:
+    budget = running.host.budget
+    async with narrow(running) as client, peak(lambda: budget.used) as most:
         call = client.generation.Generate(wish(4000, 64, 20, request_id="a"))
         assert (await call.read()).HasField("started")
-        most = 0
-        while running.host.open_requests:
-            most = max(most, running.host.budget.used)
-            await asyncio.sleep(0)
         refusal = await refusal_of(call)
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.reason == "REASON_RESPONSE_OVERFLOW"
-    assert limit // 2 < most <= limit + UNCOUNTED
+    assert limit // 2 < most.value <= limit + UNCOUNTED
     stats = await settled(running)
     assert (stats.request_buffer_bytes, stats.leaked_count) == (0, 0)
 

@@ -16,7 +16,7 @@ from .conftest import Refusal, Running, narrow, rest
 from .fakes import INFO, Paced, ScriptedBackend, sites_with
 from .messages import request, site_set
 from .sink_plugins import Plugin
-from .streams import captured, settled, until
+from .streams import captured, peak, settled, until
 from .subscribers import POST
 from .test_outlets import Slow
 
@@ -176,14 +176,13 @@ async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_
         capture_bytes=slack,
     )
     sink = capture_pb2.SinkTarget(sink_name="disk")
-    reading = asyncio.ensure_future(outcome(await stalled(running, "a", [spec(FAIL, sink=sink)])))
-    spooled, most = False, 0
-    while not reading.done():
-        most = max(most, await waiting(running))
-        spooled = spooled or bool(list(tmp_path.glob(".parts/*/spool")))
-    assert spooled
-    assert 0 < most <= 64 * KIB + UNCOUNTED + slack
-    assert (await reading)[-1].HasField("receipt")
+    budget = running.host.budget
+    spools = peak(lambda: len([*tmp_path.glob(".parts/*/spool")]))
+    async with peak(lambda: budget.used) as most, spools as spooled:
+        events = await outcome(await stalled(running, "a", [spec(FAIL, sink=sink)]))
+    assert spooled.value
+    assert 0 < most.value <= 64 * KIB + UNCOUNTED + slack
+    assert events[-1].HasField("receipt")
     assert open_captures(tmp_path).verify() == 1
     (stored,) = open_captures(tmp_path)
     assert {table.rows for table in stored.tables} == {TOKENS + 2}

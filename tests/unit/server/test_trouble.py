@@ -42,7 +42,7 @@ async def test_a_client_that_leaves_aborts_its_request_and_frees_everything(star
 async def test_a_deadline_aborts_the_request(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await running.client.generate(request(request_id="r"), timeout=0.2)
+        await running.client.generate(request(request_id="r"), timeout=0.5)
     assert caught.value.code() is Code.DEADLINE_EXCEEDED
     stats = await settled(running)
     assert [plan_id.split("@")[0] for plan_id in running.backend.aborted] == ["r#0"]
