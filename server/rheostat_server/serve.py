@@ -6,6 +6,7 @@ more is admitted, what runs gets its grace, the rest is aborted, then the engine
 
 import asyncio
 import contextlib
+import gc
 import logging
 import multiprocessing
 import signal
@@ -330,7 +331,7 @@ async def _serve(config: ServerConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.readiness.end)
     await server.bind()
-    loading = asyncio.create_task(server.load(start_backend))
+    loading = asyncio.create_task(server.load(_bring_up))
     ending = asyncio.create_task(server.readiness.ended.wait())
     try:
         await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -341,9 +342,23 @@ async def _serve(config: ServerConfig) -> None:
             await _abandon(loading)
     finally:
         ending.cancel()
+        gc.unfreeze()  # vLLM's finalizers run when its objects are collected
         await server.stop()
     if server.readiness.lost:
         raise EngineDied(f"the server has ended: {server.readiness.lost}")
+
+
+async def _bring_up(config: ServerConfig) -> Backend:
+    """Starts the backend, and excludes all objects that exist then from garbage collections.
+
+    vLLM and what it imports leave about a million objects. A full collection looks at each of them,
+    on whichever thread begins it, and the event loop waits until it ends.
+    """
+    backend = await start_backend(config)
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # Python delays full collections by what the last one found: nothing from now on
+    return backend
 
 
 async def _abandon(loading: asyncio.Task[None]) -> None:

@@ -1,6 +1,7 @@
 """From bind to end."""
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -121,6 +122,26 @@ def test_the_process_of_a_lost_server_ends_with_a_status_of_its_own(monkeypatch,
     monkeypatch.setattr(serve, "start_backend", bring_up)
     assert run(config()) == EngineDied.exit_code == 9
     assert capsys.readouterr().err.endswith("rheostat: the server has ended: the engine died\n")
+
+
+def test_garbage_collections_leave_out_what_a_server_loaded(monkeypatch) -> None:
+    monkeypatch.setattr(readiness, "LOST_GRACE", 0.01)
+    examined: list[bool] = []
+
+    async def bring_up(_: ServerConfig) -> ScriptedBackend:
+        backend = ScriptedBackend()
+
+        def look() -> None:
+            examined.append(any(one is backend for one in gc.get_objects()))
+            backend.die()
+
+        asyncio.get_running_loop().call_later(0.1, look)
+        return backend
+
+    monkeypatch.setattr(serve, "start_backend", bring_up)
+    assert run(config()) == EngineDied.exit_code
+    assert examined == [False]
+    assert gc.get_freeze_count() == 0, "its objects are never freed"
 
 
 async def drain(client: Client, **fields: object) -> engine_service_pb2.DrainResponse:
