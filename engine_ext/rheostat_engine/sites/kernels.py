@@ -14,7 +14,7 @@ import triton.language as tl
 from rheostat_engine.acts import Kind
 from rheostat_engine.core.buffers import Buffers, SiteBuffers
 from rheostat_engine.core.expand import Instructions
-from rheostat_engine.sites.reference import largest
+from rheostat_engine.sites.reference import limits
 
 _TOKENS = 128
 
@@ -98,7 +98,8 @@ def _site_kernel(
     ring_stride,
     gain,
     inverse,  # 1 / gain
-    limit,  # largest magnitude of an element that changes
+    limit,  # see `Limits.stream`
+    own_limit,  # see `Limits.own`
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CARRIED: tl.constexpr,
@@ -125,10 +126,14 @@ def _site_kernel(
                 -code, x, cell, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
             )
         if code != 0:
-            changed = h.to(tl.float32) + delta * inverse
-            # Infinity times 0 is NaN; an element that it would be added to stays as it was.
-            changes = (delta != 0) & (changed == changed)
-            changed = tl.minimum(tl.maximum(changed, -limit), limit)
+            # A change of NaN, from infinity times 0, and an element that was not finite are left
+            # alone.
+            changes = (delta != 0) & (delta == delta) & (tl.abs(x) < float("inf"))
+            down = tl.minimum(x, -limit) - x
+            up = tl.maximum(x, limit) - x
+            added = tl.minimum(tl.maximum(delta, down), up)
+            changed = h.to(tl.float32) + added * inverse
+            changed = tl.minimum(tl.maximum(changed, -own_limit), own_limit)
             h = tl.where(changes, changed.to(h_ptr.dtype.element_ty), h)
             tl.store(h_ptr + token * h_stride + column, h, mask=inside)
         if code > 0:
@@ -214,7 +219,7 @@ def launch_site(
         site.ring.stride(0),
         gain,
         1 / gain,
-        largest(rows.dtype),
+        *limits(rows.dtype),
         WIDTH=width,
         BLOCK=block,
         CARRIED=carried is not None,

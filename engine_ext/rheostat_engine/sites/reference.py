@@ -6,7 +6,12 @@ Elements that don't change keep their bits.
 
 Why changed elements are limited: a norm of infinities is NaN, and NaN in the KV cache outlives its
 request. Attention multiplies what an earlier request left in a block by 0, which keeps NaN.
+
+Why s is limited and not h alone: the model adds h to `carried` in its own dtype, and adds the next
+branch to their sum. Each steered site would otherwise raise the sum by the limit.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +22,22 @@ _LARGEST = 1e15
 """Float32 holds the sum of squares of a million rows' elements of this size."""
 
 
-def largest(dtype: torch.dtype) -> float:
-    """The largest magnitude that an op gives an element of h."""
-    return min(_LARGEST, torch.finfo(dtype).max)
+class Limits(NamedTuple):
+    """The largest magnitudes that a change gives to an element."""
+
+    stream: float
+    """Of s. An element of s that is larger already may shrink, but does not grow."""
+    own: float
+    """Of h: the largest number of its dtype."""
+
+
+def limits(dtype: torch.dtype) -> Limits:
+    """The limits for a model's dtype.
+
+    In float16 half of the range stays free, because the model's next branch must still fit.
+    """
+    most = torch.finfo(dtype).max
+    return Limits(min(_LARGEST, most / 2), most)
 
 
 def run_site(
@@ -88,9 +106,13 @@ def _change(
             _measure(site.doses, cells, change, x + before)
             before, cells = delta, cells + 1
         step = following
-    limit = largest(h.dtype)
-    changed = (h[tokens].float() + delta * (1 / gain)).clamp(-limit, limit).to(h.dtype)
-    h[tokens] = torch.where((delta != 0) & ~changed.isnan(), changed, h[tokens])
+    limit = limits(h.dtype)
+    down, up = x.clamp(max=-limit.stream) - x, x.clamp(min=limit.stream) - x
+    changed = h[tokens].float() + delta.clamp(down, up) * (1 / gain)
+    changed = changed.clamp(-limit.own, limit.own).to(h.dtype)
+    # A change of NaN, from infinity times 0, and an element that was not finite are left alone.
+    changes = (delta != 0) & ~delta.isnan() & x.isfinite()
+    h[tokens] = torch.where(changes, changed, h[tokens])
 
 
 def _measure(
