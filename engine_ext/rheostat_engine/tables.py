@@ -40,6 +40,9 @@ STEP_EFFORT = 1000
 _GLANCES = 64
 """Pieces, token ids or sites that numpy goes over in the time in which one thing is made."""
 
+_PAIRS = 4
+"""Pairs of directions that are made orthogonal in the time in which one thing is made."""
+
 _Table = TypeVar("_Table", "SteeringTable", "CaptureTable")
 
 _READ = 16
@@ -159,6 +162,17 @@ def count(pieces: Pieces, start: int, end: int) -> npt.NDArray[np.int64]:
     return counts.astype(np.int64)
 
 
+def direction_effort(before: int) -> int:
+    """What it costs to make a direction orthogonal to so many others, and a unit vector."""
+    return 1 + before // _PAIRS
+
+
+def site_effort(act: Act) -> int:
+    """What an act costs at each of its sites."""
+    count = len(act.vectors)
+    return sum(map(direction_effort, range(count))) if act.orthogonal else count
+
+
 def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
     """The table of a plan's acts; None where there are none.
 
@@ -215,7 +229,7 @@ def _affordable(table: _Table, most: int) -> _Table:
 
 def _price(acts: Sequence[Act], owners: Sequence[Owner]) -> Callable[[tuple[int, ...]], int]:
     """What a set of clauses costs: what its acts do at their sites, in every variant."""
-    sizes = [sum(len(rows) for _, rows in acts[owner.act].rows) for owner in owners]
+    sizes = [len(acts[owner.act].rows) * site_effort(acts[owner.act]) for owner in owners]
 
     def price(members: tuple[int, ...]) -> int:
         sets = {owners[i].tokens for i in members} - {None}
@@ -227,7 +241,7 @@ def _price(acts: Sequence[Act], owners: Sequence[Owner]) -> Callable[[tuple[int,
 
 def _read(acts: Sequence[Act]) -> int:
     """What reading acts costs, whether they hold anywhere or not."""
-    return sum(len(rows) for act in acts for _, rows in act.rows) // _READ
+    return sum(len(act.rows) * len(act.vectors) for act in acts) // _READ
 
 
 def _directions(captures: Sequence[Capture]) -> int:

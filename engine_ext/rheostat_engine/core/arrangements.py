@@ -21,13 +21,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from rheostat_engine.acts import Act
-from rheostat_engine.composition import Combination, Program, Variant, combine, meeting
+from rheostat_engine.composition import Combination, Direction, Program, Variant, combine, meeting
 from rheostat_engine.core.bank import Bank
 from rheostat_engine.core.doses import Measures, Norms
 from rheostat_engine.core.rules import VARIANTS, TokenRules
 from rheostat_engine.core.segments import Functions, Int32
 from rheostat_engine.core.vectors import BankError, Exhausted, Vectors
-from rheostat_engine.tables import SteeringTable
+from rheostat_engine.tables import STEP_EFFORT, SteeringTable, direction_effort, site_effort
 
 _T = TypeVar("_T")
 _Work = Generator[int, None, _T]
@@ -65,6 +65,8 @@ class Arrangement:
     rules: list[tuple[bytes, ...]] = field(default_factory=list)
     parts: list[Program] = field(default_factory=list)
     """Programs of a combination that takes several slices, held until it is complete."""
+    directions: list[Direction] = field(default_factory=list)
+    """Directions that were made before the programs that need them, held as long."""
     work: Generator[int, None, None] | None = None
     """What is left to be done; None: nothing."""
     problem: str = ""
@@ -95,7 +97,8 @@ class Arrangements:
         self._unused: OrderedDict[bytes, Arrangement] = OrderedDict()
         self._ending: Arrangement | None = None
         """One that has given back some of what it holds, so that nobody can take it up again."""
-        self._row_effort = max(1, _ROW_BYTES // (4 * bank.programs.rows.shape[1]))
+        rows = _ROW_BYTES // (4 * bank.programs.rows.shape[1])
+        self._slice_effort = max(1, min(rows, STEP_EFFORT))
         self.built = 0
         """What was put together so far, in units of `effort`."""
 
@@ -204,10 +207,12 @@ class Arrangements:
         acts = one.table.acts
         known = one.measures.knows(members)
         combination: Combination = ()
-        for sites, cost in _slices(acts, members, self._row_effort):
+        for sites, cost in _slices(acts, members, self._slice_effort):
             part = combine(acts, members, sites)
+            programs = [program for _, program in part]
+            if cost > self._slice_effort:  # a site whose directions alone are more than a slice
+                cost -= yield from self._make_directions(one, programs)
             if sites is not None:
-                programs = [program for _, program in part]
                 self._with_room(partial(self._bank.programs.acquire, programs, self._vectors))
                 one.parts += programs
             combination += part
@@ -223,6 +228,22 @@ class Arrangements:
             known = one.measures.add(members, Variant(members, combination).cells)
         yield 1
         return slot, 1 + known
+
+    def _make_directions(self, one: Arrangement, programs: Sequence[Program]) -> _Work[int]:
+        """Makes directions that are orthogonal to others, before their programs; what it cost."""
+        table = self._bank.programs
+        basis = table.basis(self._vectors)
+        spent = done = 0
+        for direction in (step.direction for program in programs for step in program):
+            if len(direction) < 2:
+                continue
+            self._with_room(partial(table.hold, direction, basis))
+            one.directions.append(direction)
+            spent += direction_effort(len(direction) - 1)
+            if spent >= self._slice_effort:
+                yield spent
+                done, spent = done + spent, 0
+        return done
 
     def _with_room(self, take: Callable[[], _T]) -> _T:
         """Takes something; where there is no room, what nobody uses makes some."""
@@ -261,6 +282,9 @@ class Arrangements:
         parts, one.parts = one.parts, []
         for program in parts:
             self._bank.programs.release(program)
+        directions, one.directions = one.directions, []
+        for direction in directions:
+            self._bank.programs.let_go(direction)
 
 
 def _no_variants() -> Int32:
@@ -275,15 +299,16 @@ def _slices(
     A slice costs `most` at most, or is one site. Where all of it is one slice, its sites are None.
     """
     strong = [acts[member] for member in members if acts[member].strong]
-    total = sum(len(act.rows) * len(act.vectors) for act in strong)
+    total = sum(len(act.rows) * site_effort(act) for act in strong)
     if total <= most:
         if total:
             yield None, total
         return
     costs: dict[int, int] = {}
     for act in strong:
-        for site, rows in act.rows:
-            costs[site] = costs.get(site, 0) + len(rows)
+        effort = site_effort(act)
+        for site, _ in act.rows:
+            costs[site] = costs.get(site, 0) + effort
     sites: set[int] = set()
     cost = 0
     for site in sorted(costs):

@@ -17,7 +17,7 @@ from rheostat_engine.capacity import Capacity
 from rheostat_engine.composition import Direction, Program, RowKey, Step, only_adds
 from rheostat_engine.core.shared import Full, Shared
 from rheostat_engine.core.tables import Table
-from rheostat_engine.core.vectors import BankError, Exhausted, Vectors, sums_of, unit_of
+from rheostat_engine.core.vectors import BankError, Basis, Exhausted, Vectors, sums_of
 
 _INFINITE = 2.0**128 - 2.0**103
 """The smallest number that float32 rounds to infinity."""
@@ -97,10 +97,11 @@ class Programs:
             BankError: one can't be made, or there is no room. Nothing is held then.
         """
         rows = self._make_rows(programs, vectors)
+        basis = self.basis(vectors)
         codes: list[int] = []
         try:
             for program in programs:
-                codes.append(self._use(program, vectors))
+                codes.append(self._use(program, basis))
         except BankError:
             for program, _ in zip(programs, codes, strict=False):
                 self.release(program)
@@ -118,6 +119,22 @@ class Programs:
             del self._entries[program]
             self._let_go(program)
             self._free_steps.extend(entry.chain)
+
+    def basis(self, vectors: Vectors) -> Basis:
+        """An empty basis of vectors, for `hold`."""
+        return Basis(vectors, self.directions.shape[1])
+
+    def hold(self, direction: Direction, basis: Basis) -> None:
+        """Uses a direction, made where it isn't there yet, before a program that needs it.
+
+        Raises:
+            BankError: it can't be made, or there is no room. Nothing is held then.
+        """
+        self._take_direction(direction, basis)
+
+    def let_go(self, direction: Direction) -> None:
+        """Ends one use of a direction."""
+        self._direction_numbers.give(direction)
 
     def flush(self) -> None:
         """Brings what was made to the device."""
@@ -156,15 +173,15 @@ class Programs:
             self._rows.put_all(numbers, full)
         return held
 
-    def _use(self, program: Program, vectors: Vectors) -> int:
+    def _use(self, program: Program, basis: Basis) -> int:
         entry = self._entries.get(program)
         if entry is None:
-            entry = self._make(program, vectors)
+            entry = self._make(program, basis)
             self._entries[program] = entry
         entry.users += 1
         return entry.code
 
-    def _make(self, program: Program, vectors: Vectors) -> _Entry:
+    def _make(self, program: Program, basis: Basis) -> _Entry:
         if only_adds(program):
             return _Entry(self._take_row(program[0].addends))
         if not all(map(_usable, program)):
@@ -174,7 +191,7 @@ class Programs:
         numbers: list[int] = []
         try:
             for step in program:
-                numbers.append(self._take(step, vectors))
+                numbers.append(self._take(step, basis))
         except BankError:
             self._let_go(program[: len(numbers)])
             raise
@@ -186,17 +203,20 @@ class Programs:
         self._floats.put_all(chain, torch.tensor(floats))
         return _Entry(-chain[0], chain)
 
-    def _take(self, step: Step, vectors: Vectors) -> int:
+    def _take(self, step: Step, basis: Basis) -> int:
         if step.kind is Kind.ADD:
             return self._take_row(step.addends)
-        key = step.direction
+        return self._take_direction(step.direction, basis)
+
+    def _take_direction(self, key: Direction, basis: Basis) -> int:
+        """The number of a direction, used once more."""
         try:
             taken = self._direction_numbers.take(key)
         except Full as error:
             raise Exhausted("every direction is in use") from error
         if taken.fresh:
             try:
-                content = unit_of(key, vectors, self.directions.shape[1])
+                content = basis.unit_of(key)
             except BankError:
                 self._direction_numbers.give(key)
                 raise

@@ -55,28 +55,55 @@ def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.d
     return Sums(totals, rounded == 0)
 
 
-def unit_of(key: Direction, vectors: Vectors, width: int) -> torch.Tensor:
-    """The last vector made orthogonal to those before it and a unit vector, float32 [W].
+class Basis:
+    """Unit vectors, each orthogonal to those before it.
 
-    Modified Gram-Schmidt in float64, run twice (Björck 1994): the result is orthogonal to the
-    others up to the rounding to float32.
-
-    Raises:
-        BankError: a vector is missing or of another shape, or nothing of it is left.
+    Gram-Schmidt in float64, run twice: each is orthogonal to the others up to the rounding to
+    float32 (Giraud et al. 2005). Directions that begin alike share the vectors at their beginning,
+    so that all directions of a subspace cost what the last one does.
     """
-    basis: list[npt.NDArray[np.float64]] = []
-    for digest, row in key:
-        vector = _row(digest, row, vectors, width).astype(np.float64)
+
+    def __init__(self, vectors: Vectors, width: int) -> None:
+        """Empty.
+
+        Args:
+            vectors: float32 [rows, W] by digest.
+            width: W.
+        """
+        self._vectors = vectors
+        self._width = width
+        self._parts: Direction = ()
+        self._units = np.empty((1, width))
+
+    def unit_of(self, key: Direction) -> torch.Tensor:
+        """The last vector made orthogonal to those before it and a unit vector, float32 [W].
+
+        Raises:
+            BankError: a vector is missing or of another shape, or nothing of it is left.
+        """
+        alike = 0
+        while alike < min(len(key), len(self._parts)) and key[alike] == self._parts[alike]:
+            alike += 1
+        self._parts = self._parts[:alike]
+        for digest, row in key[alike:]:
+            self._add(digest, row)
+        return torch.from_numpy(self._units[len(key) - 1].astype(np.float32))
+
+    def _add(self, digest: bytes, row: int) -> None:
+        vector = _row(digest, row, self._vectors, self._width).astype(np.float64)
+        count = len(self._parts)
+        before = self._units[:count]
         norm = np.linalg.norm(vector)
         left = vector / norm if norm > 0 else vector
-        for _ in range(2):
-            for unit in basis:
-                left = left - (left @ unit) * unit
+        for _ in range(2 if count else 0):
+            left = left - (before @ left) @ before
         length = np.linalg.norm(left)
         if not length > 1e-6:
             raise BankError(f"vector {digest.hex()} has no direction of its own")
-        basis.append(left / length)
-    return torch.from_numpy(basis[-1].astype(np.float32))
+        if count == len(self._units):
+            self._units = np.concatenate([self._units, np.empty_like(self._units)])
+        self._units[count] = left / length
+        self._parts = (*self._parts, (digest, row))
 
 
 def _row(digest: bytes, row: int, vectors: Vectors, width: int) -> npt.NDArray[np.float32]:

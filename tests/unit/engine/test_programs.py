@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rheostat_engine import Kind
 from rheostat_engine.composition import Direction, Program, Step
 from rheostat_engine.core.programs import Programs
-from rheostat_engine.core.vectors import BankError, unit_of
+from rheostat_engine.core.vectors import BankError, Basis
 
 from .naive import units
 from .strategies import DIGESTS
@@ -197,10 +197,11 @@ def test_directions_are_unit_vectors_orthogonal_to_those_before_or_refused(
     vectors = {A: (np.array(rows, np.float64) * size).astype(np.float32)}
     key: Direction = tuple((A, number) for number in range(len(rows)))
     made: list[np.ndarray] = []
+    basis = Basis(vectors, 5)
     for count in range(1, len(rows) + 1):
         spanned = vectors[A][:count].astype(np.float64)
         try:
-            unit = unit_of(key[:count], vectors, 5).numpy().astype(np.float64)
+            unit = basis.unit_of(key[:count]).numpy().astype(np.float64)
         except BankError:
             scaled = spanned / np.maximum(np.linalg.norm(spanned, axis=1, keepdims=True), 1e-300)
             assert np.linalg.svd(scaled, compute_uv=False).min() < 1e-5
@@ -208,14 +209,52 @@ def test_directions_are_unit_vectors_orthogonal_to_those_before_or_refused(
         assert abs(np.linalg.norm(unit) - 1) < 1e-6
         assert all(abs(unit @ other) < 1e-6 for other in made)
         assert unit @ spanned[-1] > 0
+        alone = Basis(vectors, 5).unit_of(key[:count]).numpy()
+        np.testing.assert_array_equal(unit.astype(np.float32), alone)
         made.append(unit)
+
+
+class Counting(dict[bytes, np.ndarray]):
+    """Vectors that count how often one is looked up."""
+
+    lookups = 0
+
+    def get(self, key, default=None):
+        self.lookups += 1
+        return super().get(key, default)
+
+
+def test_the_directions_of_a_subspace_are_made_orthogonal_once() -> None:
+    rng = np.random.default_rng(0)
+    vectors = Counting({A: rng.normal(size=(16, 32)).astype(np.float32)})
+    parts = [(A, number) for number in range(16)]
+    program = tuple(
+        Step(Kind.PULL, (), tuple(parts[: number + 1]), last=number == 15) for number in range(16)
+    )
+    room = capacity(directions=16, steps=16)
+    programs = Programs(room, width=32, dtype=torch.float32, device=CPU)
+    programs.acquire([program], vectors)
+    assert vectors.lookups == 16
+    assert programs.directions_used == 16
+
+
+def test_a_basis_follows_from_one_subspace_to_another() -> None:
+    rng = np.random.default_rng(1)
+    vectors = {A: rng.normal(size=(6, 32)).astype(np.float32)}
+    basis = Basis(vectors, 32)
+    for rows in ([0], [0, 1, 2], [0, 3], [3], [0, 1, 2, 4, 5], [0, 1]):
+        key = tuple((A, row) for row in rows)
+        made = basis.unit_of(key)
+        np.testing.assert_array_equal(made, Basis(vectors, 32).unit_of(key))
+        expected = units([vectors[A][row].astype(np.float64) for row in rows], orthogonal=True)[-1]
+        np.testing.assert_allclose(made, expected, rtol=0, atol=1e-6)
 
 
 def test_a_direction_of_its_own_may_be_small_beside_the_vector() -> None:
     nearly = VECTORS[A][0] * 3
     nearly[0] *= 1 + 1e-4
     vectors = {A: VECTORS[A][:1], B: nearly[None]}
-    unit = unit_of(((A, 0), (B, 0)), vectors, WIDTH).numpy().astype(np.float64)
+    unit = Basis(vectors, WIDTH).unit_of(((A, 0), (B, 0))).numpy().astype(np.float64)
     first = VECTORS[A][0].astype(np.float64)
     assert abs(unit @ first) / np.linalg.norm(first) < 1e-7
     assert unit @ nearly > 0

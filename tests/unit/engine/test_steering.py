@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from .strategies import (
     EVERYWHERE,
     LIMIT,
     POSITIONS,
+    ROWS,
     SITES,
     VOCABULARY,
     ablate,
@@ -276,6 +278,53 @@ def test_a_table_is_put_together_in_slices(
     worker.steering.remove(1, placed)
     worker.steering.arrangements.release(one)
     worker.steering.take_out([placed])
+    assert worker.held() == NOTHING
+
+
+def subspace(count: int, *sites: int) -> Act:
+    """Takes the span of some vectors out of the stream."""
+    digests = tuple(DIGESTS[number % 3] for number in range(count))
+    rows = tuple((site, tuple(number // 3 for number in range(count))) for site in sites)
+    bands = (Band(0.0, 0.0, 1.0),) * count
+    return Act(Kind.PULL, digests, rows, EVERYWHERE, bands=bands, orthogonal=True)
+
+
+def test_the_directions_of_one_site_are_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrangements, "_ROW_BYTES", 4 * WIDTH * 3)
+    worker, whole = Worker(), Worker()
+    sealed = acts(subspace(2 * ROWS, 1, 4))
+    one = worker.steering.use(sealed)
+    costs = []
+    while one.work is not None:
+        costs.append(worker.steering.arrangements.build(one, 1))
+    assert max(costs) <= 3
+    assert sum(costs) >= sum(1 + before // 4 for before in range(2 * ROWS))
+    worker.steering.place(1, sealed)
+    whole.steering.place(1, sealed)
+    assert worker.held() == whole.held()
+    for part in (worker, whole):
+        part.bank.flush()
+    assert torch.equal(worker.bank.programs.directions, whole.bank.programs.directions)
+
+
+@pytest.mark.parametrize("slices", range(8))
+def test_directions_whose_table_is_let_go_of_early_are_given_back(
+    slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrangements, "_ROW_BYTES", 4 * WIDTH * 3)
+    worker = Worker()
+    one = worker.steering.use(acts(subspace(2 * ROWS, 1)))
+    for _ in range(slices):
+        worker.steering.arrangements.build(one, 1)
+    worker.steering.arrangements.release(one)
+    assert worker.held() == NOTHING
+
+
+def test_directions_that_find_no_room_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrangements, "_ROW_BYTES", 4 * WIDTH * 3)
+    worker = Worker(capacity(directions=2 * ROWS - 1))
+    with pytest.raises(BankError, match="every direction is in use"):
+        worker.steering.place(1, acts(subspace(2 * ROWS, 1)))
     assert worker.held() == NOTHING
 
 

@@ -141,6 +141,19 @@ def test_the_effort_of_acts_counts_every_direction_and_every_variant() -> None:
     assert steering(ruled, other).effort == 4 * 2 * 2 * 3 + GLANCES
 
 
+def test_the_effort_of_a_subspace_counts_the_pairs_that_are_made_orthogonal() -> None:
+    digests = tuple(bytes([number]) * 32 for number in range(64))
+
+    def effort(count: int, *, orthogonal: bool) -> int:
+        pull = replace(ablate(0, 1, digests=digests[:count]), orthogonal=orthogonal)
+        read = 2 * count // 16
+        return steering(pull).effort - read - GLANCES
+
+    assert effort(64, orthogonal=False) == 2 * 64
+    assert effort(64, orthogonal=True) == 2 * sum(1 + before // 4 for before in range(64))
+    assert effort(1, orthogonal=True) == 2
+
+
 def test_the_effort_of_acts_counts_token_ids_once_per_set() -> None:
     def ruled(start: int, ids: int) -> Act:
         where = Condition(((start, start + 1),), tuple(range(ids)), True)
