@@ -203,6 +203,8 @@ def _check(act: Act) -> None:
     problem = ""
     if not act.vectors or any(len(rows) != len(act.vectors) for _, rows in act.rows):
         problem = "rows and vectors don't fit"
+    elif not _ascending([site for site, _ in act.rows]):
+        problem = "its sites are not ascending"
     elif act.kind is Kind.PULL and len(act.bands) != len(act.vectors):
         problem = "bands and vectors don't fit"
     elif act.kind is not Kind.PULL and (len(act.vectors) != 1 or act.bands):

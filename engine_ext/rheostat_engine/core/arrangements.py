@@ -168,12 +168,23 @@ class Arrangements:
                 self._ending = None
 
     def _norms_of(self, table: SteeringTable) -> Norms:
-        """The norms of the vectors that a table uses."""
-        digests = sorted({d for index in table.used for d in table.acts[index].vectors})
-        for digest in digests:
+        """The norms of the vectors that a table uses.
+
+        Raises:
+            BankError: a vector is missing, or one of the rows that are used.
+        """
+        last: dict[bytes, int] = {}
+        for index in table.used:
+            act = table.acts[index]
+            for place, digest in enumerate(act.vectors):
+                most = max(rows[place] for _, rows in act.rows)
+                last[digest] = max(most, last.get(digest, 0))
+        for digest, row in last.items():
             if digest not in self._norms:
                 raise BankError(f"vector {digest.hex()} is not in the worker")
-        return {digest: self._norms[digest] for digest in digests}
+            if row >= len(self._norms[digest]):
+                raise BankError(f"vector {digest.hex()} has no row {row}")
+        return {digest: self._norms[digest] for digest in last}
 
     def _put_together(self, one: Arrangement) -> _Work[None]:
         """Takes all that a table needs."""

@@ -62,6 +62,13 @@ RICH = acts(*MANY)
     [
         (capacity(), add(3, digest=UNKNOWN), f"vector {UNKNOWN.hex()} is not in the worker"),
         (capacity(), add(3, scale=1e39), "the sum of the vectors is not finite in torch.float32"),
+        (capacity(), replace(add(3), rows=((3, (ROWS,)),)), "vector .* has no row 2"),
+        (
+            capacity(),
+            replace(add(3, scale=0.5), rows=((3, (2**31 - 1,)),)),
+            "vector .* has no row 2147483647",
+        ),
+        (capacity(), replace(ablate(3), rows=((3, (ROWS,)),)), "vector .* has no row 2"),
         (capacity(), ablate(3, digests=(ZERO,)), f"vector {ZERO.hex()} has no direction"),
         (capacity(), ablate(3, digests=(A, A)), f"vector {A.hex()} has no direction of its own"),
         (capacity(bank_rows=2), add(3, scale=5.0), "every row of the bank is in use"),
