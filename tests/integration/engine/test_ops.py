@@ -129,3 +129,23 @@ def test_random_steering_does_what_naive_hooks_do_in_hugging_face(
     outcomes = bench.engine.run(BATCH, plans, max_tokens=TOKENS)
     for prompt, plan, outcome in zip(BATCH, plans, outcomes, strict=True):
         _check(bench, prompt, plan, outcome)
+
+
+@pytest.mark.parametrize("kind", [Kind.NORM_ADD, Kind.PULL])
+def test_a_huge_dose_reaches_neither_its_neighbours_nor_who_comes_after(
+    bench: Bench, kind: Kind
+) -> None:
+    """Infinities would become NaN in the KV cache, whose blocks other requests get next."""
+    digest, _ = vector(0)
+    bands = (Band(1e38, 1e38, 1.0),) if kind is Kind.PULL else ()
+    scale = 1.0 if kind is Kind.PULL else 3e38
+    huge = Act(kind, (digest,), ((0, (0,)),), EVERYWHERE, scale, bands)
+    plain = bench.engine.run(BATCH, max_tokens=TOKENS)
+    plans = [None if i % 2 else Plan("", (huge,)) for i in range(len(BATCH))]
+    beside = bench.engine.run(BATCH, plans, max_tokens=TOKENS)
+    after = [bench.engine.run(BATCH, max_tokens=TOKENS) for _ in range(3)]
+    for i, one in enumerate(plain):
+        mates = [beside[i], *(run[i] for run in after)] if i % 2 else [run[i] for run in after]
+        assert all((one.token_ids, one.logprobs) == (m.token_ids, m.logprobs) for m in mates), i
+        assert not np.isnan([*beside[i].logprobs[-1].values()]).any()
+    assert beside[0].logprobs != plain[0].logprobs

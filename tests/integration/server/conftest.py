@@ -62,11 +62,12 @@ def wait_until_serving(target: str, process: subprocess.Popen[bytes], log: Path)
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[Server]:
-    """A server in float32 and eager, so that everything can be compared with Hugging Face's."""
+def serving(folder: Path, *options: str, eager: bool = True) -> Iterator[Server]:
+    """A server in float32, so that everything can be compared with Hugging Face's."""
     log = folder / "log"
     port = free_port()
-    numbers = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    numbers = ["--dtype", "float32", "--max-model-len", "512"]
+    numbers += ["--enforce-eager"] if eager else []
     room = ["--max-num-seqs", "32", "--kv-cache-memory-mib", "128"]
     with log.open("wb") as output:
         process = subprocess.Popen(
