@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rheostat_engine import (
     OPEN_END,
     Act,
+    Band,
     Capture,
     Condition,
     Installed,
@@ -162,7 +163,9 @@ def test_captures_of_a_change_are_not_taken_up() -> None:
 def test_a_request_that_was_changed_too_often_is_told_so() -> None:
     worker = Worker()
     # Acts that hold nowhere cost what it takes to read them.
-    many = (Act(Kind.ADD, DIGESTS[:1], ((0, (0,)),) * 400_000, ()),)
+    directions = 400_000
+    bands = (Band(0.0, 0.0, 1.0),) * directions
+    many = (Act(Kind.PULL, DIGESTS[:1] * directions, ((0, (0,) * directions),), (), bands=bands),)
     worker.install("v", Plan("r", (add(0),)))
     wire = Plan("r", many).to_wire()
     assert worker.runtime.amend("r", wire, 9) == Amended(9, "")
