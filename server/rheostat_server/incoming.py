@@ -9,7 +9,9 @@ The rules:
 * A call counts from its beginning. One call too many is refused unread.
 * A large request takes room in `REQUESTS_BYTES` before it is decoded, until its call ends. So do
   the later messages of a stream, each until the next one comes.
-* Large requests are decoded one at a time, and take at most half of the event loop's time.
+* A message has a limit of fields, which are counted before it is decoded.
+* Large messages, and those of many fields, are walked and decoded by turns. All turns together take
+  at most half of the event loop's time.
 * The first messages of at most `FIRST_READS` calls are on their way at a time, because gRPC keeps
   what has come of each. The call that came last goes first: it is the least likely to be stuck.
 * The first message comes soon, or the call ends: a call that says nothing would hold its place for
@@ -19,8 +21,9 @@ The rules:
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from rheostat_server.errors import (
@@ -33,16 +36,28 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import (
     CONTROL_RPCS,
+    FIELD_BYTES,
     FIRST_MESSAGE_SECONDS,
     FIRST_READ_SECONDS,
     FIRST_READS,
     LARGE_MESSAGE_BYTES,
+    MESSAGE_FIELDS,
     OFFLOAD_BYTES,
     REQUESTS_BYTES,
 )
-from rheostat_server.unknown_fields import unknown_field
+from rheostat_server.unknown_fields import Walk, unknown_field
 
 _RETRY = 1.0
+
+_WALKED_BYTES = 2 << 10
+"""Larger messages are walked before they are decoded. A smaller one has so few fields that
+protobuf takes less than a millisecond for it."""
+
+_FEW_FIELDS = 256
+"""A message of at most so many fields is walked at once, in less than a millisecond."""
+
+_TURN_FIELDS = 2048
+"""Fields that are walked in a turn, which takes 1 to 2 ms."""
 
 Request = TypeVar("Request")
 
@@ -147,7 +162,7 @@ class Calls:
         """Bytes of large requests."""
         self.reads = _Reads(FIRST_READS)
         """Whose turn it is to be read."""
-        self._decoding = asyncio.Lock()
+        self._turns = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -192,7 +207,7 @@ class Calls:
         """
         if self._held + size > REQUESTS_BYTES:
             raise QueueFull(
-                f"the request has {size} bytes; other large requests leave "
+                f"the request takes {size} bytes of memory; other large requests leave "
                 f"{REQUESTS_BYTES - self._held} of {REQUESTS_BYTES}",
                 retry_after=_RETRY,
             )
@@ -202,20 +217,57 @@ class Calls:
         """Ends one `take`."""
         self._held -= size
 
-    async def decoded(self, data: bytes, decode: Callable[[bytes], Request]) -> Request:
-        """Decodes a message; if it is large, with a pause as long as decoding took.
+    async def walked(self, data: bytes, reader: "Reader[Request]") -> Walk | None:
+        """Counts a message's fields before it is decoded; None: it is too small to have many.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+            MessageTooLarge: it has too many fields.
+        """
+        walk = reader.walk(data)
+        if walk is None or reader.advance(walk, _FEW_FIELDS):
+            return walk
+        whole = False
+        while not whole:
+            async with self._turn():
+                whole = reader.advance(walk, _TURN_FIELDS)
+            if walk.fields > MESSAGE_FIELDS:
+                raise MessageTooLarge(
+                    f"the message has more than {MESSAGE_FIELDS} fields, the most that it may have "
+                    f"at all depths together: its first {walk.at} of {len(data)} bytes hold "
+                    f"{walk.fields} (packed numbers are one field)"
+                )
+        return walk
+
+    async def decoded(
+        self, data: bytes, reader: "Reader[Request]", walk: Walk | None = None
+    ) -> Request:
+        """Decodes a message, in a turn if that may take long.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+            UnknownField: the message has a field that this server does not know.
+        """
+        if len(data) <= LARGE_MESSAGE_BYTES and (walk is None or walk.fields <= _FEW_FIELDS):
+            return lean(reader.decoded(data, walk), len(data))
+        async with self._turn():
+            request = reader.decoded(data, walk)
+        async with self._turn():
+            return lean(request, len(data))
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Lasts while a part of one message is worked on, and as long again.
 
         A token needs several iterations of the event loop until it is sent. So one iteration
-        between two large messages is too little.
+        between two turns is too little. Turns go round: a message of few turns does not wait until
+        one of many is done.
         """
-        if len(data) <= LARGE_MESSAGE_BYTES:
-            return decode(data)
-        async with self._decoding:
+        async with self._turns:
             clock = asyncio.get_running_loop().time
             begun = clock()
-            message = decode(data)
+            yield
             await asyncio.sleep(clock() - begun)
-            return message
 
 
 class Incoming:
@@ -225,27 +277,25 @@ class Incoming:
         """None has come; see `Calls.begun`."""
         self._calls = calls
         self._first = self._last = 0
-        """Bytes for which there is room, of the first message and of the one that came last."""
+        """Memory for which there is room, of the first message and of the one that came last."""
 
     def release(self) -> None:
         """Gives back what its messages took."""
         self._calls.give_back(self._first + self._last)
         self._first = self._last = 0
 
-    async def first(
-        self, context: Reads, decode: Callable[[bytes], Request], most: int
-    ) -> Request | None:
+    async def first(self, context: Reads, reader: "Reader[Request]", most: int) -> Request | None:
         """The first message; None: its client has closed its side.
 
         Args:
             context: gRPC's.
-            decode: makes a message of bytes; see `reader`.
+            reader: makes a message of the bytes.
             most: bytes of the largest message.
 
         Raises:
             DeadlinePassed: it did not come soon.
-            InvalidArgument: `decode` refuses it.
-            MessageTooLarge: it is larger than `most`.
+            InvalidArgument: it cannot be decoded, or has a field that this server does not know.
+            MessageTooLarge: it is larger than `most`, or has too many fields.
             QueueFull: there is no room for it.
         """
         async with self._calls.reads.turn():
@@ -253,40 +303,42 @@ class Incoming:
         if not isinstance(data, bytes):
             return None
         self._first = self._taken(data, most)
-        return await self._calls.decoded(data, decode)
+        walk = await self._calls.walked(data, reader)
+        self._first += self._taken_by_fields(walk)
+        return await self._calls.decoded(data, reader, walk)
 
-    async def only(self, context: Reads, decode: Callable[[bytes], Request], most: int) -> Request:
+    async def only(self, context: Reads, reader: "Reader[Request]", most: int) -> Request:
         """The message of a call that has one.
 
         Raises:
             MissingField: there is none.
             RheostatError: as `first`.
         """
-        request = await self.first(context, decode, most)
+        request = await self.first(context, reader, most)
         if request is None:
             raise MissingField("the call ended without a request")
         return request
 
     async def each(
-        self, context: Reads, decode: Callable[[bytes], Request], most: int
+        self, context: Reads, reader: "Reader[Request]", most: int
     ) -> AsyncGenerator[Request, None]:
         """The messages of a stream. Raises as `first`."""
-        message = await self.first(context, decode, most)
+        message = await self.first(context, reader, most)
         while message is not None:
             yield message
             message = None  # this frame must not keep what the handler has let go
-            message = await self._next(context, decode, most)
+            message = await self._next(context, reader, most)
 
-    async def _next(
-        self, context: Reads, decode: Callable[[bytes], Request], most: int
-    ) -> Request | None:
+    async def _next(self, context: Reads, reader: "Reader[Request]", most: int) -> Request | None:
         data = await context.read()
         if not isinstance(data, bytes):
             return None
         self._calls.give_back(self._last)
         self._last = 0
         self._last = self._taken(data, most)
-        return await self._calls.decoded(data, decode)
+        walk = await self._calls.walked(data, reader)
+        self._last += self._taken_by_fields(walk)
+        return await self._calls.decoded(data, reader, walk)
 
     def _taken(self, data: bytes, most: int) -> int:
         """The bytes for which room was taken."""
@@ -300,31 +352,76 @@ class Incoming:
         self._calls.take(size)
         return size
 
+    def _taken_by_fields(self, walk: Walk | None) -> int:
+        """The memory of a message's fields, for which room was taken."""
+        size = 0 if walk is None else walk.fields * FIELD_BYTES
+        if size <= OFFLOAD_BYTES:
+            return 0
+        self._calls.take(size)
+        return size
 
-def reader(decode: Callable[[bytes], Request]) -> Callable[[bytes], Request]:
-    """Makes messages of bytes.
 
-    The function raises InvalidValue if the bytes cannot be read, and UnknownField.
-    """
+class Reader(Generic[Request]):
+    """Makes messages of one type from bytes."""
 
-    def read(data: bytes) -> Request:
-        try:
-            request = decode(data)
-        except DecodeError as error:
-            raise InvalidValue("the request cannot be decoded as a message of this rpc") from error
-        if not isinstance(request, Message):
-            return request
-        path = unknown_field(request, data)
+    def __init__(self, decode: Callable[[bytes], Request]) -> None:
+        """A reader of what `decode` makes: `FromString` of a message type, or any function."""
+        self._decode = decode
+        kind = getattr(decode, "__self__", None)
+        self._descriptor = (
+            cast(Descriptor, kind.DESCRIPTOR)
+            if isinstance(kind, type) and issubclass(kind, Message)
+            else None
+        )
+
+    def walk(self, data: bytes) -> Walk | None:
+        """The walk that comes before decoding; None: the message is too small to need one."""
+        if self._descriptor is None or len(data) <= _WALKED_BYTES:
+            return None
+        return Walk(data, self._descriptor)
+
+    def advance(self, walk: Walk, fields: int) -> bool:
+        """Walks over at most so many more fields; returns whether none is left.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+        """
+        with _undecodable():
+            return walk.advance(fields)
+
+    def decoded(self, data: bytes, walk: Walk | None) -> Request:
+        """The message.
+
+        Args:
+            data: its bytes.
+            walk: the walk over all of it, or None.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+            UnknownField: it has a field that this server does not know.
+        """
+        with _undecodable():
+            request = self._decode(data)
+            if not isinstance(request, Message):
+                return request
+            path = unknown_field(request, data) if walk is None else walk.unknown()
         if path is not None:
             raise UnknownField(
-                f"this server does not know the field {path or 'somewhere in the request'}; "
+                f"this server does not know the field {path}; "
                 "GetModel lists the features that it serves",
                 field=path,
                 metadata={"path": path},
             )
-        return lean(request, len(data))
+        return request
 
-    return read
+
+@contextmanager
+def _undecodable() -> Iterator[None]:
+    """Raises InvalidValue where protobuf, or a walk, cannot decode a message."""
+    try:
+        yield
+    except DecodeError as error:
+        raise InvalidValue("the request cannot be decoded as a message of this rpc") from error
 
 
 def lean(request: Request, size: int) -> Request:

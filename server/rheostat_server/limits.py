@@ -59,6 +59,13 @@ LARGE_MESSAGE_BYTES = 2 << 20
 """Messages of more bytes than this are parsed one at a time, because Python parses on the event
 loop and everything else waits for it. A chunk of an upload has less."""
 
+MESSAGE_FIELDS = 1 << 19
+"""Most fields of a message, at all depths together; packed numbers are one field. 16 captures of
+4096 named readouts have 200,000."""
+
+FIELD_BYTES = 64
+"""Memory of a field of a decoded message beside its bytes, about."""
+
 LARGE_REQUEST_BYTES = 16 << 10
 """Larger requests are checked a few at a time."""
 

@@ -14,7 +14,7 @@ from rheostat_server import checks
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
-from rheostat_server.limits import OBSERVERS_EFFORT, REQUEST_RANGES
+from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_EFFORT, REQUEST_RANGES
 from rheostat_server.offload import offload
 from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
@@ -149,11 +149,16 @@ def check_affordable(spent: int, plan: Plan) -> int:
 def check_ranges(
     steering: steering_pb2.Steering, captures: Sequence[capture_pb2.CaptureSpec] = ()
 ) -> None:
-    """Limits the ranges of all selectors together.
+    """Limits interventions, captures, and the ranges of all selectors together.
+
+    Runs before anything else goes through them, because a message may hold 500,000 captures.
 
     Raises:
-        InvalidValue: there are too many; the path is that of the selector that is too much.
+        InvalidValue: there are too many; the path of ranges is that of the selector that is too
+            much.
     """
+    checks.at_most(len(steering.interventions), INTERVENTIONS, INTERVENTION_PATH, "interventions")
+    checks.at_most(len(captures), CAPTURES, "captures", "captures")
     selectors = [
         (f"{INTERVENTION_PATH}[{index}].where", intervention.where)
         for index, intervention in enumerate(steering.interventions)

@@ -25,7 +25,7 @@ from rheostat_server.errors import (
     NotImplementedHere,
     RheostatError,
 )
-from rheostat_server.incoming import Calls, reader
+from rheostat_server.incoming import Calls, Reader
 from rheostat_server.interruption import Interruption
 from rheostat_server.limits import CONTROL_MESSAGE_BYTES, TENSOR_MESSAGE_BYTES
 from rheostat_server.status import DETAILS_KEY, to_status
@@ -84,7 +84,7 @@ def _wrapped(
     method: str, handler: "grpc.RpcMethodHandler[Request, Response]", calls: Calls
 ) -> "grpc.RpcMethodHandler[Request, Response]":
     """A handler that gets bytes as a stream, whatever its rpc: see `incoming`."""
-    decode = reader(handler.request_deserializer or cast(Callable[[bytes], Request], bytes))
+    reader = Reader(handler.request_deserializer or cast(Callable[[bytes], Request], bytes))
     encode = handler.response_serializer
     control = method.startswith(_CONTROL)
     most = CONTROL_MESSAGE_BYTES if control else TENSOR_MESSAGE_BYTES
@@ -98,9 +98,9 @@ def _wrapped(
         with calls.begun(control=control) as incoming:
             async with _deadline(context):
                 if not handler.request_streaming:
-                    yield await incoming.only(context, decode, most)
+                    yield await incoming.only(context, reader, most)
                     return
-                async with aclosing(incoming.each(context, decode, most)) as messages:
+                async with aclosing(incoming.each(context, reader, most)) as messages:
                     yield cast(Request, messages)
 
     if handler.response_streaming:

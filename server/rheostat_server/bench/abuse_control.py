@@ -181,3 +181,29 @@ def large_message(target: Target, rng: random.Random, size: float) -> Call:
         if len(nested) > 15 * MIB:
             break
     return Call(TOKENIZE, (text + nested,))
+
+
+def tiny_fields(target: Target, rng: random.Random, size: float) -> Call:
+    """A message of nearly 16 MiB that is nothing but fields of a few bytes, 8 million at most."""
+    request = generation_service_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
+    sampled = generation_pb2.Sampling.DESCRIPTOR.fields_by_name
+    steered = steering_pb2.Steering.DESCRIPTOR.fields_by_name
+    which = rng.randrange(6)
+    room = count(size, 15 * MIB)
+    if which == 0:
+        message = _field(request["captures"].number, b"") * (room // 2)
+    elif which == 1:
+        message = _field(request["labels"].number, b"") * (room // 2)
+    elif which == 2:
+        stop = _field(sampled["stop"].number, b"") * (room // 2)
+        message = _field(request["sampling"].number, stop)
+    elif which == 3:
+        one = _field(steered["interventions"].number, _field(1, b""))
+        message = _field(request["steering"].number, one * (room // len(one)))
+    elif which == 4:
+        tokens = (_varint(1 << 3) + b"\x05") * (room // 2)
+        message = _field(request["token_ids"].number, tokens)
+    else:
+        group = _varint(_UNKNOWN << 3 | 3) + _varint(_UNKNOWN << 3 | 4)
+        message = group * (room // len(group))
+    return Call(GENERATE, (message,))

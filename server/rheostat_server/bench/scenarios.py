@@ -59,6 +59,7 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("many calls at once", abuse.many_calls, at_once=256, variants=8),
     Scenario("many connections", abuse.new_connection, at_once=16, variants=1),
     Scenario("unknown fields", abuse_control.unknown_fields, at_once=8, variants=8),
+    Scenario("tiny fields", abuse_control.tiny_fields, at_once=4, variants=8),
     Scenario("labels", abuse.labels, at_once=8, variants=4),
     Scenario("large and deep messages", abuse_control.large_message, at_once=4, variants=6),
     Scenario("malformed messages", abuse_control.malformed, at_once=8, variants=64),

@@ -16,7 +16,7 @@ from rheostat._proto.v1 import (
 )
 from rheostat_server import incoming, upload
 from rheostat_server.errors import DeadlinePassed, QueueFull
-from rheostat_server.incoming import Calls
+from rheostat_server.incoming import Calls, Reader
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend
@@ -61,13 +61,13 @@ async def test_one_call_too_many_is_refused_unread(starter, monkeypatch, begin) 
     running = await starter(ScriptedBackend(hold=asyncio.Event()), maximum_concurrent_rpcs=2)
     calls = await held(running, 2)
     read: list[int] = []
-    decoded = Calls.decoded
+    walked = Calls.walked
 
-    async def counting(self: Calls, data: bytes, decode) -> object:
+    async def counting(self: Calls, data: bytes, reader) -> object:
         read.append(len(data))
-        return await decoded(self, data, decode)
+        return await walked(self, data, reader)
 
-    monkeypatch.setattr(Calls, "decoded", counting)
+    monkeypatch.setattr(Calls, "walked", counting)
     refusal = await refused(begin(running.client))
     assert (refusal.code, refusal.reason, refusal.retry) == (
         Code.RESOURCE_EXHAUSTED,
@@ -196,7 +196,7 @@ async def test_large_messages_are_decoded_in_iterations_of_their_own() -> None:
             await asyncio.sleep(0)
 
     large = [bytes([number]) * (3 << 20) for number in range(3)]
-    await asyncio.gather(tick(), *(calls.decoded(data, decode) for data in large))
+    await asyncio.gather(tick(), *(calls.decoded(data, Reader(decode)) for data in large))
     first, second, third = (order.index(data[:1]) for data in large)
     assert b"t" in order[first:second]
     assert b"t" in order[second:third]
