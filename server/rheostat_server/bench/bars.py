@@ -147,12 +147,12 @@ def _capture(content: Mapping[str, Any]) -> tuple[Panel, ...]:
 def _isolation(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     waits = {
         name: {
-            "longest": Bar(row["longest_ms"], row["p99_ms"] or row["longest_ms"], row["longest_ms"])
+            "longest": Bar(row["longest_gap_ms"], row["p99_ms"], row["longest_gap_ms"]),
         }
         for name, row in content["summary"].items()
     }
     return (
-        Panel("ms, longest wait for a token; whiskers: from p99 on", waits),
+        Panel("ms, longest wait between tokens; whiskers: from p99 on", waits),
         _series("tokens/s", content["summary"], {"tokens_per_s": "neighbour"}),
     )
 

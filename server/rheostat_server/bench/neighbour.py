@@ -43,11 +43,9 @@ class Heard(NamedTuple):
 
     seconds: float
     gaps: tuple[float, ...]
-    """Between two messages with tokens of one generation."""
+    """Between two messages with tokens of one generation. A wait that is open at the end counts."""
     firsts: tuple[float, ...]
-    """From a call to its first token."""
-    open_wait: float
-    """How long the neighbour has waited for a token at the end of the window."""
+    """From a call to its first token; likewise."""
     tokens: int
     generations: int
     """That ended in the window."""
@@ -63,7 +61,7 @@ class Heard(NamedTuple):
     @property
     def longest(self) -> float:
         """The longest wait for a token, that for the first one of a generation included."""
-        return max((*self.gaps, *self.firsts, self.open_wait))
+        return max((*self.gaps, *self.firsts))
 
 
 class _Undisturbed(NamedTuple):
@@ -92,6 +90,7 @@ class Neighbour:
         self._log = _Log()
         self._undisturbed: list[_Undisturbed] = []
         self._waits_since: float | None = None
+        self._waits_for_first = True
         self._ping_since: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -135,7 +134,10 @@ class Neighbour:
     async def heard(self, since: float) -> Heard:
         """What came from `since` until now."""
         now, log = time.monotonic(), self._log
-        waits = 0.0 if self._waits_since is None else now - self._waits_since
+        gaps = [gap for at, gap in log.gaps if at >= since]
+        firsts = [gap for at, gap in log.firsts if at >= since]
+        if self._waits_since is not None:
+            (firsts if self._waits_for_first else gaps).append(now - self._waits_since)
         pings = [took for at, took in log.pings if at >= since]
         if self._ping_since is not None:
             pings.append(now - self._ping_since)
@@ -146,9 +148,8 @@ class Neighbour:
         ends = [end for end in log.ends if end[0] >= since]
         return Heard(
             now - since,
-            tuple(gap for at, gap in log.gaps if at >= since),
-            tuple(gap for at, gap in log.firsts if at >= since),
-            waits,
+            tuple(gaps),
+            tuple(firsts),
             sum(count for at, count in log.tokens if at >= since),
             len(ends),
             sum(not text for _, text, _ in ends),
@@ -190,7 +191,7 @@ class Neighbour:
 
     async def _generation(self, engine: rheostat.aio.Engine, job: Job, prompt: str) -> _Undisturbed:
         self._waits_since = last = time.monotonic()
-        first = True
+        self._waits_for_first = True
         stream = engine.stream(
             prompt, max_tokens=job.tokens, temperature=0, ignore_eos=True, capture=job.capture
         )
@@ -198,10 +199,11 @@ class Neighbour:
             if not isinstance(event, rheostat.Tokens):
                 continue
             now = time.monotonic()
-            (self._log.firsts if first else self._log.gaps).append((now, now - last))
+            waits = self._log.firsts if self._waits_for_first else self._log.gaps
+            waits.append((now, now - last))
             self._log.tokens.append((now, len(event.token_ids)))
             self._waits_since = last = now
-            first = False
+            self._waits_for_first = False
         out = await stream.result()
         return _Undisturbed(tuple(out.token_ids), _rows(out.activations, job.capture))
 

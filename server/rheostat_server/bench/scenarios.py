@@ -7,11 +7,15 @@ A server may refuse any of them; no other client may notice.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from rheostat._proto.v1 import capture_service_pb2, generation_service_pb2
 from rheostat_server.bench import abuse, abuse_captures, abuse_control
 from rheostat_server.bench.abuse import Target
 from rheostat_server.bench.calls import Call
+
+_Make: TypeAlias = Callable[[Target, random.Random, float], Call]
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Scenario:
 
     name: str
     """What the table calls it."""
-    make: Callable[[Target, random.Random, float], Call]
+    make: _Make
     """One call of a given size, above 0 and at most 1."""
     at_once: int = 1
     """How many calls are open at a time."""
@@ -28,25 +32,76 @@ class Scenario:
     """How many different calls are prepared; they are made in turn."""
     pause: float = 0.0
     """Seconds between two calls."""
+    control: str = ""
+    """The name of its control in `CONTROLS`, or its own if it is one; empty: it has none."""
+    seed: str = ""
+    """What its calls are drawn from; empty: its name."""
+
+
+def _plain(make: _Make) -> _Make:
+    """The same prompts. Requests capture and steer nothing. Subscriptions observe no request."""
+
+    def plain(target: Target, rng: random.Random, size: float) -> Call:
+        call = make(target, rng, size)
+        (message,) = call.messages
+        if call.method == abuse.GENERATE:
+            request = generation_service_pb2.GenerateRequest.FromString(message)
+            if request.captures:
+                # No sample reads what it captures from the prefix cache, so each computes the
+                # prompt. One sample of a prompt as long as all of them computes as much.
+                length = len(request.token_ids.ids) * max(1, request.sampling.n)
+                request.token_ids.CopyFrom(abuse.prompt(rng, target, length))
+                request.sampling.ClearField("n")
+            request.ClearField("captures")
+            request.ClearField("steering")
+            return replace(call, messages=(request.SerializeToString(),))
+        opening = capture_service_pb2.SubscribeRequest.FromString(message)
+        opening.open.filter.requests.request_ids.append("nobody")
+        return replace(call, messages=(opening.SerializeToString(),))
+
+    return plain
 
 
 SCENARIOS: Sequence[Scenario] = (
     Scenario("ordinary requests", abuse.ordinary, at_once=4),
     Scenario("64 plain samples", abuse.plain_samples, pause=0.5, variants=1),
     Scenario("fragmented captures", abuse_captures.fragmented, variants=8),
-    Scenario("fragmented steering", abuse.fragmented_steering, variants=4),
+    Scenario(
+        "fragmented steering",
+        abuse.fragmented_steering,
+        variants=4,
+        control="those samples, unsteered",
+    ),
     Scenario("sessions with updates", abuse.session, at_once=2, variants=4),
     Scenario("long stop texts", abuse.stop_texts, variants=3),
     Scenario("long texts to tokenize", abuse.tokenize, at_once=2, variants=6),
-    Scenario("long prompts to generate from", abuse.long_prompt, at_once=2, variants=4),
+    Scenario(
+        "long prompts to generate from",
+        abuse.long_prompt,
+        at_once=2,
+        variants=4,
+        control="long prompts to generate from",
+    ),
     Scenario("expensive subscriptions", abuse_captures.expensive_subscription, 2, 2),
     Scenario("fragmented subscriptions", abuse_captures.fragmented_subscription, 2, 4),
-    Scenario("observers that join late", abuse_captures.late_observer, at_once=6, variants=16),
+    Scenario(
+        "observers that join late",
+        abuse_captures.late_observer,
+        at_once=6,
+        variants=16,
+        control="their prompts, uncaptured",
+    ),
     Scenario("a tag for each request", abuse_captures.new_tag, at_once=4, variants=2000),
     Scenario("sink collisions", abuse_captures.sink_collision, at_once=4, variants=64),
     Scenario("log-probabilities unread", abuse.unread_logprobs, variants=2),
     Scenario("inline rows unread", abuse_captures.unread_rows, at_once=4, variants=8),
-    Scenario("subscriptions unread", abuse_captures.unread_subscription, at_once=4, variants=8),
+    Scenario(
+        "subscriptions unread",
+        abuse_captures.unread_subscription,
+        at_once=4,
+        variants=8,
+        control="as many prompt tokens, uncaptured",
+    ),
     Scenario("GetStats storm", abuse_control.stats, at_once=16, variants=1),
     Scenario("GetModel storm", abuse_control.model, at_once=16, variants=1),
     Scenario("Explain storm", abuse.explain, at_once=8, variants=4),
@@ -70,13 +125,33 @@ SCENARIOS: Sequence[Scenario] = (
 """Every way that is tried."""
 
 
+_CONTROL_VARIANTS = 4
+"""How many times more calls a control has, so that its prompts have left the prefix cache when they
+come again."""
+
+CONTROLS: Sequence[Scenario] = tuple(
+    replace(
+        one,
+        name=one.control,
+        make=_plain(one.make),
+        variants=_CONTROL_VARIANTS * one.variants,
+        seed=one.name,
+    )
+    for one in SCENARIOS
+    if one.control not in ("", one.name)
+)
+"""The prompts of some scenarios alone. vLLM computes prompts in the order in which they came, so a
+first token waits for them whatever else a request asks for. Nothing else of a scenario may make it
+wait longer."""
+
+
 def prepared(name: str, target: Target, seed: int, size: float = 1.0) -> list[Call]:
-    """The calls of the scenario with a name, serialized, the largest first.
+    """The calls of the scenario or control with a name, serialized, the largest first.
 
     Raises:
-        KeyError: there is no such scenario.
+        KeyError: there is neither.
     """
-    one = {scenario.name: scenario for scenario in SCENARIOS}[name]
-    rng = random.Random(f"{name} {seed}")
+    one = {scenario.name: scenario for scenario in (*SCENARIOS, *CONTROLS)}[name]
+    rng = random.Random(f"{one.seed or name} {seed}")
     calls = [one.make(target, rng, size) for _ in range(one.variants)]
     return sorted(calls, key=lambda call: call.nbytes, reverse=True)

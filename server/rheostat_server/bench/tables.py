@@ -88,8 +88,9 @@ def _prefix_cache(found: PrefixCache) -> str:
 def _isolation(summary: Figures, before: Figures) -> str:
     """Waits and memory by scenario, with those of an earlier version where they are known."""
     columns = {
-        "longest wait, ms": ("longest_ms", ".0f"),
+        "longest wait between tokens, ms": ("longest_gap_ms", ".0f"),
         "p99, ms": ("p99_ms", ".0f"),
+        "for a first token, ms": ("first_token_longest_ms", ".0f"),
         "tokens/s": ("tokens_per_s", ".0f"),
         "MiB more": ("memory_growth_mib", ".0f"),
     }
@@ -108,7 +109,7 @@ def _isolation(summary: Figures, before: Figures) -> str:
 
 
 def _waited(row: Mapping[str, float], key: str, form: str) -> str:
-    dead = row["died"] and key == "longest_ms"
+    dead = row["died"] and key == "longest_gap_ms"
     return "the server died" if dead else format(row[key], form)
 
 

@@ -14,12 +14,12 @@ from types import ModuleType
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import generation_service_pb2
+from rheostat._proto.v1 import capture_service_pb2, generation_service_pb2
 from rheostat_server.bench import isolation, soak
-from rheostat_server.bench.abuse import Target
+from rheostat_server.bench.abuse import GENERATE, Target
 from rheostat_server.bench.calls import HUNG_UP, Call, Caller, Outcome, connect, expected, make
 from rheostat_server.bench.neighbour import Heard, Job, Neighbour
-from rheostat_server.bench.scenarios import SCENARIOS, Scenario, prepared
+from rheostat_server.bench.scenarios import CONTROLS, SCENARIOS, Scenario, prepared
 from rheostat_server.bench.served_process import Handles, faults, handles, memory_of, write_model
 from rheostat_server.bench.soak import MORE_HANDLES, Soaked, mixture
 from rheostat_server.bench.summaries import percentile
@@ -31,7 +31,7 @@ from .messages import request
 TARGET = Target(layers=3, width=4, vocabulary=128, context=64, sink="disk")
 SMALL = 0.001
 JOB = Job(("abc", "b"), 5, rheostat.Capture("resid_post", layers=1))
-HEARD = Heard(2.0, (0.04, 0.3), (0.1,), 0.0, 100, 4, 0, 0, {}, (0.002,))
+HEARD = Heard(2.0, (0.04, 0.3), (0.1,), 100, 4, 0, 0, {}, (0.002,))
 OUTCOME = Outcome(8, 1 << 20, {"OK": 7, "INTERNAL": 1}, {"INTERNAL": "a defect"}, 2.0, 0.5)
 
 
@@ -157,7 +157,7 @@ async def test_a_wait_that_has_not_ended_counts(running: Running) -> None:
     since = await neighbour.now()
     await asyncio.sleep(0.3)
     heard = await neighbour.heard(since)
-    assert not heard.gaps
+    assert len((*heard.gaps, *heard.firsts)) == 1
     assert heard.longest >= 0.3
     await neighbour.close()
 
@@ -171,19 +171,60 @@ def test_the_table_has_the_waits_and_what_was_broken() -> None:
     slow = turn()
     quick = turn(heard=HEARD._replace(gaps=(0.04, 0.05)))
     lossy = turn(heard=HEARD._replace(gaps=(0.04,), failures={"DATA_LOSS": 2}))
-    table = isolation.summary({isolation.BUSY: slow, "a": slow, "b": quick, "c": lossy})
-    assert table["a"]["longest_gap_ms"] == pytest.approx(300)
-    assert table["a"]["longest_ms"] == pytest.approx(300)
-    assert table["a"]["tokens_per_s"] == 50
-    assert table["a"]["calls_per_s"] == 4
-    assert table["a"]["caller_cpu"] == 0.25
+    a, b, c = (scenario.name for scenario in SCENARIOS[:3])
+    table = isolation.summary({isolation.BUSY: slow, a: slow, b: quick, c: lossy})
+    assert table[a]["longest_gap_ms"] == pytest.approx(300)
+    assert table[a]["longest_ms"] == pytest.approx(300)
+    assert table[a]["tokens_per_s"] == 50
+    assert table[a]["calls_per_s"] == 4
+    assert table[a]["caller_cpu"] == 0.25
     assert isolation.misses(table) == [
-        "a: 300 ms for a token",
-        "a: unexpected 1",
-        "b: unexpected 1",
-        "c: failed 2",
-        "c: unexpected 1",
+        f"{a}: 300 ms between tokens",
+        f"{a}: unexpected 1",
+        f"{b}: unexpected 1",
+        f"{c}: failed 2",
+        f"{c}: unexpected 1",
     ]
+
+
+def test_a_first_token_may_wait_as_long_as_beside_the_same_prompts_alone() -> None:
+    scenario = next(one for one in SCENARIOS if one.control in {two.name for two in CONTROLS})
+    sound = turn(outcome=OUTCOME._replace(endings={"OK": 8}))
+
+    def first(seconds: float) -> isolation.Turn:
+        return sound._replace(heard=HEARD._replace(gaps=(0.04,), firsts=(seconds,)))
+
+    def missed(**turns: float) -> list[str]:
+        names = {"control": scenario.control, "scenario": scenario.name}
+        turned = {names[name]: first(seconds) for name, seconds in turns.items()}
+        return isolation.misses(isolation.summary(turned))
+
+    assert missed(scenario=0.2) == []
+    assert missed(scenario=1.1) == [f"{scenario.name}: 1100 ms for a first token"]
+    assert missed(control=1.0, scenario=1.1) == []
+    assert missed(control=1.0, scenario=1.4) == [f"{scenario.name}: 1400 ms for a first token"]
+    assert missed(control=0.01, scenario=0.2) == []
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda one: one.name)
+def test_a_control_sends_as_many_prompt_tokens_and_nothing_else(control: Scenario) -> None:
+    scenario = next(one for one in SCENARIOS if one.control == control.name)
+    calls = [scenario.make(TARGET, random.Random(seed), 0.5) for seed in range(8)]
+    alone = [control.make(TARGET, random.Random(seed), 0.5) for seed in range(8)]
+    assert [one.method for one in alone] == [one.method for one in calls]
+    for plain, call in zip(alone, calls, strict=True):
+        (message,), (original,) = plain.messages, call.messages
+        if plain.method == GENERATE:
+            kind = generation_service_pb2.GenerateRequest
+            request, full = kind.FromString(message), kind.FromString(original)
+            assert not request.captures
+            assert not request.steering.interventions
+            samples = [max(1, one.sampling.n) for one in (request, full)]
+            prompts = [len(one.token_ids.ids) for one in (request, full)]
+            assert prompts[0] * samples[0] == prompts[1] * samples[1]
+        else:
+            opened = capture_service_pb2.SubscribeRequest.FromString(message).open
+            assert opened.filter.WhichOneof("kind") == "requests"
 
 
 def test_a_soak_reports_everything_that_is_wrong() -> None:
