@@ -26,6 +26,10 @@ LOOKAHEAD_BYTES = 256 << 10
 FIRST_READ_SECONDS = 2.0
 """Seconds that a first message may take while other calls wait to be read."""
 
+STATUS_SECONDS = 10.0
+"""Seconds for which a call that has failed keeps its place while its client does not read the
+status."""
+
 UPLOAD_GRACE_SECONDS = 10.0
 """Seconds that an upload may be late. It is late when fewer bytes have come than
 `UPLOAD_BYTES_PER_SECOND` asks for."""

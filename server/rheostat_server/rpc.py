@@ -11,7 +11,14 @@ import inspect
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+)
+from functools import partial
 from typing import NoReturn, TypeVar, cast
 
 import grpc
@@ -25,9 +32,9 @@ from rheostat_server.errors import (
     NotImplementedHere,
     RheostatError,
 )
-from rheostat_server.incoming import Calls, Reader
+from rheostat_server.incoming import Calls, Incoming, Reader
 from rheostat_server.interruption import Interruption
-from rheostat_server.limits import CONTROL_MESSAGE_BYTES, TENSOR_MESSAGE_BYTES
+from rheostat_server.limits import CONTROL_MESSAGE_BYTES, STATUS_SECONDS, TENSOR_MESSAGE_BYTES
 from rheostat_server.status import DETAILS_KEY, to_status
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +61,10 @@ Context = grpc.aio.ServicerContext[Message, Message]
 AnyContext = grpc.aio.ServicerContext[Request, Response]
 Unary = Callable[[Request, AnyContext[Request, Response]], Awaitable[Response]]
 Stream = Callable[[Request, AnyContext[Request, Response]], AsyncGenerator[Response, None]]
-Begun = Callable[[AnyContext[Request, Response]], AbstractAsyncContextManager[Request]]
+Begun = Callable[[AnyContext[Request, Response], Incoming], AbstractAsyncContextManager[Request]]
+
+Place = Callable[[], AbstractContextManager[Incoming]]
+"""Counts a call."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -93,49 +103,63 @@ def _wrapped(
     )
 
     @asynccontextmanager
-    async def begun(context: AnyContext[Request, Response]) -> AsyncIterator[Request]:
+    async def begun(
+        context: AnyContext[Request, Response], incoming: Incoming
+    ) -> AsyncIterator[Request]:
         """What the behaviour gets: the message, or an iterator of messages."""
-        with calls.begun(control=control) as incoming:
+        try:
             async with _deadline(context):
                 if not handler.request_streaming:
                     yield await incoming.only(context, reader, most)
                     return
                 async with aclosing(incoming.each(context, reader, most)) as messages:
                     yield cast(Request, messages)
+        finally:
+            incoming.release()
 
+    place = partial(calls.begun, control=control)
     if handler.response_streaming:
-        many = _stream(method, cast(Stream[Request, Response], behaviour), begun)
+        many = _stream(method, cast(Stream[Request, Response], behaviour), begun, place)
         return grpc.stream_stream_rpc_method_handler(many, None, encode)
-    one = _unary(method, cast(Unary[Request, Response], behaviour), begun)
+    one = _unary(method, cast(Unary[Request, Response], behaviour), begun, place)
     return grpc.stream_unary_rpc_method_handler(one, None, encode)
 
 
 def _unary(
-    method: str, behaviour: Unary[Request, Response], begun: Begun[Request, Response]
+    method: str,
+    behaviour: Unary[Request, Response],
+    begun: Begun[Request, Response],
+    place: Place,
 ) -> Callable[[object, AnyContext[Request, Response]], Awaitable[Response]]:
-    async def answer(context: AnyContext[Request, Response]) -> Response:
-        _check_served(method, inspect.iscoroutinefunction(behaviour))
-        async with begun(context) as request:
+    async def answer(context: AnyContext[Request, Response], incoming: Incoming) -> Response:
+        async with begun(context, incoming) as request:
             return await behaviour(request, context)
 
     async def handle(_: object, context: AnyContext[Request, Response]) -> Response:
-        try:
-            return await answer(context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # the boundary: whatever it is, the wire gets a status
-            status = _status(method, error)
-        return await _abort(context, status)
+        with ExitStack() as held:  # a call keeps its place while its status is on its way
+            try:
+                _check_served(method, inspect.iscoroutinefunction(behaviour))
+                return await answer(context, held.enter_context(place()))
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # the boundary: whatever it is, the wire gets a status
+                status = _status(method, error)
+            return await _abort(context, status)
 
     return handle
 
 
 def _stream(
-    method: str, behaviour: Stream[Request, Response], begun: Begun[Request, Response]
+    method: str,
+    behaviour: Stream[Request, Response],
+    begun: Begun[Request, Response],
+    place: Place,
 ) -> Callable[[object, AnyContext[Request, Response]], Awaitable[None]]:
-    async def answer(context: AnyContext[Request, Response]) -> None:
-        _check_served(method, inspect.isasyncgenfunction(behaviour))
-        async with begun(context) as request, aclosing(behaviour(request, context)) as messages:
+    async def answer(context: AnyContext[Request, Response], incoming: Incoming) -> None:
+        async with (
+            begun(context, incoming) as request,
+            aclosing(behaviour(request, context)) as messages,
+        ):
             interruption = Interruption()
             begun_writing = False
             async for message in messages:
@@ -148,14 +172,16 @@ def _stream(
                     await _sent(context.write(message))
 
     async def handle(_: object, context: AnyContext[Request, Response]) -> None:
-        try:
-            await answer(context)
-            return
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # the boundary: whatever it is, the wire gets a status
-            status = _status(method, error)
-        await _abort(context, status)
+        with ExitStack() as held:  # a call keeps its place while its status is on its way
+            try:
+                _check_served(method, inspect.isasyncgenfunction(behaviour))
+                await answer(context, held.enter_context(place()))
+                return
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # the boundary: whatever it is, the wire gets a status
+                status = _status(method, error)
+            await _abort(context, status)
 
     return handle
 
@@ -214,10 +240,21 @@ async def _abort(context: AnyContext[Request, Response], status: status_pb2.Stat
 
     Called by a frame that holds no request, and never while an exception is handled. gRPC keeps
     what `abort` raises, with its frames and its context, until a garbage collection.
+
+    A client that reads nothing is not waited for longer than `STATUS_SECONDS`. It still gets the
+    status when it reads, because gRPC keeps that.
+
+    Raises:
+        CancelledError: the client has gone, or does not read.
     """
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     details = ((DETAILS_KEY, status.SerializeToString()),)
-    await _sent(context.abort(code, status.message, trailing_metadata=details))
+    sending = context.abort(code, status.message, trailing_metadata=details)
+    try:
+        async with asyncio.timeout(STATUS_SECONDS):
+            await _sent(sending)
+    except TimeoutError:
+        raise asyncio.CancelledError from None
     raise AssertionError("gRPC's abort always raises")
 
 

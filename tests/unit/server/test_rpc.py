@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from rheostat_server import rpc
 from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.incoming import Calls
 from rheostat_server.interruption import interrupter
@@ -178,6 +179,28 @@ async def test_a_call_whose_client_does_not_read_can_be_ended_with_an_error(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest(call)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.details() == "too slow"
+
+
+async def test_a_failed_call_whose_client_does_not_read_keeps_its_place_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc, "STATUS_SECONDS", 0.5)
+    handler, calls = Interrupted(1, 10_000_000), Calls(1)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    async with (
+        serving(handler, calls) as target,
+        grpc.aio.insecure_channel(target, options=options) as channel,
+        asyncio.timeout(30),
+    ):
+        unread = channel.unary_stream(METHOD)(b"")
+        await handler.left.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(channel.unary_stream(METHOD)(b""))
+        assert "1 calls run" in caught.value.details()
+        await calls.until_none()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(unread)
         assert caught.value.details() == "too slow"
 
 
