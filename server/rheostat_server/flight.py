@@ -258,9 +258,13 @@ class Flight:
         self._close_outlets()
 
     def _close_outlets(self) -> None:
-        """Closes the outlets once everything that can fill them has ended by itself."""
+        """Closes the outlets once everything that can fill them has ended, or was stopped.
+
+        A request that has failed does not wait for its reader to do so, because its sinks would
+        hold rows, files and threads for as long.
+        """
         lives = [life for life in self.lives if life.role is not Role.SCORE]
-        if all(life.ended and life.released.is_set() for life in lives):
+        if all((life.ended or self.failed) and life.released.is_set() for life in lives):
             self.close_outlets()
 
     def _reasons(self) -> list[types_pb2.FinishReason.ValueType]:

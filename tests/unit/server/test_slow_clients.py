@@ -18,12 +18,15 @@ from rheostat_server.admission import admit
 from rheostat_server.errors import Defect
 from rheostat_server.generation import run
 from rheostat_server.host import Delta, Job
+from rheostat_server.sinks import registry
 
 from .conftest import Refusal, narrow, rest
 from .fakes import INFO, VOCABULARY, Paced, ScriptedBackend, sites_with
 from .messages import add, capture, request, site_set
+from .sink_plugins import Plugin
 from .streams import captured, kinds, peak, settled, tokens, until
 from .subscribers import POST
+from .test_outlets import Slow
 
 KIB = 1 << 10
 UNCOUNTED = 64 * KIB
@@ -297,6 +300,23 @@ async def test_what_a_failed_request_held_is_free_though_nobody_reads(starter) -
         await until(lambda: flight.lives[0].released.is_set())
         other = request(steer=[add(scale=2.0)], when_full=generation_service_pb2.WHEN_FULL_REFUSE)
         assert kinds(await running.client.generate(other))[-1] == "receipt"
+        assert (await refusal_of(unread)).message == "it fails"
+    assert (await settled(running)).leaked_count == 0
+
+
+async def test_sinks_of_a_failed_request_end_though_nobody_reads(starter, monkeypatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [Plugin(Slow)])
+    running = await starter(engine(), sinks=("slow=theirs",))
+    to_sink = capture(site_set(POST, layers=[0]), sink=capture_pb2.SinkTarget(sink_name="slow"))
+    async with narrow(running) as client:
+        unread = client.generation.Generate(
+            wish(4000, logprobs=5, captures=[to_sink], request_id="a")
+        )
+        await unread.read()
+        flight = running.host._flights["a"]
+        await until(lambda: flight.queue.held > UNCOUNTED and "write" in Slow.made.calls)
+        flight.fail(Defect("it fails"))
+        await until(lambda: "finish" in Slow.made.calls)
         assert (await refusal_of(unread)).message == "it fails"
     assert (await settled(running)).leaked_count == 0
 
