@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 from rheostat._proto.v1 import capture_service_pb2
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Superseded
+from rheostat_server.interruption import interrupter
 from rheostat_server.subscriptions.messages import Response
 from rheostat_server.subscriptions.registry import Subscriptions, gone_with_its_server
 from rheostat_server.subscriptions.subscription import Subscription
@@ -63,7 +64,8 @@ async def subscribe(
         if not wish.HasField("resume"):
             await attach(subscription)
         hearing = asyncio.create_task(_hear(messages, subscription, call, left))
-        async with aclosing(subscription.messages(call, wish.credit_bytes)) as responses:
+        responding = subscription.messages(call, wish.credit_bytes, interrupter())
+        async with aclosing(responding) as responses:
             async for response in responses:
                 known = True
                 yield response

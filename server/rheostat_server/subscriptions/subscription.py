@@ -43,9 +43,15 @@ _NO_ROOM = (
     "raise the server's --capture-mib"
 )
 
+_SUPERSEDED = "another call resumed this subscription"
+
 _UNREAD = 16 << 20
 """Bytes beside the buffer that requests may take that have ended and were not read to their end; or
 as many as the buffer, if that is larger."""
+
+
+def _ignore(_: RheostatError) -> None:
+    """Interrupts nothing."""
 
 
 class Subscription:
@@ -100,6 +106,8 @@ class Subscription:
         self._replay = Replay()
         self._call: object | None = None
         self._interruption: RheostatError | None = None
+        self._interrupt_write: Callable[[RheostatError], None] = _ignore
+        """Ends the call at once if its client does not read."""
         self._credit = Credit()
         self._closing = False
         self._reason: RheostatError | None = None
@@ -258,21 +266,30 @@ class Subscription:
             self._upcoming.clear()
             self.reservoir.close()
             self.reservoir.news.set()
+            self._interrupt_write(error)
             self._on_failed(self)
             self.on_left()
 
-    async def messages(self, call: object, credit: int) -> AsyncGenerator[Response, None]:
+    async def messages(
+        self,
+        call: object,
+        credit: int,
+        interrupt_write: Callable[[RheostatError], None] = _ignore,
+    ) -> AsyncGenerator[Response, None]:
         """What a call sends, from what is first unacknowledged on.
 
         Args:
             call: identifies it; a later call ends an older one.
             credit: bytes of payload that may be sent at once.
+            interrupt_write: ends the call with an error while it waits for its client to read.
 
         Raises:
             Superseded: another call has taken over.
             RheostatError: the subscription has failed, or was closed with this error.
         """
+        interrupt_older, self._interrupt_write = self._interrupt_write, interrupt_write
         self._call, self._interruption = call, None
+        interrupt_older(Superseded(_SUPERSEDED))
         self._credit.begin(credit)
         self.reservoir.news.set()
         opened = _pb.SubscribeOpened(
@@ -311,10 +328,11 @@ class Subscription:
         """A call has ended."""
         if self._call is call:
             self._call = None
+            self._interrupt_write = _ignore
 
     def _check(self, call: object) -> None:
         if self._call is not call:
-            raise Superseded("another call resumed this subscription")
+            raise Superseded(_SUPERSEDED)
         if self._interruption is not None:
             raise self._interruption
         if self.failure is not None:

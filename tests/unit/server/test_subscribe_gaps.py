@@ -1,11 +1,18 @@
 """What piles up behind a reader, what begins while one is answered, what a slow sink may keep."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, generation_service_pb2, types_pb2
+from rheostat._proto.v1 import (
+    capture_pb2,
+    capture_service_pb2,
+    generation_service_pb2,
+    types_pb2,
+)
+from rheostat_server import rpc
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.spool import Spool
 from rheostat_server.errors import CaptureOverflow, Defect
@@ -13,8 +20,8 @@ from rheostat_server.subscriptions import subscription as module
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 
-from .conftest import rest
-from .fakes import sites_with
+from .conftest import Refusal, narrow, rest
+from .fakes import INFO, Paced, sites_with
 from .messages import capture, request, site_set
 from .streams import settled, until
 from .subscribers import (
@@ -22,6 +29,7 @@ from .subscribers import (
     POST,
     Subscriber,
     opening,
+    resuming,
     sampled,
     wanted,
 )
@@ -140,3 +148,40 @@ async def test_a_slow_sink_keeps_no_room_of_the_engine(starter, monkeypatch, lea
     if not leaves:
         assert (await rest(call))[-1].HasField("receipt")
     assert (await settled(running)).leaked_count == 0
+
+
+@pytest.mark.parametrize("how", ["resumed", "failed"])
+async def test_a_call_whose_client_does_not_read_gives_its_place_back(
+    starter, monkeypatch, how
+) -> None:
+    monkeypatch.setattr(rpc, "STATUS_SECONDS", 0.1)
+    running = await starter(
+        Paced(info=replace(INFO, model_tokens=8192), sites=sites_with(capture_rows=1 << 20)),
+        maximum_concurrent_rpcs=2,
+    )
+    async with narrow(running) as client:
+        unread = client.capture.Subscribe()
+        size = 8 << 20 if how == "resumed" else 64 << 10
+        wish = opening(EVERY, [wanted(0, 1, 2)], buffer_bytes=size)
+        await unread.write(capture_service_pb2.SubscribeRequest(open=wish))
+        name = (await unread.read()).opened.subscription_id
+        await running.client.generate(request(sampling=sampled(2000, 4)))
+        await asyncio.sleep(0.3)  # until the call has filled its connection
+        again = resuming(name) if how == "resumed" else opening(EVERY, [wanted()])
+        await Subscriber.open(running, again)
+        async with asyncio.timeout(10):
+            while await generated(running) == "REASON_QUEUE_FULL":
+                await asyncio.sleep(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(unread)
+        expected = "REASON_SUPERSEDED" if how == "resumed" else "REASON_CAPTURE_OVERFLOW"
+        assert Refusal.of(caught.value).reason == expected
+
+
+async def generated(running) -> str:
+    """Why a request was refused; empty: it was not."""
+    try:
+        await running.client.generate(request())
+    except grpc.aio.AioRpcError as error:
+        return Refusal.of(error).reason
+    return ""
