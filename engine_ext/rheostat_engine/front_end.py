@@ -7,10 +7,15 @@ if TYPE_CHECKING:
 
 
 def prepare_front_end() -> None:
-    """Keeps vLLM from decoding log-probabilities on the event loop; see `adapters.logprobs`."""
+    """Keeps vLLM from decoding log-probabilities and whole prompts on the event loop.
+
+    See `adapters.logprobs` and `adapters.detokenizer`.
+    """
+    from rheostat_engine.adapters.detokenizer import decode_last_tokens
     from rheostat_engine.adapters.logprobs import leave_logprobs_undecoded
 
     leave_logprobs_undecoded()
+    decode_last_tokens()
 
 
 async def stop_front_end(llm: "OutputReader") -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 
 from rheostat._proto.v1 import generation_service_pb2, types_pb2
@@ -9,6 +10,7 @@ from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
 from rheostat_server.admission import Admitted
 from rheostat_server.capture.stream import add_runs
 from rheostat_server.engine import EngineHost
+from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.offload import offload
 from rheostat_server.planning import plan_work, selection_work
 from rheostat_server.selection import Selection
@@ -24,14 +26,15 @@ _SITE_BYTES = 128
 
 
 async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb2.ExplainResponse:
-    """Explains a request.
+    """Explains a request. Large requests wait for each other; see `LARGE_REQUESTS`.
 
     Raises:
         ResourceExhausted: it could never run.
     """
     plan = replace(admitted.plan, epoch=host.epoch)
     work = plan_work(plan) + explain_work(admitted)
-    answer = await offload(work, _explain, admitted, plan)
+    async with host.desk.large if work > OFFLOAD_BYTES else nullcontext():
+        answer = await offload(work, _explain, admitted, plan)
     answer.new_bank_row_count = host.new_bank_row_count(admitted)
     return answer
 

@@ -9,10 +9,12 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, output_processor
+from vllm.v1.engine import detokenizer as vllm_detokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
+from rheostat_engine.adapters.detokenizer import LastTokensDetokenizer
 from rheostat_engine.front_end import prepare_front_end
 from rheostat_server.vllm_engine import DEMO_MODEL
 
@@ -23,9 +25,12 @@ RELIES = "rheostat_engine.adapters.logprobs relies on it"
 def _prepared() -> Iterator[None]:
     stock = output_processor.LogprobsProcessor
     assert stock is LogprobsProcessor, RELIES
+    decoder = vllm_detokenizer.FastIncrementalDetokenizer
     prepare_front_end()
+    assert vllm_detokenizer.FastIncrementalDetokenizer is LastTokensDetokenizer
     yield
     output_processor.LogprobsProcessor = stock
+    vllm_detokenizer.FastIncrementalDetokenizer = decoder
 
 
 class Counting:

@@ -1,6 +1,7 @@
 """Explain: what a request would do, before it does it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -12,10 +13,12 @@ from rheostat._proto.v1 import (
     types_pb2,
 )
 from rheostat_engine import OPEN_END, Act, Condition, Installed, Kind, Plan, Spans
+from rheostat_server import explain
 from rheostat_server.explain import cache_keys
+from rheostat_server.limits import LARGE_REQUESTS
 
 from .conftest import rest
-from .fakes import ScriptedBackend
+from .fakes import INFO, ScriptedBackend
 from .messages import (
     FIRST,
     GENERATED,
@@ -25,6 +28,7 @@ from .messages import (
     band,
     capture,
     clamp,
+    generated,
     norm_add,
     request,
     scaled,
@@ -197,3 +201,27 @@ def test_nothing_is_shared_where_a_plan_says_so() -> None:
     for start in (0, 5):
         (key,) = cache_keys(Plan("r", private_from=start))
         assert key == pb.CacheKey(position=start, private=True)
+
+
+async def test_few_large_requests_are_explained_at_a_time(starter, monkeypatch) -> None:
+    """Each occupies a thread, and the event loop waits whenever it needs Python's lock."""
+    most = now = 0
+
+    async def watched(size: int, work, *args: object):
+        nonlocal most, now
+        if work is not explain._explain:
+            return work(*args)
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.1)  # meanwhile all have come
+        now -= 1
+        return work(*args)
+
+    monkeypatch.setattr(explain, "offload", watched)
+    running = await starter(ScriptedBackend(info=replace(INFO, model_tokens=4096)))
+    windows = (generated(2 * i, 2 * i + 1) for i in range(200))
+    steer = [add(where=selector(*windows))]
+    sampling = generation_pb2.Sampling(max_tokens=1000)
+    wishes = (explained(running, steer=steer, sampling=sampling) for _ in range(6))
+    await asyncio.gather(*wishes)
+    assert most == LARGE_REQUESTS

@@ -1,0 +1,44 @@
+"""Text of generated tokens without decoding all of the prompt, in the process that reads answers.
+
+vLLM gives the prompt to the stream that decodes a sample's tokens. The stream's first step decodes
+all of the prompt, on the event loop: 5 ms for 16,000 tokens. If the prompt is cached, all samples
+of a request get their first token in the same step. Then 64 samples stop every stream for 0.4
+seconds.
+
+The prompt only tells the stream whether the text goes on: whether a space at its beginning counts,
+and whether bytes complete a character. So the stream gets the prompt's last tokens, and more of
+them if these have no text.
+"""
+
+from copy import copy
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import detokenizer as vllm_detokenizer
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+_NAME = "FastIncrementalDetokenizer"
+
+_LAST_TOKENS = 64
+"""Tokens of the prompt that are decoded; of a character at most four."""
+
+
+class LastTokensDetokenizer(FastIncrementalDetokenizer):
+    """Decodes generated tokens after the last tokens of their prompt."""
+
+    def __init__(self, tokenizer: Any, request: EngineCoreRequest) -> None:  # vLLM's own
+        """A detokenizer of a request that has generated nothing."""
+        prompt, params = request.prompt_token_ids, request.sampling_params
+        if prompt is not None and params is not None:
+            skip = params.skip_special_tokens
+            count = _LAST_TOKENS
+            while count < len(prompt) and not tokenizer.decode(prompt[-count:], skip):
+                count *= 2
+            request = copy(request)
+            request.prompt_token_ids = prompt[-count:]
+        super().__init__(tokenizer, request)
+
+
+def decode_last_tokens() -> None:
+    """Makes the engines of this process decode only the last tokens of prompts."""
+    setattr(vllm_detokenizer, _NAME, LastTokensDetokenizer)
