@@ -130,7 +130,8 @@ def _content(act: Act) -> bytes:
         *act.vectors,
         *(struct.pack("<ddd", *band) for band in act.bands),
         struct.pack("<q", len(act.rows)),
-        *(struct.pack(f"<{1 + len(rows)}q", site, *rows) for site, rows in act.rows),
+        act.site_rows.sites.tobytes(),
+        act.site_rows.rows.tobytes(),
     ]
     return b"".join(parts)
 

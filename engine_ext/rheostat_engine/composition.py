@@ -9,10 +9,10 @@ neighbouring additions are ordered; this is what rows, slots and steps are share
 """
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rheostat_engine.acts import Act, Band, Kind
+from rheostat_engine.acts import Act, Band, Kind, SiteRow
 
 RowKey = tuple[tuple[bytes, int, float], ...]
 """What a row that is added is made of: every addend's (digest, row, scale), sorted."""
@@ -148,9 +148,7 @@ def compose(acts: Sequence[Act], owners: Sequence[Owner], sets: Sequence[bytes])
     return Mix(met.sets, tuple(variants))
 
 
-def combine(
-    acts: Sequence[Act], members: Sequence[int], sites: Container[int] | None = None
-) -> Combination:
+def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = None) -> Combination:
     """What some acts do together at one token.
 
     Args:
@@ -167,9 +165,7 @@ def combine(
         act = acts[member]
         if not act.strong:
             continue
-        for site, rows in act.rows:
-            if sites is not None and site not in sites:
-                continue
+        for site, rows in _rows_at(act, sites):
             steps = by_site.setdefault(site, [])
             if act.kind is Kind.ADD:
                 adding.setdefault(site, []).append((act.vectors[0], rows[0], act.scale))
@@ -184,7 +180,7 @@ def combine(
 
 
 def attribution(
-    acts: Sequence[Act], members: Sequence[int], sites: Container[int] | None = None
+    acts: Sequence[Act], members: Sequence[int], sites: range | None = None
 ) -> dict[int, list[list[int]]]:
     """Which acts each measurement of a program is about, by site; additions are measured together.
 
@@ -196,15 +192,17 @@ def attribution(
     by_site: defaultdict[int, list[list[int]]] = defaultdict(list)
     for member in members:
         act = acts[member]
-        for site, _ in act.rows if act.strong else ():
-            if sites is not None and site not in sites:
-                continue
+        for site, _ in _rows_at(act, sites) if act.strong else ():
             groups = by_site[site]
             if groups and act.kind is Kind.ADD is acts[groups[-1][-1]].kind:
                 groups[-1].append(member)
             else:
                 groups.append([member])
     return by_site
+
+
+def _rows_at(act: Act, sites: range | None) -> Iterator[SiteRow]:
+    return iter(act.rows) if sites is None else act.site_rows.within(sites)
 
 
 def _flush(adding: dict[int, list[tuple[bytes, int, float]]], site: int, steps: list[Step]) -> None:

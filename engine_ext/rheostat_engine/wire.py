@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.acts import OPEN_END, Act, Band, Capture, Kind
+from rheostat_engine.acts import OPEN_END, Act, Band, Capture, Kind, SiteRows
 from rheostat_engine.composition import Owner
 from rheostat_engine.pieces import Pieces
 from rheostat_engine.row_forms import ITEM_BYTES, Coding, Directions, RowForm
@@ -34,7 +34,8 @@ class _Pieces(msgspec.Struct):
 class _Act(msgspec.Struct):
     kind: Kind
     vectors: tuple[_Digest, ...]
-    rows: tuple[tuple[_Number, tuple[_Number, ...]], ...]
+    sites: bytes
+    rows: bytes
     scale: float = 1.0
     bands: tuple[tuple[float | None, float | None, float], ...] = ()
     orthogonal: bool = False
@@ -67,7 +68,8 @@ def steering_to(table: SteeringTable) -> bytes:
     """The bytes of a table of acts."""
     acts = []
     for act in table.acts:
-        one = _Act(act.kind, act.vectors, act.rows, act.scale, (), act.orthogonal)
+        sites, rows = (_bytes(part) for part in (act.site_rows.sites, act.site_rows.rows))
+        one = _Act(act.kind, act.vectors, sites, rows, act.scale, (), act.orthogonal)
         one.bands = tuple(
             (_finite(band.low), _finite(band.high), band.strength) for band in act.bands
         )
@@ -151,8 +153,7 @@ def _decoded(wire: bytes, kind: type[_Read]) -> _Read:
 
 
 def _pieces_to(pieces: Pieces) -> _Pieces:
-    starts, sets = pieces.starts.astype("<i4"), pieces.sets.astype("<i4")
-    return _Pieces(starts.tobytes(), sets.tobytes(), pieces.members)
+    return _Pieces(_bytes(pieces.starts), _bytes(pieces.sets), pieces.members)
 
 
 def _pieces_from(plain: _Pieces, clauses: int) -> Pieces:
@@ -169,6 +170,10 @@ def _pieces_from(plain: _Pieces, clauses: int) -> Pieces:
     return Pieces(starts, sets, plain.members)
 
 
+def _bytes(numbers: npt.NDArray[np.int32]) -> bytes:
+    return numbers.astype("<i4", copy=False).tobytes()
+
+
 def _int32(data: bytes, what: str) -> npt.NDArray[np.int32]:
     if len(data) % 4:
         raise ValueError(f"this is no plan: {what} are torn")
@@ -180,7 +185,16 @@ def _act_from(plain: _Act) -> Act:
         Band(-math.inf if low is None else low, math.inf if high is None else high, strength)
         for low, high, strength in plain.bands
     )
-    return Act(plain.kind, plain.vectors, plain.rows, (), plain.scale, bands, plain.orthogonal)
+    sites, rows = _int32(plain.sites, "sites"), _int32(plain.rows, "rows")
+    if not plain.vectors or len(rows) != len(sites) * len(plain.vectors):
+        raise ValueError(f"this is no plan: {plain.kind.name}: rows and vectors don't fit")
+    if (np.diff(sites) <= 0).any() or (sites < 0).any() or (rows < 0).any():
+        raise ValueError(
+            f"this is no plan: {plain.kind.name}: its sites are not ascending, or it names a row "
+            "below 0"
+        )
+    held = SiteRows(sites, rows.reshape(len(sites), len(plain.vectors)))
+    return Act(plain.kind, plain.vectors, held, (), plain.scale, bands, plain.orthogonal)
 
 
 def _form_from(one: _Form, digests: Sequence[bytes]) -> RowForm:
@@ -201,11 +215,7 @@ def _finite(bound: float) -> float | None:
 def _check(act: Act) -> None:
     """Raises ValueError for an act that no admission would have let through."""
     problem = ""
-    if not act.vectors or any(len(rows) != len(act.vectors) for _, rows in act.rows):
-        problem = "rows and vectors don't fit"
-    elif not _ascending([site for site, _ in act.rows]):
-        problem = "its sites are not ascending"
-    elif act.kind is Kind.PULL and len(act.bands) != len(act.vectors):
+    if act.kind is Kind.PULL and len(act.bands) != len(act.vectors):
         problem = "bands and vectors don't fit"
     elif act.kind is not Kind.PULL and (len(act.vectors) != 1 or act.bands):
         problem = "it takes one vector and no bands"

@@ -13,7 +13,7 @@ keeps anybody from room that there is.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -157,8 +157,12 @@ class Arrangements:
             del self._used[one.digest]
             self._unused[one.digest] = one
 
-    def collect(self, budget: int) -> None:
-        """Lets go of what nobody uses, the oldest first, until that has cost so much."""
+    def collect(self, budget: int) -> bool:
+        """Lets go of what nobody uses, the oldest first, until that has cost so much.
+
+        Returns:
+            Whether there is more of it.
+        """
         while budget > 0 and (self._ending is not None or self._unused):
             if self._ending is None:
                 _, self._ending = self._unused.popitem(last=False)
@@ -166,6 +170,7 @@ class Arrangements:
             if not self._ending.slots:
                 self._strip(self._ending)
                 self._ending = None
+        return self._ending is not None or bool(self._unused)
 
     def _norms_of(self, table: SteeringTable) -> Norms:
         """The norms of the vectors that a table uses.
@@ -176,9 +181,9 @@ class Arrangements:
         last: dict[bytes, int] = {}
         for index in table.used:
             act = table.acts[index]
-            for place, digest in enumerate(act.vectors):
-                most = max(rows[place] for _, rows in act.rows)
-                last[digest] = max(most, last.get(digest, 0))
+            largest = act.site_rows.rows.max(axis=0).tolist()
+            for digest, row in zip(act.vectors, largest, strict=True):
+                last[digest] = max(row, last.get(digest, 0))
         for digest, row in last.items():
             if digest not in self._norms:
                 raise BankError(f"vector {digest.hex()} is not in the worker")
@@ -304,7 +309,7 @@ def _no_variants() -> Int32:
 
 def _slices(
     acts: Sequence[Act], members: Sequence[int], most: int
-) -> Iterator[tuple[Container[int] | None, int]]:
+) -> Iterator[tuple[range | None, int]]:
     """The sites at which some acts change anything, in slices, and what each costs.
 
     A slice costs `most` at most, or is one site. Where all of it is one slice, its sites are None.
@@ -315,17 +320,13 @@ def _slices(
         if total:
             yield None, total
         return
-    costs: dict[int, int] = {}
+    costs = np.zeros(1 + max(int(act.site_rows.sites[-1]) for act in strong), np.int64)
     for act in strong:
-        effort = site_effort(act)
-        for site, _ in act.rows:
-            costs[site] = costs.get(site, 0) + effort
-    sites: set[int] = set()
-    cost = 0
-    for site in sorted(costs):
-        if sites and cost + costs[site] > most:
-            yield sites, cost
-            sites, cost = set(), 0
-        sites.add(site)
-        cost += costs[site]
-    yield sites, cost
+        costs[act.site_rows.sites] += site_effort(act)
+    first = cost = 0
+    for site in np.flatnonzero(costs).tolist():
+        if cost and cost + costs[site] > most:
+            yield range(first, site), cost
+            first, cost = site, 0
+        cost += int(costs[site])
+    yield range(first, len(costs)), cost

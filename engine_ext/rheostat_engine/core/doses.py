@@ -8,7 +8,7 @@ Invariant: cells are zero when they are handed out. The first `MAX_STEPS` cells 
 can't be measured is written there.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -98,7 +98,7 @@ class Measures:
         """The first cell of a variant that was added, counted from 0; None: it was not."""
         return self._places.get(members)
 
-    def measure(self, members: tuple[int, ...], sites: Container[int] | None = None) -> None:
+    def measure(self, members: tuple[int, ...], sites: range | None = None) -> None:
         """Notes what is measured of a variant at some sites, before it is added.
 
         Args:
@@ -106,7 +106,11 @@ class Measures:
             sites: the sites; None: all.
         """
         acts = self._acts
-        rows = {index: dict(acts[index].rows) for index in members if acts[index].strong}
+        rows = {
+            index: dict(acts[index].rows if sites is None else acts[index].site_rows.within(sites))
+            for index in members
+            if acts[index].strong
+        }
         for site, groups in attribution(acts, members, sites).items():
             for cell, group in enumerate(groups, self.cells):
                 for index in group:

@@ -39,7 +39,8 @@ class Places:
         Raises:
             ValueError: it names a site that the model cannot have, or steers what is no stream.
         """
-        if any(not 0 <= site < self._stream for act in table.acts for site, _ in act.rows):
+        sites = [act.site_rows.sites for act in table.acts]
+        if any(((one < 0) | (one >= self._stream)).any() for one in sites):
             raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
 
     def captured(self, sites: Sequence[int]) -> Int64:

@@ -222,15 +222,15 @@ def test_a_private_plan_without_acts_is_private_too() -> None:
 
 
 def test_numbers_as_large_as_a_wire_may_bring_are_encoded() -> None:
-    large, id_ = 2**63 - 1, 2**31 - 1
+    epoch, large = 2**63 - 1, 2**31 - 1
     act = Act(
         Kind.ADD,
         (DIGESTS[0],),
         ((large, (large,)),),
         (),
-        conditions=(Condition(EVERYWHERE, (id_,), True),),
+        conditions=(Condition(EVERYWHERE, (large,), True),),
     )
-    assert block_keys(Plan("r", (act,), epoch=large)).key(0, 4) is not None
+    assert block_keys(Plan("r", (act,), epoch=epoch)).key(0, 4) is not None
 
 
 def test_requests_with_equal_acts_share_what_is_made_for_their_keys() -> None:

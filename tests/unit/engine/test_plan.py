@@ -1,7 +1,10 @@
 """A plan arrives in the worker as it was made, and what is no plan is refused with its place."""
 
 import contextlib
+import copy
 import math
+import pickle
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -67,6 +70,36 @@ def test_bounds_that_are_missing_are_none_on_the_wire() -> None:
     assert wire["acts"][0]["bands"] == [[None, 1.0, 0.5], [-1.0, None, 1.0]]
     assert plan.packed_acts.sealed is not None
     assert steering_of(plan.packed_acts.sealed).acts[0].bands == bands
+
+
+def test_a_plan_that_waits_takes_a_few_bytes_for_each_site_of_its_acts() -> None:
+    def made(number: int) -> Act:
+        rows = ((site, (site % 36,)) for site in range(180))
+        return Act(Kind.ADD, (number.to_bytes(32),), tuple(rows), EVERYWHERE, 1.0 + number)
+
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    plan = Plan("r", tuple(map(made, range(256))))
+    size = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(plan.acts) == 256
+    assert size < 256 * (8 * 180 + 2000)
+
+
+def test_the_rows_of_an_act_are_pairs_of_site_and_rows() -> None:
+    pairs = ((1, (3, 4)), (5, (0, 9)), (1 << 20, (2, 2)))
+    act = Act(Kind.PULL, (A, A), pairs, EVERYWHERE, bands=(Band(0.0, 0.0, 1.0),) * 2)
+    assert tuple(act.rows) == pairs == act.rows
+    assert hash(act.rows) == hash(pairs)
+    assert (len(act.rows), act.rows[1], tuple(act.rows[1:])) == (3, pairs[1], pairs[1:])
+    assert list(act.site_rows.within(range(2, 6))) == [pairs[1]]
+    assert list(act.site_rows.within(range(6, 9))) == []
+    same = replace(act, rows=pairs)
+    assert same == act
+    assert hash(same) == hash(act)
+    assert replace(act, rows=pairs[:2]) != act
+    assert copy.deepcopy(act) == act == pickle.loads(pickle.dumps(act))
+    assert not Act(Kind.ADD, (A,), (), EVERYWHERE).strong
 
 
 @given(plans())
@@ -162,14 +195,16 @@ UNFIT = "a set is not ascending, or holds what is not there"
         (act_with(ADD, vectors=[A + b"x"]), r"\$.acts\[0\].vectors\[0\]"),
         (act_with(ADD, vectors=[]), "ADD: rows and vectors don't fit"),
         (act_with(ADD, vectors=[A, A]), "ADD: rows and vectors don't fit"),
-        (act_with(ADD, rows=[[2, [0]], [3, [0, 1]]]), "ADD: rows and vectors don't fit"),
-        (act_with(ADD, rows=[[3, [0]], [2, [0]]]), "ADD: its sites are not ascending"),
-        (act_with(PULL, rows=[[2, [0, 0]], [2, [0, 0]]]), "PULL: its sites are not ascending"),
-        (act_with(ADD, rows=[[2, 0]]), r"\$.acts\[0\].rows\[0\]\[1\]"),
-        (act_with(ADD, rows=[["2", [0]]]), r"\$.acts\[0\].rows\[0\]\[0\]"),
-        (act_with(ADD, rows=[[2.0, [0]]]), r"\$.acts\[0\].rows\[0\]\[0\]"),
-        (act_with(ADD, rows=[[2, [-1]]]), r"\$.acts\[0\].rows\[0\]\[1\]\[0\]"),
-        (act_with(ADD, rows=[[2, [2**64 - 1]]]), r"\$.acts\[0\].rows\[0\]\[1\]\[0\]"),
+        (act_with(ADD, rows=int32([0, 0, 0])), "ADD: rows and vectors don't fit"),
+        (act_with(ADD, sites=int32([2])), "ADD: rows and vectors don't fit"),
+        (act_with(ADD, sites=int32([3, 2])), "ADD: its sites are not ascending"),
+        (act_with(ADD, sites=int32([2, 2])), "ADD: its sites are not ascending"),
+        (act_with(ADD, sites=int32([-1, 2])), "ADD: its sites are not ascending"),
+        (act_with(ADD, rows=int32([0, -1])), "ADD: .* a row below 0"),
+        (act_with(ADD, sites=[2, 3]), r"\$.acts\[0\].sites"),
+        (act_with(ADD, rows=[[0], [0]]), r"\$.acts\[0\].rows"),
+        (act_with(ADD, sites=b"123"), "sites are torn"),
+        (act_with(ADD, rows=b"123"), "rows are torn"),
         (act_with(ADD, scale="1.0"), r"\$.acts\[0\].scale"),
         (act_with(ADD, scale=NAN), "ADD: its scale is not finite"),
         (act_with(ADD, scale=INF), "ADD: its scale is not finite"),

@@ -91,11 +91,8 @@ ACT = st.fixed_dictionaries(
     {
         "kind": mostly(st.sampled_from([1, 2, 3])),
         "vectors": mostly(st.lists(mostly(st.sampled_from(DIGESTS)), max_size=2)),
-        "rows": mostly(
-            st.lists(
-                st.tuples(INTEGERS, mostly(st.lists(INTEGERS, max_size=2))).map(list), max_size=2
-            )
-        ),
+        "sites": mostly(st.sets(st.integers(0, LIMIT), max_size=2).map(sorted).map(int32) | TORN),
+        "rows": mostly(st.lists(st.integers(-1, 3), max_size=3).map(int32) | TORN),
     },
     optional={
         "scale": NUMBERS,
