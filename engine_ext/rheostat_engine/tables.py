@@ -66,9 +66,14 @@ class SteeringTable:
     def effort(self) -> int:
         """What putting it together costs; see the module."""
         price = _price(self.acts, self.owners)
-        made = sum(price(members) for members in self.pieces.members)
+        return sum(price(members) for members in self.pieces.members) + self.read_effort
+
+    @cached_property
+    def read_effort(self) -> int:
+        """What reading it costs, whatever of it holds anywhere."""
+        rows = sum(len(act.rows) * len(act.vectors) for act in self.acts)
         ids = sum(len(one) // 4 for one in self.sets)
-        return made + _read(self.acts) - -(len(self.pieces.starts) + ids) // _GLANCES
+        return rows // _READ - -(len(self.pieces.starts) + ids) // _GLANCES
 
     @property
     def ruled(self) -> int:
@@ -237,11 +242,6 @@ def _price(acts: Sequence[Act], owners: Sequence[Owner]) -> Callable[[tuple[int,
         return variants * sum(sizes[i] for i in members)
 
     return price
-
-
-def _read(acts: Sequence[Act]) -> int:
-    """What reading acts costs, whether they hold anywhere or not."""
-    return sum(len(act.rows) * len(act.vectors) for act in acts) // _READ
 
 
 def _directions(captures: Sequence[Capture]) -> int:

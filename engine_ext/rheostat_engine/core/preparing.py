@@ -16,7 +16,7 @@ from rheostat_engine.core.capture_sets import CaptureSet
 from rheostat_engine.core.captures import Captures
 from rheostat_engine.core.steering import Steering
 from rheostat_engine.core.vectors import BankError
-from rheostat_engine.plan import read
+from rheostat_engine.plan import Sealed, read
 
 
 class Prepared(NamedTuple):
@@ -30,8 +30,10 @@ class Prepared(NamedTuple):
 
 @dataclass
 class _Pin:
-    arrangement: Arrangement | None
-    captures: CaptureSet | None
+    captures: CaptureSet | None = None
+    acts: Sealed | None = None
+    """Acts whose table has not been read."""
+    arrangement: Arrangement | None = None
 
 
 class Preparations:
@@ -62,12 +64,16 @@ class Preparations:
         """
         try:
             if name not in self._pins:
-                self._pins[name] = self._pin(wire)
-            arrangement = self._pins[name].arrangement
-            if arrangement is None:
-                return Prepared(True, "")
-            self._steering.arrangements.build(arrangement, budget)
-            return Prepared(arrangement.work is None, "")
+                plan = read(wire)
+                self._pins[name] = _Pin(acts=plan.acts)
+                budget -= self._use_captures(self._pins[name], plan.captures)
+            pin = self._pins[name]
+            if pin.acts is not None and budget > 0:
+                budget -= self._use_acts(pin, pin.acts)
+            if pin.arrangement is not None and budget > 0:
+                self._steering.arrangements.build(pin.arrangement, budget)
+            complete = pin.arrangement is None or pin.arrangement.work is None
+            return Prepared(pin.acts is None and complete, "")
         except (BankError, ValueError) as error:
             self.forget(name)
             return Prepared(True, str(error))
@@ -82,15 +88,17 @@ class Preparations:
         if pin.captures is not None and self._captures is not None:
             self._captures.sets.release(pin.captures)
 
-    def _pin(self, wire: object) -> _Pin:
-        plan = read(wire)
-        captures = None
-        if plan.captures is not None and self._captures is not None:
-            captures = self._captures.sets.use(plan.captures)
-        try:
-            arrangement = None if plan.acts is None else self._steering.use(plan.acts)
-        except (BankError, ValueError):
-            if captures is not None and self._captures is not None:
-                self._captures.sets.release(captures)
-            raise
-        return _Pin(arrangement, captures)
+    def _use_captures(self, pin: _Pin, captures: Sealed | None) -> int:
+        """Builds the table of captures, which is built at once; what that cost."""
+        if captures is None or self._captures is None:
+            return 0
+        sets = self._captures.sets
+        cost = sets.cost(captures)
+        pin.captures = sets.use(captures)
+        return cost
+
+    def _use_acts(self, pin: _Pin, acts: Sealed) -> int:
+        """Reads the table of acts; what that cost."""
+        pin.arrangement = self._steering.use(acts)
+        pin.acts = None
+        return pin.arrangement.table.read_effort

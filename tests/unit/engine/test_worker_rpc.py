@@ -4,16 +4,20 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point, Released
 from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.adapters.routers import Routers
 from rheostat_engine.adapters.worker_rpc import SiteRpc
+from rheostat_engine.core import steering
+from rheostat_engine.plan import Sealed, steering_of
+from rheostat_engine.tables import SteeringTable
 
 from .strategies import EVERYWHERE, SITES, ablate, add
 from .tables import WIDTH, capacity
-from .worker import Worker, stream_at
+from .worker import NOTHING, Worker, stream_at
 
 NEW = b"\x0a" * 32
 
@@ -110,6 +114,55 @@ def test_plans_are_prepared_part_by_part_and_let_go_of() -> None:
     assert rpc.rheostat_stats()["slots_used"] == 9
     rpc.rheostat_forget(["one", "other"])
     assert rpc.rheostat_stats()["slots_used"] == 0
+
+
+def test_each_call_that_prepares_a_plan_does_a_bounded_part(monkeypatch) -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    tables: list[Sealed] = []
+
+    def reading(acts: Sealed) -> SteeringTable:
+        tables.append(acts)
+        return steering_of(acts)
+
+    monkeypatch.setattr(steering, "steering_of", reading)
+    acts = tuple(add(1, scale=1.0 + n, where=((n, n + 1),)) for n in range(9))
+    captures = tuple(Capture((n,), ((n, 30 - n),)) for n in range(SITES))
+    plan = Plan("r", acts, captures)
+    done = []
+    while not done or not done[-1]:
+        before = worker.captures.sets.built, len(tables), worker.steering.arrangements.built
+        complete, error = rpc.rheostat_prepare("one", plan.to_wire(), 2)
+        assert error == ""
+        done.append(complete)
+        after = worker.captures.sets.built, len(tables), worker.steering.arrangements.built
+        built, read, made = (late - early for early, late in zip(before, after, strict=True))
+        # A table of captures is built at once, and a table of acts is read at once.
+        assert bool(built) + bool(read) <= 1
+        assert made <= (0 if built else 3)
+    assert worker.captures.sets.built == plan.packed_captures.effort
+    assert len(tables) == 1
+    assert len(done) > 5
+
+
+@pytest.mark.parametrize(
+    ("acts", "captures", "message"),
+    [
+        ((add(1),), (Capture((99,), EVERYWHERE),), "names a site that is not one"),
+        ((add(99),), (Capture((1,), EVERYWHERE),), "names a site that is not one"),
+        ((add(1, digest=NEW),), (Capture((1,), EVERYWHERE),), "is not in the worker"),
+    ],
+)
+def test_a_plan_that_cannot_be_prepared_holds_nothing(acts, captures, message) -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    wire = Plan("r", acts, captures).to_wire()
+    done, error = False, ""
+    while not done:
+        done, error = rpc.rheostat_prepare("one", wire, 1)
+    assert message in error
+    assert worker.held() == NOTHING
+    assert not len(worker.runtime.preparations)
 
 
 def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
