@@ -148,8 +148,11 @@ class Backend(Protocol):
             EngineLost: the engine is gone.
         """
 
-    async def forget(self, names: Sequence[str]) -> None:
-        """Releases preparations by name.
+    async def forget(self, names: Sequence[str]) -> bool:
+        """Releases preparations by name, and a part of what no request uses.
+
+        Returns:
+            Whether the workers hold more that no request uses.
 
         Raises:
             EngineLost: the engine is gone.

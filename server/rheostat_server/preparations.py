@@ -5,6 +5,10 @@ Why
     request of that step waits. So the server has the tables of a large plan built between earlier
     steps. Each call of the workers does a bounded part.
 
+Why an idle engine is called
+    Workers release in parts what no request uses any more, one part in each step. An idle engine
+    has no steps, so the server calls its workers until nothing is left.
+
 Invariants: there is one call at a time, so that no step waits for more than one part. What is
 prepared counts in the ledger until the workers have released it. Equal plans share a preparation.
 """
@@ -24,6 +28,12 @@ _LOG = logging.getLogger(__name__)
 
 SMALL_EFFORT = 100
 """Effort of a plan that a worker builds in the step that schedules the request: about 2 ms."""
+
+_IDLE = 0.25
+"""Seconds between looks at whether the engine is idle."""
+
+_RELEASED = 8
+"""Preparations that one call of the workers releases at most."""
 
 _Key = tuple[bytes, bytes]
 
@@ -58,6 +68,9 @@ class Preparations:
         self._held: dict[_Key, Preparation] = {}
         self._building: deque[Preparation] = deque()
         self._unused: list[str] = []
+        self._sweeping = False
+        """Whether the workers may hold something that no request uses."""
+        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def prepare(self, plan: Plan) -> Preparation | None:
@@ -73,6 +86,8 @@ class Preparations:
             EngineLost: the engine is gone.
             Defect: a worker cannot build the tables.
         """
+        if plan.acts and self._timer is None:
+            self._look_later()
         if plan.effort <= SMALL_EFFORT:
             return None
         sealed = plan.packed_acts.sealed, plan.packed_captures.sealed
@@ -119,21 +134,36 @@ class Preparations:
 
     async def _work(self) -> None:
         """Calls the workers until everything is built and released."""
-        while self._building or self._unused:
+        while self._building or self._unused or self._sweeping:
             try:
                 await self._release_unused()
                 await self._build_part()
             except Exception as error:  # a task's end: whatever it is, who waits must get it
+                self._sweeping = False
                 self._fail(error)
 
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_IDLE, self._look)
+
+    def _look(self) -> None:
+        """Has an idle engine release what no request uses."""
+        if self._line.ledger.requests:
+            self._look_later()
+            return
+        self._timer = None
+        self._sweeping = True
+        self._work_soon()
+
     async def _release_unused(self) -> None:
-        names, self._unused = self._unused, []
-        if not names:
+        names, self._unused = self._unused[:_RELEASED], self._unused[_RELEASED:]
+        if not names and not self._sweeping:
             return
         try:
-            await self._backend.forget(names)
+            left = await self._backend.forget(names)
         finally:
             self._line.leave(names)
+        # Steps release the rest as soon as there are requests again.
+        self._sweeping = self._sweeping and left and not self._line.ledger.requests
 
     async def _build_part(self) -> None:
         """Builds a part of one preparation. They take turns, so that a small one ends soon."""
@@ -150,7 +180,9 @@ class Preparations:
             self._end(one, Defect(f"a worker cannot build a plan: {error}") if error else None)
 
     def _fail(self, error: Exception) -> None:
-        if not isinstance(error, EngineLost):
+        if not self._building:
+            _LOG.info("the workers did not release what no request uses: %r", error)
+        elif not isinstance(error, EngineLost):
             _LOG.error("the workers did not prepare plans", exc_info=error)
         known = error if isinstance(error, RheostatError) else Defect("a plan was not prepared")
         for one in self._building:

@@ -189,9 +189,9 @@ class VllmBackend:
         errors = [error for _, error in answers if error]
         return all(done for done, _ in answers), errors[0] if errors else ""
 
-    async def forget(self, names: Sequence[str]) -> None:
-        """Releases preparations by name."""
-        await self._call("rheostat_forget", list(names))
+    async def forget(self, names: Sequence[str]) -> bool:
+        """Releases preparations by name, and a part of what no request uses."""
+        return any(cast(list[bool], await self._call("rheostat_forget", list(names))))
 
     async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
         """Replaces the acts of a running sample from its next step on."""

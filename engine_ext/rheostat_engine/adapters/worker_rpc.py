@@ -74,10 +74,18 @@ class SiteRpc:
         """
         return self._assembled.runtime.preparations.go_on(name, wire, effort)
 
-    def rheostat_forget(self, names: Sequence[str]) -> None:
-        """Lets go of what was prepared under some names."""
+    def rheostat_forget(self, names: Sequence[str]) -> bool:
+        """Lets go of what was prepared under some names, and of a part of what nobody uses.
+
+        Steps let go of the rest. An idle worker has none, so the server calls this again.
+
+        Returns:
+            Whether there is more that nobody uses.
+        """
+        runtime = self._assembled.runtime
         for name in names:
-            self._assembled.runtime.preparations.forget(name)
+            runtime.preparations.forget(name)
+        return runtime.steering.arrangements.collect(STEP_EFFORT)
 
     def rheostat_recapture(self, changes: Mapping[str, tuple[int, object, int] | None]) -> None:
         """Changes what is captured of requests from their next steps on; see `SiteRuntime`."""
@@ -98,9 +106,9 @@ class SiteRpc:
             torch.cuda.set_rng_state(cuda_state)
 
     def rheostat_stats(self) -> dict[str, object]:
-        """Counts since the start, and what is in use.
+        """Counts since the start, and what is in use, less a part of what nobody uses.
 
-        An idle worker lets go of what nobody uses here: it has no steps to do it in.
+        The server asks until nothing is in use, while no steps let go of it.
         """
         runtime = self._assembled.runtime
         runtime.steering.arrangements.collect(STEP_EFFORT)

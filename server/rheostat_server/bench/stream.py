@@ -150,8 +150,8 @@ class _StandIn:
     async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
         return True, ""
 
-    async def forget(self, names: Sequence[str]) -> None:
-        pass
+    async def forget(self, names: Sequence[str]) -> bool:
+        return False
 
     async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
         return None

@@ -161,6 +161,10 @@ class ScriptedBackend:
     prepare_error: str = ""
     """Why it cannot build the tables of plans."""
     prepared: dict[str, int] = field(default_factory=dict)
+    forgets: int = 0
+    """Calls of `forget`."""
+    unused: int = 0
+    """In how many parts the workers release what no request uses."""
     """Effort that is left of preparations that it holds."""
     calls: list[tuple[str, int]] = field(default_factory=list)
     """What each call for a preparation built of it."""
@@ -268,10 +272,13 @@ class ScriptedBackend:
         await asyncio.sleep(0)
         return self.prepared[name] <= 0, self.prepare_error
 
-    async def forget(self, names: Sequence[str]) -> None:
+    async def forget(self, names: Sequence[str]) -> bool:
+        self.forgets += 1
         await asyncio.sleep(0)
         for name in names:
             self.prepared.pop(name, None)
+        self.unused = max(0, self.unused - 1)
+        return self.unused > 0
 
     async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
         acts = plan.acts

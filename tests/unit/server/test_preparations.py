@@ -67,6 +67,54 @@ async def test_what_is_prepared_is_released_and_counts_until_then(starter) -> No
     assert running.host.ledger.used("bank_rows") == 0
 
 
+@pytest.mark.parametrize("one", [large, lambda name: request(request_id=name, steer=[add()])])
+async def test_an_idle_engine_releases_all_that_no_request_uses(
+    starter, monkeypatch: pytest.MonkeyPatch, one
+) -> None:
+    monkeypatch.setattr(preparations, "_IDLE", 0.01)
+    running = await starter(Slow())
+    running.backend.step.set()
+    running.backend.unused = 50
+    await running.client.generate(one("a"))
+    await until(lambda: not running.backend.unused)
+    calls = running.backend.forgets
+    await asyncio.sleep(0.1)
+    assert running.backend.forgets == calls
+
+
+async def test_a_busy_engine_releases_in_its_steps(
+    starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparations, "_IDLE", 0.01)
+    running = await starter(Slow())
+    running.backend.unused = 50
+    call = asyncio.ensure_future(running.client.generate(large("a")))
+    await until(lambda: running.backend.at_once)
+    await asyncio.sleep(0.1)
+    assert running.backend.unused == 50
+    running.backend.step.set()
+    await call
+    await until(lambda: not running.backend.unused)
+
+
+async def test_each_call_releases_few_preparations(starter) -> None:
+    running = await starter(Slow())
+    running.backend.step.set()
+    largest = 0
+    forget = running.backend.forget
+
+    async def counting(names):
+        nonlocal largest
+        largest = max(largest, len(names))
+        return await forget(names)
+
+    running.backend.forget = counting
+    many = (large(f"{number}", scale=1.0 + 5 * number) for number in range(12))
+    await asyncio.gather(*map(running.client.generate, many))
+    await until(lambda: not running.backend.prepared)
+    assert 1 <= largest <= 8
+
+
 async def test_a_small_plan_asks_nothing_of_the_workers_before_its_request(starter) -> None:
     running = await starter(Slow())
     await running.client.generate(request())
