@@ -236,6 +236,8 @@ class Received(NamedTuple):
 
 def name_of(wire: object) -> str | None:
     """The request's name in what may be a wire; None if it can't be read."""
+    if isinstance(wire, Received):
+        return wire.request_id
     try:
         return msgspec.msgpack.decode(wire, type=_Named).id if isinstance(wire, bytes) else None
     except msgspec.MsgspecError:
@@ -243,11 +245,13 @@ def name_of(wire: object) -> str | None:
 
 
 def read(wire: object) -> Received:
-    """What `Plan.to_wire` wrote.
+    """What `Plan.to_wire` wrote, or what has been read already.
 
     Raises:
         ValueError: `wire` is no plan; says where.
     """
+    if isinstance(wire, Received):
+        return wire
     if not isinstance(wire, bytes):
         raise ValueError("this is no plan: it is not made of bytes")
     try:

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from rheostat_engine.adapters.carried import carried
 from rheostat_engine.adapters.hits import limit_hits
 from rheostat_engine.adapters.orphans import end_with_parent
+from rheostat_engine.adapters.step_messages import share_tables
 
 _NAME = "generate_block_hash_extra_keys"
 
@@ -38,6 +39,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
         config.scheduler_cls = ours
     scheduler = stock(vllm_config=vllm_config, **arguments)
     limit_hits(scheduler.kv_cache_manager)
+    share_tables(scheduler)
     return scheduler
 
 

@@ -241,6 +241,9 @@ class Made:
         self.arguments = arguments
         self.kv_cache_manager = SimpleNamespace(get_computed_blocks=None)
 
+    def schedule(self, throttle_prefills: bool = False) -> object:
+        return SimpleNamespace(scheduled_new_reqs=[throttle_prefills])
+
 
 @pytest.mark.usefixtures("_as_it_was")
 def test_the_scheduler_is_the_one_that_vllm_would_have_made(
@@ -256,4 +259,5 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_made(
     assert made.arguments == {"vllm_config": vllm_config, "block_size": 16, "log_stats": True}
     assert config.scheduler_cls == "ours"
     assert made.kv_cache_manager.get_computed_blocks is not None
+    assert "schedule" in vars(made)
     assert getattr(kv_cache_utils, NAME) is not STOCK
