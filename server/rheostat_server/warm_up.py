@@ -49,6 +49,10 @@ _NEW_TOKENS = 3
 
 _EVERYWHERE = ((0, OPEN_END),)
 
+_RELEASE_SECONDS = 60.0
+"""Seconds that the workers have to release a request that has ended. They do so in their next
+step."""
+
 _SCALE = 1e-3
 """Of everything that the steered requests add. Their tokens go nowhere."""
 
@@ -71,7 +75,7 @@ async def warm_up(backend: Backend) -> None:
     The caller drops what remains in the engine: cached prefixes and counts.
 
     Raises:
-        EngineFailed: the plain request failed, or the engine died.
+        EngineFailed: the plain request failed, the engine died, or a worker kept a request.
     """
     await _WarmUp(backend).run()
 
@@ -222,7 +226,7 @@ class _WarmUp:
                 pass
             if job.has_plan:
                 await self._until_released(plan_id)
-        except EngineLost as error:
+        except (EngineLost, TimeoutError) as error:
             raise self._failed(request.name, error) from error
         except (RheostatError, ValueError) as error:  # vLLM refuses a request with a ValueError
             if request.name == "greedy":
@@ -230,15 +234,26 @@ class _WarmUp:
             self._errors.append(f"requests of this kind fail: {request.name}: {error}")
 
     async def _until_released(self, plan_id: str) -> None:
-        """Raises `EngineLost` if the engine dies instead."""
+        """Returns once the workers hold the request no more.
+
+        Raises:
+            EngineLost: the engine died instead.
+            TimeoutError: it reports nothing.
+        """
         waits = [
             asyncio.create_task(event.wait()) for event in (self._released[plan_id], self._lost)
         ]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            waits, timeout=_RELEASE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
         for wait in waits:
             wait.cancel()
         if self._lost.is_set():
             raise EngineLost("the engine or one of its workers has died")
+        if not done:
+            raise TimeoutError(
+                f"the request ended, but no worker released it within {_RELEASE_SECONDS:g} s"
+            )
 
     def _failed(self, what: str, error: Exception) -> EngineFailed:
         return EngineFailed(

@@ -1,5 +1,6 @@
 """Requests that run before the server serves."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
@@ -96,6 +97,16 @@ async def test_no_request_asks_for_what_the_model_lacks(backend: ScriptedBackend
 async def test_an_engine_that_dies_at_a_first_request_has_failed(at: str) -> None:
     with pytest.raises(EngineFailed, match=rf"the model toy.*\({at}\): the engine died"):
         await warm_up(Dies(at=at))
+
+
+async def test_an_engine_that_never_releases_a_request_has_failed(monkeypatch) -> None:
+    monkeypatch.setattr("rheostat_server.warm_up._RELEASE_SECONDS", 0.1)
+    backend = ScriptedBackend()
+    monkeypatch.setattr(backend, "_release", lambda job, computed: None)
+    problem = r"\(captured rows\): the request ended, but no worker released it within 0.1 s"
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineFailed, match=problem):
+            await warm_up(backend)
 
 
 async def test_an_engine_that_refuses_the_plain_request_has_failed() -> None:
