@@ -24,8 +24,10 @@ from rheostat_server.vectors import Name, Vector, make_vector
 _LOG = logging.getLogger(__name__)
 
 _LOCK = "lock"
+_EARLIER_NAMES = "names.json"
+"""Names as servers wrote them before the table."""
 _TENSOR = "vector"
-_STORE_TIME = "store_time"
+_STORE_TIME, _EARLIER_STORE_TIME = "store_time", "stored_at"
 _FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
 _KINDS = {"F32": FloatType.FLOAT32, "F16": FloatType.FLOAT16, "BF16": FloatType.BFLOAT16}
 
@@ -98,6 +100,7 @@ class VectorFiles:
         Raises:
             VectorDirFailed: a file cannot be read, or the names are not what a server writes.
         """
+        self._warn_of_earlier_names()
         try:
             for part in self.folder.glob(".*.part"):
                 part.unlink()
@@ -149,6 +152,17 @@ class VectorFiles:
     def delete_name(self, name: str) -> None:
         """Returns once the name has left the disk. Raises as `write`."""
         self._names.delete_names([name])
+
+    def _warn_of_earlier_names(self) -> None:
+        """A vector without its name may be evicted, so the log says which names are not read."""
+        path = self.folder / _EARLIER_NAMES
+        if path.exists():
+            _LOG.warning(
+                "%s was written by an earlier version and is not read: the vectors are here, but "
+                "without its names, and may be evicted. Name them again (rheostat vectors name "
+                "NAME DIGEST; the file has the digests), then delete it",
+                path,
+            )
 
     def _replace(self, name: str, data: bytes) -> None:
         path = self.folder / name
@@ -225,7 +239,9 @@ def _read_vector(path: Path) -> Saved:
     """The vector of a file, which must have the digest that the file is named by."""
     try:
         with safe_open(path, framework="np") as file:
-            store_time = float((file.metadata() or {})[_STORE_TIME])
+            metadata = file.metadata() or {}
+        earlier = _EARLIER_STORE_TIME in metadata
+        store_time = float(metadata[_EARLIER_STORE_TIME if earlier else _STORE_TIME])
         ((_, tensor),) = deserialize(path.read_bytes())
         kind = _KINDS[tensor["dtype"]]
         rows, width = tensor["shape"]

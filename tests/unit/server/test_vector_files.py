@@ -1,6 +1,7 @@
 """The folder of vectors: what is written is read, what is damaged is not, and it has one owner."""
 
 import errno
+import json
 import logging
 import os
 import sqlite3
@@ -118,6 +119,24 @@ def test_a_vector_under_another_s_name_is_damage(files: VectorFiles) -> None:
     files.write(vector(1), 1.0)
     file_of(files.folder, vector(1)).rename(file_of(files.folder, vector(2)))
     assert files.read() == Contents([], {})
+
+
+def test_names_of_an_earlier_version_are_reported_and_its_vectors_read(
+    files: VectorFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = vector(1.5)
+    files.write(one, 12.25)
+    tensors = load_file(file_of(files.folder, one))
+    save_file(tensors, file_of(files.folder, one), metadata={"stored_at": "12.25"})
+    names = files.folder / "names.json"
+    names.write_text(json.dumps({"honest": {"digest": one.digest.hex(), "description": ""}}))
+    found = files.read()
+    assert found == Contents([Saved(one, 12.25)], {})
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for part in (str(names), "earlier version", "rheostat vectors name"):
+        assert part in record.getMessage()
+    assert names.exists()
 
 
 def test_a_name_without_its_vector_is_dropped_and_reported(
