@@ -33,8 +33,8 @@ _T = TypeVar("_T")
 _Work = Generator[int, None, _T]
 """Work in parts, each of which says what it has cost."""
 
-_ROW_BYTES = 32 << 20
-"""Bytes of float32 rows that a slice makes at most, about."""
+_ROW_BYTES = 8 << 20
+"""Bytes of float32 rows that a slice makes at most, about, because wide rows take longer."""
 
 _COLLECTED = 1000
 """What is let go of at a time where room is needed at once, in units of `effort`."""
@@ -127,7 +127,8 @@ class Arrangements:
 
         Args:
             one: its arrangement.
-            budget: after which it stops; None: it goes on to the end.
+            budget: after which it stops, or after a slice if that is less; None: it goes on to the
+                end.
 
         Raises:
             BankError, ValueError: it can't be. It holds nothing then; its users must release it.
@@ -135,8 +136,9 @@ class Arrangements:
         if one.problem:
             raise BankError(one.problem)
         spent = 0
+        most = None if budget is None else min(budget, self._slice_effort)
         try:
-            while one.work is not None and (budget is None or spent < budget):
+            while one.work is not None and (most is None or spent < most):
                 cost = next(one.work, None)
                 if cost is None:
                     one.work = None

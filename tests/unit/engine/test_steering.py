@@ -288,6 +288,14 @@ def test_a_table_is_put_together_in_slices(
     assert worker.held() == NOTHING
 
 
+def test_wide_rows_are_made_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrangements, "_ROW_BYTES", 4 * WIDTH * 5)
+    worker = Worker(capacity(slots=200, bank_rows=600))
+    one = worker.steering.use(acts(*[add(n % SITES, scale=1.0 + n) for n in range(40)]))
+    while one.work is not None:
+        assert worker.steering.arrangements.build(one, 1000) <= 2 * 8
+
+
 def subspace(count: int, *sites: int) -> Act:
     """Takes the span of some vectors out of the stream."""
     digests = tuple(DIGESTS[number % 3] for number in range(count))
