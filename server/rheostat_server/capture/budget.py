@@ -6,9 +6,12 @@ others. Each gives way under its own policy: it loses rows, spills them, or fail
 
 What has been told to go to a disk counts as gone for this rule. How much may be on its way there is
 bounded by the spool.
+
+The limit of all together is checked for every token. So the check looks through no request whose
+rows did not change since the last one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -27,11 +30,14 @@ that comes looks through all requests."""
 class Meter:
     """Counts what waits. What counts in it counts in the whole that it is part of, too."""
 
-    __slots__ = ("_closed", "_whole", "bytes", "pieces", "rows", "token_bytes")
+    __slots__ = ("_closed", "_on_rows", "_whole", "bytes", "pieces", "rows", "token_bytes")
 
-    def __init__(self, whole: "Meter | None" = None) -> None:
-        """Nothing waits."""
+    def __init__(
+        self, whole: "Meter | None" = None, on_rows: Callable[[], None] | None = None
+    ) -> None:
+        """Nothing waits; `on_rows` is called after each change of the rows."""
         self._whole = whole
+        self._on_rows = on_rows
         self._closed = False
         self.bytes = 0
         self.pieces = 0
@@ -49,6 +55,8 @@ class Meter:
             meter.bytes += size
             meter.rows += rows
             meter.pieces += pieces
+            if meter._on_rows is not None:
+                meter._on_rows()
             meter = meter._whole
 
     def add_tokens(self, size: int) -> None:
@@ -96,7 +104,10 @@ class Holder(Protocol):
 
     @property
     def leaving(self) -> int:
-        """Bytes beyond these that are on their way to a disk, with the memory of their pieces."""
+        """Bytes beyond these that are on their way to a disk, with the memory of their pieces.
+
+        They change only when `give_up` is called or the share's meter counts rows.
+        """
 
     @property
     def leaving_rows(self) -> int:
@@ -123,7 +134,8 @@ class Share:
             budget: that of the server. None: the share is no part of it.
         """
         self.limit = limit
-        self.meter = Meter(None if budget is None else budget.meter)
+        whole = None if budget is None else budget.meter
+        self.meter = Meter(whole, on_rows=None if budget is None else self._changed)
         self._why = why
         self._budget = budget
         self._holders: list[Holder] = []
@@ -160,6 +172,7 @@ class Share:
             if self.held > target:
                 some = [one for one in self._holders if one.cost is cost]
                 relieve(some, self.held - target, why)
+        self._changed()
 
     def check(self) -> None:
         """Makes room where too much waits; to be called when more has come."""
@@ -178,6 +191,11 @@ class Share:
         if self._budget is not None:
             self._budget.remove(self)
 
+    def _changed(self) -> None:
+        """What is on its way to a disk may have changed."""
+        if self._budget is not None:
+            self._budget.note_change(self)
+
 
 class Budget:
     """The memory of all requests together. Lives on the event loop."""
@@ -194,7 +212,12 @@ class Budget:
         self.request_limit = request_limit
         self.slack = slack
         self.meter = Meter()
-        self._shares: dict[Share, None] = {}
+        self._shares: dict[Share, int] = {}
+        """With the bytes of each on their way to a disk when it was last looked at."""
+        self._leaving = 0
+        """Sum of these bytes."""
+        self._changed: set[Share] = set()
+        """Requests that are to be looked at again."""
         self._why = (
             f"the {limit} bytes that may wait for the readers of all requests (--buffers-mib) are "
             "full, and this request holds more than its share"
@@ -207,12 +230,18 @@ class Budget:
     def share(self) -> Share:
         """The memory of another request."""
         share = Share(self.request_limit, self._request_why, self)
-        self._shares[share] = None
+        self._shares[share] = 0
         return share
 
     def remove(self, share: Share) -> None:
         """A request has ended."""
-        self._shares.pop(share, None)
+        self._leaving -= self._shares.pop(share, 0)
+        self._changed.discard(share)
+
+    def note_change(self, share: Share) -> None:
+        """What a request has on its way to disks may have changed."""
+        if share in self._shares:
+            self._changed.add(share)
 
     @property
     def used(self) -> int:
@@ -222,7 +251,12 @@ class Budget:
     @property
     def leaving(self) -> int:
         """Bytes on their way to disks."""
-        return sum(share.leaving for share in self._shares)
+        for share in self._changed:
+            now = share.leaving
+            self._leaving += now - self._shares[share]
+            self._shares[share] = now
+        self._changed.clear()
+        return self._leaving
 
     def check(self) -> None:
         """Makes room where too much waits."""

@@ -151,3 +151,57 @@ def test_a_request_that_has_ended_is_asked_for_nothing() -> None:
     gone.share.close()
     there.put(8 * MIB)
     assert (gone.gave, there.gave) == ([], [2 * MIB])
+
+
+def test_tokens_that_come_while_rows_go_to_disk_look_through_no_other_request() -> None:
+    """Work is counted in looks at what other requests hold."""
+    looks = 0
+
+    class Counted(Waiting):
+        @property
+        def leaving(self) -> int:
+            nonlocal looks
+            looks += 1
+            return self._leaving
+
+        @leaving.setter
+        def leaving(self, size: int) -> None:
+            self._leaving = size
+
+    whole = budget(limit=4 * MIB)
+    others = [Counted(whole.share(), Cost.TIME) for _ in range(200)]
+    for one in others:
+        one.put(MIB // 32)
+    assert whole.used > whole.limit  # the rest is on its way to a disk
+    assert whole.leaving > 0
+    share = whole.share()
+    meter, looks = Meter(share.meter), 0
+    for _ in range(1000):
+        meter.add_tokens(1)
+        share.check()
+    assert looks <= 20 * len(others)  # not 1000 times
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_on_its_way_is_counted_exactly_whoever_comes_and_goes(seed: int) -> None:
+    rng = random.Random(seed)
+    whole = budget(limit=2 * MIB, request=MIB)
+    some = [Waiting(whole.share(), rng.choice([*Cost])) for _ in range(5)]
+    for _ in range(400):
+        one = rng.choice(some)
+        match rng.randrange(6):
+            case 0 if one.leaving:  # the disk has some of it
+                done = rng.randrange(one.leaving + 1)
+                one.leaving -= done
+                one.meter.add(-done)
+            case 1:
+                one.share.close()
+                one.meter.add(rng.randrange(99))  # which may come late
+                some.remove(one)
+                some.append(Waiting(whole.share(), rng.choice([*Cost])))
+            case 2:
+                Meter(one.share.meter).add_tokens(rng.randrange(1000))
+                one.share.check()
+            case _:
+                one.put(rng.randrange(MIB // 4))
+        assert whole.leaving == sum(other.leaving for other in some)
