@@ -34,13 +34,22 @@ from rheostat_server.errors import (
 )
 from rheostat_server.incoming import Calls, Incoming, Reader
 from rheostat_server.interruption import Interruption
-from rheostat_server.limits import CONTROL_MESSAGE_BYTES, STATUS_SECONDS, TENSOR_MESSAGE_BYTES
+from rheostat_server.limits import (
+    CONTROL_MESSAGE_BYTES,
+    STATUS_SECONDS,
+    SUBSCRIBE_OPEN_BYTES,
+    TENSOR_MESSAGE_BYTES,
+)
 from rheostat_server.status import DETAILS_KEY, to_status
 
 _LOG = logging.getLogger(__name__)
 
 _OURS = "/rheostat.v1."
 _CONTROL = "/rheostat.v1.EngineService/"
+
+_LARGEST = {"/rheostat.v1.CaptureService/Subscribe": SUBSCRIBE_OPEN_BYTES}
+"""Bytes of the largest message of rpcs that take less than their service. Larger messages are
+refused before they are decoded, because the event loop decodes them."""
 
 _INSTEAD = {
     "PatchService/CaptureRun": (
@@ -97,7 +106,7 @@ def _wrapped(
     reader = Reader(handler.request_deserializer or cast(Callable[[bytes], Request], bytes))
     encode = handler.response_serializer
     control = method.startswith(_CONTROL)
-    most = CONTROL_MESSAGE_BYTES if control else TENSOR_MESSAGE_BYTES
+    most = _LARGEST.get(method, CONTROL_MESSAGE_BYTES if control else TENSOR_MESSAGE_BYTES)
     behaviour = (
         handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
     )

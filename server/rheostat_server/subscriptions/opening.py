@@ -16,13 +16,12 @@ from rheostat_server.capture.specs import (
     resolve_capture,
 )
 from rheostat_server.checks import join
-from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField
+from rheostat_server.errors import InvalidValue, MissingField
 from rheostat_server.limits import (
     CAPTURES,
     ID_BYTES,
     OBSERVER_COST,
     REQUEST_RANGES,
-    SUBSCRIBE_OPEN_BYTES,
     SUBSCRIBED_REQUESTS,
     SUBSCRIPTION_SELECTOR_BYTES,
 )
@@ -69,14 +68,9 @@ async def check_opening(
 
     Raises:
         InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
-        MessageTooLarge: it is too large.
         NotFound: a vector is not stored or a name not known.
     """
     size = wish.ByteSize()
-    if size > SUBSCRIBE_OPEN_BYTES:
-        raise MessageTooLarge(
-            f"has {size} bytes; at most {SUBSCRIBE_OPEN_BYTES} are allowed", field="open"
-        )
     if not wish.HasField("filter"):
         raise MissingField("a filter is required", field="open.filter")
     checks.at_most(len(wish.captures), CAPTURES, "open.captures", "captures")

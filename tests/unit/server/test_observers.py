@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2, types_pb2
+from rheostat_server.bench.calls import Call, connect, make
 from rheostat_server.limits import (
     OBSERVER_COST,
     SUBSCRIBE_OPEN_BYTES,
@@ -68,11 +69,7 @@ async def refused(running, wish) -> Refusal:
             "open.captures",
         ),
         (opening(by_label(**{"k" * 64: "v"})), "REASON_INVALID_VALUE", "open.filter.labels.labels"),
-        (
-            opening(namespace="x" * (SUBSCRIBE_OPEN_BYTES + 1)),
-            "REASON_MESSAGE_TOO_LARGE",
-            "open",
-        ),
+        (opening(namespace="x" * SUBSCRIBE_OPEN_BYTES), "REASON_MESSAGE_TOO_LARGE", ""),
     ],
 )
 async def test_what_a_subscription_selects_with_is_limited(running, wish, reason, field) -> None:
@@ -82,6 +79,18 @@ async def test_what_a_subscription_selects_with_is_limited(running, wish, reason
         assert f"at most {OBSERVER_COST}" in refusal.message
     if field == "open.captures[0].where":
         assert f"at most {SUBSCRIPTION_SELECTOR_BYTES}" in refusal.message
+
+
+async def test_an_opening_that_is_too_large_is_refused_before_it_is_decoded(running) -> None:
+    target = f"127.0.0.1:{running.server.port}"
+    async with connect(target) as channel:
+        for size, reason in (
+            (SUBSCRIBE_OPEN_BYTES, "REASON_INVALID_VALUE"),
+            (SUBSCRIBE_OPEN_BYTES + 1, "REASON_MESSAGE_TOO_LARGE"),
+        ):
+            no_message = b"\x07" * size
+            call = Call("CaptureService/Subscribe", (no_message,), half_closes=False)
+            assert (await make(channel, target, call)).reason == reason
 
 
 async def test_a_large_opening_is_worked_out_beside_the_event_loop(running, monkeypatch) -> None:
