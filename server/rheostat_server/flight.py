@@ -30,6 +30,11 @@ from rheostat_server.subscriptions.joined import Joined
 _LOG = logging.getLogger(__name__)
 
 
+_START_WORK = 1024
+_ITERATION_WORK = 16 << 10
+"""Work of starting samples, in prompt tokens: of a sample beside its prompt, and of a request in
+one iteration of the event loop. vLLM copies each sample's prompt there, 1 ms for the longest."""
+
 _NUMBERS = itertools.count()
 """Tells flights apart whose requests have the same id, one after the other."""
 
@@ -133,12 +138,13 @@ class Flight:
 
     def start(self, backend: Backend, lives: Sequence[Life], *, epoch: int) -> None:
         """Starts samples, whose KV is cached under an epoch; see `Plan.epoch`."""
-        for life in lives:
+        at_once = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
+        for index, life in enumerate(lives):
             if self._closed:
                 life.released.set()
             else:
                 life.job = replace(life.job, plan=replace(life.job.plan, epoch=epoch))
-                life.task = asyncio.create_task(self._pump(life, backend))
+                life.task = asyncio.create_task(self._pump(life, backend, index // at_once))
 
     async def next(self) -> Item | Notice | Sign:
         """What happened next.
@@ -294,8 +300,11 @@ class Flight:
         if not self._closed:
             self.queue.put(item)
 
-    async def _pump(self, life: Life, backend: Backend) -> None:
+    async def _pump(self, life: Life, backend: Backend, wait: int) -> None:
+        """Runs a sample, after so many iterations of the event loop."""
         try:
+            for _ in range(wait):
+                await asyncio.sleep(0)
             async with aclosing(backend.generate(life.job)) as deltas:
                 async for delta in deltas:
                     life.heard = True

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -13,9 +15,10 @@ from rheostat._proto.v1 import (
     tensor_pb2,
     types_pb2,
 )
+from rheostat_server.host import Delta, Job
 
 from .conftest import rest
-from .fakes import STREAM_NORM, WIDTH, ScriptedBackend, row
+from .fakes import INFO, STREAM_NORM, WIDTH, ScriptedBackend, row
 from .messages import (
     GENERATED,
     ONES,
@@ -226,3 +229,38 @@ async def test_a_step_too_many_does_not_count(starter) -> None:
     assert list(receipt.interventions[0].rows[0].positions) == [
         types_pb2.PositionRun(start=0, count=4)
     ]
+
+
+class Starting(ScriptedBackend):
+    """Notes in which iteration of the event loop each sample starts."""
+
+    def __init__(self, **script: object) -> None:
+        super().__init__(**script)
+        self.iteration = 0
+        self.starts: list[int] = []
+
+    def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        self.starts.append(self.iteration)
+        return super().generate(job)
+
+    def count_iterations(self) -> None:
+        self.iteration += 1
+        asyncio.get_running_loop().call_soon(self.count_iterations)
+
+
+async def test_samples_of_a_long_prompt_start_in_different_iterations_of_the_event_loop(
+    starter,
+) -> None:
+    info = replace(INFO, model_tokens=16 << 10, running_samples=64)
+    running = await starter(Starting(info=info))
+    running.backend.count_iterations()
+    ids = types_pb2.TokenIds(ids=[5] * 15_000)
+    sampling = generation_pb2.Sampling(max_tokens=2, n=16, temperature=1.0)
+    events = await rest(
+        running.client.generation.Generate(request(token_ids=ids, sampling=sampling))
+    )
+    assert kinds(events).count("finished") == 16
+    assert len(set(running.backend.starts)) == 16
+    running.backend.starts.clear()
+    await rest(running.client.generation.Generate(request(text="ab", sampling=sampling)))
+    assert len(set(running.backend.starts)) == 2, "a short prompt needs no pauses"
