@@ -86,14 +86,14 @@ class SiteRows(Sequence[SiteRow]):
 
     @classmethod
     def of(cls, pairs: Iterable[SiteRow]) -> "SiteRows":
-        """The same as arrays."""
+        """Packs pairs into arrays."""
         held = list(pairs)
         sites = np.array([site for site, _ in held], np.int32)
         rows = np.array([rows for _, rows in held], np.int32)
         return cls(sites, rows.reshape(len(held), rows.size // max(1, len(held))))
 
     def within(self, sites: range) -> Iterator[SiteRow]:
-        """Those at some sites."""
+        """The pairs at some sites."""
         first, end = np.searchsorted(self.sites, (sites.start, sites.stop)).tolist()
         return self._pairs(first, end)
 
@@ -102,7 +102,7 @@ class SiteRows(Sequence[SiteRow]):
         return len(self.sites)
 
     def __iter__(self) -> Iterator[SiteRow]:
-        """All of them."""
+        """The pairs, ascending by site."""
         return self._pairs(0, len(self))
 
     @overload
@@ -112,7 +112,7 @@ class SiteRows(Sequence[SiteRow]):
     def __getitem__(self, place: slice) -> "SiteRows": ...
 
     def __getitem__(self, place: int | slice) -> "SiteRow | SiteRows":
-        """One of them, or some."""
+        """The pair at a place, or the pairs of a slice."""
         if isinstance(place, slice):
             return SiteRows(self.sites[place], self.rows[place])
         return int(self.sites[place]), tuple(self.rows[place].tolist())
@@ -126,7 +126,7 @@ class SiteRows(Sequence[SiteRow]):
         return self._content == other._content
 
     def __hash__(self) -> int:
-        """That of the equal tuple."""
+        """The hash of the equal tuple."""
         return hash(tuple(self))
 
     def __repr__(self) -> str:

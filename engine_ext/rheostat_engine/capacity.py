@@ -4,7 +4,7 @@ Invariant: as long as every plan passes through `admit` before it reaches the en
 released only after the worker has let go of it, the worker's tables and ring never overflow.
 Everything is counted by content, exactly as the worker shares it. Captured rows are counted as if
 all requests took their densest step at once, unless no step is large enough for that to matter.
-What is captured of a running request beside its plan is counted with it (`observe`).
+Captures that a running request gets beside its plan are counted with the request (`observe`).
 
 A plan is looked through when it is packed, on a thread. Here it is a few arrays, so that the event
 loop pays little for the largest plan.
@@ -197,7 +197,7 @@ class CapacityLedger:
 
 
 class _Shared:
-    """What is held by content: sorted arrays, so that a plan of thousands of rows is a few calls.
+    """Shared content in use, as sorted arrays: a plan of thousands of rows costs a few numpy calls.
 
     Each operation costs what is held and what is asked for, a few nanoseconds each.
     """

@@ -31,12 +31,12 @@ FORGONE_ARG = "rheostat_forgone"
 
 
 class Sealed(NamedTuple):
-    """A table on its way."""
+    """A table as bytes."""
 
     digest: bytes
     """By which workers know it: 16 bytes, equal for equal content."""
     wire: bytes
-    """What `wire` reads."""
+    """Its bytes; see `wire`."""
 
     @classmethod
     def of(cls, wire: bytes) -> "Sealed":
@@ -49,7 +49,7 @@ class PackedActs:
     """The acts of a plan as they travel, for all plans that have them."""
 
     acts: tuple[Act, ...]
-    """What it was made of."""
+    """The source of the table."""
 
     @cached_property
     def table(self) -> SteeringTable | None:
@@ -62,12 +62,12 @@ class PackedActs:
 
     @cached_property
     def sealed(self) -> Sealed | None:
-        """What travels of it; None: nothing acts."""
+        """The table as bytes; None if there are no acts."""
         return None if self.table is None else Sealed.of(steering_to(self.table))
 
     @cached_property
     def needs(self) -> Needs:
-        """What it shares with other requests by content.
+        """The resources that it shares with other requests by content.
 
         Raises:
             ValueError: it can't be composed.
@@ -78,7 +78,7 @@ class PackedActs:
         return needs_of(iter([pieces, *contents_of(self.table)]))
 
     def made(self) -> "PackedActs":
-        """Itself, with all of it made."""
+        """Makes everything now, and returns itself."""
         _ = self.sealed, self.needs, self.ruled
         return self
 
@@ -89,7 +89,7 @@ class PackedActs:
 
     @property
     def effort(self) -> int:
-        """What a worker pays for it; see `tables`."""
+        """The effort of its table; see `tables`."""
         return 0 if self.table is None else self.table.effort
 
 
@@ -98,7 +98,7 @@ class PackedCaptures:
     """The captures of a plan as they travel, for all plans that have them."""
 
     captures: tuple[Capture, ...]
-    """What it was made of."""
+    """The source of the table."""
 
     @cached_property
     def table(self) -> CaptureTable | None:
@@ -111,24 +111,24 @@ class PackedCaptures:
 
     @cached_property
     def sealed(self) -> Sealed | None:
-        """What travels of it; None: nothing is captured."""
+        """The table as bytes; None if nothing is captured."""
         return None if self.table is None else Sealed.of(captures_to(self.table))
 
     @cached_property
     def needs(self) -> Needs:
-        """What it shares with other requests by content."""
+        """The resources that it shares with other requests by content."""
         if self.table is None or self.sealed is None:
             return needs_of(iter(()))
         return needs_of(iter([("pieces", self.sealed.digest, len(self.table.pieces.starts))]))
 
     def made(self) -> "PackedCaptures":
-        """Itself, with all of it made."""
+        """Makes everything now, and returns itself."""
         _ = self.sealed, self.needs
         return self
 
     @property
     def effort(self) -> int:
-        """What a worker pays for it; see `tables`."""
+        """The effort of its table; see `tables`."""
         return 0 if self.table is None else self.table.effort
 
 
@@ -176,7 +176,7 @@ class Plan:
 
     @property
     def effort(self) -> int:
-        """What a worker pays for the first request that has it; see `tables`.
+        """The effort of its tables, which the first request that uses them costs; see `tables`.
 
         Raises:
             TooMuch: more than a worker takes.
@@ -245,7 +245,7 @@ def name_of(wire: object) -> str | None:
 
 
 def read(wire: object) -> Received:
-    """What `Plan.to_wire` wrote, or what has been read already.
+    """Reads the bytes of `Plan.to_wire`; a plan that was read before is returned as it is.
 
     Raises:
         ValueError: `wire` is no plan; says where.

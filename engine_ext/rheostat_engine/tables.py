@@ -64,20 +64,20 @@ class SteeringTable:
 
     @cached_property
     def effort(self) -> int:
-        """What putting it together costs; see the module."""
+        """The cost of building it; see the module."""
         price = _price(self.acts, self.owners)
         return sum(price(members) for members in self.pieces.members) + self.read_effort
 
     @cached_property
     def read_effort(self) -> int:
-        """What reading it costs, whatever of it holds anywhere."""
+        """The cost of reading it, including acts that hold nowhere."""
         rows = sum(len(act.rows) * len(act.vectors) for act in self.acts)
         ids = sum(len(one) // 4 for one in self.sets)
         return rows // _READ - -(len(self.pieces.starts) + ids) // _GLANCES
 
     @property
     def ruled(self) -> int:
-        """How many sets depend on the token."""
+        """The number of sets that depend on the token."""
         conditional = [owner.tokens is not None for owner in self.owners]
         return sum(any(conditional[i] for i in members) for members in self.pieces.members)
 
@@ -88,7 +88,7 @@ class SteeringTable:
         return tuple(index for index in sorted(held) if self.acts[index].strong)
 
     def mix(self, number: int) -> Mix:
-        """What happens where the set with a number holds.
+        """Composes the acts of a set of clauses, given by number.
 
         Raises:
             ValueError: it can't be composed.
@@ -98,7 +98,7 @@ class SteeringTable:
 
     @property
     def mixes(self) -> tuple[Mix, ...]:
-        """What happens where each set holds.
+        """Composes the acts of each set of clauses.
 
         They are not kept, because they take many times the memory of the table.
 
@@ -109,7 +109,7 @@ class SteeringTable:
 
 
 class CaptureNeed(NamedTuple):
-    """What captures need of the ring."""
+    """The room that captures need in the ring."""
 
     rows: int
     """The most rows that one step can need."""
@@ -128,7 +128,7 @@ class CaptureTable:
 
     @cached_property
     def effort(self) -> int:
-        """What putting it together costs; see the module."""
+        """The cost of building it; see the module."""
         sites = [len(capture.sites) for capture in self.captures]
         gone_over = sum(sites[i] for members in self.pieces.members for i in members)
         made = len(self.pieces.members) + _directions(self.captures)
@@ -142,7 +142,7 @@ class CaptureTable:
         return int(self.pieces.starts[where[0]]) if len(where) else OPEN_END
 
     def need(self, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
-        """What one sample needs of the ring.
+        """The room that one sample needs in the ring.
 
         A chunk of the prompt is at most `max_step_tokens` long. Generated tokens come one in a
         step; a preempted request that computes them again has had their rows delivered already.
@@ -161,19 +161,19 @@ class CaptureTable:
 
 
 def count(pieces: Pieces, start: int, end: int) -> npt.NDArray[np.int64]:
-    """How many positions of [start, end) each set holds, [sets]."""
+    """Counts the positions of [start, end) at which each set holds, [sets]."""
     inside = np.clip(pieces.ends, start, end) - np.clip(pieces.starts, start, end)
     counts = np.bincount(pieces.sets, inside, minlength=len(pieces.members))
     return counts.astype(np.int64)
 
 
 def direction_effort(before: int) -> int:
-    """What it costs to make a direction orthogonal to so many others, and a unit vector."""
+    """The cost of a unit vector that is made orthogonal to `before` others."""
     return 1 + before // _PAIRS
 
 
 def site_effort(act: Act) -> int:
-    """What an act costs at each of its sites."""
+    """The cost of an act at each of its sites."""
     count = len(act.vectors)
     return sum(map(direction_effort, range(count))) if act.orthogonal else count
 
@@ -233,7 +233,7 @@ def _affordable(table: _Table, most: int) -> _Table:
 
 
 def _price(acts: Sequence[Act], owners: Sequence[Owner]) -> Callable[[tuple[int, ...]], int]:
-    """What a set of clauses costs: what its acts do at their sites, in every variant."""
+    """The price of a set of clauses: its acts at their sites, in every variant."""
     sizes = [len(acts[owner.act].rows) * site_effort(acts[owner.act]) for owner in owners]
 
     def price(members: tuple[int, ...]) -> int:
@@ -245,6 +245,6 @@ def _price(acts: Sequence[Act], owners: Sequence[Owner]) -> Callable[[tuple[int,
 
 
 def _directions(captures: Sequence[Capture]) -> int:
-    """What it costs to gather the directions of the different forms."""
+    """The cost of gathering the directions of the different forms."""
     forms = {capture.form for capture in captures if capture.form is not None}
     return sum(len(one.directions.vectors) for one in forms if one.directions is not None)

@@ -18,12 +18,12 @@ _CARRIED = "_rheostat_carried"
 
 
 class Carried(NamedTuple):
-    """What a request's plan means for the prefix cache."""
+    """The parts of a request's plan that the prefix cache depends on."""
 
     keys: BlockKeys
-    """What touches its blocks."""
+    """Keys of its blocks."""
     captures: CaptureTable | None
-    """What it captures."""
+    """Its captures; None if it has none."""
 
     @property
     def first_captured(self) -> int:
@@ -32,11 +32,11 @@ class Carried(NamedTuple):
 
 
 _BLOCKS: WeakValueDictionary[bytes, SteeredBlocks] = WeakValueDictionary()
-"""What touches the blocks of requests with a table of acts, by its digest: they share it."""
+"""Keys of blocks by the digest of a table of acts; requests with the table share them."""
 
 
 def carried(request: Request) -> Carried | None:
-    """What a request brings; None if it has no plan."""
+    """Reads a request's plan, once; None if it has none."""
     if _CARRIED not in request.__dict__:
         request.__dict__[_CARRIED] = _read(request)
     found: Carried | None = request.__dict__[_CARRIED]

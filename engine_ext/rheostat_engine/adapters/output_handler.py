@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class OutputReader(Protocol):
-    """What is used of an `AsyncLLM`."""
+    """The attribute of `AsyncLLM` that this module uses."""
 
     output_handler: asyncio.Task[None] | None
     """The task; None before the first request."""

@@ -1,4 +1,4 @@
-"""What the server may ask of every worker through `collective_rpc`.
+"""Methods of a worker that the server calls through `collective_rpc`.
 
 Invariant: each of these runs between two steps and returns plain data.
 """
@@ -27,7 +27,7 @@ class SiteRpc:
         return assembled
 
     def rheostat_describe(self) -> dict[str, object]:
-        """What `ModelSites.from_reports` reads."""
+        """Describes the model and the worker for `ModelSites.from_reports`."""
         assembled = self._assembled
         buffers = assembled.runtime.buffers
         captures = assembled.runtime.captures
@@ -75,12 +75,12 @@ class SiteRpc:
         return self._assembled.runtime.preparations.go_on(name, wire, effort)
 
     def rheostat_forget(self, names: Sequence[str]) -> bool:
-        """Lets go of what was prepared under some names, and of a part of what nobody uses.
+        """Releases preparations, and a part of the tables that no request uses.
 
-        Steps let go of the rest. An idle worker has none, so the server calls this again.
+        Each step releases a part too. An idle worker has no steps, so the server calls this again.
 
         Returns:
-            Whether there is more that nobody uses.
+            Whether tables are left that no request uses.
         """
         runtime = self._assembled.runtime
         for name in names:
@@ -106,9 +106,9 @@ class SiteRpc:
             torch.cuda.set_rng_state(cuda_state)
 
     def rheostat_stats(self) -> dict[str, object]:
-        """Counts since the start, and what is in use, less a part of what nobody uses.
+        """Counts since the start, and what is in use.
 
-        The server asks until nothing is in use, while no steps let go of it.
+        Releases a part of the tables that no request uses, as an idle worker has no steps.
         """
         runtime = self._assembled.runtime
         runtime.steering.arrangements.collect(STEP_EFFORT)
@@ -140,7 +140,7 @@ def _cuda_state() -> torch.Tensor | None:
 
 
 def _capturing(captures: Captures | None) -> dict[str, object]:
-    """What a worker has captured, and holds for it; nothing on a rank that doesn't report."""
+    """Counts of captured rows, and the memory for them; zeros on a rank that does not report."""
     if captures is None:
         return {"captured_rows": 0, "lost_rows": 0}
     outlet, forms = captures.outlet, captures.forms

@@ -21,7 +21,7 @@ class ActiveSites:
         self.own_graphs = 0
         """CUDA graphs that were made for the sites of one mask alone."""
         self.held_graphs = 0
-        """Those of them that are held now."""
+        """The number of these graphs that are held now."""
 
     def set(self, mask: npt.NDArray[np.bool_]) -> None:
         """Makes exactly the sites of `mask` active."""

@@ -1,15 +1,15 @@
-"""What tables of acts hold in the worker: put together once for all requests that have a table.
+"""Arrangements: the slots, programs and rules of a table of acts, shared by its requests.
 
 Why in slices
-    A table may name thousands of rows. Put together at once it would hold up every request of the
-    step. So it is put together in slices of bounded cost. A request whose table is not complete
-    completes it; the server sees to it that there is little left by then.
-Why what ended stays
-    What the last request of a table leaves is let go of in slices too, with each step, or at once
-    where somebody needs the room. An equal table that comes before takes it up again.
+    A table may name thousands of rows. Building all of them at once would delay every request of
+    the step, so a table is built in slices of bounded cost. A request whose table is incomplete
+    completes it. The server builds large tables before, so that little is left then.
+Why unused arrangements stay
+    Releasing a large arrangement takes long too, so each step releases a part of the unused ones.
+    A table that lacks room releases them at once. An equal table that comes earlier reuses them.
 
-Invariant: a table holds its slots, programs and rules once, or nothing. What nobody uses never
-keeps anybody from room that there is.
+Invariant: a table holds its slots, programs and rules once, or nothing. Unused arrangements never
+make a request fail for lack of room.
 """
 
 from collections import OrderedDict
@@ -31,50 +31,50 @@ from rheostat_engine.tables import STEP_EFFORT, SteeringTable, direction_effort,
 
 _T = TypeVar("_T")
 _Work = Generator[int, None, _T]
-"""Work in parts, each of which says what it has cost."""
+"""Work in parts. Each part yields its cost."""
 
 _ROW_BYTES = 8 << 20
 """Bytes of float32 rows that a slice makes at most, about, because wide rows take longer."""
 
 _COLLECTED = 1000
-"""What is let go of at a time where room is needed at once, in units of `effort`."""
+"""Effort of the parts in which unused arrangements are released for lack of room."""
 
 
 class Ruled(NamedTuple):
-    """Combinations that depend on the token, one for each that a table has."""
+    """The combinations of a table that depend on the token."""
 
     slots: Int32
     """[k, variants]."""
     cells: Int32
-    """[k, variants]: as `Arrangement.cells_at` has them."""
+    """[k, variants]: the first cell of each variant, from 1; 0 is not measured."""
 
 
 @dataclass
 class Arrangement:
-    """What a table of acts holds, however many requests have it."""
+    """The slots, programs and rules of a table, however many requests share it."""
 
     digest: bytes
     table: SteeringTable
     measures: Measures
     users: int = 0
     function: int = 0
-    """What happens where: slot, cell and rule of each piece. Under a rule, the slot is the number
-    of the combination among `ruled`. Cells count from 1; 0 is not measured."""
+    """Slot, cell and rule of each piece. Under a rule, the slot is the number of the combination
+    among `ruled`. Cells count from 1; 0 is not measured."""
     ruled: Ruled = field(default_factory=lambda: Ruled(_no_variants(), _no_variants()))
     slots: list[int] = field(default_factory=list)
     rules: list[tuple[bytes, ...]] = field(default_factory=list)
     parts: list[Program] = field(default_factory=list)
-    """Programs of a combination that takes several slices, held until it is complete."""
+    """Programs of a combination that several slices build, held until it is complete."""
     directions: list[Direction] = field(default_factory=list)
-    """Directions that were made before the programs that need them, held as long."""
+    """Directions that were made before their programs, held until the combination is complete."""
     work: Generator[int, None, None] | None = None
-    """What is left to be done; None: nothing."""
+    """The work that is left; None if the arrangement is complete."""
     problem: str = ""
-    """Why it can't be put together; empty if it can."""
+    """The reason why it cannot be built; empty if it can."""
 
 
 class Arrangements:
-    """The tables of acts that are in use, and those that nobody uses any more but that are kept."""
+    """The arrangements in use, and unused ones that are not released yet."""
 
     def __init__(
         self, bank: Bank, rules: TokenRules, functions: Functions, vectors: Vectors, norms: Norms
@@ -96,14 +96,14 @@ class Arrangements:
         self._used: dict[bytes, Arrangement] = {}
         self._unused: OrderedDict[bytes, Arrangement] = OrderedDict()
         self._ending: Arrangement | None = None
-        """One that has given back some of what it holds, so that nobody can take it up again."""
+        """An arrangement that is partly released, so that no request can reuse it."""
         rows = _ROW_BYTES // (4 * bank.programs.rows.shape[1])
         self._slice_effort = max(1, min(rows, STEP_EFFORT))
         self.built = 0
-        """What was put together so far, in units of `effort`."""
+        """Effort that was built since the start."""
 
     def use(self, digest: bytes, read: Callable[[], SteeringTable]) -> Arrangement:
-        """A table's arrangement, used once more; it may be incomplete, see `build`.
+        """Adds a use of a table's arrangement, which may be incomplete; see `build`.
 
         Args:
             digest: the table's.
@@ -123,15 +123,18 @@ class Arrangements:
         return one
 
     def build(self, one: Arrangement, budget: int | None = None) -> int:
-        """Goes on putting a table together; what that cost. It is complete once `work` is None.
+        """Builds a part of an arrangement, which is complete once its `work` is None.
 
         Args:
             one: its arrangement.
-            budget: after which it stops, or after a slice if that is less; None: it goes on to the
-                end.
+            budget: the cost after which it stops, or one slice if that is less; None: no limit.
+
+        Returns:
+            The cost of the part.
 
         Raises:
-            BankError, ValueError: it can't be. It holds nothing then; its users must release it.
+            BankError, ValueError: it cannot be built. It holds nothing then; its users must still
+                release it.
         """
         if one.problem:
             raise BankError(one.problem)
@@ -153,17 +156,20 @@ class Arrangements:
         return spent
 
     def release(self, one: Arrangement) -> None:
-        """Ends one use. What nobody uses is let go of by `collect`."""
+        """Ends one use. `collect` releases unused arrangements."""
         one.users -= 1
         if not one.users and self._used.get(one.digest) is one:
             del self._used[one.digest]
             self._unused[one.digest] = one
 
     def collect(self, budget: int) -> bool:
-        """Lets go of what nobody uses, the oldest first, until that has cost so much.
+        """Releases unused arrangements, the oldest first.
+
+        Args:
+            budget: the cost after which it stops.
 
         Returns:
-            Whether there is more of it.
+            Whether any is left.
         """
         while budget > 0 and (self._ending is not None or self._unused):
             if self._ending is None:
@@ -194,7 +200,7 @@ class Arrangements:
         return {digest: self._norms[digest] for digest in last}
 
     def _put_together(self, one: Arrangement) -> _Work[None]:
-        """Takes all that a table needs."""
+        """Builds a table, slice by slice."""
         table = one.table
         ruled: list[tuple[list[int], list[int]]] = []
         columns = np.zeros((len(table.pieces.members), 3), np.int32)
@@ -221,14 +227,14 @@ class Arrangements:
             one.function = self.functions.add(table.pieces.starts, columns[table.pieces.sets])
 
     def _take(self, one: Arrangement, members: tuple[int, ...]) -> _Work[tuple[int, int]]:
-        """The slot of a variant, and its first cell, counted from 1."""
+        """Takes the slot of a variant; its number and first cell, counted from 1."""
         acts = one.table.acts
         known = one.measures.knows(members)
         combination: Combination = ()
         for sites, cost in _slices(acts, members, self._slice_effort):
             part = combine(acts, members, sites)
             programs = [program for _, program in part]
-            if cost > self._slice_effort:  # a site whose directions alone are more than a slice
+            if cost > self._slice_effort:  # the directions of one site exceed a slice
                 cost -= yield from self._make_directions(one, programs)
             if sites is not None:
                 self._with_room(partial(self._bank.programs.acquire, programs, self._vectors))
@@ -248,7 +254,7 @@ class Arrangements:
         return slot, 1 + known
 
     def _make_directions(self, one: Arrangement, programs: Sequence[Program]) -> _Work[int]:
-        """Makes directions that are orthogonal to others, before their programs; what it cost."""
+        """Makes the directions of a subspace before their programs; the cost."""
         table = self._bank.programs
         basis = table.basis(self._vectors)
         spent = done = 0
@@ -264,7 +270,7 @@ class Arrangements:
         return done
 
     def _with_room(self, take: Callable[[], _T]) -> _T:
-        """Takes something; where there is no room, what nobody uses makes some."""
+        """Calls `take`, and releases unused arrangements as long as it lacks room."""
         while True:
             try:
                 return take()
@@ -274,7 +280,7 @@ class Arrangements:
                 self.collect(_COLLECTED)
 
     def _give_slots(self, one: Arrangement, budget: int) -> int:
-        """Gives back slots; what that cost."""
+        """Gives back slots; the cost."""
         spent = 0
         while one.slots and spent < budget:
             slot = one.slots.pop()
@@ -283,7 +289,7 @@ class Arrangements:
         return spent
 
     def _strip(self, one: Arrangement) -> None:
-        """Gives back all that an arrangement holds."""
+        """Gives back everything that an arrangement holds."""
         if one.work is not None:
             one.work.close()
         for slot in one.slots:
@@ -312,9 +318,9 @@ def _no_variants() -> Int32:
 def _slices(
     acts: Sequence[Act], members: Sequence[int], most: int
 ) -> Iterator[tuple[range | None, int]]:
-    """The sites at which some acts change anything, in slices, and what each costs.
+    """The sites at which some acts change anything, in slices, and the cost of each slice.
 
-    A slice costs `most` at most, or is one site. Where all of it is one slice, its sites are None.
+    A slice costs at most `most`, or is a single site. The sites of an only slice are None.
     """
     strong = [acts[member] for member in members if acts[member].strong]
     total = sum(len(act.rows) * site_effort(act) for act in strong)

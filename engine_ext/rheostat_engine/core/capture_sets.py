@@ -1,7 +1,8 @@
-"""What tables of captures hold in the worker: put together once for all requests that have a table.
+"""Tables of captures in the worker, each built once for all requests that share it.
 
-Invariant: a table's classes and its function are held as long as a request has it. What a request
-was to get is known at its end from its tables and from how far it came, whatever was changed.
+Invariant: a table's classes and function are held as long as a request uses the table. At the end
+of a request its tables and its last position give the number of rows that it selected, whatever
+changed meanwhile.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from rheostat_engine.tables import MAX_CAPTURE_EFFORT, CaptureTable, count
 
 @dataclass(eq=False)
 class CaptureSet:
-    """What a table of captures holds, however many requests have it."""
+    """The classes and the function of a table, however many requests share it."""
 
     digest: bytes
     table: CaptureTable
@@ -44,21 +45,21 @@ class CaptureSet:
 
 @dataclass
 class Selected:
-    """What is captured of one request."""
+    """The captures of one request."""
 
     parts: list[tuple[int, CaptureSet | None]] = field(default_factory=list)
-    """From which position on, ascending; None: nothing."""
+    """(First position, captures), ascending by position; None captures nothing."""
     _counted: Int64 | None = None
-    """[sites]: rows that were selected by parts that are over."""
+    """[sites]: rows that earlier parts selected."""
 
     @property
     def sets(self) -> Iterator[CaptureSet]:
-        """What it holds."""
+        """The tables that it uses."""
         return (one for _, one in self.parts if one is not None)
 
     @property
     def segments(self) -> list[Segment]:
-        """What it captures where; none: nothing anywhere."""
+        """The function from each position on; empty if nothing is captured."""
         if not any(self.sets):
             return []
         begun = [] if not self.parts[0][0] else [Segment(0, 0)]
@@ -67,10 +68,11 @@ class Selected:
     def change(
         self, first: int, new: CaptureSet | None, computed: tuple[int, int]
     ) -> list[CaptureSet]:
-        """Puts `new` in place of what is captured from a position on; what is not held any more.
+        """Captures `new` from a position on, in place of earlier captures.
 
-        Nothing is captured twice. So what ends before the last computed position is only counted,
-        and a request holds little, however often what is captured of it changes.
+        A computed position is never captured again. Parts that end before the last computed
+        position are therefore only counted, so that a request holds little, however often its
+        captures change.
 
         Args:
             first: the position.
@@ -118,7 +120,7 @@ class CaptureSets:
         """
         self.functions = Functions()
         self.built = 0
-        """What was put together so far, in units of `effort`."""
+        """Effort that was built since the start."""
         self._classes = classes
         self._forms = forms
         self._places = places
@@ -126,7 +128,7 @@ class CaptureSets:
         self._used: dict[bytes, CaptureSet] = {}
 
     def cost(self, captures: Sealed | None) -> int:
-        """What `use` has to put together of a table, in units of `effort`.
+        """The effort that `use` takes for a table; 0 if the table is in use.
 
         Raises:
             ValueError: it is no table.
@@ -136,7 +138,7 @@ class CaptureSets:
         return captures_of(captures).effort
 
     def use(self, captures: Sealed) -> CaptureSet:
-        """What a table holds, used once more.
+        """Adds a use of a table.
 
         Raises:
             ValueError: it is no table, or names sites that the model cannot have.

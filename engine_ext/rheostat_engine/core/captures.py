@@ -32,7 +32,7 @@ class _Captured:
 
 
 class Copying(NamedTuple):
-    """What a step copies."""
+    """The rows that a step copies."""
 
     blocks: Blocks
     base: npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ class Copying(NamedTuple):
 
     @property
     def columns(self) -> tuple[npt.NDArray[np.int32], ...]:
-        """What is said of it in a `Compact`: block and order of each token, and the base."""
+        """The columns of a `Compact`: block and order of each token, and the base."""
         return self.blocks.token_block, self.blocks.token_order, self.base
 
 

@@ -73,7 +73,7 @@ class Doses:
 
 
 class Measures:
-    """What the cells of a table of acts are about: made once for all requests that have it.
+    """The meaning of the cells of a table of acts, shared by all requests with the table.
 
     A cell belongs to a measurement of a variant; additions that stand side by side are measured
     together.
@@ -87,7 +87,7 @@ class Measures:
             norms: of the vectors that are added.
         """
         self.cells = 0
-        """How many a request needs."""
+        """Cells that a request needs."""
         self._acts = acts
         self._norms = norms
         self._places: dict[tuple[int, ...], int] = {}
@@ -129,7 +129,7 @@ class Measures:
         return first
 
     def read(self, measured: npt.NDArray[np.float32], first_act: int) -> list[HeadDose]:
-        """What a request's cells say: by act, then site.
+        """Reads a request's cells, by act, then site.
 
         Args:
             measured: [sites, cells, 4]: the request's cells.
@@ -162,7 +162,7 @@ class Measures:
         return acts, sites, cells, columns[3]
 
     def _factor(self, act: Act, row: int) -> float:
-        """What the sums of an addition are multiplied by; negative for any other act."""
+        """The factor for the sums of an addition; negative for any other act."""
         if act.kind is not Kind.ADD:
             return -1.0
         return abs(act.scale) * float(self._norms[act.vectors[0]][row])

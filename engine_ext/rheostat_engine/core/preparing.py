@@ -1,11 +1,11 @@
-"""Tables that are put together before the first request that has them comes.
+"""Preparations: tables that are built before the first request that uses them.
 
 Why before
-    A request is taken up in the step that vLLM schedules it in, and the step waits for it. What is
-    expensive about it must be done by then. The server has it done between earlier steps, in calls
-    that each do a bounded part of it, and lets the request start when all of it is there.
+    A worker installs a request in the step that first schedules it, and the whole step waits. So
+    the server has expensive tables built between earlier steps. Each call does a bounded part. The
+    server starts the request once its tables are complete.
 
-Invariant: what was prepared under a name stays until it is let go of under that name.
+Invariant: the tables of a preparation stay until the preparation is released by its name.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from rheostat_engine.plan import Sealed, read
 
 
 class Prepared(NamedTuple):
-    """How far a plan has come."""
+    """The state of a preparation."""
 
     done: bool
-    """Whether nothing is left to do."""
+    """Whether the tables are complete."""
     error: str
-    """Why it can't be done; empty if it can. Nothing is held then."""
+    """The reason why they cannot be built; empty if they can. Nothing is held after an error."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Pin:
 
 
 class Preparations:
-    """The plans whose tables are prepared, by the server's names for that."""
+    """The preparations of a worker, by the server's names."""
 
     def __init__(self, steering: Steering, captures: Captures | None) -> None:
         """There is none.
@@ -51,16 +51,16 @@ class Preparations:
         self._pins: dict[str, _Pin] = {}
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of preparations."""
         return len(self._pins)
 
     def go_on(self, name: str, wire: object, budget: int) -> Prepared:
-        """Does a part of what a plan's tables need.
+        """Builds a part of a plan's tables.
 
         Args:
             name: of the preparation.
-            wire: `Plan.to_wire` of a plan with the tables; not looked at if the name is known.
-            budget: how much is done at most, in units of `effort`; the last thing may exceed it.
+            wire: `Plan.to_wire` of a plan with the tables; ignored if the name is known.
+            budget: the effort after which it stops.
         """
         try:
             if name not in self._pins:
@@ -79,7 +79,7 @@ class Preparations:
             return Prepared(True, str(error))
 
     def forget(self, name: str) -> None:
-        """Lets go of what was prepared; nothing if there is none."""
+        """Releases a preparation; nothing if there is none with the name."""
         pin = self._pins.pop(name, None)
         if pin is None:
             return
@@ -89,7 +89,7 @@ class Preparations:
             self._captures.sets.release(pin.captures)
 
     def _use_captures(self, pin: _Pin, captures: Sealed | None) -> int:
-        """Builds the table of captures, which is built at once; what that cost."""
+        """Builds the table of captures, all at once; the cost."""
         if captures is None or self._captures is None:
             return 0
         sets = self._captures.sets
@@ -98,7 +98,7 @@ class Preparations:
         return cost
 
     def _use_acts(self, pin: _Pin, acts: Sealed) -> int:
-        """Reads the table of acts; what that cost."""
+        """Reads the table of acts; the cost."""
         pin.arrangement = self._steering.use(acts)
         pin.acts = None
         return pin.arrangement.table.read_effort

@@ -1,8 +1,11 @@
-"""Piecewise-constant functions of the position: which one a request has, and its value at a token.
+"""Piecewise-constant functions of the token position, and the function of each request.
 
-Invariants: a lookup costs one binary search per token in numpy, whatever the number of requests. A
-request that begins or ends costs what it brings: functions are shared by requests, a new one is
-written behind the others, and what ended is swept out once it is more than what is left.
+A function gives a few integers for each position, for example the slot that steers a token there.
+Requests with equal plans share a function.
+
+Invariants: a lookup costs one binary search per token in numpy, however many requests there are. A
+new function is written behind the others. Dropped functions are swept out once they take more room
+than the others, so that a request that begins or ends costs what its own function does.
 """
 
 from collections.abc import Sequence
@@ -16,14 +19,14 @@ Int64 = npt.NDArray[np.int64]
 
 _POSITION_BITS = 32
 _SMALLEST = 1024
-"""Pieces for which there is room from the beginning."""
+"""Pieces for which there is room at the start."""
 
 
 class Functions:
-    """Functions by number. Number 0 is the one that is zero everywhere."""
+    """Functions by number. Function 0 is zero at every position."""
 
     def __init__(self, columns: int = 1) -> None:
-        """There is none but 0; each has `columns` values."""
+        """Only function 0 exists. Each function has `columns` values."""
         self._keys: Int64 = np.zeros(_SMALLEST, np.int64)
         self._values: Int32 = np.zeros((_SMALLEST, columns), np.int32)
         self._alive: npt.NDArray[np.bool_] = np.zeros(_SMALLEST, np.bool_)
@@ -33,14 +36,14 @@ class Functions:
         self._last = 0
         self._sizes: dict[int, int] = {}
         self.written = 0
-        """Pieces that were written, each as often as it was."""
+        """Pieces written since the start; a piece that is moved counts again."""
 
     def __len__(self) -> int:
-        """How many there are, 0 not counted."""
+        """The number of functions without function 0."""
         return len(self._sizes)
 
     def add(self, starts: npt.NDArray[np.integer], values: npt.ArrayLike) -> int:
-        """A new function; its number.
+        """Adds a function; its number.
 
         Args:
             starts: [p]: first position of each piece, ascending from 0.
@@ -60,7 +63,7 @@ class Functions:
         return self._last
 
     def drop(self, function: int) -> None:
-        """Forgets a function; nothing if it is 0."""
+        """Drops a function; function 0 stays."""
         if not function:
             return
         count = self._sizes.pop(function)
@@ -74,7 +77,7 @@ class Functions:
         """Values, [n, columns].
 
         Args:
-            functions: [n]: numbers of functions that there are, or 0.
+            functions: [n]: numbers of existing functions, or 0.
             positions: [n]: absolute positions, not negative.
         """
         keys = (functions << _POSITION_BITS) + positions
@@ -106,24 +109,24 @@ class Functions:
 
 
 class Segment(NamedTuple):
-    """What a request has from a position on."""
+    """The function of a request from a position on."""
 
     first: int
     """The position."""
     function: int
     """The function."""
     bases: tuple[int, ...] = ()
-    """What is the request's own, beside the function that it shares."""
+    """Integers that only this request has, for example its first cell."""
 
 
 class Requests:
-    """Which function each request has, by the request's number.
+    """The functions of each request, by the request's number.
 
     Request numbers are positive; number 0 stands for every request without a function.
     """
 
     def __init__(self, functions: Functions, bases: int = 0) -> None:
-        """No request has any of `functions`; each has `bases` integers of its own with it."""
+        """No request has a function. Each request gets `bases` integers of its own."""
         self._functions = functions
         self._last_first: Int64 = np.zeros(1, np.int64)
         self._last_function: Int64 = np.zeros(1, np.int64)
@@ -132,11 +135,11 @@ class Requests:
         self._held: set[int] = set()
 
     def __len__(self) -> int:
-        """How many requests have a function."""
+        """The number of requests with a function."""
         return len(self._held)
 
     def put(self, number: int, segments: Sequence[Segment]) -> None:
-        """Gives a request what it has.
+        """Sets the functions of a request.
 
         Args:
             number: the request's number, positive.
@@ -159,7 +162,7 @@ class Requests:
         self._held.add(number)
 
     def drop(self, number: int) -> None:
-        """Forgets what a request has, if it has anything."""
+        """Removes the functions of a request, if it has any."""
         if number in self._held:
             self._held.remove(number)
             self._earlier.pop(number, None)
@@ -185,7 +188,7 @@ class Requests:
     def _look_back(
         self, number: int, positions: Int64, tokens: Int64, functions: Int64, bases: Int64
     ) -> None:
-        """Writes what a request has before its last segment."""
+        """Writes the functions and bases of a request's tokens before its last segment."""
         segments = self._earlier[number]
         firsts = [segment.first for segment in segments]
         which = np.searchsorted(firsts, positions, side="right") - 1

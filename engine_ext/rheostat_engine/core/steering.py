@@ -1,8 +1,11 @@
-"""Acts in force: what every token of every request has.
+"""Acts in force: the steering of each token of each request.
 
-Invariant: what a plan's acts hold is taken all at once or not at all, and given back once. Requests
-with equal acts share it: each holds only its cells, and its places under rules about token ids. A
-plan that is changed keeps what it had for the positions before, and the cells of what was measured.
+Requests with equal acts share an arrangement. Each request itself holds only its cells, and its
+places under rules about token ids.
+
+Invariant: a request gets everything that its acts need, or nothing, and gives it back once. A
+request whose acts change keeps the old ones for earlier positions, and the cells of what was
+measured.
 """
 
 from collections.abc import Sequence
@@ -29,27 +32,27 @@ _CELLS, _VARIANTS = range(2)
 
 
 class Part(NamedTuple):
-    """What a request does from a position on."""
+    """The acts of a request from a position on."""
 
     first: int
     """The position."""
     arrangement: Arrangement | None
-    """None: nothing."""
+    """None: no acts."""
     cells: CellRun | None
-    """None: there were none, and nothing is measured."""
+    """None: no cells were free, so that nothing is measured."""
     variants: Int32
-    """[k]: where the variants of each combination begin that follows a rule."""
+    """[k]: the first variant of each combination under a rule."""
 
 
 class Placed(NamedTuple):
-    """What a request's acts hold."""
+    """The parts of a request."""
 
     parts: tuple[Part, ...] = ()
-    """In the order in which they came; a later one acts from its position on in place of others."""
+    """In the order in which they came. A later part replaces the others from its position on."""
 
     @property
     def measured(self) -> bool:
-        """Whether there were cells for everything."""
+        """Whether every part has cells."""
         return all(part.cells is not None for part in self.parts)
 
     @property
@@ -59,11 +62,11 @@ class Placed(NamedTuple):
 
     @property
     def effort(self) -> int:
-        """What its tables cost; see `tables`."""
+        """The effort of its tables; see `tables`."""
         return sum(one.arrangement.table.effort for one in self.parts if one.arrangement)
 
     def read(self, measured: npt.NDArray[np.float32]) -> list[HeadDose]:
-        """What its cells say, [sites, cells, 4], as `Dose`s: by act, then site."""
+        """Reads its cells, [sites, cells, 4], as fields of `Dose`s, by act, then site."""
         doses: list[HeadDose] = []
         first_act = begin = 0
         for _, arrangement, cells, _ in self.parts:
@@ -78,7 +81,7 @@ class Placed(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """What a step's tokens are to do."""
+    """The instructions for a step's tokens."""
 
     slot: npt.NDArray[np.int32]
     """[n]; this and the next two as in `Compact`."""
@@ -87,14 +90,14 @@ class Instruction(NamedTuple):
     rule: npt.NDArray[np.int32]
     """[n]."""
     sites: npt.NDArray[np.bool_]
-    """[sites]: where something may happen."""
+    """[sites]: whether a token may change at the site."""
 
 
 class Steering:
     """The acts of all requests."""
 
     def __init__(self, bank: Bank, rules: TokenRules, doses: Doses, places: Places) -> None:
-        """Nothing is in force."""
+        """No acts are in force."""
         self.bank = bank
         self.rules = rules
         self._doses = doses
@@ -105,26 +108,26 @@ class Steering:
         self.arrangements = Arrangements(bank, rules, functions, self._vectors, self._norms)
         self._requests = Requests(functions, bases=2)
         self._variants: dict[int, Int32] = {}
-        """By request number: where the variants of all its parts begin, one after the other."""
+        """By request number: the first variants of all its parts, one after the other."""
 
     @property
     def vectors(self) -> Vectors:
-        """Those that are kept, now and later."""
+        """The loaded vectors; a live view."""
         return MappingProxyType(self._vectors)
 
     def load(self, vectors: Vectors, norms: Norms) -> None:
-        """Keeps vectors and the norms of their rows, by digest, for plans to come."""
+        """Stores vectors and the norms of their rows, by digest."""
         self._vectors |= vectors
         self._norms |= norms
 
     def drop(self, digests: Sequence[bytes]) -> None:
-        """Forgets vectors. What was made of them stays as long as its requests."""
+        """Drops vectors. Rows that were made of them stay as long as their requests."""
         for digest in digests:
             self._vectors.pop(digest, None)
             self._norms.pop(digest, None)
 
     def use(self, acts: Sealed) -> Arrangement:
-        """What a table of acts holds, used once more; see `Arrangements.use`."""
+        """Adds a use of a table's arrangement; see `Arrangements.use`."""
         return self.arrangements.use(acts.digest, partial(self._read, acts))
 
     def place(
@@ -160,13 +163,13 @@ class Steering:
                 self.arrangements.release(part.arrangement)
 
     def take_out(self, placed: Sequence[Placed]) -> torch.Tensor | None:
-        """What was measured of requests that are gone, [sites, cells, 4], in their order."""
+        """Takes the cells of requests that have ended, [sites, cells, 4], in their order."""
         return self._doses.take_out([run for one in placed for run in one.cells])
 
     def lookup(self, numbers: Int64, positions: Int64) -> Instruction:
-        """What each token of a step is to do, [n] each; see `Requests.lookup`.
+        """Looks up the instructions for each token of a step; see `Requests.lookup`.
 
-        All that it needs is brought to the device.
+        Rows and programs that they need are copied to the device.
         """
         self.bank.flush()
         found, bases = self._requests.lookup(numbers, positions)
@@ -199,7 +202,7 @@ class Steering:
         return table
 
     def _part(self, acts: Sealed, first: int, old: Placed) -> Part:
-        """Takes what acts hold."""
+        """Takes everything that acts need."""
         arrangement = self.use(acts)
         try:
             if old.effort + arrangement.table.effort > MAX_EFFORT:

@@ -22,7 +22,7 @@ class BankError(Exception):
 
 
 class Exhausted(BankError):
-    """There is no room; what nobody uses any more may have to be let go of."""
+    """There is no room until unused tables are released."""
 
 
 class Sums(NamedTuple):
