@@ -55,9 +55,10 @@ _CONTEXT = 16384
 _STEP_TOKENS = 192
 _SAMPLES = 160
 _JOB = Job(("The Eiffel Tower is in the city of",), 16, None)
-"""What the neighbour does, over and over. Few tokens, so that each turn has several first tokens. It
-captures nothing: who needs capture rows waits in turn for those that others hold, as the contract
-says.
+"""What the neighbour does, over and over. Few tokens, so that each turn has several first tokens.
+
+It captures nothing: who needs capture rows waits in turn for those that others hold, as the
+contract says.
 """
 _SETTLED = 1.0
 """Seconds that the neighbour is watched after the last hostile call has ended."""
