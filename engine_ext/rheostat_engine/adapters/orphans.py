@@ -2,6 +2,10 @@
 
 vLLM's workers watch the engine's process, but nobody tells the engine that its own parent is gone:
 it would keep the device's memory for ever. Nor may it finish what runs, which nobody reads.
+
+Why the engine leaves the server's process group: a signal to the group (Ctrl-C, `timeout`, a
+shell's job) would end vLLM's workers while the server lets its requests finish. The server alone
+ends the engine.
 """
 
 import logging
@@ -20,6 +24,12 @@ _LOOK = 2.0
 _GRACE = 10.0
 """Seconds that the engine has to end by itself, of which vLLM grants its workers nine. It can't
 end while it waits for another rank."""
+
+
+def leave_group() -> None:
+    """Puts this process into a process group of its own, if it is a child of the server at all."""
+    if multiprocessing.parent_process() is not None and os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
 
 
 def end_with_parent(config: VllmConfig) -> None:

@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from rheostat_engine.adapters.carried import carried
 from rheostat_engine.adapters.hits import limit_hits
-from rheostat_engine.adapters.orphans import end_with_parent
+from rheostat_engine.adapters.orphans import end_with_parent, leave_group
 from rheostat_engine.adapters.step_messages import share_tables
 
 _NAME = "generate_block_hash_extra_keys"
@@ -30,6 +30,7 @@ KeyFunction = Callable[[Request, int, int, int], ExtraKeys]
 def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # vLLM's own
     """The scheduler that vLLM would have made, in a process that has been made ready for it."""
     install_block_keys()
+    leave_group()
     end_with_parent(vllm_config)
     config = vllm_config.scheduler_config
     ours, config.scheduler_cls = config.scheduler_cls, None

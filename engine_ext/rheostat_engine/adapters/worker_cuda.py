@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from rheostat_engine.adapters.orphans import leave_group
 from rheostat_engine.adapters.runner_v2 import GpuSiteRunner
 from rheostat_engine.adapters.worker_rpc import SiteRpc
 
@@ -17,5 +18,6 @@ class GpuSiteWorker(SiteRpc, Worker):
                 "rheostat needs vLLM's V2 model runner on GPUs; this model or configuration "
                 "falls back to V1 (see vLLM's log), or VLLM_USE_V2_MODEL_RUNNER=0 is set"
             )
+        leave_group()
         assert self.device is not None
         return GpuSiteRunner(self.vllm_config, self.device)

@@ -62,8 +62,17 @@ def wait_until_serving(target: str, process: subprocess.Popen[bytes], log: Path)
 
 
 @contextmanager
-def serving(folder: Path, *options: str, eager: bool = True) -> Iterator[Server]:
-    """A server in float32, so that everything can be compared with Hugging Face's."""
+def serving(
+    folder: Path, *options: str, eager: bool = True, own_group: bool = False
+) -> Iterator[Server]:
+    """A server in float32, so that everything can be compared with Hugging Face's.
+
+    Args:
+        folder: for its log.
+        *options: more of the command line.
+        eager: whether it compiles nothing.
+        own_group: whether it leads a process group.
+    """
     log = folder / "log"
     port = free_port()
     numbers = ["--dtype", "float32", "--max-model-len", "512"]
@@ -74,6 +83,7 @@ def serving(folder: Path, *options: str, eager: bool = True) -> Iterator[Server]
             command("demo", port, *numbers, *room, *options),
             stdout=output,
             stderr=subprocess.STDOUT,
+            process_group=0 if own_group else None,
         )
     target = f"127.0.0.1:{port}"
     try:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,3 +57,16 @@ def test_once_the_parent_is_another_the_process_is_told_to_end_now_and_killed_if
     ]
     worker.join(30)
     assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_process_of_the_engine_has_a_group_of_its_own() -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=orphans.leave_group) as pool:
+        pool.submit(orphans.leave_group).result(60)  # an engine and its worker may be one process
+        assert pool.submit(os.getpgid, 0).result(60) == pool.submit(os.getpid).result(60)
+
+
+def test_a_process_that_is_nobodys_child_stays_in_its_group() -> None:
+    before = os.getpgid(0)
+    orphans.leave_group()
+    assert os.getpgid(0) == before
