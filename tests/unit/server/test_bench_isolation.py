@@ -191,12 +191,13 @@ def test_a_first_token_may_wait_as_long_as_beside_the_same_prompts_alone() -> No
     scenario = next(one for one in SCENARIOS if one.control in {two.name for two in CONTROLS})
     sound = turn(outcome=OUTCOME._replace(endings={"OK": 8}))
 
-    def first(seconds: float) -> isolation.Turn:
-        return sound._replace(heard=HEARD._replace(gaps=(0.04,), firsts=(seconds,)))
+    def first(seconds: float, step: float) -> isolation.Turn:
+        return sound._replace(heard=HEARD._replace(gaps=(step,), firsts=(seconds,)))
 
-    def missed(**turns: float) -> list[str]:
+    def missed(step: float = 0.04, **turns: float) -> list[str]:
         names = {"control": scenario.control, "scenario": scenario.name}
-        turned = {names[name]: first(seconds) for name, seconds in turns.items()}
+        steps = {"control": 0.04, "scenario": step}
+        turned = {names[name]: first(waited, steps[name]) for name, waited in turns.items()}
         return isolation.misses(isolation.summary(turned))
 
     assert missed(scenario=0.2) == []
@@ -204,6 +205,7 @@ def test_a_first_token_may_wait_as_long_as_beside_the_same_prompts_alone() -> No
     assert missed(control=1.0, scenario=1.1) == []
     assert missed(control=1.0, scenario=1.4) == [f"{scenario.name}: 1400 ms for a first token"]
     assert missed(control=0.01, scenario=0.2) == []
+    assert missed(control=1.0, scenario=1.8, step=0.06) == [], "as many steps, which take longer"
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda one: one.name)
