@@ -185,7 +185,7 @@ async def test_a_call_whose_client_does_not_read_can_be_ended_with_an_error(
 async def test_a_failed_call_whose_client_does_not_read_keeps_its_place_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rpc, "STATUS_SECONDS", 0.5)
+    monkeypatch.setattr(rpc, "STATUS_SECONDS", 2.0)
     handler, calls = Interrupted(1, 10_000_000), Calls(1)
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     async with (
