@@ -33,7 +33,7 @@ class Scenario:
     pause: float = 0.0
     """Seconds between two calls."""
     control: str = ""
-    """The name of its control in `CONTROLS`, or its own if it is one; empty: it has none."""
+    """The name of its control in `CONTROLS` or `SCENARIOS`, which may be itself; empty: none."""
     seed: str = ""
     """What its calls are drawn from; empty: its name."""
 
@@ -62,10 +62,13 @@ def _plain(make: _Make) -> _Make:
     return plain
 
 
+SAMPLES = "64 plain samples"
+"""The control of scenarios with 64 samples of a short prompt."""
+
 SCENARIOS: Sequence[Scenario] = (
     Scenario("ordinary requests", abuse.ordinary, at_once=4),
-    Scenario("64 plain samples", abuse.plain_samples, pause=0.5, variants=1),
-    Scenario("fragmented captures", abuse_captures.fragmented, variants=8),
+    Scenario(SAMPLES, abuse.plain_samples, pause=0.5, variants=1, control=SAMPLES),
+    Scenario("fragmented captures", abuse_captures.fragmented, variants=8, control=SAMPLES),
     Scenario(
         "fragmented steering",
         abuse.fragmented_steering,
@@ -73,7 +76,7 @@ SCENARIOS: Sequence[Scenario] = (
         control="those samples, unsteered",
     ),
     Scenario("sessions with updates", abuse.session, at_once=2, variants=4),
-    Scenario("long stop texts", abuse.stop_texts, variants=3),
+    Scenario("long stop texts", abuse.stop_texts, variants=3, control=SAMPLES),
     Scenario("long texts to tokenize", abuse.tokenize, at_once=2, variants=6),
     Scenario(
         "long prompts to generate from",
@@ -93,7 +96,7 @@ SCENARIOS: Sequence[Scenario] = (
     ),
     Scenario("a tag for each request", abuse_captures.new_tag, at_once=4, variants=2000),
     Scenario("sink collisions", abuse_captures.sink_collision, at_once=4, variants=64),
-    Scenario("log-probabilities unread", abuse.unread_logprobs, variants=2),
+    Scenario("log-probabilities unread", abuse.unread_logprobs, variants=2, control=SAMPLES),
     Scenario("inline rows unread", abuse_captures.unread_rows, at_once=4, variants=8),
     Scenario(
         "subscriptions unread",
@@ -138,7 +141,7 @@ CONTROLS: Sequence[Scenario] = tuple(
         seed=one.name,
     )
     for one in SCENARIOS
-    if one.control not in ("", one.name)
+    if one.control and all(one.control != other.name for other in SCENARIOS)
 )
 """The prompts of some scenarios alone. vLLM computes prompts in the order in which they came, so a
 first token waits for them whatever else a request asks for. Nothing else of a scenario may make it
