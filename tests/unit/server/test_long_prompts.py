@@ -109,8 +109,9 @@ def test_what_captures_reach_is_united_once_for_all_sites_that_they_share(monkey
 
 def test_a_long_explanation_is_written_off_the_event_loop(on_threads) -> None:
     writing = on_threads(explain, "add_runs")
-    got = admitted(asked(steer=[add(where=FREQUENT)], captures=[capture(where=FREQUENT)]), roomy())
-    host = SimpleNamespace(epoch=0, sites=roomy().sites, new_bank_row_count=lambda admitted: 3)
+    at = roomy()
+    got = admitted(asked(steer=[add(where=FREQUENT)], captures=[capture(where=FREQUENT)]), at)
+    host = SimpleNamespace(epoch=0, desk=at, new_bank_row_count=lambda admitted: 3)
     answer = asyncio.run(explain.explain(got, host))
     assert writing == [True, True]
     assert answer.new_bank_row_count == 3
