@@ -42,7 +42,7 @@ integration: setup ## Tests on the real vLLM engine
 
 soak: setup ## Over an hour: hostile calls, rows compared with a replay, longer property tests
 	RHEOSTAT_EXAMPLES=10 $(BIN)/pytest tests/unit -m hypothesis
-	$(BIN)/python -m rheostat_server.bench.soak --out build/soak
+	$(BIN)/rheostat bench soak --out build/soak
 	$(BIN)/python -m tests.soak.replay --seeds 12
 	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled
 
@@ -59,4 +59,4 @@ lock: ## Write requirements/ci.txt anew, from the newest versions that work
 
 clean: ## Remove what is not in git: .venv, caches, builds
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
-	find clients engine_ext server tests tools -name __pycache__ -prune -exec rm -rf {} +
+	find bench clients engine_ext server tests tools -name __pycache__ -prune -exec rm -rf {} +

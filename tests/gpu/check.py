@@ -76,6 +76,7 @@ from verdicts import (
     write,
 )
 
+from rheostat_bench.shapes import write_shape
 from rheostat_engine import (
     OPEN_END,
     ROUTERS,
@@ -88,7 +89,6 @@ from rheostat_engine import (
     Site,
     site_count,
 )
-from rheostat_server.bench.shapes import write_shape
 
 MODELS = {"small": "qwen3", "8b": "qwen3-8b", "moe": "qwen3_moe"}
 """Models by how `--only` calls them: a shape without weights, and small ones with weights."""

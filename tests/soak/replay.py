@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 import rheostat
-from rheostat_server.bench.served_process import faults, served_process
-from rheostat_server.bench.soak import gauges, left_over
+from rheostat_bench.served_process import faults, served_process
+from rheostat_bench.soak import gauges, left_over
 from tests.integration.server.adapters import write_adapter
 from tests.integration.server.replaying import Verdict, play
 

@@ -3,8 +3,8 @@
 import pytest
 
 import rheostat
-from rheostat_server.bench.abuse import Target
-from rheostat_server.bench.soak import Served, soak
+from rheostat_bench.abuse import Target
+from rheostat_bench.soak import Served, soak
 
 from .conftest import Server
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat_server.bench import stream
+from rheostat_bench import stream
 from rheostat_server.subscriptions.shared_memory import FOLDER
 
 SITES = 4

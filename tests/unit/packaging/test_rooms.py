@@ -1,6 +1,8 @@
 """Each room imports only what stands to its right.
 
 clients/python -> proto <- server -> engine_ext -> vLLM, torch
+
+bench, which is not a part of the product, may import all of them.
 """
 
 from collections.abc import Iterable
@@ -66,18 +68,9 @@ def test_the_client_reaches_the_server_only_from_its_command_and_only_when_asked
     assert reaching != []
 
 
-def test_the_server_shares_the_generated_code_with_the_client_and_benchmarks_its_decoders(
-    root: Path,
-) -> None:
+def test_the_server_shares_the_generated_code_with_the_client_alone(root: Path) -> None:
     shared = [found for found in server(root) if found.below("rheostat")]
-    assert (
-        listed(
-            found
-            for found in shared
-            if not found.below("rheostat._proto") and found.path.parent.name != "bench"
-        )
-        == []
-    )
+    assert listed(found for found in shared if not found.below("rheostat._proto")) == []
     assert shared != []
 
 
@@ -90,18 +83,9 @@ def test_the_server_knows_the_public_face_of_the_engine_alone(root: Path) -> Non
     assert used != []
 
 
-def test_vllm_enters_the_server_in_the_modules_named_for_it_and_in_the_benchmarks(
-    root: Path,
-) -> None:
+def test_vllm_enters_the_server_in_the_modules_named_for_it(root: Path) -> None:
     used = [found for found in server(root) if found.below("vllm")]
-    assert (
-        listed(
-            found
-            for found in used
-            if not found.path.name.startswith("vllm_") and found.path.parent.name != "bench"
-        )
-        == []
-    )
+    assert listed(found for found in used if not found.path.name.startswith("vllm_")) == []
     assert used != []
 
 
@@ -121,6 +105,18 @@ def test_vllm_enters_the_engine_through_its_adapters_alone(root: Path) -> None:
     adapters = Path("engine_ext/rheostat_engine/adapters")
     assert listed(found for found in used if not found.path.is_relative_to(adapters)) == []
     assert used != []
+
+
+def test_the_product_does_not_know_its_benchmarks(root: Path) -> None:
+    product = [*client(root), *server(root), *engine(root)]
+    assert listed(found for found in product if found.below("rheostat_bench")) == []
+
+
+def test_the_benchmarks_know_the_face_of_vllm_alone(root: Path) -> None:
+    used = imports_in(root / "bench/rheostat_bench", below=root)
+    deep = [found for found in used if found.below("vllm") and found.name != "vllm"]
+    assert listed(found for found in deep if not found.below(*VLLM_FACE)) == []
+    assert deep != []
 
 
 def test_imports_are_read_in_every_form(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from rheostat._proto.v1 import capture_pb2, capture_service_pb2, types_pb2
-from rheostat_server.bench.calls import Call, connect, make
+from rheostat_bench.calls import Call, connect, make
 from rheostat_server.limits import (
     OBSERVER_COST,
     SUBSCRIBE_OPEN_BYTES,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import rheostat
-from rheostat._cli import demo, generate, info, runs, serve, steering, subscribe, vectors
+from rheostat._cli import bench, demo, generate, info, runs, serve, steering, subscribe, vectors
 from rheostat._cli._common import CommandError, Parser
 from rheostat._cli._words import told
 from rheostat._errors import InvalidRequest, RheostatError
@@ -59,7 +59,7 @@ The guide is docs/client.md of the project.""",
     )
     parser.add_argument("--version", action="version", version=f"rheostat {rheostat.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (serve, generate, vectors, runs, steering, subscribe, info, demo):
+    for module in (serve, generate, vectors, runs, steering, subscribe, info, demo, bench):
         module.add(commands)
     return parser
 

@@ -1,0 +1,126 @@
+"""What the requests of a benchmark's batch are asked to do, arm by arm."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rheostat_bench.engines import ROWS, VECTOR
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Band,
+    Capture,
+    Kind,
+    ModelSites,
+    Plan,
+    Point,
+    Site,
+    Spans,
+)
+
+EVERYWHERE: Spans = ((0, OPEN_END),)
+"""All positions."""
+
+PROMPT = 32
+"""Tokens of each prompt."""
+
+Plans = Callable[[ModelSites, int], Sequence[Plan | None] | None]
+"""The plans of a batch of so many requests; None: stock vLLM runs it."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a batch."""
+
+    name: str
+    """What the table calls it."""
+    plans: Plans
+    """What its requests do."""
+
+
+def posts(sites: ModelSites) -> list[int]:
+    """The `resid_post` of every layer."""
+    return [Site(Point.RESID_POST, layer).index for layer in range(sites.num_layers)]
+
+
+def middle(sites: ModelSites) -> list[int]:
+    """The `resid_post` of the layer halfway up."""
+    return [posts(sites)[sites.num_layers // 2]]
+
+
+def act(
+    kind: Kind,
+    at: Sequence[int],
+    row: int = 0,
+    *,
+    spans: Spans = EVERYWHERE,
+    scale: float = 1.0,
+    bands: tuple[Band, ...] = (),
+) -> Act:
+    """One row of the benchmarks' vector at some sites."""
+    return Act(kind, (VECTOR,), tuple((site, (row,)) for site in at), spans, scale, bands)
+
+
+def _alike(acts: Callable[[ModelSites], Sequence[Act]]) -> Plans:
+    return lambda sites, batch: [Plan("", tuple(acts(sites)))] * batch
+
+
+def _captured(where: Callable[[ModelSites], list[int]], spans: Spans) -> Plans:
+    return lambda sites, batch: [Plan("", (), (Capture(tuple(where(sites)), spans),))] * batch
+
+
+def _distinct(count: int, where: Callable[[ModelSites], list[int]]) -> Plans:
+    """`count` configurations, each with rows of its own at every one of its sites."""
+
+    def plans(sites: ModelSites, batch: int) -> list[Plan | None]:
+        made = [
+            Plan(
+                "",
+                tuple(
+                    act(Kind.ADD, [site], (number + i) % ROWS, scale=1.0 + number / 1024)
+                    for i, site in enumerate(where(sites))
+                ),
+            )
+            for number in range(count)
+        ]
+        return [made[i % count] for i in range(batch)]
+
+    return plans
+
+
+def _pull(low: float, high: float, strength: float) -> Plans:
+    band = (Band(low, high, strength),)
+    return _alike(lambda sites: [act(Kind.PULL, posts(sites), bands=band)])
+
+
+_STOCK = Arm("stock", lambda sites, batch: None)
+_IDLE = Arm("idle", lambda sites, batch: [None] * batch)
+_ADD_ALL = _alike(lambda sites: [act(Kind.ADD, posts(sites))])
+
+SUITES: dict[str, tuple[Arm, ...]] = {
+    "serving": (
+        _STOCK,
+        _IDLE,
+        Arm("steered, one layer", _alike(lambda sites: [act(Kind.ADD, middle(sites))])),
+        Arm("steered, all layers", _ADD_ALL),
+        Arm("captured, one layer", _captured(middle, EVERYWHERE)),
+        Arm("captured, all layers, last prompt token", _captured(posts, ((PROMPT - 1, PROMPT),))),
+        Arm("captured, all layers, generated tokens", _captured(posts, ((PROMPT, OPEN_END),))),
+    ),
+    "ops": (
+        _STOCK,
+        Arm("add, all layers", _ADD_ALL),
+        Arm(
+            "norm_add, all layers",
+            _alike(lambda sites: [act(Kind.NORM_ADD, posts(sites), scale=0.01)]),
+        ),
+        Arm("ablate, all layers", _pull(0.0, 0.0, 1.0)),
+        Arm("clamp, all layers", _pull(-0.5, 0.5, 1.0)),
+        Arm("scale, all layers", _pull(0.0, 0.0, 0.5)),
+    ),
+    "configurations": (
+        _STOCK,
+        *(Arm(f"{k} at one layer", _distinct(k, middle)) for k in (1, 16, 64, 256)),
+        *(Arm(f"{k} at all layers", _distinct(k, posts)) for k in (1, 16, 64, 256)),
+    ),
+}
+"""Arms that are measured together, by what they show; the first one is the reference."""

@@ -1,0 +1,160 @@
+"""What a hostile client does: calls that are expensive, long, many, abandoned or wrong.
+
+Each scenario is one way in which a client could hold up the others. Its calls are made from a
+random generator and a size: 1 is as much as the contract ever allowed, and a soak takes less.
+A server may refuse any of them; no other client may notice.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from rheostat._proto.v1 import capture_service_pb2, generation_service_pb2
+from rheostat_bench import abuse, abuse_captures, abuse_control
+from rheostat_bench.abuse import Target
+from rheostat_bench.calls import Call
+
+_Make: TypeAlias = Callable[[Target, random.Random, float], Call]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to be a burden."""
+
+    name: str
+    """What the table calls it."""
+    make: _Make
+    """One call of a given size, above 0 and at most 1."""
+    at_once: int = 1
+    """How many calls are open at a time."""
+    variants: int = 16
+    """How many different calls are prepared; they are made in turn."""
+    pause: float = 0.0
+    """Seconds between two calls."""
+    control: str = ""
+    """The name of its control in `CONTROLS` or `SCENARIOS`, which may be itself; empty: none."""
+    seed: str = ""
+    """What its calls are drawn from; empty: its name."""
+
+
+def _plain(make: _Make) -> _Make:
+    """The same prompts. Requests capture and steer nothing. Subscriptions observe no request."""
+
+    def plain(target: Target, rng: random.Random, size: float) -> Call:
+        call = make(target, rng, size)
+        (message,) = call.messages
+        if call.method == abuse.GENERATE:
+            request = generation_service_pb2.GenerateRequest.FromString(message)
+            if request.captures:
+                # No sample reads what it captures from the prefix cache, so each computes the
+                # prompt. One sample of a prompt as long as all of them computes as much.
+                length = len(request.token_ids.ids) * max(1, request.sampling.n)
+                request.token_ids.CopyFrom(abuse.prompt(rng, target, length))
+                request.sampling.ClearField("n")
+            request.ClearField("captures")
+            request.ClearField("steering")
+            return replace(call, messages=(request.SerializeToString(),))
+        opening = capture_service_pb2.SubscribeRequest.FromString(message)
+        opening.open.filter.requests.request_ids.append("nobody")
+        return replace(call, messages=(opening.SerializeToString(),))
+
+    return plain
+
+
+SAMPLES = "64 plain samples"
+"""The control of scenarios with 64 samples of a short prompt."""
+
+SCENARIOS: Sequence[Scenario] = (
+    Scenario("ordinary requests", abuse.ordinary, at_once=4),
+    Scenario(SAMPLES, abuse.plain_samples, pause=0.5, variants=1, control=SAMPLES),
+    Scenario("fragmented captures", abuse_captures.fragmented, variants=8, control=SAMPLES),
+    Scenario(
+        "fragmented steering",
+        abuse.fragmented_steering,
+        variants=4,
+        control="those samples, unsteered",
+    ),
+    Scenario("sessions with updates", abuse.session, at_once=2, variants=4),
+    Scenario("long stop texts", abuse.stop_texts, variants=3, control=SAMPLES),
+    Scenario("long texts to tokenize", abuse.tokenize, at_once=2, variants=6),
+    Scenario(
+        "long prompts to generate from",
+        abuse.long_prompt,
+        at_once=2,
+        variants=4,
+        control="long prompts to generate from",
+    ),
+    Scenario("expensive subscriptions", abuse_captures.expensive_subscription, 2, 2),
+    Scenario("fragmented subscriptions", abuse_captures.fragmented_subscription, 2, 4),
+    Scenario(
+        "observers that join late",
+        abuse_captures.late_observer,
+        at_once=6,
+        variants=16,
+        control="their prompts, uncaptured",
+    ),
+    Scenario("a tag for each request", abuse_captures.new_tag, at_once=4, variants=2000),
+    Scenario("sink collisions", abuse_captures.sink_collision, at_once=4, variants=64),
+    Scenario("log-probabilities unread", abuse.unread_logprobs, variants=2, control=SAMPLES),
+    Scenario("inline rows unread", abuse_captures.unread_rows, at_once=4, variants=8),
+    Scenario(
+        "subscriptions unread",
+        abuse_captures.unread_subscription,
+        at_once=4,
+        variants=8,
+        control="as many prompt tokens, uncaptured",
+    ),
+    Scenario("GetStats storm", abuse_control.stats, at_once=16, variants=1),
+    Scenario("GetModel storm", abuse_control.model, at_once=16, variants=1),
+    Scenario("Explain storm", abuse.explain, at_once=8, variants=4),
+    Scenario("lists and artifacts storm", abuse_control.lists, at_once=16, variants=16),
+    Scenario("new vectors", abuse.new_vectors, at_once=2, variants=8),
+    Scenario("contrasts", abuse_control.contrast, at_once=2, variants=2),
+    Scenario("server-wide steering", abuse_control.set_global, at_once=2, variants=4),
+    Scenario("idle uploads", abuse_control.idle_upload, at_once=16, variants=1),
+    Scenario("many names", abuse_control.new_name, at_once=4, variants=4000),
+    Scenario("many calls at once", abuse.many_calls, at_once=256, variants=8),
+    Scenario("many connections", abuse.new_connection, at_once=16, variants=1),
+    Scenario("unknown fields", abuse_control.unknown_fields, at_once=8, variants=8),
+    Scenario("tiny fields", abuse_control.tiny_fields, at_once=4, variants=8),
+    Scenario("labels", abuse.labels, at_once=8, variants=4),
+    Scenario("large and deep messages", abuse_control.large_message, at_once=4, variants=6),
+    Scenario("malformed messages", abuse_control.malformed, at_once=8, variants=64),
+    Scenario("cancelled at once", abuse.cancelled, at_once=16, variants=8),
+    Scenario("runs", abuse_captures.run, at_once=2, variants=256),
+    Scenario("baselines", abuse.baseline, at_once=2, variants=4),
+)
+"""Every way that is tried."""
+
+
+_CONTROL_VARIANTS = 4
+"""How many times more calls a control has, so that its prompts have left the prefix cache when they
+come again."""
+
+CONTROLS: Sequence[Scenario] = tuple(
+    replace(
+        one,
+        name=one.control,
+        make=_plain(one.make),
+        variants=_CONTROL_VARIANTS * one.variants,
+        seed=one.name,
+    )
+    for one in SCENARIOS
+    if one.control and all(one.control != other.name for other in SCENARIOS)
+)
+"""The prompts of some scenarios alone. vLLM computes prompts in the order in which they came, so a
+first token waits for them whatever else a request asks for. Nothing else of a scenario may make it
+wait longer."""
+
+
+def prepared(name: str, target: Target, seed: int, size: float = 1.0) -> list[Call]:
+    """The calls of the scenario or control with a name, serialized, the largest first.
+
+    Raises:
+        KeyError: there is neither.
+    """
+    one = {scenario.name: scenario for scenario in (*SCENARIOS, *CONTROLS)}[name]
+    rng = random.Random(f"{one.seed or name} {seed}")
+    calls = [one.make(target, rng, size) for _ in range(one.variants)]
+    return sorted(calls, key=lambda call: call.nbytes, reverse=True)

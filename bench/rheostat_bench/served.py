@@ -1,0 +1,107 @@
+"""A server, stock vLLM, and clients of the server, as benchmarks of the whole way use them.
+
+Invariant: the server's engine and stock vLLM are given the same arguments, those of one
+`ServerConfig`; what differs is the extension alone.
+"""
+
+import argparse
+import itertools
+import os
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import rheostat
+from rheostat_bench.machine import device
+from rheostat_server.config import ServerConfig
+from rheostat_server.serve import RunningServer, start
+from rheostat_server.vllm_engine import cpu_memory, engine_arguments
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+
+@asynccontextmanager
+async def serving(config: ServerConfig) -> AsyncIterator[RunningServer]:
+    """A server of its own."""
+    server = await start(config)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def address(server: RunningServer) -> str:
+    """An order: where the server listens."""
+    return f"127.0.0.1:{server.port}"
+
+
+@asynccontextmanager
+async def connected(target: str) -> AsyncIterator[rheostat.aio.Engine]:
+    """A client with a connection of its own."""
+    async with rheostat.aio.connect(target) as engine:
+        yield engine
+
+
+class Stock:
+    """Stock vLLM. It has the only reference to the engine, as `LoadedEngine` says why."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Starts an engine with the arguments that a server would give it."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments: dict[str, Any] = {
+            **(cpu_memory(config) if device() == "cpu" else {}),
+            **engine_arguments(config, config.model),
+        }
+        self._llm: AsyncLLM = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._names = itertools.count()
+
+    def stream(self, prompt: list[int], tokens: int) -> AsyncGenerator["RequestOutput", None]:
+        """A greedy request of so many tokens, which come as they are sampled."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=self._llm.tokenizer is not None,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        return self._llm.generate(tokens_input(prompt), params, f"stock-{next(self._names)}")
+
+    def close(self) -> None:
+        """Ends it and its processes."""
+        self._llm.shutdown()
+        del self._llm
+
+
+@asynccontextmanager
+async def stock(config: ServerConfig) -> AsyncIterator[Stock]:
+    """Stock vLLM, beside a server of this config."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the server has it
+    engine = Stock(config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def add_client_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `--client-processes`."""
+    half = (os.cpu_count() or 1) // 2
+    parser.add_argument(
+        "--client-processes", type=int, default=min(8, max(1, half)), help="which the clients share"
+    )
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    """Prompts that no request has had before, so that none is found in the prefix cache."""
+    drawn = np.random.default_rng().integers(5, 1000, (count, length))
+    found: list[list[int]] = drawn.tolist()
+    return found

@@ -1,0 +1,172 @@
+"""Tables of the benchmarks' files in Markdown, as the documentation holds them.
+
+rheostat bench tables results
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rheostat_bench.results import Comparison, PrefixCache, read
+from rheostat_bench.summaries import Figures, Table
+
+
+def tables(path: Path) -> list[str]:
+    """The tables of one file; none: it is no benchmark of those that have any here.
+
+    Raises:
+        ValueError: it is no JSON.
+        KeyError: it is one of these, and something of it is missing.
+    """
+    found = read(path)
+    if found is not None:
+        return [table(found)]
+    content = json.loads(path.read_text())
+    about = content.get("benchmark") if isinstance(content, dict) else None
+    if about == "isolation":
+        before = path.with_name("isolation-before.json")
+        earlier = json.loads(before.read_text())["summary"] if before.is_file() else {}
+        return [] if path == before else [_isolation(content["summary"], earlier)]
+    return _streamed(content["summary"]) if about == "streamed" else []
+
+
+def table(found: Comparison | PrefixCache) -> str:
+    """The table of one file."""
+    return _prefix_cache(found) if isinstance(found, PrefixCache) else _comparison(found)
+
+
+def _comparison(found: Comparison) -> str:
+    reference, *arms = found.cells
+    batches = list(found.stock_ms)
+    unit = "ms per token" if found.per_token else "ms of the whole batch"
+    rows = [[f"{reference}, {unit}", *(f"{found.stock_ms[batch]:.3f}" for batch in batches)]]
+    for arm in (reference, *arms):
+        cells = [found.cells[arm][batch] for batch in batches]
+        label = f"{reference}'s quartiles" if arm == reference else arm
+        rows.append(
+            [
+                label,
+                *(
+                    f"{_signed(cell.low)} to {_signed(cell.high)} %"
+                    if arm == reference
+                    else f"{_signed(cell.median)} % ({_signed(cell.low)} to {_signed(cell.high)})"
+                    for cell in cells
+                ),
+            ]
+        )
+    return _markdown(["", *(f"bs {batch}" for batch in batches)], rows)
+
+
+def _prefix_cache(found: PrefixCache) -> str:
+    heads = [
+        "",
+        "hits cold",
+        "hits warm",
+        "most",
+        "TTFT unread",
+        "cold",
+        "warm",
+        "gain",
+        "to stock",
+    ]
+    rows = [
+        [
+            arm,
+            f"{row['hit_rate_cold']:.1%}",
+            f"{row['hit_rate_warm']:.1%}",
+            f"{found.most_hits[arm]:.1%}",
+            *(f"{row[f'ttft_{state}_ms']:.1f} ms" for state in ("unread", "cold", "warm")),
+            f"{row['gain_over_unread']:.2f}",
+            f"{_signed((row['warm_to_stock'] - 1) * 100)} %",
+        ]
+        for arm, row in found.figures.items()
+    ]
+    return _markdown(heads, rows)
+
+
+def _isolation(summary: Figures, before: Figures) -> str:
+    """Waits and memory by scenario, with those of an earlier version where they are known."""
+    columns = {
+        "longest wait between tokens, ms": ("longest_gap_ms", ".0f"),
+        "p99, ms": ("p99_ms", ".0f"),
+        "for a first token, ms": ("first_token_longest_ms", ".0f"),
+        "tokens/s": ("tokens_per_s", ".0f"),
+        "MiB more": ("memory_growth_mib", ".0f"),
+    }
+    heads = [""]
+    for head, (key, _) in columns.items():
+        heads += [f"{head}, before", "now"] if before and key != "p99_ms" else [head]
+    rows = []
+    for name, row in summary.items():
+        cells = [name]
+        for key, form in columns.values():
+            if before and key != "p99_ms":
+                cells.append(_waited(before[name], key, form) if name in before else "")
+            cells.append(_waited(row, key, form))
+        rows.append(cells)
+    return _markdown(heads, rows)
+
+
+def _waited(row: Mapping[str, float], key: str, form: str) -> str:
+    dead = row["died"] and key == "longest_gap_ms"
+    return "the server died" if dead else format(row[key], form)
+
+
+def _streamed(summary: Mapping[str, Table]) -> list[str]:
+    """Time per token; what one long prompt takes; how long batches last."""
+    per_token, whole = summary["per_token"], summary["whole"]
+    reference, plain, *arms = per_token
+    batches = list(per_token[reference])
+    medians = (f"{per_token[reference][batch]['median_ms']:.3f}" for batch in batches)
+    rows = [[f"{reference}, ms per token", "", *medians]]
+    beside = [(reference, reference), (plain, reference)]
+    beside += [(arm, base) for arm in arms for base in (reference, plain)]
+    for arm, base in beside:
+        cells = []
+        for batch in batches:
+            stands, row = per_token[base][batch]["median_ms"], per_token[arm][batch]
+            median, low, high = (
+                _signed((row[name] / stands - 1) * 100)
+                for name in ("median_ms", "low_ms", "high_ms")
+            )
+            spread = f"{low} to {high}"
+            cells.append(f"{spread} %" if arm == base else f"{median} % ({spread})")
+        own = arm == base
+        rows.append(["its quartiles" if own else arm, "" if own else base, *cells])
+    shown = [_markdown(["", "beside", *batches], rows)]
+    alone = {"first token": "first_token", "at the client": "first_token_at_client"}
+    for prompt in (name for name in whole[reference] if name not in batches):
+        columns = [summary[measure] for measure in (*alone.values(), "whole")]
+        times = [[arm, *(_spread(column[arm][prompt]) for column in columns)] for arm in whole]
+        shown.append(_markdown([f"{prompt}, ms", *alone, "whole"], times))
+    lasts = [[arm, *(_spread(whole[arm][batch]) for batch in batches)] for arm in whole]
+    shown.append(_markdown(["whole, ms", *batches], lasts))
+    return shown
+
+
+def _spread(row: Mapping[str, float]) -> str:
+    return f"{row['median_ms']:.1f} ({row['low_ms']:.1f} to {row['high_ms']:.1f})"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    """Prints the tables of a folder's files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    for path in sorted(folder.glob("*.json")):
+        for one in tables(path):
+            print(f"{path.name}\n\n{one}\n")
+
+
+if __name__ == "__main__":
+    main()

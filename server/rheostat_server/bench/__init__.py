@@ -1,1 +1,0 @@
-"""Benchmarks: commands that measure against stock vLLM and write JSON."""
