@@ -1,7 +1,7 @@
-"""A buf plugin that makes the Python package `rheostat._proto` from the `rheostat.v1` schemas.
+"""A buf plugin that makes the Python package `rheostat_wire.v1` from the `rheostat.v1` schemas.
 
 Messages come from protoc, gRPC stubs from grpcio-tools, types of both from mypy-protobuf; this
-module only moves them: Python modules `rheostat.v1.*` become `rheostat._proto.v1.*`, because a
+module only moves them: Python modules `rheostat.v1.*` become `rheostat_wire.v1.*`, because a
 top-level package must not be split between generated and written code. Descriptors keep their
 file names (`rheostat/v1/*.proto`), which is what reflection shows.
 """
@@ -18,10 +18,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 SOURCE_FOLDER = "rheostat/v1/"
 SOURCE_PACKAGE = "rheostat.v1"
-TARGET_PACKAGE = "rheostat._proto.v1"
+TARGET_PACKAGE = "rheostat_wire.v1"
 INITS = {
-    "__init__.py": '"""Generated code. Nothing here is public."""\n',
-    "v1/__init__.py": '"""Modules generated from the `rheostat.v1` schemas by tools/generate."""\n',
+    "__init__.py": '"""Modules generated from the `rheostat.v1` schemas by tools/generate."""\n',
 }
 
 _IMPORT = re.compile(rf"^from {re.escape(SOURCE_PACKAGE)} import ", re.MULTILINE)
@@ -90,7 +89,7 @@ def compile_with_plugin(
 
 
 def generate(request: plugin_pb2.CodeGeneratorRequest) -> dict[str, str]:
-    """Returns the text of every file of the package, by path below `rheostat/_proto`."""
+    """Returns the text of every file of the package, by path below `rheostat_wire/v1`."""
     names = sorted(request.file_to_generate)
     if strangers := [name for name in names if not name.startswith(SOURCE_FOLDER)]:
         raise ValueError(f"outside {SOURCE_FOLDER}: {strangers}")
@@ -105,7 +104,7 @@ def generate(request: plugin_pb2.CodeGeneratorRequest) -> dict[str, str]:
         compile_with_plugin(request, "grpc", with_services),
     ):
         for path, text in made:
-            files[f"v1/{path.removeprefix(SOURCE_FOLDER)}"] = relocate(text)
+            files[path.removeprefix(SOURCE_FOLDER)] = relocate(text)
     return files
 
 

@@ -7,7 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rheostat._proto.v1 import (
+from rheostat_bench.calls import Call
+from rheostat_wire.v1 import (
     generation_pb2,
     generation_service_pb2,
     selector_pb2,
@@ -16,7 +17,6 @@ from rheostat._proto.v1 import (
     types_pb2,
     vector_pb2,
 )
-from rheostat_bench.calls import Call
 
 GENERATE = "GenerationService/Generate"
 SESSION = "GenerationService/Session"

@@ -3,13 +3,6 @@
 import random
 from typing import Any
 
-from rheostat._proto.v1 import (
-    capture_pb2,
-    capture_service_pb2,
-    generation_service_pb2,
-    selector_pb2,
-    types_pb2,
-)
 from rheostat_bench.abuse import (
     GENERATE,
     POINTS,
@@ -21,6 +14,13 @@ from rheostat_bench.abuse import (
     sites,
 )
 from rheostat_bench.calls import Call
+from rheostat_wire.v1 import (
+    capture_pb2,
+    capture_service_pb2,
+    generation_service_pb2,
+    selector_pb2,
+    types_pb2,
+)
 
 SUBSCRIBE = "CaptureService/Subscribe"
 _WINDOWS = 1023

@@ -2,17 +2,6 @@
 
 import random
 
-from rheostat._proto.v1 import (
-    capture_service_pb2,
-    engine_service_pb2,
-    generation_pb2,
-    generation_service_pb2,
-    run_service_pb2,
-    steering_pb2,
-    steering_service_pb2,
-    tensor_pb2,
-    types_pb2,
-)
 from rheostat_bench.abuse import (
     GENERATE,
     MIB,
@@ -25,6 +14,17 @@ from rheostat_bench.abuse import (
     sites,
 )
 from rheostat_bench.calls import METHODS, Call
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    engine_service_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    run_service_pb2,
+    steering_pb2,
+    steering_service_pb2,
+    tensor_pb2,
+    types_pb2,
+)
 
 PUT = "SteeringService/PutVector"
 _LARGEST_UPLOAD = 64 * MIB

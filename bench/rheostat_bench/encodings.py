@@ -28,13 +28,13 @@ import numpy as np
 
 from rheostat._encodings import Decoded, read_tensor
 from rheostat._projections import projection_matrix
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_bench.machine import chosen, described, leave
 from rheostat_bench.rows import captured
 from rheostat_bench.summaries import Figures
 from rheostat_server import planes
 from rheostat_server.capture.encodings import row_encoder
 from rheostat_server.tensors import FloatArray, FloatType, RawArray, widened
+from rheostat_wire.v1 import tensor_pb2
 
 _MESSAGE = 1 << 20
 _SEED = 0

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from rheostat._proto.v1 import capture_service_pb2, generation_service_pb2
 from rheostat_bench import abuse, abuse_captures, abuse_control
 from rheostat_bench.abuse import Target
 from rheostat_bench.calls import Call
+from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2
 
 _Make: TypeAlias = Callable[[Target, random.Random, float], Call]
 

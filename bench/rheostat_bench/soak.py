@@ -34,7 +34,6 @@ from typing import NamedTuple
 import grpc
 
 import rheostat
-from rheostat._proto.v1 import engine_service_pb2, engine_service_pb2_grpc
 from rheostat_bench.abuse import Target
 from rheostat_bench.calls import Call, Caller, Outcome, calling, expected
 from rheostat_bench.isolation import BAR_MS
@@ -56,6 +55,7 @@ from rheostat_bench.served_process import (
     write_model,
 )
 from rheostat_bench.summaries import percentile
+from rheostat_wire.v1 import engine_service_pb2, engine_service_pb2_grpc
 
 AT_ONCE = 16
 """Calls that are open at a time."""

@@ -10,12 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from rheostat._proto.v1 import (
-    capture_pb2,
-    generation_service_pb2,
-    receipt_pb2,
-    steering_pb2,
-)
 from rheostat_engine import ModelSites, Plan
 from rheostat_server import checks, directions
 from rheostat_server.baseline import Baseline, compared_logprobs
@@ -59,6 +53,12 @@ from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.wishes import Wish, merged, wishes, wishes_work
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+)
 
 GenerateRequest = generation_service_pb2.GenerateRequest
 

@@ -7,9 +7,9 @@ alone. Only what the client asked for is sent; what the comparison needs beyond 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import Plan
 from rheostat_server.sampling import SamplingSettings
+from rheostat_wire.v1 import generation_pb2
 
 COMPARED = 20
 """Most likely tokens of each side that are compared, if the model gives so many log-probabilities

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat._proto.v1 import steering_service_pb2, types_pb2
 from rheostat_server import checks
 from rheostat_server.contrast import Direction, Method, contrast
 from rheostat_server.engine import EngineHost
@@ -24,6 +23,7 @@ from rheostat_server.sites import refuse_what_is_no_stream, resolve_sites, to_wi
 from rheostat_server.tensors import FloatType
 from rheostat_server.upload import check_label
 from rheostat_server.vectors import Name, Vector, make_vector
+from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
 _pb = steering_service_pb2
 

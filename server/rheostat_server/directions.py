@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import receipt_pb2
 from rheostat_server.errors import InvalidValue, ZeroVector
 from rheostat_server.ops import ResolvedOp
 from rheostat_server.tensors import widen
 from rheostat_server.vectors import Vector
+from rheostat_wire.v1 import receipt_pb2
 
 DEPENDENT = 1e-3
 """A direction that lies within this part of its norm in the span of those before it is refused."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rheostat._proto.v1 import generation_pb2
+from rheostat_wire.v1 import generation_pb2
 
 RESOLUTION = 1e-6
 """Probability below which the mass of unlisted tokens cannot be told from rounding: float32

@@ -5,7 +5,6 @@ import struct
 from contextlib import nullcontext
 from dataclasses import replace
 
-from rheostat._proto.v1 import generation_service_pb2, types_pb2
 from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
 from rheostat_server.admission import Admitted
 from rheostat_server.capture.stream import add_runs
@@ -18,6 +17,7 @@ from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped
 from rheostat_server.steering import Intervention
 from rheostat_server.tensors import float32
+from rheostat_wire.v1 import generation_service_pb2, types_pb2
 
 _pb = generation_service_pb2
 

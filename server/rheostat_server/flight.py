@@ -12,7 +12,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Attached, Dropped, Event, Installed, Plan, Released, Report
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
@@ -26,6 +25,7 @@ from rheostat_server.preparations import Preparation
 from rheostat_server.response_queue import Item, Notice, ResponseQueue, Sign
 from rheostat_server.sequence import FINISH_REASONS, Life, Role
 from rheostat_server.subscriptions.joined import Joined
+from rheostat_wire.v1 import types_pb2
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 
-from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Installed, Plan, Released
 from rheostat_server.admission import Admitted
 from rheostat_server.capture.inline import LOSSLESS, rows_lost
@@ -27,6 +26,7 @@ from rheostat_server.response_queue import Item, Notice, Sign, WaitingDeltas
 from rheostat_server.sample import Response, Sample
 from rheostat_server.scoring import Score, scoring_life
 from rheostat_server.sequence import Life, Role
+from rheostat_wire.v1 import generation_pb2, types_pb2
 
 _LOG = logging.getLogger(__name__)
 

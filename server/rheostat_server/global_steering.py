@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rheostat._proto.v1 import receipt_pb2, steering_pb2
 from rheostat_engine import ModelSites
 from rheostat_server import directions
 from rheostat_server.errors import VersionConflict
@@ -37,6 +36,7 @@ from rheostat_server.steering import (
 )
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector
+from rheostat_wire.v1 import receipt_pb2, steering_pb2
 
 _LOG = logging.getLogger(__name__)
 

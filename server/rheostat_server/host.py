@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import Capture, Event, ModelSites, Plan
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sampling import SamplingSettings
 from rheostat_server.tokenizer import Tokenizer
 from rheostat_server.vectors import Vector
+from rheostat_wire.v1 import generation_pb2
 
 
 class Ending(Enum):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_server.errors import (
     NameConflict,
     NotSupported,
@@ -24,6 +23,7 @@ from rheostat_server.errors import (
 from rheostat_server.offload import on_pool
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vectors import Name, PutResult, Vector, VectorStore
+from rheostat_wire.v1 import types_pb2
 
 _LOG = logging.getLogger(__name__)
 

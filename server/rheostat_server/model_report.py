@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from google.protobuf import duration_pb2
 
-from rheostat._proto.v1 import engine_service_pb2, receipt_pb2, types_pb2
 from rheostat_engine import ModelSites, Point, Site
 from rheostat_server import limits
 from rheostat_server.engine import EngineHost
@@ -14,6 +13,7 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.ops import NO_REPLACE, SERVED
 from rheostat_server.sites import ENGINE_POINTS, NO_STREAM
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import engine_service_pb2, receipt_pb2, types_pb2
 
 _pb = engine_service_pb2
 

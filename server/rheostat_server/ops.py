@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rheostat._proto.v1 import receipt_pb2, steering_pb2, tensor_pb2, vector_pb2
 from rheostat_engine import Act, Band, Kind, Site
 from rheostat_server import checks
 from rheostat_server.checks import join
@@ -18,6 +17,7 @@ from rheostat_server.readouts import OF_OPS, check_readout
 from rheostat_server.selection import Selection
 from rheostat_server.tensors import checked_payload, float_type
 from rheostat_server.vectors import Vector, make_vector, vector_rows
+from rheostat_wire.v1 import receipt_pb2, steering_pb2, tensor_pb2, vector_pb2
 
 SERVED: dict[str, receipt_pb2.Op.ValueType] = {
     "add": receipt_pb2.OP_ADD,

@@ -8,7 +8,6 @@ only adds up arrays.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rheostat._proto.v1 import capture_pb2, receipt_pb2, steering_pb2
 from rheostat_engine import MAX_EFFORT, Act, Condition, Plan, Spans, TooMuch
 from rheostat_server import checks
 from rheostat_server.capture.engine_captures import engine_captures
@@ -20,6 +19,7 @@ from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
 from rheostat_server.subscriptions.wishes import FRAGMENTED, Wish
 from rheostat_server.vectors import Vector
+from rheostat_wire.v1 import capture_pb2, receipt_pb2, steering_pb2
 
 _SPAN_BYTES = 1024
 """What `offload` counts for a span of a plan: it is looked at for every other intervention."""

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import selector_pb2, types_pb2
 from rheostat_engine import OPEN_END, Spans
 from rheostat_server.selection import EVERYTHING, Selection, SelectionContext, combine
 from rheostat_server.spans import runs, united
+from rheostat_wire.v1 import selector_pb2, types_pb2
 
 Numbers = npt.NDArray[np.int64]
 

@@ -12,14 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import (
-    capture_pb2,
-    generation_pb2,
-    generation_service_pb2,
-    selector_pb2,
-    tensor_pb2,
-    types_pb2,
-)
 from rheostat_engine import Site
 from rheostat_server.admission import Admitted, admit
 from rheostat_server.engine import EngineHost
@@ -37,6 +29,14 @@ from rheostat_server.sample import Response
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, length
 from rheostat_server.tensors import FloatArray
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    selector_pb2,
+    tensor_pb2,
+    types_pb2,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from rheostat._proto.v1 import generation_service_pb2, types_pb2
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import (
@@ -37,6 +36,7 @@ from rheostat_server.tokenizer import (
     decode_with_offsets,
 )
 from rheostat_server.tokenizer_threads import TokenizerThreads
+from rheostat_wire.v1 import generation_service_pb2, types_pb2
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ done instead.
 
 from typing import NamedTuple
 
-from rheostat._proto.v1 import vector_pb2
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
+from rheostat_wire.v1 import vector_pb2
 
 
 class Reading(NamedTuple):

@@ -6,7 +6,6 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from rheostat._proto.v1 import receipt_pb2
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission import Admitted
 from rheostat_server.capture.stream import add_runs
@@ -16,6 +15,7 @@ from rheostat_server.sites import to_wire
 from rheostat_server.spans import length, united
 from rheostat_server.steering import Intervention
 from rheostat_server.tensors import float32
+from rheostat_wire.v1 import receipt_pb2
 
 _SITE_BYTES = 256
 """What `offload` counts for a site: two messages."""

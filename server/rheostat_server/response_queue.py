@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import Event
 from rheostat_server.capture.budget import Cost, Meter, Share
 from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.host import Delta, Ending
 from rheostat_server.sequence import Life
+from rheostat_wire.v1 import generation_pb2
 
 _DELTA_BYTES = 256
 """Memory of a delta without its tokens, measured as the next three are."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from google.protobuf import duration_pb2
 
-from rheostat._proto.v1 import generation_pb2, generation_service_pb2
 from rheostat_engine import Released, Spans
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import asked_for
@@ -17,6 +16,7 @@ from rheostat_server.host import Delta, Ending
 from rheostat_server.response_queue import readings_weight
 from rheostat_server.selection import Selection
 from rheostat_server.sequence import FINISH_REASONS, Amendment, Life, Role
+from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 
 Response = generation_service_pb2.GenerateResponse
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import (
@@ -22,6 +21,7 @@ from rheostat_server.limits import (
     STOP_TOKEN_IDS,
 )
 from rheostat_server.model_info import ModelInfo
+from rheostat_wire.v1 import generation_pb2
 
 _PATH = "sampling"
 _SEED_END = 2**63

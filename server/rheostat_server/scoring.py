@@ -7,7 +7,6 @@ server-wide steering alone.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import Event, Installed, Released
 from rheostat_server.baseline import Baseline, scored_tokens, scoring_sampling
 from rheostat_server.divergence import measure
@@ -16,6 +15,7 @@ from rheostat_server.host import Delta, Ending, Job
 from rheostat_server.offload import offload
 from rheostat_server.sample import Sample
 from rheostat_server.sequence import Life, Role
+from rheostat_wire.v1 import generation_pb2
 
 _READING_BYTES = 64
 """What `offload` counts for a log-probability."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from rheostat._proto.v1 import selector_pb2, types_pb2
 from rheostat_engine import OPEN_END, Condition, Spans
 from rheostat_server import checks
 from rheostat_server.checks import join
@@ -28,6 +27,7 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompt_index import PromptIndex, SearchTooLong
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.spans import Edges, clipped, edges, joined, subtracted, united
+from rheostat_wire.v1 import selector_pb2, types_pb2
 
 _SHOWN_TEXT = 40
 """Characters of a span's text that an error shows."""

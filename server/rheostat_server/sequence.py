@@ -8,12 +8,12 @@ import asyncio
 from enum import Enum
 from typing import NamedTuple
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_engine import OPEN_END, Attached
 from rheostat_server.capture.leaving import Track
 from rheostat_server.host import Ending, Job
 from rheostat_server.steering import Intervention
 from rheostat_server.subscriptions.joining import Awaited
+from rheostat_wire.v1 import types_pb2
 
 FINISH_REASONS = {
     Ending.STOP: types_pb2.FINISH_REASON_STOP,

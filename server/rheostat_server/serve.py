@@ -20,22 +20,6 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rheostat._proto.v1 import (
-    capture_service_pb2,
-    capture_service_pb2_grpc,
-    engine_service_pb2,
-    engine_service_pb2_grpc,
-    generation_service_pb2,
-    generation_service_pb2_grpc,
-    monitor_service_pb2,
-    monitor_service_pb2_grpc,
-    patch_service_pb2,
-    patch_service_pb2_grpc,
-    run_service_pb2,
-    run_service_pb2_grpc,
-    steering_service_pb2,
-    steering_service_pb2_grpc,
-)
 from rheostat_server.capture.spool import Spool
 from rheostat_server.config import ServerConfig, check_config
 from rheostat_server.engine import EngineHost
@@ -64,6 +48,22 @@ from rheostat_server.subscriptions.shared_memory import sweep
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vllm_backend import start_backend
 from rheostat_server.vllm_engine import model_path
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    capture_service_pb2_grpc,
+    engine_service_pb2,
+    engine_service_pb2_grpc,
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+    monitor_service_pb2,
+    monitor_service_pb2_grpc,
+    patch_service_pb2,
+    patch_service_pb2_grpc,
+    run_service_pb2,
+    run_service_pb2_grpc,
+    steering_service_pb2,
+    steering_service_pb2_grpc,
+)
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,12 +10,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import NamedTuple
 
-from rheostat._proto.v1 import (
-    generation_pb2,
-    generation_service_pb2,
-    receipt_pb2,
-    steering_pb2,
-)
 from rheostat_engine import Plan
 from rheostat_server.admission import Admitted, admit, resolve_update
 from rheostat_server.engine import EngineHost
@@ -41,6 +35,12 @@ from rheostat_server.sequence import Amendment, Life
 from rheostat_server.status import to_status
 from rheostat_server.steering import check_sums, sums_work
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import (
+    generation_pb2,
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+)
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ may be one site (resid_post L, resid_pre L+1); the engine knows it by one index.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_engine import ROUTERS, ModelSites, Point, Site
 from rheostat_server import checks
 from rheostat_server.checks import join
@@ -19,6 +18,7 @@ from rheostat_server.errors import (
     UnknownLayer,
 )
 from rheostat_server.limits import LAYERS, POINTS
+from rheostat_wire.v1 import types_pb2
 
 ENGINE_POINTS = {
     types_pb2.POINT_RESID_PRE: Point.RESID_PRE,

@@ -12,12 +12,6 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from rheostat._proto.v1 import (
-    generation_service_pb2,
-    receipt_pb2,
-    steering_pb2,
-    steering_service_pb2,
-)
 from rheostat_engine import Act, ModelSites, Site
 from rheostat_server import checks, directions
 from rheostat_server.checks import join
@@ -34,6 +28,12 @@ from rheostat_server.sites import (
 from rheostat_server.tensors import FloatType
 from rheostat_server.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.vectors import VectorStore
+from rheostat_wire.v1 import (
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+    steering_service_pb2,
+)
 
 INTERVENTION_PATH = "steering.interventions"
 

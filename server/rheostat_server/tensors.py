@@ -12,7 +12,6 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_server import planes
 from rheostat_server.checks import join, known_enum
 from rheostat_server.errors import (
@@ -21,6 +20,7 @@ from rheostat_server.errors import (
     TensorPayload,
 )
 from rheostat_server.limits import TENSOR_RANK
+from rheostat_wire.v1 import tensor_pb2
 
 FloatArray = npt.NDArray[np.float32]
 BitArray = npt.NDArray[np.uint16]

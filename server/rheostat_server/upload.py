@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple
 
-from rheostat._proto.v1 import steering_service_pb2, types_pb2
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import (
@@ -38,6 +37,7 @@ from rheostat_server.limits import (
 from rheostat_server.offload import offload
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vectors import Vector, make_vector, vector_rows
+from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
 _PATIENCE = 1.0
 """Seconds for which a refused upload is read on."""

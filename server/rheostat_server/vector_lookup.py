@@ -14,12 +14,12 @@ and 3 are an error that no result shows.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_engine import ModelSites
 from rheostat_server.checks import join
 from rheostat_server.errors import VectorShape
 from rheostat_server.ops import VectorDraft
 from rheostat_server.vectors import Name, Vector, VectorStore
+from rheostat_wire.v1 import types_pb2
 
 _SHOWN = 16
 """Layers that an error lists."""

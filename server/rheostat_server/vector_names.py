@@ -17,9 +17,9 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_server.errors import NotSupported, VectorDirFailed
 from rheostat_server.vectors import Name
+from rheostat_wire.v1 import types_pb2
 
 NAMES_FILE = "names.sqlite"
 """Its name in the folder of vectors."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_server import checks
 from rheostat_server.errors import (
     NameNotFound,
@@ -29,6 +28,7 @@ from rheostat_server.errors import (
 from rheostat_server.limits import NAMES, NAMES_BYTES, TENSOR_RANK, VECTOR_ROWS
 from rheostat_server.listing import FIRST, Key, Listing
 from rheostat_server.tensors import FloatType, widen
+from rheostat_wire.v1 import types_pb2
 
 _RETRY = 1.0
 

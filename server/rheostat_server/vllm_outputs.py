@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_server.errors import Defect
 from rheostat_server.host import Delta, Ending, Job
+from rheostat_wire.v1 import generation_pb2
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob

@@ -20,9 +20,9 @@ from rheostat._aio_connection import (
     until_none,
 )
 from rheostat._calls import SUBSCRIBE
-from rheostat._proto.v1 import capture_service_pb2
 from rheostat._subscribed import SubscriptionEvent
 from rheostat._subscribing import GOODBYE, Breaks, Intake, Standing
+from rheostat_wire.v1 import capture_service_pb2
 
 _Outgoing: TypeAlias = "asyncio.Queue[capture_service_pb2.SubscribeRequest | None]"
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._errors import ServerError, invalid
-from rheostat._proto.v1 import tensor_pb2
+from rheostat_wire.v1 import tensor_pb2
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 """float32 numbers."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from rheostat._points import Site, read_site
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat._receipts import read_word, show_sites
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _LAYOUT = capture_pb2.Layout.DESCRIPTOR
 _STATE = capture_service_pb2.ArtifactState.DESCRIPTOR

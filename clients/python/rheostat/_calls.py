@@ -26,7 +26,12 @@ from rheostat._fields import (
 from rheostat._fold import GenerationFold
 from rheostat._global_steering import GlobalSteering, read_global
 from rheostat._model import ModelInfo, Stats, read_model, read_stats
-from rheostat._proto.v1 import (
+from rheostat._requests import GenerateOptions, Prompt
+from rheostat._results import Event, Generation
+from rheostat._sessions import SessionEvent, SessionFold, Updates
+from rheostat._steering import SteeringLike, steering_to_wire
+from rheostat._uploads import Pieces
+from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
@@ -34,11 +39,6 @@ from rheostat._proto.v1 import (
     steering_pb2,
     steering_service_pb2,
 )
-from rheostat._requests import GenerateOptions, Prompt
-from rheostat._results import Event, Generation
-from rheostat._sessions import SessionEvent, SessionFold, Updates
-from rheostat._steering import SteeringLike, steering_to_wire
-from rheostat._uploads import Pieces
 
 Answer = TypeVar("Answer", bound=Message)
 Result = TypeVar("Result")

@@ -15,12 +15,12 @@ from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import UINT64, did_you_mean, utf8_text, whole_number
 from rheostat._interventions import row_ref
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
-from rheostat._proto.v1 import capture_pb2, tensor_pb2, vector_pb2
 from rheostat._runs import Run
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._subscribing import Standing
 from rheostat._vectors import Vector, inline
+from rheostat_wire.v1 import capture_pb2, tensor_pb2, vector_pb2
 
 Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
 """What happens when rows come faster than they are taken and acknowledged."""

@@ -26,11 +26,11 @@ from rheostat._points import (
     show_layers,
     site_set,
 )
-from rheostat._proto.v1 import selector_pb2, steering_service_pb2, types_pb2
 from rheostat._requests import Prompt, put_prompt
 from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._uploads import Progress
 from rheostat._vectors import Vector
+from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
 
 DeriveMethod: TypeAlias = Literal["difference_of_means", "principal_component"]
 """How a direction is made of two sets of rows; see ``engine.vectors.derive``."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import Element, FloatArray, itemsize, read_element, stored, widened
 from rheostat._errors import DataLoss, ServerError
-from rheostat._proto.v1 import tensor_pb2
+from rheostat_wire.v1 import tensor_pb2
 
 EncodingName: TypeAlias = Literal["raw", "lz4_planes", "full8", "rp8", "topk8"]
 """Names of encodings."""

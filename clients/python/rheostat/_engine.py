@@ -22,7 +22,6 @@ from rheostat._errors import RheostatError
 from rheostat._explanations import Explanation, Tokenized
 from rheostat._global_steering import GlobalSteering
 from rheostat._model import ModelInfo, Stats
-from rheostat._proto.v1 import generation_service_pb2
 from rheostat._requests import GenerateOptions, Prompt, check_options
 from rheostat._results import Event, Generation
 from rheostat._runs import RunInfo
@@ -32,6 +31,7 @@ from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
 from rheostat._subscribed import Cursor
 from rheostat._subscription import Subscription
 from rheostat._vector_store import Vectors
+from rheostat_wire.v1 import generation_service_pb2
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):

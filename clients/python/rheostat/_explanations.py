@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
-from rheostat._proto.v1 import generation_service_pb2, types_pb2
 from rheostat._receipts import (
     Reference,
     read_reference,
@@ -16,6 +15,7 @@ from rheostat._receipts import (
     show_runs,
     unknown_places,
 )
+from rheostat_wire.v1 import generation_service_pb2, types_pb2
 
 
 @dataclass(frozen=True)

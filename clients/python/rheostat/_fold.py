@@ -17,13 +17,6 @@ import numpy as np
 from rheostat._activations import Activations, Rows, positions_of, read_captured
 from rheostat._errors import DataLoss, ServerError
 from rheostat._points import Site
-from rheostat._proto.v1 import (
-    capture_pb2,
-    generation_pb2,
-    generation_service_pb2,
-    steering_service_pb2,
-    types_pb2,
-)
 from rheostat._receipts import Receipt, read_receipt, read_word
 from rheostat._results import (
     Divergence,
@@ -41,6 +34,13 @@ from rheostat._results import (
     Tokens,
 )
 from rheostat._vectors import Vector, read_vector
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    steering_service_pb2,
+    types_pb2,
+)
 
 _Response: TypeAlias = (
     generation_service_pb2.GenerateResponse | generation_service_pb2.SessionResponse

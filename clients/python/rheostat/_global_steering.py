@@ -9,9 +9,9 @@ from rheostat._errors import ServerError, Unimplemented
 from rheostat._interventions import Ablate, Add, Band, Clamp, Intervention, NormAdd, Scale
 from rheostat._notebook import table
 from rheostat._points import read_site_set
-from rheostat._proto.v1 import steering_pb2, steering_service_pb2, vector_pb2
 from rheostat._selectors import from_wire as selector_from_wire
 from rheostat._vectors import Vector
+from rheostat_wire.v1 import steering_pb2, steering_service_pb2, vector_pb2
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from rheostat._points import (
     show_layers,
     site_set,
 )
-from rheostat._proto.v1 import steering_pb2, vector_pb2
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
+from rheostat_wire.v1 import steering_pb2, vector_pb2
 
 if TYPE_CHECKING:  # a vector's arithmetic makes interventions, so `_vectors` imports this module
     from rheostat._vectors import Vector

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 from rheostat._notebook import table
 from rheostat._points import Point, Site, knows_point, read_point, show_layers
-from rheostat._proto.v1 import engine_service_pb2, receipt_pb2, tensor_pb2
 from rheostat._receipts import read_word
+from rheostat_wire.v1 import engine_service_pb2, receipt_pb2, tensor_pb2
 
 
 @dataclass(frozen=True)

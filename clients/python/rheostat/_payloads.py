@@ -23,8 +23,8 @@ from rheostat._encodings import (
     elements,
 )
 from rheostat._errors import Refused, ServerError
-from rheostat._proto.v1 import capture_service_pb2, tensor_pb2
 from rheostat._shared_memory import Mapping, Payload
+from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 
 class View:

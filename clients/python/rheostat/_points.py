@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._errors import ServerError, invalid
 from rheostat._fields import UINT32
-from rheostat._proto.v1 import types_pb2
+from rheostat_wire.v1 import types_pb2
 
 
 class Point(StrEnum):

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import EnumDescriptor
 
 from rheostat._notebook import table
 from rheostat._points import Point, Site, knows_point, read_site
-from rheostat._proto.v1 import receipt_pb2, types_pb2
+from rheostat_wire.v1 import receipt_pb2, types_pb2
 
 
 @dataclass(frozen=True)

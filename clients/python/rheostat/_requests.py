@@ -15,12 +15,12 @@ from typing import Literal, TypeAlias, TypedDict
 from rheostat._captures import CaptureLike, captures_of
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, did_you_mean, utf8_text, whole_number
-from rheostat._proto.v1 import (
+from rheostat._steering import SteeringLike, steering_to_wire
+from rheostat_wire.v1 import (
     generation_pb2,
     generation_service_pb2,
     types_pb2,
 )
-from rheostat._steering import SteeringLike, steering_to_wire
 
 _ONE_PROMPT = (
     "this takes one prompt, not a list of them: run several at once with rheostat.aio and "

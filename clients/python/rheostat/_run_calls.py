@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rheostat._calls import PAGE, Script, Unary, every_page
-from rheostat._proto.v1 import run_service_pb2
 from rheostat._runs import RunInfo, lease_duration, read_run, valid_run_id
+from rheostat_wire.v1 import run_service_pb2
 
 
 def list_runs() -> Script[run_service_pb2.ListRunsResponse, list[RunInfo]]:

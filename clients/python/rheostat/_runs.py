@@ -11,8 +11,8 @@ from google.protobuf import duration_pb2
 
 from rheostat._errors import invalid
 from rheostat._points import Site, knows_point, read_site
-from rheostat._proto.v1 import capture_pb2, run_pb2
 from rheostat._receipts import read_runs, show_runs, show_sites
+from rheostat_wire.v1 import capture_pb2, run_pb2
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHORTEST, _LONGEST = 1, 24 * 3600

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._errors import Unimplemented, invalid
 from rheostat._fields import utf8_text, whole_number
-from rheostat._proto.v1 import selector_pb2, types_pb2
+from rheostat_wire.v1 import selector_pb2, types_pb2
 
 _FIRST, _LAST = -(2**31), 2**31 - 1
 """Ends of what the wire holds as a position."""

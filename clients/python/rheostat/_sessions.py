@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 from rheostat._errors import NotFound, Refused, RheostatError, from_status
 from rheostat._fold import GenerationFold
-from rheostat._proto.v1 import generation_pb2, generation_service_pb2, steering_pb2
 from rheostat._results import Event, Generation
 from rheostat._steering import SteeringLike, steering_to_wire
+from rheostat_wire.v1 import generation_pb2, generation_service_pb2, steering_pb2
 
 _ENDED = "the request has ended"
 _NOT_FOUND = "REASON_REQUEST_NOT_FOUND"

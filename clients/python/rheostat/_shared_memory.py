@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._errors import Refused, ServerError
-from rheostat._proto.v1 import capture_service_pb2, tensor_pb2
+from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 Payload = npt.NDArray[np.uint8]
 

@@ -12,8 +12,8 @@ from typing import TypeAlias, overload
 from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import builds_message
 from rheostat._interventions import Ablate, Add, Band, Clamp, Intervention, NormAdd, Scale
-from rheostat._proto.v1 import steering_pb2
 from rheostat._vectors import Vector
+from rheostat_wire.v1 import steering_pb2
 
 SteeringLike: TypeAlias = Vector | Intervention | Iterable[Vector | Intervention] | None
 """One intervention, several, or none; a vector alone is added once."""

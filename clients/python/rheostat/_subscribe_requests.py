@@ -10,11 +10,11 @@ from rheostat._captures import OVERLOADS, CaptureLike, Overload, captures_of
 from rheostat._errors import Refused, invalid
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
 from rheostat._payloads import Payloads
-from rheostat._proto.v1 import capture_service_pb2
 from rheostat._requests import labels_to_wire
 from rheostat._shared_memory import namespace
 from rheostat._subscribed import Cursor
 from rheostat._subscribing import CREDIT, Acknowledgement, Intake
+from rheostat_wire.v1 import capture_service_pb2
 
 
 class ResumeOptions(TypedDict, total=False):

@@ -22,9 +22,9 @@ from rheostat._encodings import Encoding, Numbers
 from rheostat._errors import DataLoss, ServerError
 from rheostat._payloads import View
 from rheostat._points import Site
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 from rheostat._receipts import read_word
 from rheostat._results import DroppedRows, FinishReason
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 
 
 class Cursor(NamedTuple):

@@ -30,7 +30,6 @@ from rheostat._errors import (
 )
 from rheostat._fields import whole_number
 from rheostat._payloads import Payloads
-from rheostat._proto.v1 import capture_service_pb2, tensor_pb2
 from rheostat._subscribed import (
     Attached,
     Cursor,
@@ -39,6 +38,7 @@ from rheostat._subscribed import (
     SubscriptionEvent,
     to_attached,
 )
+from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 Acknowledgement: TypeAlias = Literal["auto", "manual"]
 """When an event is acknowledged: when the next one is read, or by `ack` alone."""

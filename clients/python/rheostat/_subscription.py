@@ -20,9 +20,9 @@ import grpc
 from rheostat import _errors, _subscribing
 from rheostat._calls import SUBSCRIBE
 from rheostat._connection import Connection, Responses
-from rheostat._proto.v1 import capture_service_pb2
 from rheostat._subscribed import SubscriptionEvent
 from rheostat._subscribing import GOODBYE, Breaks, Intake, Standing
+from rheostat_wire.v1 import capture_service_pb2
 
 _Outgoing: TypeAlias = "SimpleQueue[capture_service_pb2.SubscribeRequest | None]"
 

@@ -8,7 +8,7 @@ from typing import Self, TypeAlias
 from google.protobuf.message import Message
 
 from rheostat._arrays import VectorData
-from rheostat._proto.v1 import steering_service_pb2
+from rheostat_wire.v1 import steering_service_pb2
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes handed over, bytes in all), for an upload on gRPC's own thread."""

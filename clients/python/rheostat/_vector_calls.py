@@ -14,11 +14,11 @@ from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, vector_digest, vector_name
 from rheostat._fold import DownloadFold
 from rheostat._points import LayersLike, PointsLike, layers_of, site_set
-from rheostat._proto.v1 import steering_service_pb2
 from rheostat._requests import Prompt
 from rheostat._selectors import SelectorLike
 from rheostat._uploads import Pieces, Progress
 from rheostat._vectors import Vector, VectorInfo, defaults, read_info
+from rheostat_wire.v1 import steering_service_pb2
 
 
 @builds_message

@@ -25,8 +25,8 @@ from rheostat._points import (
     read_site_set,
     show_layers,
 )
-from rheostat._proto.v1 import steering_service_pb2, vector_pb2
 from rheostat._selectors import SelectorLike
+from rheostat_wire.v1 import steering_service_pb2, vector_pb2
 
 
 @dataclass(frozen=True, repr=False)

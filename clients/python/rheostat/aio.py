@@ -33,7 +33,6 @@ from rheostat._explanations import Explanation, Tokenized
 from rheostat._global_steering import GlobalSteering
 from rheostat._model import ModelInfo, Stats
 from rheostat._points import LayersLike, PointsLike
-from rheostat._proto.v1 import generation_service_pb2
 from rheostat._requests import GenerateOptions, Prompt, check_options
 from rheostat._results import Event, Generation
 from rheostat._runs import RunInfo
@@ -44,6 +43,7 @@ from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
 from rheostat._subscribed import Cursor
 from rheostat._uploads import Progress
 from rheostat._vectors import Vector, VectorInfo
+from rheostat_wire.v1 import generation_service_pb2
 
 __all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
 

@@ -16,7 +16,6 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_server import planes
 from rheostat_server.tensors import (
     FloatArray,
@@ -26,6 +25,7 @@ from rheostat_server.tensors import (
     encode_rows,
     widened,
 )
+from rheostat_wire.v1 import tensor_pb2
 
 CodeArray = npt.NDArray[np.uint8]
 

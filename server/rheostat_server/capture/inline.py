@@ -8,11 +8,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture.leaving import End, Item
 from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import RowsLost
+from rheostat_wire.v1 import capture_pb2
 
 ADVICE = "Read faster, capture less, or choose another overload policy"
 """What helps against rows that wait in memory for a response, a sink or a run."""

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import Spans
 from rheostat_server.capture.stream import Block
+from rheostat_wire.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from rheostat_server.capture.taps import Tap

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import ModelSites
 from rheostat_server.capture.inline import ADVICE, LOSSLESS
 from rheostat_server.capture.reservoir import Losses, Reservoir
@@ -24,6 +23,7 @@ from rheostat_server.runs.store import Runs
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import capture_pb2
 
 _RUN_WRITERS = ThreadPoolExecutor(4, "run-writer")
 """Threads that copy rows into runs: they wait for no disk."""

@@ -7,13 +7,13 @@ run is kept once all else has succeeded, or given up.
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Released, Rows
 from rheostat_server.capture.leaving import Track
 from rheostat_server.capture.sink_writer import SinkWriter
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import RheostatError
 from rheostat_server.runs.draft import RunDraft
+from rheostat_wire.v1 import types_pb2
 
 
 class Outlets:

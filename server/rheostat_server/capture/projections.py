@@ -9,7 +9,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from rheostat._proto.v1 import capture_pb2, vector_pb2
 from rheostat_engine import Directions, ModelSites
 from rheostat_server import checks
 from rheostat_server.checks import join
@@ -20,6 +19,7 @@ from rheostat_server.readouts import OF_PROJECTIONS, check_readout
 from rheostat_server.tensors import FloatArray, widen
 from rheostat_server.vector_lookup import FoundVector, find_vector, rows_by_layer
 from rheostat_server.vectors import Vector, VectorStore
+from rheostat_wire.v1 import capture_pb2, vector_pb2
 
 _DIRECTION_BYTES = 256
 """What `offload` counts for a direction at a layer."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture.budget import Cost, Meter, Share
 from rheostat_server.capture.leaving import End, Item, Loss
 from rheostat_server.capture.pieces import Piece
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_wire.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from rheostat_server.capture.lanes import Lane

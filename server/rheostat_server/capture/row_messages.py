@@ -1,9 +1,9 @@
 """What leaves a tap, as messages without the request's id."""
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture.leaving import Chunk, Loss, Sealed
 from rheostat_server.capture.stream import to_captured, wire_runs
 from rheostat_server.offload import offload
+from rheostat_wire.v1 import capture_pb2
 
 
 def captured_of(chunk: Chunk) -> capture_pb2.Captured:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Site
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.tensors import (
@@ -21,6 +20,7 @@ from rheostat_server.tensors import (
     stack_rows,
     widened,
 )
+from rheostat_wire.v1 import tensor_pb2
 
 
 class SiteRows(NamedTuple):

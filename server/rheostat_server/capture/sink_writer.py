@@ -12,7 +12,6 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol
 
-from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.admission import Admitted
 from rheostat_server.capture.budget import Cost, Meter, Share
 from rheostat_server.capture.inline import ADVICE
@@ -38,6 +37,7 @@ from rheostat_server.sinks import (
 )
 from rheostat_server.sites import from_wire
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import capture_pb2, types_pb2
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat_engine import Coding, Directions, ModelSites, RowForm, Site
 from rheostat_server import checks
 from rheostat_server.capture.encodings import AS_THEY_ARE, Form
@@ -39,6 +38,7 @@ from rheostat_server.spans import clipped, length
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vector_lookup import FoundVector
 from rheostat_server.vectors import Vector, VectorStore
+from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 
 class Target(Enum):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track, size_of
 from rheostat_server.capture.reservoir import Reservoir
@@ -23,6 +22,7 @@ from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError, RowsLost
 from rheostat_server.limits import MIB
 from rheostat_server.offload import on_pool
+from rheostat_wire.v1 import capture_pb2
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import capture_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Rows, Site, Spans
 from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.pieces import Piece, Positions, common
@@ -24,6 +23,7 @@ from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, edges, joined, runs, subtracted, united
 from rheostat_server.tensors import FloatType, RawArray
+from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
 _CHUNK_POSITIONS = 8192
 """The most positions of a chunk, however small their rows: each has labels too."""

@@ -6,7 +6,6 @@ once.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_engine import OPEN_END, Released, Rows
 from rheostat_server.capture.lanes import Lane
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
@@ -14,6 +13,7 @@ from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.spans import length
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import capture_pb2, types_pb2
 
 _ENDED_BYTES = 2048
 _TAP_BYTES = 4096

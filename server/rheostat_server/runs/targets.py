@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from google.protobuf import duration_pb2
 
-from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import InvalidValue
+from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Ids of runs."""

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from rheostat._proto.v1 import capture_service_pb2, capture_service_pb2_grpc
 from rheostat_server import checks
 from rheostat_server.errors import MissingField, WarmingUp
 from rheostat_server.paging import fitting, from_token, no_token, page_size, to_token
@@ -12,6 +11,7 @@ from rheostat_server.rpc import Context
 from rheostat_server.sinks import to_artifact, to_wire_layout
 from rheostat_server.sinks.guarded import ArtifactKey, Found
 from rheostat_server.subscriptions.call import refuse_resumption, subscribe
+from rheostat_wire.v1 import capture_service_pb2, capture_service_pb2_grpc
 
 _pb = capture_service_pb2
 

@@ -4,7 +4,6 @@ import time
 
 from google.protobuf import duration_pb2
 
-from rheostat._proto.v1 import engine_service_pb2, engine_service_pb2_grpc
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import InvalidValue
 from rheostat_server.host import WorkerStats
@@ -12,6 +11,7 @@ from rheostat_server.model_report import report_model
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import engine_service_pb2, engine_service_pb2_grpc
 
 _pb = engine_service_pb2
 

@@ -3,11 +3,6 @@
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from rheostat._proto.v1 import (
-    generation_service_pb2,
-    generation_service_pb2_grpc,
-    types_pb2,
-)
 from rheostat_server.admission import admit
 from rheostat_server.errors import MissingField, RheostatError
 from rheostat_server.explain import explain
@@ -17,6 +12,11 @@ from rheostat_server.prompts import PromptTokens
 from rheostat_server.readiness import Readiness
 from rheostat_server.rpc import Context
 from rheostat_server.session import run_session
+from rheostat_wire.v1 import (
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+    types_pb2,
+)
 
 _pb = generation_service_pb2
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
-from rheostat._proto.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc
 from rheostat_server import checks
 from rheostat_server.capture.stream import add_runs
 from rheostat_server.offload import offload
@@ -15,6 +14,7 @@ from rheostat_server.runs.run import Run
 from rheostat_server.runs.targets import RUN_ID, lease_seconds
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import runs as runs_of
+from rheostat_wire.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc
 
 _pb = run_service_pb2
 

@@ -7,7 +7,6 @@ from itertools import islice
 
 from google.protobuf import timestamp_pb2
 
-from rheostat._proto.v1 import steering_service_pb2, steering_service_pb2_grpc, types_pb2
 from rheostat_server import checks
 from rheostat_server.derivation import Derivations
 from rheostat_server.engine import EngineHost
@@ -21,6 +20,7 @@ from rheostat_server.rpc import Context
 from rheostat_server.steering import refuse_probes_and_rules
 from rheostat_server.upload import Upload, Uploads, check_label, check_meant_sites
 from rheostat_server.vectors import Entry, Name
+from rheostat_wire.v1 import steering_service_pb2, steering_service_pb2_grpc, types_pb2
 
 _pb = steering_service_pb2
 

@@ -13,7 +13,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, NoReturn
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_server import checks
 from rheostat_server.checks import join
 from rheostat_server.errors import (
@@ -40,6 +39,7 @@ from rheostat_server.sinks.protocol import (
 )
 from rheostat_server.sinks.settings import SinkConfig
 from rheostat_server.sinks.wire import layout_of
+from rheostat_wire.v1 import capture_pb2
 
 GROUP = "rheostat.capture_sinks"
 """The entry points that plugins are found by; each names a `SinkFactory`."""

@@ -5,7 +5,6 @@ from itertools import chain
 
 import numpy as np
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 from rheostat_engine import Site
 from rheostat_server import checks
 from rheostat_server.checks import join
@@ -22,6 +21,7 @@ from rheostat_server.sinks.protocol import (
 from rheostat_server.sinks.tables import NUMPY
 from rheostat_server.sites import to_wire
 from rheostat_server.tensors import RawArray
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
 _LAYOUTS = {
     capture_pb2.LAYOUT_PER_FILE: Layout.PER_FILE,

@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
-from rheostat._proto.v1 import capture_service_pb2
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Superseded
 from rheostat_server.interruption import interrupter
 from rheostat_server.subscriptions.messages import Response
 from rheostat_server.subscriptions.registry import Subscriptions, gone_with_its_server
 from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_wire.v1 import capture_service_pb2
 
 Message = capture_service_pb2.SubscribeRequest
 

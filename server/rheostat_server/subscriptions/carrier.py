@@ -5,13 +5,13 @@ reads it. What finds no room there travels inside its message, so that rows are 
 that they would not be lost to without it.
 """
 
-from rheostat._proto.v1 import capture_service_pb2
 from rheostat_server import checks
 from rheostat_server.capture.leaving import Item
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CHUNK_BYTES, ID_BYTES, SHARED_CHUNK_BYTES
 from rheostat_server.subscriptions.messages import Message, Response, message_of
 from rheostat_server.subscriptions.shared_memory import Arena, NoSharedMemoryError, namespace
+from rheostat_wire.v1 import capture_service_pb2
 
 
 class Carrier:

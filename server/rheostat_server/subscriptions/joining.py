@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from rheostat._proto.v1 import capture_service_pb2
 from rheostat_engine import Attached
 from rheostat_server.capture.leaving import Track
 from rheostat_server.capture.taps import Tap
 from rheostat_server.limits import MISSED_REQUESTS
+from rheostat_wire.v1 import capture_service_pb2
 
 _pb = capture_service_pb2
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed
 from rheostat_server.capture.row_messages import dropped
 from rheostat_server.capture.stream import to_captured
@@ -13,6 +12,7 @@ from rheostat_server.offload import offload
 from rheostat_server.subscriptions.joining import to_wire
 from rheostat_server.subscriptions.shared_memory import Arena
 from rheostat_server.subscriptions.sharing import move_shared, write_inline, write_shared
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
 Response = capture_service_pb2.SubscribeResponse
 

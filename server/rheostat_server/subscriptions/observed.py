@@ -7,11 +7,11 @@ rest is done while somebody else's request is admitted.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.limits import OBSERVER_SPANS
 from rheostat_server.prepared_selection import PreparedSelector
 from rheostat_server.selection import EVERYTHING, Selection, SelectionContext
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _CAPTURE_COST = 8
 """What a capture costs beside its sites and ranges, each of which costs 1: about a microsecond."""

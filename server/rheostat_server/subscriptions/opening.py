@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
 from rheostat_server import checks
 from rheostat_server.capture.specs import (
@@ -34,6 +33,7 @@ from rheostat_server.subscriptions.observed import (
     observed_requests,
 )
 from rheostat_server.vectors import Vector, VectorStore
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 
 @dataclass(frozen=True, slots=True)

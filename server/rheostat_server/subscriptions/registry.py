@@ -12,7 +12,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_engine import ModelSites
 from rheostat_server import checks
 from rheostat_server.capture.reservoir import Losses
@@ -36,6 +35,7 @@ from rheostat_server.subscriptions.room import check_room, position_bytes
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _LOG = logging.getLogger(__name__)
 

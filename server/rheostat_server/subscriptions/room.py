@@ -6,10 +6,10 @@ ever come.
 
 from collections.abc import Sequence
 
-from rheostat._proto.v1 import capture_service_pb2
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import capture_service_pb2
 
 
 class Credit:

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._proto.v1 import capture_service_pb2, tensor_pb2
 from rheostat_server.limits import SHARED_CHUNK_BYTES
 from rheostat_server.subscriptions.regions import Regions
+from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 Payload = npt.NDArray[np.uint8]
 

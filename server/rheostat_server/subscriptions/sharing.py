@@ -8,13 +8,13 @@ from typing import Generic, NamedTuple, TypeVar
 import google_crc32c
 import numpy as np
 
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_server.capture.row_tensors import elements
 from rheostat_server.capture.stream import Block
 from rheostat_server.limits import SHARED_BYTES
 from rheostat_server.offload import offload
 from rheostat_server.subscriptions.shared_memory import Arena, Payload
 from rheostat_server.tensors import RawArray
+from rheostat_wire.v1 import tensor_pb2
 
 T = TypeVar("T")
 

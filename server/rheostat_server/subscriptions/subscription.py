@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2
 from rheostat_server.capture.leaving import End, Item
 from rheostat_server.capture.reservoir import Losses, Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
@@ -31,6 +30,7 @@ from rheostat_server.subscriptions.room import Credit
 from rheostat_server.subscriptions.upcoming import Upcoming
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _pb = capture_service_pb2
 

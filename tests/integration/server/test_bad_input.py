@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     generation_service_pb2,
     generation_service_pb2_grpc,
     steering_service_pb2,

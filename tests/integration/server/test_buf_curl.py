@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,

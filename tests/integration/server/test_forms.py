@@ -11,10 +11,10 @@ import pytest
 import rheostat
 from rheostat import captures
 from rheostat._encodings import Decoded, read_tensor
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Point, Site
 from rheostat_server.capture.encodings import row_encoder
 from rheostat_server.tensors import FloatType, converted, widened
+from rheostat_wire.v1 import tensor_pb2
 
 from ..engine.reference import HfReference
 from .conftest import Server, serving, watched

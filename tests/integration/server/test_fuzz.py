@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 import rheostat
-from rheostat._proto.v1 import generation_service_pb2
+from rheostat_wire.v1 import generation_service_pb2
 
 from .conftest import Server, assert_empty
 from .hostile import DERIVE, GENERATE, GET, NAMES, PUT, SESSION, SHARES, Attempt, attempts

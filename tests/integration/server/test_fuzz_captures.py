@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     engine_service_pb2,
     engine_service_pb2_grpc,
     generation_service_pb2,

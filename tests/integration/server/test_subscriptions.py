@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import rheostat
 from rheostat import _shared_memory, captures, generated, positions, token_ids, window
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Point, Site
+from rheostat_wire.v1 import tensor_pb2
 
 from ..engine.reference import HfReference
 from .conftest import Server

@@ -14,7 +14,6 @@ from types import ModuleType
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import capture_service_pb2, generation_service_pb2
 from rheostat_bench import isolation, soak
 from rheostat_bench.abuse import GENERATE, Target
 from rheostat_bench.calls import HUNG_UP, Call, Caller, Outcome, connect, expected, make
@@ -23,6 +22,7 @@ from rheostat_bench.scenarios import CONTROLS, SCENARIOS, Scenario, prepared
 from rheostat_bench.served_process import Handles, faults, handles, memory_of, write_model
 from rheostat_bench.soak import MORE_HANDLES, Soaked, mixture
 from rheostat_bench.summaries import percentile
+from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2
 
 from ..server.conftest import Running
 from ..server.fakes import Paced

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import steering_service_pb2
+from rheostat_wire.v1 import steering_service_pb2
 
 JOY = rheostat.inline([1.0, 2.0], points="resid_post", layers=3)
 

@@ -3,7 +3,7 @@
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import capture_service_pb2 as pb
+from rheostat_wire.v1 import capture_service_pb2 as pb
 
 
 def test_sinks_are_read_page_by_page(client, server):

@@ -5,7 +5,7 @@ import pytest
 from google.protobuf import text_format
 
 import rheostat
-from rheostat._proto.v1 import generation_service_pb2
+from rheostat_wire.v1 import generation_service_pb2
 
 
 def response(text: str) -> generation_service_pb2.GenerateResponse:

@@ -17,12 +17,12 @@ from rheostat._cli import _child, _progress, main
 from rheostat._cli._common import CommandError, layers, points
 from rheostat._cli._progress import Phase
 from rheostat._errors import InvalidRequest
-from rheostat._proto.v1 import (
+from rheostat_server.config import ServerConfig
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_service_pb2,
     steering_service_pb2,
 )
-from rheostat_server.config import ServerConfig
 
 
 def generation(*texts: str) -> list[generation_service_pb2.GenerateResponse]:

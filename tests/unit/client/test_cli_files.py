@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 import rheostat
 from rheostat._cli import main
 from rheostat._points import site_set
-from rheostat._proto.v1 import engine_service_pb2
-from rheostat._proto.v1 import steering_service_pb2 as pb
+from rheostat_wire.v1 import engine_service_pb2
+from rheostat_wire.v1 import steering_service_pb2 as pb
 
 ROWS = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 

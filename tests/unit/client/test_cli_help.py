@@ -11,14 +11,14 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat._cli import _parser, main
-from rheostat._proto.v1 import (
+from rheostat._selectors import selector_of, to_wire
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_service_pb2,
     run_service_pb2,
     selector_pb2,
 )
-from rheostat._proto.v1 import steering_service_pb2 as pb
-from rheostat._selectors import selector_of, to_wire
+from rheostat_wire.v1 import steering_service_pb2 as pb
 
 COMMANDS = (
     ["serve"], ["generate"], ["vectors"], ["runs"], ["global"], ["subscribe"], ["info"], ["demo"],

@@ -9,7 +9,7 @@ from google.protobuf import text_format
 import rheostat
 from rheostat import Ablate, Add, Band, Clamp, NormAdd, Scale
 from rheostat._cli import _ops, main
-from rheostat._proto.v1 import generation_service_pb2, steering_service_pb2
+from rheostat_wire.v1 import generation_service_pb2, steering_service_pb2
 
 JOY_DIGEST, BARE_DIGEST = r"\xab" * 32, r"\xcd" * 32
 STORED = steering_service_pb2.ListVectorsResponse()

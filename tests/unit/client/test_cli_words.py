@@ -15,8 +15,8 @@ import rheostat
 from rheostat import _readiness
 from rheostat._cli import _child, main
 from rheostat._cli._common import CommandError
-from rheostat._proto.v1 import engine_service_pb2, generation_service_pb2
-from rheostat._proto.v1 import steering_service_pb2 as pb
+from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2
+from rheostat_wire.v1 import steering_service_pb2 as pb
 
 PLAIN = [
     text_format.Parse(text, generation_service_pb2.GenerateResponse())

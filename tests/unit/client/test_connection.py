@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import engine_service_pb2, generation_service_pb2, steering_service_pb2
+from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2, steering_service_pb2
 
 MODEL = engine_service_pb2.GetModelResponse()
 STARTED = generation_service_pb2.GenerateResponse(started={})

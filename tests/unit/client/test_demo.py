@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 import rheostat
 from rheostat._cli import _tone, _trace, main
 from rheostat._points import Point
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_service_pb2,
     steering_service_pb2,

@@ -11,7 +11,7 @@ from google.protobuf import text_format
 import rheostat
 from rheostat import Derivation, DerivedRow, Point, Site
 from rheostat._cli import main
-from rheostat._proto.v1 import steering_service_pb2 as pb
+from rheostat_wire.v1 import steering_service_pb2 as pb
 
 ANSWER = text_format.Parse(
     r"""vectors {

@@ -5,7 +5,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Point, Site
-from rheostat._proto.v1 import engine_service_pb2, generation_service_pb2
+from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2
 
 MODEL = text_format.Parse(
     """model_name: "demo" architecture: "LlamaForCausalLM" layer_count: 3 width: 8

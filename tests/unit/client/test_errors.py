@@ -9,7 +9,7 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 
 import rheostat
-from rheostat._proto.v1 import engine_service_pb2, errors_pb2, generation_service_pb2
+from rheostat_wire.v1 import engine_service_pb2, errors_pb2, generation_service_pb2
 
 ERRORS_PROTO = Path(__file__).parents[3] / "proto" / "rheostat" / "v1" / "errors.proto"
 CLASSES = {

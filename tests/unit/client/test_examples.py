@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import capture_service_pb2
+from rheostat_wire.v1 import capture_service_pb2
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import rheostat
 from rheostat import Point
 from rheostat._files._errors import replacing
-from rheostat._proto.v1 import steering_service_pb2 as pb
+from rheostat_wire.v1 import steering_service_pb2 as pb
 
 BITS = np.array([[0x3F80, 0xC000, 0x0001], [0x4040, 0x8000, 0x7F7F]], np.uint16)
 VALUES = np.array([[1.0, -2.0, 3e-8], [0.0, -0.0, 65504.0]])

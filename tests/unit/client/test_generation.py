@@ -9,7 +9,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Point, Site
-from rheostat._proto.v1 import generation_service_pb2, receipt_pb2
+from rheostat_wire.v1 import generation_service_pb2, receipt_pb2
 
 DIGEST = b"\xab" * 32
 
@@ -355,7 +355,7 @@ def test_a_notebook_shows_text_escaped_and_the_receipt(client, server):
 
 
 def test_every_reason_to_finish_has_a_word(client, server):
-    from rheostat._proto.v1 import types_pb2
+    from rheostat_wire.v1 import types_pb2
 
     words = []
     for name, number in types_pb2.FinishReason.items():

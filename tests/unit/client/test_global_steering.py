@@ -8,7 +8,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Ablate, Add, Band, Clamp, NormAdd, Point, Scale, Vector
-from rheostat._proto.v1 import steering_service_pb2 as pb
+from rheostat_wire.v1 import steering_service_pb2 as pb
 
 JOY = rheostat.named("joy", points="resid_post", layers=2)
 DIGEST, OTHER = "ab" * 32, "cd" * 32

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat._proto.v1 import capture_pb2, tensor_pb2, vector_pb2
+from rheostat_wire.v1 import capture_pb2, tensor_pb2, vector_pb2
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
 

@@ -168,8 +168,8 @@ def test_encoded_rows_are_decoded_as_they_would_be_on_a_stream(
     encoding: Encoding, layout: Layout, tmp_path: Path
 ) -> None:
     from rheostat._encodings import read_tensor
-    from rheostat._proto.v1 import tensor_pb2
     from rheostat_server.capture.encodings import row_encoder
+    from rheostat_wire.v1 import tensor_pb2
 
     rows = np.random.default_rng(0).standard_normal((1, 6, 8)).astype(np.float32)
     number = tensor_pb2.Encoding.Value(f"ENCODING_{encoding.name}")

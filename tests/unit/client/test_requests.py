@@ -5,7 +5,7 @@ import pytest
 from google.protobuf import text_format
 
 import rheostat
-from rheostat._proto.v1 import generation_service_pb2
+from rheostat_wire.v1 import generation_service_pb2
 
 NAME = 'steering takes vectors, not a name: use rheostat.named("joy", points=..., layers=...)'
 ARRAY = "steering takes vectors, not %s: use rheostat.inline(array, points=..., layers=...)"

@@ -9,8 +9,8 @@ from google.protobuf import text_format
 import rheostat
 from rheostat import Point, Site
 from rheostat._cli import main
-from rheostat._proto.v1 import capture_pb2, run_pb2
-from rheostat._proto.v1 import run_service_pb2 as pb
+from rheostat_wire.v1 import capture_pb2, run_pb2
+from rheostat_wire.v1 import run_service_pb2 as pb
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 

@@ -5,8 +5,8 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Selector
-from rheostat._proto.v1 import selector_pb2
 from rheostat._selectors import selector_of, to_wire
+from rheostat_wire.v1 import selector_pb2
 
 (PROMPT,), (GENERATED,) = selector_of("prompt").include, selector_of("generated").include
 

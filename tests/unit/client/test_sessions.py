@@ -10,7 +10,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Finished, Receipt, Started, Tokens, UpdateApplied, UpdateRefused
-from rheostat._proto.v1 import generation_service_pb2
+from rheostat_wire.v1 import generation_service_pb2
 
 JOY = rheostat.named("joy", points="resid_post", layers=2)
 

@@ -10,7 +10,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Point
-from rheostat._proto.v1 import steering_service_pb2 as pb
+from rheostat_wire.v1 import steering_service_pb2 as pb
 
 MIB = 1024 * 1024
 

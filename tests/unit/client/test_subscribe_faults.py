@@ -13,7 +13,7 @@ import pytest
 
 import rheostat
 from rheostat import _subscribing
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 
 from .rows_server import AioSubscriber, SyncSubscriber
 

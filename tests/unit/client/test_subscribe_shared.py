@@ -19,9 +19,9 @@ from rheostat import (
     _shared_memory,
     _subscribe_requests,
 )
-from rheostat._proto.v1 import capture_service_pb2, tensor_pb2
 from rheostat_server.subscriptions import sharing
 from rheostat_server.subscriptions.shared_memory import namespace
+from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 from .rows_server import ends_of, expected, rows_of, until, until_ends
 

@@ -10,8 +10,8 @@ import rheostat
 from rheostat import _arrays
 from rheostat._arrays import vector_data
 from rheostat._encodings import read_tensor
-from rheostat._proto.v1 import steering_pb2, tensor_pb2
 from rheostat._steering import steering_to_wire
+from rheostat_wire.v1 import steering_pb2, tensor_pb2
 
 DIGEST = "ab" * 32
 

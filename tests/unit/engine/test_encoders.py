@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rheostat._encodings import read_tensor
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_engine import Coding, RowForm
 from rheostat_engine.core import encoders
 from rheostat_server.capture import encodings
 from rheostat_server.tensors import FloatType, converted
+from rheostat_wire.v1 import tensor_pb2
 
 LARGEST = float(np.finfo(np.float32).max)
 TINY = 2.0**-149

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-from rheostat._proto import v1
-from rheostat._proto.v1 import errors_pb2
+from rheostat_wire import v1
+from rheostat_wire.v1 import errors_pb2
 
 from ...documents import PAGES, ROOT, Block, Page, blocks_of, differences, problems
 

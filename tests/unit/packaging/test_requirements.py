@@ -29,7 +29,9 @@ MODULES = {
 }
 # vLLM pins these to one version; a range of ours could only be wrong.
 PINNED_BY_VLLM = ("cuda", "torch", "triton")
-OURS = ("rheostat", "rheostat_engine", "rheostat_server")
+OURS = ("rheostat", "rheostat_engine", "rheostat_server", "rheostat_wire")
+CLIENT = ("clients/python/rheostat", "clients/python/rheostat_wire")
+ROOMS = (*CLIENT, "server/rheostat_server", "engine_ext/rheostat_engine")
 
 
 def foreign(imports: Iterable[Import]) -> list[Import]:
@@ -56,7 +58,7 @@ def names(lines: list[str]) -> set[str]:
 
 def test_the_client_requires_what_it_imports_and_no_more(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    found = imports_in(root / "clients/python/rheostat", below=root)
+    found = [one for room in CLIENT for one in imports_in(root / room, below=root)]
     extras = project["optional-dependencies"]
     optional = names([*extras["datasets"], *extras["files"]])
     # A heatmap is drawn where matplotlib is: beside the server.
@@ -93,16 +95,14 @@ def test_arrow_is_imported_by_one_module_and_when_it_is_used(root: Path) -> None
 
 def test_the_server_and_the_engine_require_what_they_import_and_no_more(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    rooms = ("clients/python/rheostat", "server/rheostat_server", "engine_ext/rheostat_engine")
-    found = [one for room in rooms for one in imports_in(root / room, below=root)]
+    found = [one for room in ROOMS for one in imports_in(root / room, below=root)]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["cuda"], *extras["datasets"], *extras["files"]]
     assert distributions(found) == names(wanted)
 
 
 def test_every_foreign_import_belongs_to_a_known_distribution(root: Path) -> None:
-    rooms = ("clients/python/rheostat", "server/rheostat_server", "engine_ext/rheostat_engine")
-    found = [one for room in rooms for one in foreign(imports_in(root / room, below=root))]
+    found = [one for room in ROOMS for one in foreign(imports_in(root / room, below=root))]
     unknown = [str(one) for one in found if not one.below(*MODULES, *PINNED_BY_VLLM)]
     assert unknown == []
     assert found != []

@@ -1,6 +1,6 @@
 """Each room imports only what stands to its right.
 
-clients/python -> proto <- server -> engine_ext -> vLLM, torch
+rheostat (the client) -> rheostat_wire <- rheostat_server -> rheostat_engine -> vLLM, torch
 
 bench, which is not a part of the product, may import all of them.
 """
@@ -68,10 +68,16 @@ def test_the_client_reaches_the_server_only_from_its_command_and_only_when_asked
     assert reaching != []
 
 
-def test_the_server_shares_the_generated_code_with_the_client_alone(root: Path) -> None:
-    shared = [found for found in server(root) if found.below("rheostat")]
-    assert listed(found for found in shared if not found.below("rheostat._proto")) == []
-    assert shared != []
+def test_both_ends_share_the_wire_and_nothing_else(root: Path) -> None:
+    assert listed(found for found in server(root) if found.below("rheostat")) == []
+    assert any(found.below("rheostat_wire") for found in server(root))
+    assert any(found.below("rheostat_wire") for found in client(root))
+
+
+def test_the_wire_knows_neither_end(root: Path) -> None:
+    wire = list(imports_in(root / "clients/python/rheostat_wire", below=root))
+    ends = ("rheostat", "rheostat_server", "rheostat_engine", "rheostat_bench")
+    assert listed(found for found in wire if found.below(*HEAVY, *ends)) == []
 
 
 def test_the_server_knows_the_public_face_of_the_engine_alone(root: Path) -> None:

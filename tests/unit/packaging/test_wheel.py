@@ -113,6 +113,7 @@ def test_the_wheel_holds_the_files_of_the_packages_and_no_others(
         "rheostat_command",
         "rheostat_engine",
         "rheostat_server",
+        "rheostat_wire",
     }
 
 

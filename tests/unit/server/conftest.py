@@ -12,7 +12,11 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2_grpc
 
-from rheostat._proto.v1 import (
+from rheostat_server.config import ServerConfig
+from rheostat_server.engine import EngineHost
+from rheostat_server.host import Backend
+from rheostat_server.serve import RunningServer, start
+from rheostat_wire.v1 import (
     capture_service_pb2_grpc,
     engine_service_pb2_grpc,
     generation_service_pb2,
@@ -22,10 +26,6 @@ from rheostat._proto.v1 import (
     run_service_pb2_grpc,
     steering_service_pb2_grpc,
 )
-from rheostat_server.config import ServerConfig
-from rheostat_server.engine import EngineHost
-from rheostat_server.host import Backend
-from rheostat_server.serve import RunningServer, start
 
 from .fakes import ScriptedBackend
 

@@ -5,14 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
-    vector_pb2,
-)
 from rheostat_server import errors
 from rheostat_server.admission import Admitted, Desk, admit
 from rheostat_server.prompts import Prompts
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, VectorStore, make_vector
+from rheostat_wire.v1 import (
+    vector_pb2,
+)
 
 from .characters import CharTokenizer
 from .fakes import INFO, SITES, VOCABULARY, WIDTH

@@ -8,10 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rheostat._proto.v1 import (
-    generation_pb2,
-    tensor_pb2,
-)
 from rheostat_engine import (
     OPEN_END,
     ROUTERS,
@@ -41,6 +37,10 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType, converted
 from rheostat_server.tokenizer import Tokenizer
 from rheostat_server.vectors import Vector
+from rheostat_wire.v1 import (
+    generation_pb2,
+    tensor_pb2,
+)
 
 from .characters import CharTokenizer
 

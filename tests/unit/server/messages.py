@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     capture_pb2,
     generation_pb2,
     generation_service_pb2,

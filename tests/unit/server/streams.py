@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     engine_service_pb2,
 )
 

@@ -10,8 +10,8 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, generation_pb2, types_pb2
 from rheostat_engine import Point, Site
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, generation_pb2, types_pb2
 
 from .conftest import Refusal
 from .fakes import WIDTH, row

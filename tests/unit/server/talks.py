@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     generation_pb2,
     generation_service_pb2,
     steering_pb2,

@@ -5,11 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
-    generation_pb2,
-    types_pb2,
-    vector_pb2,
-)
 from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point, Site
 from rheostat_server import admission, errors
 from rheostat_server.admission import admit
@@ -19,6 +14,11 @@ from rheostat_server.sampling import SamplingSettings
 from rheostat_server.selection import needs_text
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import make_vector
+from rheostat_wire.v1 import (
+    generation_pb2,
+    types_pb2,
+    vector_pb2,
+)
 
 from .characters import CharTokenizer
 from .desks import admitted, desk, named, refused, stored

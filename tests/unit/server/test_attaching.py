@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, types_pb2
 from rheostat_server.admission import admit
 from rheostat_server.generation import run
 from rheostat_server.offload import offload
 from rheostat_server.subscriptions import attaching
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, types_pb2
 
 from .conftest import rest
 from .fakes import ScriptedBackend, row, sites_with

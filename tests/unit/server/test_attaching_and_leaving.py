@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 import pytest
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import Event, tables
 from rheostat_server import offload
 from rheostat_server.admission import admit
@@ -15,6 +14,7 @@ from rheostat_server.errors import RheostatError
 from rheostat_server.generation import run
 from rheostat_server.host import Delta, Job, Recapture
 from rheostat_server.subscriptions import attaching
+from rheostat_wire.v1 import capture_pb2
 
 from .conftest import rest
 from .fakes import ScriptedBackend, sites_with

@@ -6,7 +6,9 @@ from collections import Counter
 import grpc
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_server import generation, release
+from rheostat_server.divergence import Listed, compare
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
@@ -14,8 +16,6 @@ from rheostat._proto.v1 import (
     steering_service_pb2,
     types_pb2,
 )
-from rheostat_server import generation, release
-from rheostat_server.divergence import Listed, compare
 
 from .conftest import rest
 from .fakes import INFO, VOCABULARY, ScriptedBackend, distribution, sites_with

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat._proto.v1 import tensor_pb2, types_pb2
 from rheostat_engine import OPEN_END, Condition, Point, Rows, Site
 from rheostat_server.capture.encodings import Form
 from rheostat_server.capture.specs import ResolvedCapture
@@ -15,6 +14,7 @@ from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.selection import Selection
 from rheostat_server.spans import runs
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import tensor_pb2, types_pb2
 
 PRE1, POST0, POST1 = (
     Site(Point.RESID_PRE, 1),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     errors_pb2,

@@ -7,16 +7,16 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_engine import Point, Rows, Site, site_count
+from rheostat_server import derivation, generation, release
+from rheostat_server.contrast import Method, contrast
+from rheostat_server.host import Job
+from rheostat_wire.v1 import (
     steering_service_pb2,
     tensor_pb2,
     types_pb2,
     vector_pb2,
 )
-from rheostat_engine import Point, Rows, Site, site_count
-from rheostat_server import derivation, generation, release
-from rheostat_server.contrast import Method, contrast
-from rheostat_server.host import Job
 
 from .conftest import rest
 from .fakes import INFO, LAYERS, PARALLEL, WIDTH, ScriptedBackend, positions_of

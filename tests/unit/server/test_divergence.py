@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_server.divergence import RESOLUTION, Listed, compare, measure
+from rheostat_wire.v1 import generation_pb2
 
 VOCABULARY = 40
 

@@ -5,8 +5,8 @@ import pytest
 
 from rheostat import back_projected, captures, projection_matrix
 from rheostat._encodings import read_tensor
-from rheostat._proto.v1 import capture_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Point, Site
+from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
 from .fakes import WIDTH, ScriptedBackend, row
 from .messages import capture, request, site_set

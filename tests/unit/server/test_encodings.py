@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as hnp
 
 import rheostat
 from rheostat._encodings import Decoded, read_tensor
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_server import planes
 from rheostat_server.capture.encodings import largest, projection_matrix, row_encoder
 from rheostat_server.tensors import FloatType, encode_rows
+from rheostat_wire.v1 import tensor_pb2
 
 LARGEST = float(np.finfo(np.float32).max)
 TINY = 2.0**-149

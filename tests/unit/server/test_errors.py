@@ -7,9 +7,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from rheostat._proto.v1 import errors_pb2
 from rheostat_server import errors
 from rheostat_server.status import DETAILS_KEY, STATUS_CODES, status_code, to_status
+from rheostat_wire.v1 import errors_pb2
 
 LEAVES = [
     kind

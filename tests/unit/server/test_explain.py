@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_engine import OPEN_END, Act, Condition, Installed, Kind, Plan, Spans
+from rheostat_server import explain
+from rheostat_server.explain import cache_keys
+from rheostat_server.limits import LARGE_REQUESTS
+from rheostat_wire.v1 import (
     generation_pb2,
     generation_service_pb2,
     steering_pb2,
     steering_service_pb2,
     types_pb2,
 )
-from rheostat_engine import OPEN_END, Act, Condition, Installed, Kind, Plan, Spans
-from rheostat_server import explain
-from rheostat_server.explain import cache_keys
-from rheostat_server.limits import LARGE_REQUESTS
 
 from .conftest import rest
 from .fakes import INFO, ScriptedBackend

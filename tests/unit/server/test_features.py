@@ -6,7 +6,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     capture_pb2,
     capture_service_pb2,
     engine_service_pb2,

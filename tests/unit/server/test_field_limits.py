@@ -12,16 +12,16 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_server.field_limits import CONTEXT_FIELDS, FIELD_LIMITS, UNSERVED_FIELDS
 from rheostat_server.limits import POINTS
+from rheostat_wire.v1 import types_pb2
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend
 
 Code = grpc.StatusCode
 SERVICES = {
-    name: import_module(f"rheostat._proto.v1.{file}_service_pb2").DESCRIPTOR.services_by_name[name]
+    name: import_module(f"rheostat_wire.v1.{file}_service_pb2").DESCRIPTOR.services_by_name[name]
     for file, name in (
         ("engine", "EngineService"),
         ("generation", "GenerationService"),

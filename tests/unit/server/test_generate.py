@@ -9,13 +9,13 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_server.host import Delta, Job
+from rheostat_wire.v1 import (
     generation_pb2,
     receipt_pb2,
     tensor_pb2,
     types_pb2,
 )
-from rheostat_server.host import Delta, Job
 
 from .conftest import rest
 from .fakes import INFO, STREAM_NORM, WIDTH, ScriptedBackend, row

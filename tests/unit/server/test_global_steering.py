@@ -7,7 +7,8 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_engine import OPEN_END, Act, Kind, tables
+from rheostat_wire.v1 import (
     engine_service_pb2,
     gate_pb2,
     generation_service_pb2,
@@ -19,7 +20,6 @@ from rheostat._proto.v1 import (
     types_pb2,
     vector_pb2,
 )
-from rheostat_engine import OPEN_END, Act, Kind, tables
 
 from .conftest import Refusal, rest
 from .fakes import WIDTH, ScriptedBackend, sites_with

@@ -9,14 +9,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_server import incoming, upload
+from rheostat_server.errors import DeadlinePassed, QueueFull
+from rheostat_server.incoming import Calls, Reader
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_service_pb2,
     steering_service_pb2,
 )
-from rheostat_server import incoming, upload
-from rheostat_server.errors import DeadlinePassed, QueueFull
-from rheostat_server.incoming import Calls, Reader
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend

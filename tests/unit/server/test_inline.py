@@ -6,12 +6,12 @@ from contextlib import aclosing
 
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, engine_service_pb2
 from rheostat_engine import Point, Site
 from rheostat_server.admission import admit
 from rheostat_server.errors import CaptureOverflow, RheostatError, RowsLost
 from rheostat_server.generation import run
 from rheostat_server.sample import Response
+from rheostat_wire.v1 import capture_pb2, engine_service_pb2
 
 from .fakes import ScriptedBackend, row
 from .messages import capture, request, site_set

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_server import vectors
 from rheostat_server.errors import (
     NameConflict,
@@ -21,6 +20,7 @@ from rheostat_server.keeper import Naming, VectorKeeper
 from rheostat_server.tensors import FloatType
 from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vectors import Name, PutResult, Vector, VectorStore, make_vector
+from rheostat_wire.v1 import types_pb2
 
 WIDTH = 2
 SIZE = 4 * WIDTH

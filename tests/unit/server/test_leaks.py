@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 import grpc
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, generation_pb2, generation_service_pb2, run_service_pb2
 from rheostat_engine import Capacity
+from rheostat_wire.v1 import capture_pb2, generation_pb2, generation_service_pb2, run_service_pb2
 
 from .conftest import Client, Running, narrow, rest
 from .fakes import INFO, Paced, sites_with

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rheostat._proto.v1 import generation_pb2, types_pb2
 from rheostat_engine import Plan, Released
 from rheostat_server import admission, explain, planning
 from rheostat_server.admission import Admitted, Desk
@@ -22,6 +21,7 @@ from rheostat_server.receipts import receipt_work, write_receipt
 from rheostat_server.sample import Sample
 from rheostat_server.sequence import Life, Role
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import generation_pb2, types_pb2
 
 from .characters import CharTokenizer
 from .desks import admitted, desk

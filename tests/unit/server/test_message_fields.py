@@ -5,18 +5,6 @@ import asyncio
 import grpc
 import pytest
 
-from rheostat._proto.v1 import (
-    capture_pb2,
-    capture_service_pb2,
-    generation_pb2,
-    generation_service_pb2,
-    selector_pb2,
-    steering_pb2,
-    steering_service_pb2,
-    tensor_pb2,
-    types_pb2,
-    vector_pb2,
-)
 from rheostat_server import incoming
 from rheostat_server.errors import MessageTooLarge
 from rheostat_server.incoming import Calls, Reader
@@ -33,6 +21,18 @@ from rheostat_server.limits import (
     SUBSCRIBE_OPEN_BYTES,
     SUBSCRIBED_REQUESTS,
     TENSOR_MESSAGE_BYTES,
+)
+from rheostat_wire.v1 import (
+    capture_pb2,
+    capture_service_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    selector_pb2,
+    steering_pb2,
+    steering_service_pb2,
+    tensor_pb2,
+    types_pb2,
+    vector_pb2,
 )
 
 from .conftest import Refusal, rest

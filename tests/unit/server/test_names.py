@@ -3,8 +3,8 @@
 import grpc
 import pytest
 
-from rheostat._proto.v1 import steering_service_pb2, types_pb2, vector_pb2
 from rheostat_server import vectors
+from rheostat_wire.v1 import steering_service_pb2, types_pb2, vector_pb2
 
 from .messages import add, request, site_set
 from .uploads import chunk, digest, header, put, refusal_of, values

@@ -6,7 +6,6 @@ import threading
 import grpc
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, types_pb2
 from rheostat_bench.calls import Call, connect, make
 from rheostat_server.limits import (
     OBSERVER_COST,
@@ -15,6 +14,7 @@ from rheostat_server.limits import (
 )
 from rheostat_server.subscriptions import observed, wishes
 from rheostat_server.subscriptions import opening as openings
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, types_pb2
 
 from .conftest import Refusal, rest
 from .fakes import INFO, ScriptedBackend, sites_with

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat._proto.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
 from rheostat_engine import OPEN_END, Act, Band, Condition, Kind
 from rheostat_engine.plan import read, steering_of
 from rheostat_server import errors
 from rheostat_server.directions import DEPENDENT
+from rheostat_wire.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
 
 from .desks import admitted, desk, named, refused, stored
 from .fakes import WIDTH

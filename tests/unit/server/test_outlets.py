@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, generation_service_pb2
 from rheostat_server.errors import Draining
 from rheostat_server.sinks import (
     Artifact,
@@ -19,6 +18,7 @@ from rheostat_server.sinks import (
     registry,
 )
 from rheostat_server.subscriptions.call import subscribe
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, generation_service_pb2
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend, sites_with

@@ -5,7 +5,9 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from rheostat._proto.v1 import (
+from rheostat_server.errors import InvalidValue
+from rheostat_server.paging import fitting, from_token, page_size, to_token
+from rheostat_wire.v1 import (
     capture_pb2,
     capture_service_pb2,
     engine_service_pb2,
@@ -16,8 +18,6 @@ from rheostat._proto.v1 import (
     steering_service_pb2,
     types_pb2,
 )
-from rheostat_server.errors import InvalidValue
-from rheostat_server.paging import fitting, from_token, page_size, to_token
 
 from .messages import request, site_set
 from .uploads import chunk, header, put, refusal_of, values

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat._proto.v1 import selector_pb2
 from rheostat_engine import OPEN_END
 from rheostat_server import prepared_selection
 from rheostat_server.errors import InvalidArgument
 from rheostat_server.prepared_selection import PreparedSelector, TooFragmented
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.selection import SelectionContext, resolve_selector
+from rheostat_wire.v1 import selector_pb2
 
 from .messages import GENERATED, PROMPT, generated, selector, token_range, window
 

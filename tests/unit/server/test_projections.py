@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from rheostat._encodings import read_tensor
-from rheostat._proto.v1 import capture_pb2, generation_service_pb2, tensor_pb2, vector_pb2
 from rheostat_server import errors
 from rheostat_server.capture.spillway import Spill
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, make_vector
+from rheostat_wire.v1 import capture_pb2, generation_service_pb2, tensor_pb2, vector_pb2
 
 from .fakes import LAYERS, WIDTH, ScriptedBackend, row
 from .messages import FIRST, SECOND, along, capture, request, site_set, tensor

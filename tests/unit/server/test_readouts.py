@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, matrix_pb2, steering_pb2, vector_pb2
 from rheostat_server import errors
+from rheostat_wire.v1 import capture_pb2, matrix_pb2, steering_pb2, vector_pb2
 
 from .desks import admitted, refused
 from .fakes import WIDTH

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from rheostat._proto.v1 import generation_pb2, receipt_pb2, types_pb2
 from rheostat_engine import Dose, Point, Released, Site
 from rheostat_server.capture.budget import Meter
 from rheostat_server.host import Job
 from rheostat_server.receipts import write_receipt
 from rheostat_server.sample import Sample
 from rheostat_server.sequence import Amendment, Life, Role
+from rheostat_wire.v1 import generation_pb2, receipt_pb2, types_pb2
 
 from .desks import admitted
 from .fakes import PULLED, STREAM_NORM, ScriptedBackend

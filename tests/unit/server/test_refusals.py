@@ -3,7 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_engine import tables
+from rheostat_server import errors, sampling
+from rheostat_wire.v1 import (
     capture_pb2,
     gate_pb2,
     generation_pb2,
@@ -16,8 +18,6 @@ from rheostat._proto.v1 import (
     types_pb2,
     vector_pb2,
 )
-from rheostat_engine import tables
-from rheostat_server import errors, sampling
 
 from .desks import admitted, named, refused
 from .fakes import LAYERS, WIDTH

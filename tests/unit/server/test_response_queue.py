@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rheostat._proto.v1 import generation_pb2
 from rheostat_engine import Installed, Plan
 from rheostat_server.capture.budget import Budget
 from rheostat_server.errors import ResponseOverflow
@@ -14,6 +13,7 @@ from rheostat_server.host import Delta, Ending, Job
 from rheostat_server.response_queue import Item, ResponseQueue, Sign, WaitingDeltas
 from rheostat_server.sampling import SamplingSettings
 from rheostat_server.sequence import Life, Role
+from rheostat_wire.v1 import generation_pb2
 
 
 def life(sample: int) -> Life:

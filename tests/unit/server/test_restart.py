@@ -6,10 +6,10 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat._proto.v1 import steering_service_pb2, types_pb2, vector_pb2
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import EngineFailed, VectorDirFailed
 from rheostat_server.serve import RunningServer, start
+from rheostat_wire.v1 import steering_service_pb2, types_pb2, vector_pb2
 
 from .conftest import Client, Refusal, Running
 from .fakes import WIDTH, ScriptedBackend

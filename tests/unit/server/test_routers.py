@@ -7,7 +7,9 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_engine import ROUTERS, Event, Rows
+from rheostat_server.capture.trimming import trimming
+from rheostat_wire.v1 import (
     capture_pb2,
     engine_service_pb2,
     generation_service_pb2,
@@ -16,8 +18,6 @@ from rheostat._proto.v1 import (
     types_pb2,
     vector_pb2,
 )
-from rheostat_engine import ROUTERS, Event, Rows
-from rheostat_server.capture.trimming import trimming
 
 from .conftest import Refusal
 from .fakes import LAYERS, SITES, WIDTH, ScriptedBackend, row

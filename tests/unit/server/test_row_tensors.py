@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rheostat._encodings import read_tensor
-from rheostat._proto.v1 import capture_pb2, tensor_pb2
 from rheostat_engine import OPEN_END, Point, Rows, Site
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import (
@@ -22,6 +21,7 @@ from rheostat_server.capture.stream import CaptureStream, to_captured
 from rheostat_server.selection import Selection, typical_context
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Vector, VectorStore
+from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 from .fakes import INFO, SITES, WIDTH, ScriptedBackend, row
 from .messages import FIRST, along, site_set, tensor

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rheostat._encodings import read_tensor
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     capture_service_pb2,
     steering_pb2,
     steering_service_pb2,

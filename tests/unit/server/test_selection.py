@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat._proto.v1 import selector_pb2, types_pb2
 from rheostat_engine import OPEN_END, Condition, Spans
 from rheostat_server.errors import (
     EmptySelector,
@@ -20,6 +19,7 @@ from rheostat_server.errors import (
 from rheostat_server.prompts import PromptTokens
 from rheostat_server.selection import Selection, SelectionContext, resolve_selector
 from rheostat_server.spans import clipped, subtracted, united
+from rheostat_wire.v1 import selector_pb2, types_pb2
 
 from .characters import CharTokenizer
 from .messages import GENERATED, PROMPT, generated, selector, span, token_range, window

@@ -9,7 +9,11 @@ import grpc
 import numpy as np
 from google.protobuf import empty_pb2
 
-from rheostat._proto.v1 import (
+from rheostat_server.host import WorkerStats
+from rheostat_server.limits import STATS_SECONDS
+from rheostat_server.model_report import build_version
+from rheostat_server.services import generation as generation_services
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
@@ -19,10 +23,6 @@ from rheostat._proto.v1 import (
     types_pb2,
     vector_pb2,
 )
-from rheostat_server.host import WorkerStats
-from rheostat_server.limits import STATS_SECONDS
-from rheostat_server.model_report import build_version
-from rheostat_server.services import generation as generation_services
 
 from .fakes import INFO, LAYERS, PARALLEL, SITES, WIDTH, ScriptedBackend
 from .messages import add, capture, request, selector, site_set, tensor, window

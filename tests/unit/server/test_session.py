@@ -7,7 +7,9 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_server import prompts
+from rheostat_server.tokenizer import Tokenizer
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
     receipt_pb2,
@@ -15,8 +17,6 @@ from rheostat._proto.v1 import (
     steering_service_pb2,
     types_pb2,
 )
-from rheostat_server import prompts
-from rheostat_server.tokenizer import Tokenizer
 
 from .fakes import WIDTH, ScriptedBackend
 from .messages import GENERATED, add, request, selector, span, tensor

@@ -6,7 +6,9 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_server import session
+from rheostat_server.errors import Defect
+from rheostat_wire.v1 import (
     engine_service_pb2,
     gate_pb2,
     generation_pb2,
@@ -14,8 +16,6 @@ from rheostat._proto.v1 import (
     steering_pb2,
     vector_pb2,
 )
-from rheostat_server import session
-from rheostat_server.errors import Defect
 
 from .conftest import Refusal, rest
 from .fakes import WIDTH, ScriptedBackend, sites_with

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, types_pb2
+from rheostat_wire.v1 import capture_pb2, types_pb2
 
 from .messages import capture, request, site_set
 from .subscribers import EVERY, Subscriber, opening, rows_of, wanted

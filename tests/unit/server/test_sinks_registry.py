@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_server import errors
 from rheostat_server.sinks import (
     GROUP,
@@ -21,6 +20,7 @@ from rheostat_server.sinks import (
     parse_sink,
 )
 from rheostat_server.sinks.registry import BUILT_IN
+from rheostat_wire.v1 import capture_pb2
 
 from .sink_plugins import Broken, failing, with_plugin
 

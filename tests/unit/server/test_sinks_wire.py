@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 from rheostat_engine import Point, Site
 from rheostat_server import errors
 from rheostat_server.capture.encodings import row_encoder
@@ -31,6 +30,7 @@ from rheostat_server.sinks import (
 from rheostat_server.sinks.memory import Memory
 from rheostat_server.sinks.samples import SITES, block, request
 from rheostat_server.tensors import stack_rows
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 
 from .sink_plugins import recorded
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat._proto.v1 import (
-    capture_pb2,
-    generation_pb2,
-    generation_service_pb2,
-)
 from rheostat_server.admission import admit
 from rheostat_server.errors import Defect
 from rheostat_server.generation import run
 from rheostat_server.host import Delta, Job
 from rheostat_server.sinks import registry
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+)
 
 from .conftest import Refusal, narrow, rest
 from .fakes import INFO, VOCABULARY, Paced, ScriptedBackend, sites_with

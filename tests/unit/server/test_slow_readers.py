@@ -8,9 +8,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, engine_service_pb2, generation_pb2
 from rheostat.captures import open_captures
 from rheostat_server.sinks import registry
+from rheostat_wire.v1 import capture_pb2, engine_service_pb2, generation_pb2
 
 from .conftest import Refusal, Running, narrow, rest
 from .fakes import INFO, Paced, ScriptedBackend, sites_with

@@ -10,11 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, types_pb2
 from rheostat_server.capture import spillway
 from rheostat_server.capture import spool as disk
 from rheostat_server.capture.leaving import Chunk
 from rheostat_server.errors import SpoolFailed
+from rheostat_wire.v1 import capture_pb2, types_pb2
 
 from .conftest import rest
 from .fakes import ScriptedBackend

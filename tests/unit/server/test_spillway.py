@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_engine import Point, Released, Rows, Site
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track
 from rheostat_server.capture.reservoir import Reservoir
@@ -22,6 +21,7 @@ from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.selection import EVERYTHING
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import types_pb2
 
 from .fakes import WIDTH
 from .streams import until

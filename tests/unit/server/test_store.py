@@ -7,13 +7,13 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_server import upload
+from rheostat_server.limits import CHUNK_BYTES
+from rheostat_wire.v1 import (
     steering_service_pb2,
     tensor_pb2,
     types_pb2,
 )
-from rheostat_server import upload
-from rheostat_server.limits import CHUNK_BYTES
 
 from .conftest import Refusal
 from .fakes import WIDTH

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from rheostat import captures
-from rheostat._proto.v1 import (
+from rheostat_engine import Point, Site
+from rheostat_server.errors import SinksFailed
+from rheostat_wire.v1 import (
     capture_pb2,
     capture_service_pb2,
     generation_pb2,
     generation_service_pb2,
     types_pb2,
 )
-from rheostat_engine import Point, Site
-from rheostat_server.errors import SinksFailed
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend, row

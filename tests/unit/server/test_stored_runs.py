@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from google.protobuf import duration_pb2
 
-from rheostat._proto.v1 import (
+from rheostat_engine import Point, Site
+from rheostat_server.runs.draft import RunDraft
+from rheostat_server.runs.targets import RunTarget
+from rheostat_server.sinks import CaptureAbout, Outcome
+from rheostat_server.sinks.memory import MemoryRecording
+from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import (
     capture_pb2,
     engine_service_pb2,
     generation_pb2,
@@ -18,12 +24,6 @@ from rheostat._proto.v1 import (
     tensor_pb2,
     types_pb2,
 )
-from rheostat_engine import Point, Site
-from rheostat_server.runs.draft import RunDraft
-from rheostat_server.runs.targets import RunTarget
-from rheostat_server.sinks import CaptureAbout, Outcome
-from rheostat_server.sinks.memory import MemoryRecording
-from rheostat_server.tensors import FloatType
 
 from .fakes import WIDTH, ScriptedBackend, row
 from .messages import (

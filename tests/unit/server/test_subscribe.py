@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     capture_pb2,
     capture_service_pb2,
     types_pb2,

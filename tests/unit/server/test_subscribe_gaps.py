@@ -6,12 +6,6 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat._proto.v1 import (
-    capture_pb2,
-    capture_service_pb2,
-    generation_service_pb2,
-    types_pb2,
-)
 from rheostat_server import rpc
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.spool import Spool
@@ -19,6 +13,12 @@ from rheostat_server.errors import CaptureOverflow, Defect
 from rheostat_server.subscriptions import subscription as module
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import (
+    capture_pb2,
+    capture_service_pb2,
+    generation_service_pb2,
+    types_pb2,
+)
 
 from .conftest import Refusal, narrow, rest
 from .fakes import INFO, Paced, sites_with

@@ -6,7 +6,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     capture_pb2,
     selector_pb2,
     types_pb2,

@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 from rheostat_server.errors import Defect
 from rheostat_server.subscriptions import carrier, sharing, upcoming
 from rheostat_server.subscriptions.shared_memory import FOLDER, NoSharedMemoryError, namespace
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
 from .streams import settled, until
 from .subscribers import (

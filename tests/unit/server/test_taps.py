@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import OPEN_END, Point, Released, Rows, Site
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
 from rheostat_server.capture.reservoir import Losses, Reservoir
@@ -20,6 +19,7 @@ from rheostat_server.errors import CaptureOverflow
 from rheostat_server.selection import EVERYTHING
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import capture_pb2
 
 SITE = Site(Point.RESID_POST, 0)
 CAPTURE = ResolvedCapture((SITE,), EVERYTHING, FloatType.FLOAT32)

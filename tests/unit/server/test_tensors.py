@@ -3,7 +3,6 @@ import lz4.frame
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import tensor_pb2
 from rheostat_server import planes
 from rheostat_server.errors import (
     InvalidValue,
@@ -21,6 +20,7 @@ from rheostat_server.tensors import (
     float_type,
     widen,
 )
+from rheostat_wire.v1 import tensor_pb2
 
 
 def message(**fields: object) -> tensor_pb2.Tensor:

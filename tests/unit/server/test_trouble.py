@@ -6,16 +6,16 @@ import logging
 import grpc
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_engine import Dropped, Installed, Released, Rows
+from rheostat_server import admission, errors, generation, release
+from rheostat_server.errors import EngineLost
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
     types_pb2,
     vector_pb2,
 )
-from rheostat_engine import Dropped, Installed, Released, Rows
-from rheostat_server import admission, errors, generation, release
-from rheostat_server.errors import EngineLost
 
 from .conftest import Refusal, rest
 from .fakes import WIDTH, ScriptedBackend, sites_with

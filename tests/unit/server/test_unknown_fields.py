@@ -12,15 +12,15 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from rheostat._proto.v1 import (
+from rheostat_server.limits import OFFLOAD_BYTES
+from rheostat_server.unknown_fields import Walk, unknown_field
+from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
     run_service_pb2,
     steering_service_pb2,
 )
-from rheostat_server.limits import OFFLOAD_BYTES
-from rheostat_server.unknown_fields import Walk, unknown_field
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend

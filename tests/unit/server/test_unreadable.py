@@ -5,8 +5,8 @@ import asyncio
 import grpc
 import pytest
 
-from rheostat._proto.v1 import generation_service_pb2
 from rheostat_server.incoming import lean
+from rheostat_wire.v1 import generation_service_pb2
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend

@@ -5,8 +5,8 @@ import asyncio
 import grpc
 import pytest
 
-from rheostat._proto.v1 import capture_pb2, engine_service_pb2, generation_service_pb2
 from rheostat_server.sinks import SinkError
+from rheostat_wire.v1 import capture_pb2, engine_service_pb2, generation_service_pb2
 
 from .conftest import rest
 from .fakes import ScriptedBackend, sites_with

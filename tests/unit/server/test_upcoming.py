@@ -4,7 +4,6 @@ import asyncio
 
 import numpy as np
 
-from rheostat._proto.v1 import capture_pb2
 from rheostat_engine import OPEN_END, Point, Rows, Site
 from rheostat_server.capture.leaving import Chunk, End, Item, Sealed, Track
 from rheostat_server.capture.reservoir import Reservoir
@@ -14,6 +13,7 @@ from rheostat_server.selection import Selection
 from rheostat_server.subscriptions.messages import Message, Response
 from rheostat_server.subscriptions.upcoming import Upcoming
 from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import capture_pb2
 
 SITE = Site(Point.RESID_POST, 0)
 WIDTH = 1 << 15

@@ -9,10 +9,10 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import steering_service_pb2, types_pb2
 from rheostat_server import upload
 from rheostat_server.errors import QueueFull, RheostatError
 from rheostat_server.upload import Uploads
+from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
 from .fakes import WIDTH
 from .messages import site_set

@@ -14,12 +14,12 @@ import pytest
 from google.protobuf import text_format
 from safetensors.numpy import load_file, save_file
 
-from rheostat._proto.v1 import types_pb2
 from rheostat_server.errors import NotSupported, VectorDirFailed
 from rheostat_server.tensors import FloatType
 from rheostat_server.vector_files import Contents, Saved, VectorFiles
 from rheostat_server.vector_names import NameFile
 from rheostat_server.vectors import Name, Vector, make_vector
+from rheostat_wire.v1 import types_pb2
 
 
 def vector(value: float = 1.0, kind: FloatType = FloatType.FLOAT32) -> Vector:

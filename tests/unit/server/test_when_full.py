@@ -6,16 +6,16 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_engine import Act, Capture, Kind, Plan
+from rheostat_server.errors import BankFull
+from rheostat_server.line import Line, Room
+from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
     steering_pb2,
     steering_service_pb2,
 )
-from rheostat_engine import Act, Capture, Kind, Plan
-from rheostat_server.errors import BankFull
-from rheostat_server.line import Line, Room
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend, sites_with

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from rheostat._proto.v1 import generation_pb2, selector_pb2, types_pb2
 from rheostat_server import errors
 from rheostat_server.prompts import Prompts
+from rheostat_wire.v1 import generation_pb2, selector_pb2, types_pb2
 
 from .characters import CharTokenizer
 from .desks import admitted, desk

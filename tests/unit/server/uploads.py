@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat._proto.v1 import (
+from rheostat_wire.v1 import (
     steering_service_pb2,
     tensor_pb2,
 )
