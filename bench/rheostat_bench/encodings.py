@@ -31,9 +31,10 @@ from rheostat._projections import projection_matrix
 from rheostat_bench.machine import chosen, described, leave
 from rheostat_bench.rows import captured
 from rheostat_bench.summaries import Figures
-from rheostat_server import planes
 from rheostat_server.capture.encodings import row_encoder
-from rheostat_server.tensors import FloatArray, FloatType, RawArray, widened
+from rheostat_server.tensors import FloatType, widened
+from rheostat_wire import byte_planes
+from rheostat_wire.dtypes import FloatArray, StoredArray
 from rheostat_wire.v1 import tensor_pb2
 
 _MESSAGE = 1 << 20
@@ -95,7 +96,7 @@ def _lz4_expand(frame: bytes) -> bytes:
     return bytes(lz4.frame.decompress(frame))
 
 
-def blocks(rows: RawArray) -> list[RawArray]:
+def blocks(rows: StoredArray) -> list[StoredArray]:
     """The rows [layers, positions, W] in messages of at most a mebibyte."""
     layers, positions, width = rows.shape
     step = max(1, _MESSAGE // (layers * width * rows.itemsize))
@@ -104,7 +105,7 @@ def blocks(rows: RawArray) -> list[RawArray]:
     ]
 
 
-def measure(rows: RawArray, kind: FloatType, repeats: int) -> Figures:
+def measure(rows: StoredArray, kind: FloatType, repeats: int) -> Figures:
     """Ratio, megabytes per second both ways and errors of every encoding."""
     width = rows.shape[-1]
     parts = blocks(rows)
@@ -162,7 +163,7 @@ def _scalar_products(exact: FloatArray, projected: FloatArray) -> float:
     return float(np.sqrt((off[others] ** 2).mean()))
 
 
-def compare(rows: RawArray, repeats: int) -> Figures:
+def compare(rows: StoredArray, repeats: int) -> Figures:
     """Ratio and megabytes per second of each compressor, on elements as they are and on planes."""
     size = rows.itemsize
     parts = [part.tobytes() for part in blocks(rows)]
@@ -184,8 +185,8 @@ def compare(rows: RawArray, repeats: int) -> Figures:
 def _on_planes(one: Compressor, size: int) -> Compressor:
     return Compressor(
         f"{one.name}, planes",
-        lambda data: one.compress(planes.split(data, size)),
-        lambda data: planes.joined(one.expand(data), size),
+        lambda data: one.compress(byte_planes.split_planes(data, size)),
+        lambda data: byte_planes.join_planes(one.expand(data), size),
     )
 
 

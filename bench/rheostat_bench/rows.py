@@ -23,7 +23,7 @@ from rheostat_engine import (
     WorkerChannel,
     engine_kwargs,
 )
-from rheostat_server.tensors import RawArray
+from rheostat_wire.dtypes import StoredArray
 
 PROMPTS = (
     "I am so happy. My day was",
@@ -44,7 +44,7 @@ _PATIENCE = 60.0
 class Captured(NamedTuple):
     """What a model computed."""
 
-    rows: RawArray
+    rows: StoredArray
     """[layers, positions, W]; bfloat16 as its bits in uint16."""
     runner: str
     """vLLM's runner that computed it."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_server.tensors import FloatArray
+from rheostat_wire.dtypes import FloatArray
 
 _Wide = npt.NDArray[np.float64]
 

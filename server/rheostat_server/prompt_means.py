@@ -28,7 +28,7 @@ from rheostat_server.offload import offload
 from rheostat_server.sample import Response
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, length
-from rheostat_server.tensors import FloatArray
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import (
     capture_pb2,
     generation_pb2,

@@ -1,7 +1,7 @@
-"""Tensors on the wire: little-endian bytes with a dtype and a shape.
+"""Tensors of requests and of captured rows: little-endian bytes with a dtype and a shape.
 
-Length is checked against dtype and shape before anything else. bfloat16 is held as its bits, in
-uint16, and widened to float32 exactly, since numpy has no such type.
+Length is checked against dtype and shape before anything else. numpy has no bfloat16: its bits are
+stored in uint16.
 """
 
 import math
@@ -10,9 +10,7 @@ from enum import Enum
 
 import google_crc32c
 import numpy as np
-import numpy.typing as npt
 
-from rheostat_server import planes
 from rheostat_server.checks import join, known_enum
 from rheostat_server.errors import (
     InvalidValue,
@@ -20,11 +18,18 @@ from rheostat_server.errors import (
     TensorPayload,
 )
 from rheostat_server.limits import TENSOR_RANK
+from rheostat_wire import byte_planes
+from rheostat_wire.dtypes import (
+    FROM_WIRE,
+    STORAGE,
+    TO_WIRE,
+    DtypeName,
+    FloatArray,
+    StoredArray,
+    narrow,
+)
+from rheostat_wire.dtypes import widen as widen_stored
 from rheostat_wire.v1 import tensor_pb2
-
-FloatArray = npt.NDArray[np.float32]
-BitArray = npt.NDArray[np.uint16]
-RawArray = npt.NDArray[np.generic]
 
 
 class FloatType(Enum):
@@ -35,37 +40,30 @@ class FloatType(Enum):
     BFLOAT16 = "bfloat16"
 
     @property
+    def dtype(self) -> DtypeName:
+        """Its name, as a string."""
+        return self.value
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return _NUMPY[self].itemsize
+        return STORAGE[self.dtype].itemsize
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
         """How numpy holds an element: of bfloat16 its bits."""
-        return _NUMPY[self]
+        return STORAGE[self.dtype]
 
     @property
     def wire(self) -> tensor_pb2.Dtype.ValueType:
         """The value of the wire's enum."""
-        return _WIRE[self]
+        return TO_WIRE[self.dtype]
 
     @property
     def largest(self) -> float:
         """Magnitudes below this stay finite when rounded to this type."""
         return _OVERFLOW[self]
 
-
-_NUMPY: dict[FloatType, np.dtype[np.generic]] = {
-    FloatType.FLOAT32: np.dtype("<f4"),
-    FloatType.FLOAT16: np.dtype("<f2"),
-    FloatType.BFLOAT16: np.dtype("<u2"),
-}
-_WIRE = {
-    FloatType.FLOAT32: tensor_pb2.DTYPE_FLOAT32,
-    FloatType.FLOAT16: tensor_pb2.DTYPE_FLOAT16,
-    FloatType.BFLOAT16: tensor_pb2.DTYPE_BFLOAT16,
-}
-_FROM_WIRE = {wire: kind for kind, wire in _WIRE.items()}
 
 # The largest finite value and half of its last place: from there on rounding gives infinity.
 _OVERFLOW = {
@@ -89,10 +87,10 @@ def float_type(dtype: int, path: str) -> FloatType:
         InvalidValue: it names a type that rows and vectors cannot have.
     """
     known_enum(dtype, tensor_pb2.Dtype.values(), path)
-    kind = _FROM_WIRE.get(tensor_pb2.Dtype.ValueType(dtype))
-    if kind is None:
+    name = FROM_WIRE.get(tensor_pb2.Dtype.ValueType(dtype))
+    if name is None:
         raise InvalidValue("must be float32, float16 or bfloat16", field=path)
-    return kind
+    return FloatType(name)
 
 
 def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) -> bytes:
@@ -126,7 +124,7 @@ def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) ->
     if raw:
         return tensor.inline
     try:
-        return planes.unpacked(tensor.inline, expected, kind.itemsize)
+        return byte_planes.decompress(tensor.inline, expected, kind.itemsize)
     except ValueError as error:
         raise TensorPayload(str(error), field=join(path, "inline")) from error
 
@@ -140,12 +138,11 @@ def _check_encoding(tensor: tensor_pb2.Tensor, path: str) -> None:
 
 def widen(data: bytes, kind: FloatType) -> FloatArray:
     """The elements as float32, exactly. Shape [elements]."""
-    raw = np.frombuffer(data, dtype=_NUMPY[kind])
-    return widened(raw, kind)
+    return widened(np.frombuffer(data, dtype=kind.numpy), kind)
 
 
 def encode_rows(
-    rows: RawArray,  # [..., width], float32, float16, or uint16 with bfloat16's bits
+    rows: StoredArray,  # [..., width], float32, float16, or uint16 with bfloat16's bits
     *,
     held: FloatType,
     wanted: FloatType,
@@ -161,29 +158,18 @@ def encode_rows(
     )
 
 
-def converted(rows: RawArray, *, held: FloatType, wanted: FloatType) -> RawArray:
+def converted(rows: StoredArray, *, held: FloatType, wanted: FloatType) -> StoredArray:
     """Rows in another type; in their own, every bit stays."""
     if held is wanted:
-        return np.ascontiguousarray(rows, dtype=_NUMPY[held])
-    return _narrowed(widened(rows, held), wanted)
+        return np.ascontiguousarray(rows, dtype=held.numpy)
+    return narrow(widened(rows, held), wanted.dtype)
 
 
-def stack_rows(parts: Sequence[RawArray]) -> RawArray:
+def stack_rows(parts: Sequence[StoredArray]) -> StoredArray:
     """Joins the rows of several sites, each [positions, width], to [sites, positions, width]."""
     return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
 
-def widened(raw: RawArray, kind: FloatType) -> FloatArray:
+def widened(raw: StoredArray, kind: FloatType) -> FloatArray:
     """Rows as float32, exactly."""
-    if kind is FloatType.BFLOAT16:
-        return (raw.astype(np.uint32) << 16).view(np.float32)
-    return raw.astype(np.float32)
-
-
-def _narrowed(rows: FloatArray, kind: FloatType) -> RawArray:
-    if kind is not FloatType.BFLOAT16:
-        with np.errstate(over="ignore"):
-            return rows.astype(_NUMPY[kind])
-    bits = np.ascontiguousarray(rows).view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(rows), np.uint16(0x7FC0), rounded)
+    return widen_stored(raw, kind.dtype)

@@ -6,7 +6,6 @@ exceed the budget, and names with what is said of them never exceed theirs. Name
 vectors only.
 """
 
-import hashlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from rheostat_server.errors import (
 from rheostat_server.limits import NAMES, NAMES_BYTES, TENSOR_RANK, VECTOR_ROWS
 from rheostat_server.listing import FIRST, Key, Listing
 from rheostat_server.tensors import FloatType, widen
+from rheostat_wire.digests import vector_digest
 from rheostat_wire.v1 import types_pb2
 
 _RETRY = 1.0
@@ -96,10 +96,9 @@ def make_vector(kind: FloatType, rows: int, width: int, data: bytes, path: str) 
     if len(bad):
         row, column = (int(i) for i in bad[0])
         raise NonFinite(f"element [{row}, {column}] is not finite", field=path)
-    head = f"rheostat.v1 vector {kind.value} {rows}x{width}\n".encode("ascii")
     norms = np.linalg.norm(values.astype(np.float64), axis=1)
     return Vector(
-        digest=hashlib.sha256(head + data).digest(),
+        digest=vector_digest(kind.dtype, rows, width, data),
         kind=kind,
         rows=rows,
         width=width,

@@ -7,7 +7,7 @@ from offline import OfflineEngine, bfloat16_to_float32
 from verdicts import ROUNDED, Lines, Verdict, at_most, equal
 
 from rheostat_engine import Capture, Coding, Directions, Plan, RowForm
-from rheostat_server.capture.encodings import projection_matrix
+from rheostat_wire.projection import projection_matrix
 
 PROMPT = ((0, 40),)
 SEED = 2**64 - 1

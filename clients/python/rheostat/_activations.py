@@ -13,10 +13,10 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import FloatArray
 from rheostat._encodings import RAW, Encoding, Numbers, read_tensor
 from rheostat._errors import ServerError, invalid
 from rheostat._points import Point, PointLike, Site, point_of, read_site
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
 IntArray = npt.NDArray[np.int64]

@@ -6,24 +6,19 @@ that widening needs; an array whose dtype calls itself "bfloat16" (ml_dtypes) is
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from rheostat._errors import ServerError, invalid
+from rheostat_wire.digests import vector_digest
+from rheostat_wire.dtypes import FROM_WIRE, STORAGE, TO_WIRE, DtypeName, FloatArray, narrow, widen
 from rheostat_wire.v1 import tensor_pb2
 
-FloatArray: TypeAlias = npt.NDArray[np.float32]
-"""float32 numbers."""
-Element: TypeAlias = Literal["float32", "float16", "bfloat16"]
+Element: TypeAlias = DtypeName
 """Element types of vectors and rows."""
-
-
-_AT_ONCE = 1 << 18
-"""Elements that are widened at once: a core's cache holds them."""
 
 
 class ArrayLike(Protocol):
@@ -43,19 +38,6 @@ class _Tensor(Protocol):
     def float(self) -> _Tensor: ...
 
 
-_STORAGE: dict[Element, np.dtype[np.generic]] = {
-    "float32": np.dtype("<f4"),
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<u2"),
-}
-_TO_WIRE: dict[Element, tensor_pb2.Dtype.ValueType] = {
-    "float32": tensor_pb2.DTYPE_FLOAT32,
-    "float16": tensor_pb2.DTYPE_FLOAT16,
-    "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
-}
-_FROM_WIRE = {number: element for element, number in _TO_WIRE.items()}
-
-
 @dataclass(frozen=True)
 class VectorData:
     """A vector's numbers as they travel: rows of equal width, all finite."""
@@ -70,8 +52,7 @@ class VectorData:
     @property
     def digest(self) -> bytes:
         """SHA-256 of the canonical form, which `VectorRef` in steering.proto defines; 32 bytes."""
-        header = f"rheostat.v1 vector {self.element} {self.shape[0]}x{self.shape[1]}\n"
-        return hashlib.sha256(header.encode("ascii") + self.data).digest()
+        return vector_digest(self.element, *self.shape, self.data)
 
     @property
     def values(self) -> FloatArray:
@@ -81,7 +62,7 @@ class VectorData:
     def to_tensor(self) -> tensor_pb2.Tensor:
         """The message that carries them inline."""
         return tensor_pb2.Tensor(
-            dtype=_TO_WIRE[self.element],
+            dtype=TO_WIRE[self.element],
             shape=self.shape,
             encoding=tensor_pb2.ENCODING_RAW,
             inline=self.data,
@@ -92,22 +73,14 @@ def stored(
     data: bytes | npt.NDArray[np.uint8], element: Element, shape: tuple[int, ...]
 ) -> npt.NDArray[np.generic]:
     """The elements in ``data``, not copied; bfloat16 as its bits, uint16."""
-    return np.frombuffer(data, dtype=_STORAGE[element]).reshape(shape)
+    return np.frombuffer(data, dtype=STORAGE[element]).reshape(shape)
 
 
 def widened(
     data: bytes | npt.NDArray[np.uint8], element: Element, shape: tuple[int, ...]
 ) -> FloatArray:
     """The elements in ``data`` as float32 of ``shape``, every value exactly as it was; a copy."""
-    elements = stored(data, element, shape)
-    if element == "bfloat16":
-        narrow, wide = elements.reshape(-1), np.empty(elements.size, np.uint32)
-        for start in range(0, len(wide), _AT_ONCE):
-            part = wide[start : start + _AT_ONCE]
-            part[...] = narrow[start : start + _AT_ONCE]
-            part <<= np.uint32(16)
-        return wide.view(np.float32).reshape(shape)
-    return elements.astype(np.float32)
+    return widen(stored(data, element, shape), element)
 
 
 def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) -> VectorData:
@@ -149,12 +122,7 @@ def _numpy(array: object) -> npt.NDArray[np.generic]:
 
 def _bfloat16(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     """The upper halves of float32 numbers, rounded to nearest even, tagged by a field name."""
-    bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    nan = np.isnan(numbers.astype(np.float32))
-    upper = ((bits.astype(np.uint64) + np.uint64(0x7FFF) + odd) >> np.uint64(16)).astype(np.uint16)
-    upper[nan] = 0x7FC0
-    return upper.view(_BFLOAT16)
+    return narrow(numbers.astype(np.float32), "bfloat16").view(_BFLOAT16)
 
 
 _BFLOAT16 = np.dtype([("bfloat16", "<u2")])
@@ -168,17 +136,17 @@ def _stored(
         bits = numbers.view(np.uint16)
         if dtype in (None, "bfloat16"):
             return "bfloat16", bits.astype("<u2")
-        numbers = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        numbers = widen(bits, "bfloat16")
     if dtype == "bfloat16":
         if (numbers.dtype.kind, numbers.dtype.itemsize) == ("u", 2):
             return "bfloat16", numbers.astype("<u2")
         return "bfloat16", _bfloat16(_floats(numbers)).view(np.uint16).astype("<u2")
     element: Element = dtype or ("float16" if numbers.dtype == np.float16 else "float32")
-    if element not in _STORAGE:
-        known = ", ".join(_STORAGE)
+    if element not in STORAGE:
+        known = ", ".join(STORAGE)
         raise invalid("vector", f"vectors are {known}, not {element}")
     with np.errstate(over="ignore"):
-        return element, _floats(numbers).astype(_STORAGE[element])
+        return element, _floats(numbers).astype(STORAGE[element])
 
 
 def _floats(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
@@ -190,7 +158,7 @@ def _floats(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 
 def read_element(number: tensor_pb2.Dtype.ValueType) -> Element:
     """The element type of a wire number. Raises ServerError for one that rows cannot have."""
-    element = _FROM_WIRE.get(number)
+    element = FROM_WIRE.get(number)
     if element is None:
         raise ServerError(f"the server sent elements of type {number}, which rows cannot have")
     return element
@@ -198,9 +166,9 @@ def read_element(number: tensor_pb2.Dtype.ValueType) -> Element:
 
 def itemsize(element: Element) -> int:
     """Bytes of an element."""
-    return _STORAGE[element].itemsize
+    return STORAGE[element].itemsize
 
 
 def write_element(element: Element) -> tensor_pb2.Dtype.ValueType:
     """The wire number of an element type."""
-    return _TO_WIRE[element]
+    return TO_WIRE[element]

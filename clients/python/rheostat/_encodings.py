@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import google_crc32c
-import lz4.frame
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import Element, FloatArray, itemsize, read_element, stored, widened
+from rheostat._arrays import Element, itemsize, read_element, stored, widened
 from rheostat._errors import DataLoss, ServerError
+from rheostat_wire import byte_planes
+from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.quantization import Payload, decode_full8, decode_topk8
 from rheostat_wire.v1 import tensor_pb2
 
 EncodingName: TypeAlias = Literal["raw", "lz4_planes", "full8", "rp8", "topk8"]
 """Names of encodings."""
-
-_Payload: TypeAlias = "bytes | npt.NDArray[np.uint8]"
-_Codes = npt.NDArray[np.uint8]
-_Doubles = npt.NDArray[np.float64]
 
 _NAMES: dict[tensor_pb2.Encoding.ValueType, EncodingName] = {
     tensor_pb2.ENCODING_RAW: "raw",
@@ -41,8 +39,6 @@ WIRE_ENCODINGS: dict[str, tensor_pb2.Encoding.ValueType] = {
 
 _MAX_RANK = 8
 _MAX_ELEMENTS = 2**48
-_LZ4_RATIO = 255
-"""A byte of an LZ4 frame stands for at most so many."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:
     return decoded(tensor, tensor.inline)
 
 
-def decoded(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
+def decoded(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
     """The numbers of a tensor whose payload is at hand, wherever it lay.
 
     Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
@@ -116,7 +112,7 @@ def decoded(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
     return _read(tensor, payload)
 
 
-def decoded_in_place(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
+def decoded_in_place(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
     """As `decoded`, of a payload that others may write to: it is checked after it was read."""
     try:
         found = _read(tensor, payload)
@@ -127,7 +123,7 @@ def decoded_in_place(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
     return found
 
 
-def checked(tensor: tensor_pb2.Tensor, payload: _Payload) -> None:
+def checked(tensor: tensor_pb2.Tensor, payload: Payload) -> None:
     """Raises DataLoss if the checksum is wrong."""
     if tensor.HasField("crc32c") and google_crc32c.value(payload) != tensor.crc32c:
         raise DataLoss(
@@ -142,7 +138,7 @@ def payload_size(tensor: tensor_pb2.Tensor) -> int:
     return math.prod(tensor.shape) * itemsize(element)
 
 
-def elements(tensor: tensor_pb2.Tensor, payload: _Payload) -> npt.NDArray[np.generic] | None:
+def elements(tensor: tensor_pb2.Tensor, payload: Payload) -> npt.NDArray[np.generic] | None:
     """The elements of a raw tensor where they lie, read-only; None for other encodings.
 
     Raises ServerError if its parts do not fit together.
@@ -163,7 +159,7 @@ def _shape(tensor: tensor_pb2.Tensor) -> tuple[int, ...]:
     return shape
 
 
-def _read(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
+def _read(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
     element = read_element(tensor.dtype)
     name = _NAMES.get(tensor.encoding)
     if name is None:
@@ -179,14 +175,17 @@ def _read(tensor: tensor_pb2.Tensor, payload: _Payload) -> Decoded:
     encoding = _quantization(tensor, name, shape[-1])
     if name == "topk8":
         size = math.prod(shape[:-1]) * (8 + 5 * (encoding.kept or 0))
-        values, error = _topk8(_sized(payload, size, tensor), shape, encoding.kept or 0)
+        try:
+            values, error = decode_topk8(_sized(payload, size, tensor), shape, encoding.kept or 0)
+        except ValueError as damage:
+            raise ServerError(str(damage)) from damage
     else:
         size = math.prod(shape[:-1]) * (8 + shape[-1])
-        values, error = _full8(_sized(payload, size, tensor), shape)
+        values, error = decode_full8(_sized(payload, size, tensor), shape)
     return Decoded(values, encoding, error)
 
 
-def _sized(payload: _Payload, size: int, tensor: tensor_pb2.Tensor) -> _Payload:
+def _sized(payload: Payload, size: int, tensor: tensor_pb2.Tensor) -> Payload:
     if len(payload) != size:
         shape = list(tensor.shape)
         raise ServerError(
@@ -195,27 +194,12 @@ def _sized(payload: _Payload, size: int, tensor: tensor_pb2.Tensor) -> _Payload:
     return payload
 
 
-def _unpacked(payload: _Payload, size: int, element: Element) -> bytes:
+def _unpacked(payload: Payload, size: int, element: Element) -> bytes:
     """The elements of byte planes in an LZ4 frame, which must hold exactly ``size`` bytes."""
-    planes = b""
-    if size <= _LZ4_RATIO * len(payload):
-        try:
-            frame = lz4.frame.LZ4FrameDecompressor()
-            # One byte of room more lets the frame come to its end, or show that it is too long.
-            planes = frame.decompress(payload, max_length=size + 1)
-        except (RuntimeError, EOFError) as error:
-            raise ServerError(f"a tensor in lz4_planes is no LZ4 frame: {error}") from error
-        if not frame.eof or frame.unused_data:
-            raise ServerError(f"a tensor in lz4_planes is no single LZ4 frame of {size} bytes")
-    if len(planes) != size:
-        raise ServerError(f"a tensor in lz4_planes of {size} bytes is a frame of another length")
-    count = itemsize(element)
-    parts = np.frombuffer(planes, np.uint8).reshape(count, -1)
-    unsigned = np.dtype(f"<u{count}")
-    joined = parts[0].astype(unsigned)
-    for number in range(1, count):
-        joined |= parts[number].astype(unsigned) << unsigned.type(8 * number)
-    return bytes(joined.data)
+    try:
+        return byte_planes.decompress(payload, size, itemsize(element))
+    except ValueError as error:
+        raise ServerError(f"a tensor in lz4_planes is {error}") from error
 
 
 def _quantization(tensor: tensor_pb2.Tensor, name: EncodingName, last: int) -> Encoding:
@@ -234,63 +218,3 @@ def _quantization(tensor: tensor_pb2.Tensor, name: EncodingName, last: int) -> E
 def _described(said: tensor_pb2.Quantization) -> str:
     seed = f"seed {said.seed}" if said.HasField("seed") else "no seed"
     return f"kept {said.kept}, width {said.width}, {seed}"
-
-
-def _full8(payload: _Payload, shape: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
-    count = math.prod(shape[:-1])
-    scales, offsets = _ranges(payload, count)
-    codes = np.frombuffer(payload, np.uint8, offset=8 * count).reshape(count, shape[-1])
-    values = _numbers(scales, offsets, codes)
-    return values.reshape(shape), _error(scales, offsets).reshape(shape[:-1])
-
-
-def _topk8(payload: _Payload, shape: tuple[int, ...], kept: int) -> tuple[FloatArray, FloatArray]:
-    count, width = math.prod(shape[:-1]), shape[-1]
-    scales, offsets = _ranges(payload, count)
-    indices = np.frombuffer(payload, "<u4", count * kept, 8 * count).reshape(count, kept)
-    if (indices[:, 1:] <= indices[:, :-1]).any() or (indices[:, -1:] >= width).any():
-        raise ServerError(f"indices of topk8 do not ascend below {width}")
-    codes = np.frombuffer(payload, np.uint8, offset=(8 + 4 * kept) * count).reshape(count, kept)
-    numbers = _numbers(scales, offsets, codes)
-    values = np.zeros((count, width), np.float32)
-    np.put_along_axis(values, indices.astype(np.intp), numbers, axis=1)
-    error = _error(scales, offsets)
-    if kept < width:  # what is missing is no larger than the smallest that is there
-        error = _upwards(np.abs(numbers).min(axis=1).astype(np.float64) + error)
-    return values.reshape(shape), error.reshape(shape[:-1])
-
-
-def _ranges(payload: _Payload, count: int) -> tuple[_Doubles, _Doubles]:
-    """Scales and offsets, [count] each."""
-    both = np.frombuffer(payload, "<f4", 2 * count).astype(np.float64)
-    return both[:count], both[count:]
-
-
-def _numbers(scales: _Doubles, offsets: _Doubles, codes: _Codes) -> FloatArray:
-    """offset + scale * code, [rows, numbers], rounded once."""
-    numbers = codes.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        numbers *= scales[:, None]
-        numbers += offsets[:, None]
-        return numbers.astype(np.float32)
-
-
-def _error(scales: _Doubles, offsets: _Doubles) -> FloatArray:
-    """Largest error of a row's numbers, [rows].
-
-    Half a scale, and half of the last place of the row's largest number for the rounding to
-    float32. The original is a float32 too, so rounding at most doubles the distance to it.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        scales = np.abs(scales)
-        reach = np.maximum(np.abs(offsets), np.abs(offsets + 255 * scales))
-        _, exponents = np.frexp(reach)
-        rounding = np.ldexp(1.0, np.maximum(exponents, -125) - 25)
-        return _upwards(np.minimum(scales / 2 + rounding, scales))
-
-
-def _upwards(bounds: _Doubles) -> FloatArray:
-    """As float32, and not below; 0 stays 0."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        above = np.nextafter(bounds.astype(np.float32), np.float32(np.inf))
-    return np.where(bounds == 0, np.float32(0), above)

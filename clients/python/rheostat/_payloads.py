@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import FloatArray
 from rheostat._encodings import (
     Decoded,
     Encoding,
@@ -24,6 +23,7 @@ from rheostat._encodings import (
 )
 from rheostat._errors import Refused, ServerError
 from rheostat._shared_memory import Mapping, Payload
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 

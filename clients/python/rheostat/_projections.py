@@ -6,18 +6,12 @@ Invariant: the matrix depends on kept, width and seed alone, and is the one that
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-import numpy.typing as npt
 
-from rheostat._arrays import FloatArray
 from rheostat._errors import invalid
 from rheostat._fields import UINT64, whole_number
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+from rheostat_wire import projection
+from rheostat_wire.dtypes import FloatArray
 
 
 def projection_matrix(kept: int, width: int, seed: int = 0) -> FloatArray:
@@ -30,9 +24,7 @@ def projection_matrix(kept: int, width: int, seed: int = 0) -> FloatArray:
     whole_number(kept, "kept", "how many numbers are kept", least=1)
     whole_number(width, "width", "a width", least=1)
     whole_number(seed, "seed", "a seed", most=UINT64)
-    signs = 1.0 - 2.0 * (_splitmix64(seed, kept * width) & np.uint64(1)).astype(np.float64)
-    matrix: FloatArray = (signs / math.sqrt(kept)).astype(np.float32).reshape(kept, width)
-    return matrix
+    return projection.projection_matrix(kept, width, seed)
 
 
 def back_projected(projections: FloatArray, matrix: FloatArray) -> FloatArray:
@@ -48,16 +40,3 @@ def back_projected(projections: FloatArray, matrix: FloatArray) -> FloatArray:
             f"projections {list(projections.shape)} are not of a matrix {list(matrix.shape)}",
         )
     return np.asarray(projections @ matrix, np.float32)
-
-
-def _splitmix64(seed: int, count: int) -> npt.NDArray[np.uint64]:
-    """The first outputs of splitmix64 (Steele, Lea, Flood 2014), [count]."""
-    state = np.arange(1, count + 1, dtype=np.uint64)
-    state *= _GOLDEN
-    state += np.uint64(seed)
-    state ^= state >> np.uint64(30)
-    state *= _FIRST
-    state ^= state >> np.uint64(27)
-    state *= _SECOND
-    state ^= state >> np.uint64(31)
-    return state

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._activations import Activations, IntArray, Rows
-from rheostat._arrays import FloatArray
 from rheostat._notebook import passage, table
 from rheostat._receipts import Receipt
+from rheostat_wire.dtypes import FloatArray
 
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", "rule", "error", "watch"]
 """Why a sample ended: an end token or stop text, max_tokens, from outside, a rule, a failure."""

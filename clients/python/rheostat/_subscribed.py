@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._activations import IntArray, Rows, positions_of, read_block
-from rheostat._arrays import FloatArray
 from rheostat._encodings import Encoding, Numbers
 from rheostat._errors import DataLoss, ServerError
 from rheostat._payloads import View
 from rheostat._points import Site
 from rheostat._receipts import read_word
 from rheostat._results import DroppedRows, FinishReason
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 
 

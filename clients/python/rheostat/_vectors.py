@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy.typing as npt
 
-from rheostat._arrays import ArrayLike, Element, FloatArray, VectorData, read_element, vector_data
+from rheostat._arrays import ArrayLike, Element, VectorData, read_element, vector_data
 from rheostat._errors import Refused, invalid
 from rheostat._fields import vector_digest, vector_name
 from rheostat._interventions import Add
@@ -26,6 +26,7 @@ from rheostat._points import (
     show_layers,
 )
 from rheostat._selectors import SelectorLike
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import steering_service_pb2, vector_pb2
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_server.capture.budget import Meter
-from rheostat_server.tensors import RawArray
+from rheostat_wire.dtypes import StoredArray
 
 Positions = npt.NDArray[np.int32]
 
@@ -33,7 +33,7 @@ class Piece:
         self,
         sites: tuple[int, ...],
         positions: Positions,
-        data: RawArray,
+        data: StoredArray,
         meter: Meter,
         queue: Queue,
         *,
@@ -81,7 +81,7 @@ class Piece:
             return int(np.searchsorted(self.positions, frontier))
         return max(0, min(frontier - self._first, len(self.positions)))
 
-    def take(self, frontier: int) -> tuple[Positions, RawArray]:
+    def take(self, frontier: int) -> tuple[Positions, StoredArray]:
         """The positions below one and their rows, which wait no more."""
         cut = self.below(frontier)
         taken = self.positions[:cut], self.data[:, :cut]

@@ -16,9 +16,10 @@ from rheostat_server.errors import MissingField, NotSupported
 from rheostat_server.limits import PROJECTIONS
 from rheostat_server.ops import VectorDraft, draft_vector
 from rheostat_server.readouts import OF_PROJECTIONS, check_readout
-from rheostat_server.tensors import FloatArray, widen
+from rheostat_server.tensors import widen
 from rheostat_server.vector_lookup import FoundVector, find_vector, rows_by_layer
 from rheostat_server.vectors import Vector, VectorStore
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_pb2, vector_pb2
 
 _DIRECTION_BYTES = 256

@@ -12,14 +12,8 @@ import numpy as np
 
 from rheostat_engine import Site
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.tensors import (
-    FloatArray,
-    FloatType,
-    RawArray,
-    converted,
-    stack_rows,
-    widened,
-)
+from rheostat_server.tensors import FloatType, converted, stack_rows, widened
+from rheostat_wire.dtypes import FloatArray, StoredArray
 from rheostat_wire.v1 import tensor_pb2
 
 
@@ -28,7 +22,7 @@ class SiteRows(NamedTuple):
 
     site: Site
     """Its name."""
-    data: RawArray
+    data: StoredArray
     """[positions, width]; in the capture's form uint8 [positions, bytes of a row]."""
     made: bool
     """Whether they came in the capture's form."""
@@ -68,7 +62,7 @@ def tensor_of(
     return form.encode(stack_rows(rows), held=kind, wanted=kind)
 
 
-def elements(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> RawArray:
+def elements(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> StoredArray:
     """Rows of a site as ENCODING_RAW has them, [positions, numbers]."""
     if part.made:
         return np.ascontiguousarray(part.data).view(capture.kind.numpy)
@@ -76,7 +70,7 @@ def elements(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> RawAr
     return converted(_numbers(part, capture, held), held=source, wanted=capture.kind)
 
 
-def _numbers(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> RawArray:
+def _numbers(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> StoredArray:
     """What is to be encoded of rows as they are: themselves, or their projection in float32."""
     if capture.projection is None:
         return part.data

@@ -22,7 +22,8 @@ from rheostat_server.capture.waiting import Waiting
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.sites import to_wire
 from rheostat_server.spans import clipped, edges, joined, runs, subtracted, united
-from rheostat_server.tensors import FloatType, RawArray
+from rheostat_server.tensors import FloatType
+from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
 _CHUNK_POSITIONS = 8192
@@ -46,7 +47,7 @@ class Block(NamedTuple):
     """What is to become of them."""
 
     @property
-    def rows(self) -> tuple[RawArray, ...]:
+    def rows(self) -> tuple[StoredArray, ...]:
         """Per site, [positions, width]."""
         return tuple(part.data for part in self.parts)
 

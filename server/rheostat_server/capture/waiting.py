@@ -18,7 +18,7 @@ from rheostat_engine import OPEN_END, Spans
 from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.pieces import Piece, Positions
 from rheostat_server.spans import clipped, edges, united
-from rheostat_server.tensors import RawArray
+from rheostat_wire.dtypes import StoredArray
 
 _EMPTY = np.empty(0, dtype=np.int32)
 
@@ -28,7 +28,7 @@ class Column(NamedTuple):
 
     positions: Positions
     """Ascending, [n]."""
-    data: RawArray
+    data: StoredArray
     """[n, width]."""
     made: bool
     """Whether the rows are in their form."""
@@ -66,7 +66,7 @@ class Waiting:
         sites: tuple[int, ...],
         at: tuple[int, ...],
         positions: Positions,
-        data: RawArray,
+        data: StoredArray,
         *,
         made: bool,
     ) -> list[Piece]:
@@ -93,7 +93,7 @@ class Waiting:
         sites: tuple[int, ...],
         at: tuple[int, ...],
         positions: Positions,
-        data: RawArray,
+        data: StoredArray,
         made: bool,
     ) -> list[Piece]:
         first = int(positions[0])
@@ -115,7 +115,7 @@ class Waiting:
             if start < len(positions)
         ]
 
-    def _unlost(self, positions: Positions, data: RawArray) -> tuple[Positions, RawArray]:
+    def _unlost(self, positions: Positions, data: StoredArray) -> tuple[Positions, StoredArray]:
         """Rows that have come, without those at positions that are lost."""
         self._lost = clipped(self._lost, self.frontier, OPEN_END)
         starts, ends = edges(self._lost)
@@ -161,7 +161,7 @@ class Waiting:
         return start, rows
 
     def _wait(
-        self, sites: tuple[int, ...], positions: Positions, data: RawArray, made: bool
+        self, sites: tuple[int, ...], positions: Positions, data: StoredArray, made: bool
     ) -> Piece:
         piece = Piece(sites, positions, data, self._meter, self, made=made)
         self._queue(sites).append(piece)
@@ -234,7 +234,7 @@ class Waiting:
         """What a queue has below a position; its data are [sites, n, width]."""
         pieces = self._queues[sites]
         made = False
-        taken: list[tuple[Positions, RawArray]] = []
+        taken: list[tuple[Positions, StoredArray]] = []
         while pieces:
             piece = pieces[0]
             if piece.below(frontier):

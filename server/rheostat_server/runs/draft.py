@@ -16,7 +16,7 @@ from rheostat_server.capture.inline import rows_lost
 from rheostat_server.runs.run import Run
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Labels, Outcome, RowBlock
-from rheostat_server.tensors import RawArray
+from rheostat_wire.dtypes import StoredArray
 
 _PIECE = 1 << 20
 """Rows that come a few at a time are joined once they have so many bytes."""
@@ -59,8 +59,8 @@ class RunDraft:
     _lock: Lock = field(default_factory=Lock)
     _over: bool = False
     _positions: list[Labels] = field(default_factory=list)
-    _pieces: list[RawArray] = field(default_factory=list)
-    _small: list[RawArray] = field(default_factory=list)
+    _pieces: list[StoredArray] = field(default_factory=list)
+    _small: list[StoredArray] = field(default_factory=list)
     _small_bytes: int = 0
 
     @property

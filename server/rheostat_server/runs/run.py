@@ -12,7 +12,8 @@ import numpy.typing as npt
 from rheostat_engine import Site
 from rheostat_server.sinks import Labels
 from rheostat_server.sinks.tables import NUMPY
-from rheostat_server.tensors import FloatType, RawArray
+from rheostat_server.tensors import FloatType
+from rheostat_wire.dtypes import StoredArray
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +29,7 @@ class Run:
     """W."""
     positions: Labels
     """Ascending: [positions]."""
-    pieces: Sequence[RawArray]
+    pieces: Sequence[StoredArray]
     """Rows, one piece after the other: each [sites, some of the positions, W]."""
     prompt_token_ids: npt.NDArray[np.int32]
     """[P]."""
@@ -44,7 +45,7 @@ class Run:
     users: int = 0
     """How often it is held."""
 
-    def rows(self, site: Site) -> RawArray:
+    def rows(self, site: Site) -> StoredArray:
         """Its rows at a site, under whichever name: [positions, W]; bfloat16 as its bits.
 
         Raises:

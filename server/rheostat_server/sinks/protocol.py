@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Site
-from rheostat_server.tensors import FloatType, RawArray
+from rheostat_server.tensors import FloatType
+from rheostat_wire.dtypes import StoredArray
 
 Labels = npt.NDArray[np.int32]
 """Positions or token ids."""
@@ -199,7 +200,7 @@ class RowBlock:
     """[positions]."""
     token_ids: Labels
     """[positions]."""
-    parts: Mapping[str, RawArray]
+    parts: Mapping[str, StoredArray]
     """By name, as `CaptureAbout.parts` lists them, each [sites, positions, ...]."""
     baseline: bool = False
 

@@ -14,7 +14,8 @@ from rheostat_server.sinks.protocol import (
     Target,
 )
 from rheostat_server.sinks.tables import NUMPY
-from rheostat_server.tensors import FloatType, RawArray
+from rheostat_server.tensors import FloatType
+from rheostat_wire.dtypes import StoredArray
 
 SITES = (Site(Point.RESID_POST, 0), Site(Point.RESID_PRE, 1), Site(Point.MLP_OUT, 3))
 """Sites of made-up captures."""
@@ -91,6 +92,6 @@ def block(
 
 def _bits(
     random: np.random.Generator, shape: tuple[int, ...], kind: np.dtype[np.generic]
-) -> RawArray:
+) -> StoredArray:
     size = int(np.prod(shape)) * kind.itemsize
     return np.frombuffer(random.bytes(size), kind).reshape(shape)

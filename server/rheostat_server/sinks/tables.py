@@ -15,7 +15,7 @@ import numpy as np
 from rheostat_engine import Site
 from rheostat_server.sinks.disk import write_all
 from rheostat_server.sinks.protocol import LABELS, CaptureAbout, Column, RowBlock, SinkError
-from rheostat_server.tensors import RawArray
+from rheostat_wire.dtypes import StoredArray
 
 NUMPY: dict[str, np.dtype[np.generic]] = {
     "float32": np.dtype("<f4"),
@@ -49,9 +49,9 @@ class Filled:
         self.nbytes = 0
         self._kind = NUMPY[column.dtype]
         self._spooled: list[_Extent] = []
-        self._held: list[RawArray] = []
+        self._held: list[StoredArray] = []
 
-    def add(self, values: RawArray) -> None:
+    def add(self, values: StoredArray) -> None:
         """Appends values [rows, ...]."""
         self._held.append(values)
         self.nbytes += values.nbytes
@@ -80,7 +80,7 @@ class Filled:
         yield from self._pieces()
 
     def _pieces(self) -> Iterator[memoryview]:
-        small: list[RawArray] = []
+        small: list[StoredArray] = []
         waiting = 0
         for values in self._held:
             small.append(values)
@@ -92,7 +92,7 @@ class Filled:
             yield _joined(small, self._kind)
 
 
-def _joined(parts: Sequence[RawArray], kind: np.dtype[np.generic]) -> memoryview:
+def _joined(parts: Sequence[StoredArray], kind: np.dtype[np.generic]) -> memoryview:
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return np.ascontiguousarray(whole, dtype=kind).reshape(-1).view(np.uint8).data
 

@@ -20,7 +20,7 @@ from rheostat_server.sinks.protocol import (
 )
 from rheostat_server.sinks.tables import NUMPY
 from rheostat_server.sites import to_wire
-from rheostat_server.tensors import RawArray
+from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
 _LAYOUTS = {
@@ -155,9 +155,9 @@ def block_of(
 
 def split_payload(
     payload: bytes, rows: tuple[int, int], about: CaptureAbout
-) -> dict[str, RawArray]:
+) -> dict[str, StoredArray]:
     """The parts of rows [sites, positions], out of a payload as tensor.proto says; no copy."""
-    parts: dict[str, RawArray] = {}
+    parts: dict[str, StoredArray] = {}
     offset = 0
     for part in about.parts:
         kind = NUMPY[part.dtype]

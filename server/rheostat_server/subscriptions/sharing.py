@@ -13,7 +13,7 @@ from rheostat_server.capture.stream import Block
 from rheostat_server.limits import SHARED_BYTES
 from rheostat_server.offload import offload
 from rheostat_server.subscriptions.shared_memory import Arena, Payload
-from rheostat_server.tensors import RawArray
+from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import tensor_pb2
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def _describe(block: Block, tensor: tensor_pb2.Tensor) -> None:
     tensor.encoding = tensor_pb2.ENCODING_RAW
 
 
-def _elements(block: Block) -> list[RawArray]:
+def _elements(block: Block) -> list[StoredArray]:
     """The rows of each site as they travel, [positions, numbers]."""
     return [elements(part, block.capture, block.held) for part in block.parts]
 

@@ -22,6 +22,7 @@ from rheostat_bench.scenarios import CONTROLS, SCENARIOS, Scenario, prepared
 from rheostat_bench.served_process import Handles, faults, handles, memory_of, write_model
 from rheostat_bench.soak import MORE_HANDLES, Soaked, mixture
 from rheostat_bench.summaries import percentile
+from rheostat_server.vllm_engine import DEMO_MODEL
 from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2
 
 from ..server.conftest import Running
@@ -314,7 +315,7 @@ def test_faults_are_lines_of_the_log_from_an_offset_on(tmp_path: Path) -> None:
 def test_the_model_has_as_many_layers_as_an_8b_model_and_a_tokenizer(tmp_path: Path) -> None:
     path = write_model(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    bundled = json.loads((Path(soak.__file__).parents[1] / "demo_model/config.json").read_text())
+    bundled = json.loads((DEMO_MODEL / "config.json").read_text())
     assert config["num_hidden_layers"] == 36
     assert config["vocab_size"] == bundled["vocab_size"]
     assert (path / "tokenizer.json").is_file()

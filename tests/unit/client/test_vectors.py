@@ -7,11 +7,9 @@ import pytest
 from google.protobuf import text_format
 
 import rheostat
-from rheostat import _arrays
 from rheostat._arrays import vector_data
-from rheostat._encodings import read_tensor
 from rheostat._steering import steering_to_wire
-from rheostat_wire.v1 import steering_pb2, tensor_pb2
+from rheostat_wire.v1 import steering_pb2
 
 DIGEST = "ab" * 32
 
@@ -78,21 +76,6 @@ def test_numbers_travel_little_endian_in_their_own_type(array, dtype, element, d
     found = vector_data(array, dtype)
     assert (found.element, found.shape, found.data) == (element, (1, 2), data)
     assert found.values.tolist() == [[1.0, -2.0]]
-
-
-@pytest.mark.parametrize("at_once", [1 << 18, 1 << 16, 1000, 1])
-def test_every_bfloat16_widens_to_the_float32_with_the_same_bits(monkeypatch, at_once):
-    monkeypatch.setattr(_arrays, "_AT_ONCE", at_once)
-    bits = np.arange(2**16, dtype=np.uint16)
-    tensor = tensor_pb2.Tensor(
-        dtype=tensor_pb2.DTYPE_BFLOAT16,
-        shape=[1, 1, 2**16],
-        encoding=tensor_pb2.ENCODING_RAW,
-        inline=bits.astype("<u2").tobytes(),
-    )
-    widened = read_tensor(tensor).values
-    assert widened.shape == (1, 1, 2**16)
-    assert np.array_equal(widened.view(np.uint32)[0, 0], bits.astype(np.uint32) << 16)
 
 
 def test_rounding_to_bfloat16_is_to_nearest_even():

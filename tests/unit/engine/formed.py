@@ -4,8 +4,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Coding, RowForm
-from rheostat_server.capture.encodings import Form, projection_matrix
+from rheostat_server.capture.encodings import Form
 from rheostat_server.tensors import FloatType, converted, widened
+from rheostat_wire.projection import projection_matrix
 from rheostat_wire.v1 import tensor_pb2
 
 from .tables import VECTORS

@@ -10,8 +10,10 @@ from hypothesis.extra import numpy as hnp
 from rheostat._encodings import read_tensor
 from rheostat_engine import Coding, RowForm
 from rheostat_engine.core import encoders
-from rheostat_server.capture import encodings
+from rheostat_server.capture.encodings import Form
 from rheostat_server.tensors import FloatType, converted
+from rheostat_wire.projection import projection_matrix
+from rheostat_wire.quantization import encode_full8, encode_topk8, join_rows
 from rheostat_wire.v1 import tensor_pb2
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -36,7 +38,7 @@ any_rows = st.one_of(
 def block(made: torch.Tensor, kept: int = 0) -> bytes:
     """Rows as tensor.proto lays them out: all scales, all offsets, all indices, all codes."""
     assert made.dtype == torch.uint8
-    return encodings.laid_out(made.cpu().numpy(), kept)
+    return join_rows(made.cpu().numpy(), kept)
 
 
 def held(rows: torch.Tensor) -> np.ndarray:
@@ -50,7 +52,7 @@ def test_full8_is_the_server_s_to_the_byte(dtype: torch.dtype, rows: np.ndarray)
     on_device = torch.from_numpy(rows).to(DEVICE, dtype)
     packed = block(encoders.full8(on_device))
     assert len(packed) == rows.shape[0] * (8 + rows.shape[1])
-    assert packed == encodings.full8(held(on_device))
+    assert packed == encode_full8(held(on_device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,14 +62,14 @@ def test_topk8_is_the_server_s_to_the_byte(dtype: torch.dtype, rows: np.ndarray,
     on_device = torch.from_numpy(rows).to(DEVICE, dtype)
     packed = block(encoders.topk8(on_device, kept), kept)
     assert len(packed) == rows.shape[0] * (8 + 5 * kept)
-    assert packed == encodings.topk8(held(on_device), kept)
+    assert packed == encode_topk8(held(on_device), kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rp8_read_back_is_within_the_stated_error_of_the_exact_projection(dtype) -> None:
     torch.manual_seed(0)
     rows = (torch.randn(50, 96) * torch.logspace(-3, 3, 50)[:, None]).to(DEVICE, dtype)
-    matrix = encodings.projection_matrix(24, 96, 5)
+    matrix = projection_matrix(24, 96, 5)
     packed = block(encoders.rp8(rows, torch.from_numpy(matrix).to(DEVICE)))
     read = read_tensor(
         tensor_pb2.Tensor(
@@ -88,9 +90,9 @@ def test_rp8_read_back_is_within_the_stated_error_of_the_exact_projection(dtype)
 def test_rp8_differs_from_the_server_s_by_one_code_at_most(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     rows = torch.randn(200, 96).to(DEVICE, dtype)
-    matrix = encodings.projection_matrix(24, 96, 5)
+    matrix = projection_matrix(24, 96, 5)
     ours = block(encoders.rp8(rows, torch.from_numpy(matrix).to(DEVICE)))
-    theirs = encodings.full8(held(rows) @ matrix.T)
+    theirs = encode_full8(held(rows) @ matrix.T)
     codes = [np.frombuffer(one, np.uint8, offset=1600).astype(int) for one in (ours, theirs)]
     heads = [np.frombuffer(one, "<f4", 400) for one in (ours, theirs)]
     assert np.abs(codes[0] - codes[1]).max() <= 1
@@ -132,14 +134,14 @@ def test_another_type_is_the_server_s_to_the_bit(dtype, wanted, rows: np.ndarray
 )
 def test_a_random_projection_is_the_server_s(kept: int, width: int, seed: int) -> None:
     made = encoders.random_signs(kept, width, seed, torch.device(DEVICE)).cpu().numpy()
-    assert made.tobytes() == encodings.projection_matrix(kept, width, seed).tobytes()
+    assert made.tobytes() == projection_matrix(kept, width, seed).tobytes()
 
 
 @pytest.mark.parametrize("encoding", [*CODED])
 @given(any_rows, st.data())
 def test_the_server_makes_the_same_rows(encoding, rows: np.ndarray, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, rows.shape[1]))
-    made = encodings.Form(encoding, kept, 7).codes(rows)
+    made = Form(encoding, kept, 7).codes(rows)
     form = RowForm(CODED[encoding], kept=kept, seed=7)
     assert made.shape == (len(rows), form.row_bytes(rows.shape[1]))
     on_device = torch.from_numpy(rows).to(DEVICE)

@@ -3,7 +3,6 @@
 from fractions import Fraction
 
 import google_crc32c
-import lz4.frame
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -12,8 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import rheostat
 from rheostat._encodings import Decoded, read_tensor
-from rheostat_server import planes
-from rheostat_server.capture.encodings import largest, projection_matrix, row_encoder
+from rheostat_server.capture.encodings import row_encoder
 from rheostat_server.tensors import FloatType, encode_rows
 from rheostat_wire.v1 import tensor_pb2
 
@@ -121,12 +119,6 @@ def test_topk8_keeps_the_largest_and_is_within_the_stated_error(rows, data) -> N
     assert (off <= error[:, None].astype(np.float64)).all()
 
 
-def test_of_equal_magnitudes_the_lower_index_is_kept() -> None:
-    rows = np.array([[1, -2, 2, 2, -1], [0, 0, 0, 0, 0]], np.float32)
-    assert largest(rows, 2).tolist() == [[1, 2], [0, 1]]
-    assert largest(rows, 4).tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-
-
 @given(rows_of.filter(lambda rows: abs(rows).max() < 1e30), st.data())
 def test_rp8_is_within_the_stated_error_of_the_projection(rows, data) -> None:
     width = rows.shape[1]
@@ -137,13 +129,6 @@ def test_rp8_is_within_the_stated_error_of_the_projection(rows, data) -> None:
     assert how == rheostat.Encoding("rp8", kept=kept, width=width, seed=seed)
     projection = rows @ rheostat.projection_matrix(kept, width, seed).T
     assert (np.abs(values.astype(np.float64) - projection) <= error[:, None]).all()
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**64 - 1))
-def test_server_and_client_make_the_same_matrix(kept: int, width: int, seed: int) -> None:
-    ours = projection_matrix(kept, width, seed)
-    theirs = rheostat.projection_matrix(kept, width, seed)
-    assert (ours.dtype, ours.tobytes()) == (theirs.dtype, theirs.tobytes())
 
 
 @pytest.mark.parametrize("kind", list(FloatType))
@@ -157,19 +142,6 @@ def test_byte_planes_are_exact_to_the_bits_of_nan(kind: FloatType, data) -> None
     raw = encode_rows(held, held=kind, wanted=kind)
     assert raw.inline == bits.tobytes()
     assert read_tensor(packed).values.tobytes() == read_tensor(raw).values.tobytes()
-
-
-@pytest.mark.parametrize("size", [64, 8192, 1 << 16, (1 << 16) + 8, 1 << 20])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_planes_that_do_not_shrink_take_the_most_that_is_said(size: int, itemsize: int) -> None:
-    noise = np.random.default_rng(0).bytes(size)
-    assert len(planes.packed(noise, itemsize)) == planes.most(size)
-    assert len(planes.packed(bytes(size), itemsize)) < planes.most(size)
-
-
-def test_planes_put_the_lowest_byte_of_every_element_first() -> None:
-    elements = np.array([0x0102, 0x0304], np.uint16)
-    assert lz4.frame.decompress(planes.packed(elements.tobytes(), 2)) == bytes([2, 4, 1, 3])
 
 
 @pytest.mark.parametrize("encoding", [FULL8, RP8, TOPK8])

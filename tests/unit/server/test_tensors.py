@@ -3,7 +3,6 @@ import lz4.frame
 import numpy as np
 import pytest
 
-from rheostat_server import planes
 from rheostat_server.errors import (
     InvalidValue,
     MessageTooLarge,
@@ -20,6 +19,7 @@ from rheostat_server.tensors import (
     float_type,
     widen,
 )
+from rheostat_wire import byte_planes
 from rheostat_wire.v1 import tensor_pb2
 
 
@@ -64,7 +64,7 @@ def test_a_payload_that_does_not_fit_is_refused_by_field(fields, error, field) -
 
 def test_byte_planes_come_back_as_the_elements() -> None:
     elements = np.array([1.5, -2.0], np.float32)
-    frame = planes.packed(elements.tobytes(), 4)
+    frame = byte_planes.compress(elements.tobytes(), 4)
     good = message(encoding=tensor_pb2.ENCODING_LZ4_PLANES, inline=frame)
     assert checked_payload(good, "t", kind=FloatType.FLOAT32) == elements.tobytes()
 
@@ -81,14 +81,14 @@ def test_a_frame_of_another_length_than_the_shape_is_refused(shape, store_size) 
 
 def test_an_inline_vector_may_come_in_byte_planes() -> None:
     rows = np.arange(8, dtype=np.float32).reshape(2, 4)
-    frame = planes.packed(rows.tobytes(), 4)
+    frame = byte_planes.compress(rows.tobytes(), 4)
     packed = message(encoding=tensor_pb2.ENCODING_LZ4_PLANES, shape=[2, 4], inline=frame)
     raw = message(shape=[2, 4], inline=rows.tobytes())
     assert inline_vector(packed, 4, "t") == inline_vector(raw, 4, "t")
 
 
 def test_an_inline_vector_is_as_large_as_it_is_unpacked() -> None:
-    frame = planes.packed(bytes(INLINE_VECTOR_BYTES + 4 * 4096), 4)
+    frame = byte_planes.compress(bytes(INLINE_VECTOR_BYTES + 4 * 4096), 4)
     rows = INLINE_VECTOR_BYTES // (4 * 4096) + 1
     packed = message(encoding=tensor_pb2.ENCODING_LZ4_PLANES, shape=[rows, 4096], inline=frame)
     with pytest.raises(MessageTooLarge):

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat import aio
-from rheostat._arrays import FloatArray
 from rheostat._captures import Capture
 from rheostat._results import Generation
 from rheostat._selectors import positions
 from rheostat._vectors import Vector
+from rheostat_wire.dtypes import FloatArray
 
 JOYFUL = (
     "I am so happy.", "I am full of joy.", "Today is a happy day.", "I love my life.",

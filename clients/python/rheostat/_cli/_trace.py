@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat import aio
-from rheostat._arrays import FloatArray
 from rheostat._captures import Capture
 from rheostat._cli._common import CommandError
 from rheostat._interventions import Add
@@ -24,6 +23,7 @@ from rheostat._points import Point, Site
 from rheostat._results import Generation
 from rheostat._selectors import positions
 from rheostat._vectors import inline
+from rheostat_wire.dtypes import FloatArray
 
 SENTENCE = "The {} is in the city of"
 SUBJECT = "Eiffel Tower"

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._activations import IntArray
-from rheostat._arrays import Element, FloatArray, widened, write_element
+from rheostat._arrays import Element, widened, write_element
 from rheostat._encodings import Encoding, decoded
 from rheostat._errors import invalid
 from rheostat._points import PointLike, Site, point_of
 from rheostat.captures._arrays import Placed, arrays_in, damaged, read_rows
 from rheostat.captures._manifests import StoredRequest, StoredTable
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import tensor_pb2
 
 _PARTS = {

@@ -1,20 +1,23 @@
-"""Byte planes in an LZ4 frame: the exact encoding that is smaller than the elements.
+"""Byte planes in an LZ4 frame: ENCODING_LZ4_PLANES, exact and smaller than the elements.
 
-Invariant: unpacking what was packed gives the same bytes, and never makes more of them than asked.
+Plane k holds byte k of every element. Decompression gives the compressed bytes back, and never
+makes more of them than asked.
 """
 
 import lz4.frame
 import numpy as np
 
-_RATIO = 255
+from rheostat_wire.quantization import Payload
+
+_MOST_EXPANSION = 255
 """A byte of an LZ4 frame stands for at most so many."""
 
 _FRAME, _BLOCK, _BLOCK_BYTES = 19, 4, 1 << 16
 """Bytes around a frame's blocks, with its size and its end; before each block; in a whole one."""
 
 
-def split(data: bytes, itemsize: int) -> bytes:
-    """The first byte of every element, then the second, and so on."""
+def split_planes(data: bytes, itemsize: int) -> bytes:
+    """The planes of elements, one after the other."""
     words = np.frombuffer(data, f"<u{itemsize}")
     planes = np.empty((itemsize, words.size), np.uint8)
     for number in range(itemsize):
@@ -22,8 +25,8 @@ def split(data: bytes, itemsize: int) -> bytes:
     return planes.tobytes()
 
 
-def joined(planes: bytes, itemsize: int) -> bytes:
-    """The elements whose planes these are."""
+def join_planes(planes: bytes, itemsize: int) -> bytes:
+    """The elements of planes."""
     parts = np.frombuffer(planes, np.uint8).reshape(itemsize, -1)
     words = parts[0].astype(f"<u{itemsize}")
     for number in range(1, itemsize):
@@ -31,33 +34,33 @@ def joined(planes: bytes, itemsize: int) -> bytes:
     return bytes(words.data)
 
 
-def packed(data: bytes, itemsize: int) -> bytes:
+def compress(data: bytes, itemsize: int) -> bytes:
     """The planes of elements as one LZ4 frame."""
-    frame: bytes = lz4.frame.compress(split(data, itemsize), store_size=True)
+    frame: bytes = lz4.frame.compress(split_planes(data, itemsize), store_size=True)
     return frame
 
 
-def most(size: int) -> int:
-    """Bytes of the largest frame that so many can become: blocks that don't shrink stay whole."""
+def largest_frame(size: int) -> int:
+    """Bytes of the largest frame of so many bytes: blocks that don't shrink stay whole."""
     return _FRAME + size + _BLOCK * -(-size // _BLOCK_BYTES)
 
 
-def unpacked(frame: bytes, size: int, itemsize: int) -> bytes:
-    """`size` bytes of elements, as they were.
+def decompress(frame: Payload, size: int, itemsize: int) -> bytes:
+    """The `size` bytes of elements in a frame.
 
     Raises:
         ValueError: it is no single frame of so many bytes.
     """
     planes = b""
-    if size <= _RATIO * len(frame):
+    if size <= _MOST_EXPANSION * len(frame):
         decompressor = lz4.frame.LZ4FrameDecompressor()
         try:
             # One byte of room more lets the frame come to its end, or show that it is too long.
             planes = decompressor.decompress(frame, max_length=size + 1)
-        except RuntimeError as error:
+        except (RuntimeError, EOFError) as error:
             raise ValueError(f"no LZ4 frame: {error}") from error
         if not decompressor.eof or decompressor.unused_data:
             raise ValueError(f"no single LZ4 frame of {size} bytes")
     if len(planes) != size:
         raise ValueError(f"an LZ4 frame of another length than {size} bytes")
-    return joined(planes, itemsize)
+    return join_planes(planes, itemsize)
