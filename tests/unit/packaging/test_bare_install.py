@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 IMPORT_ALL = """
 import importlib, importlib.abc, json, pkgutil, sys
 
-present = {*json.loads(sys.argv[1]), *sys.stdlib_module_names, "rheostat"}
+present = {*json.loads(sys.argv[1]), *sys.stdlib_module_names, "rheostat", "rheostat_wire"}
 
 
 class Absent(importlib.abc.MetaPathFinder):
