@@ -72,6 +72,19 @@ class Preparations:
         """Whether the workers may hold something that no request uses."""
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def close(self) -> None:
+        """Calls the workers no more; to be called before the engine ends.
+
+        An ending engine answers no calls. The server would take its silence for a lost engine.
+        """
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
 
     async def prepare(self, plan: Plan) -> Preparation | None:
         """Returns once the workers have a plan's tables; `release` gives them back.
@@ -129,7 +142,7 @@ class Preparations:
         return one
 
     def _work_soon(self) -> None:
-        if self._task is None or self._task.done():
+        if not self._closed and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._work())
 
     async def _work(self) -> None:

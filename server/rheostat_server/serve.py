@@ -216,6 +216,7 @@ class RunningServer:
         if self._host is not None:
             self._host.subscriptions.remove_shared_memory()
             await self._host.keeper.settle()
+            await self._host.preparations.close()
         if self._backend is not None:
             await self._backend.close()
         if self._sinks is not None:

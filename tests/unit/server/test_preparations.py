@@ -97,6 +97,49 @@ async def test_a_busy_engine_releases_in_its_steps(
     await until(lambda: not running.backend.unused)
 
 
+class Ending(Slow):
+    """An engine that takes time to end. vLLM's is not asked for anything in that time."""
+
+    asked_late = 0
+
+    async def forget(self, names):
+        self.asked_late += self.closed
+        left = await super().forget(names)
+        self.asked_late += self.closed
+        return left
+
+    async def close(self):
+        await super().close()
+        await asyncio.sleep(0.1)
+
+
+async def test_an_engine_that_ends_is_asked_for_nothing(
+    starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its silence would look like a lost engine, and the server would exit as if it had crashed."""
+    monkeypatch.setattr(preparations, "_IDLE", 0.01)
+    running = await starter(Ending())
+    running.backend.step.set()
+    running.backend.unused = 1 << 40
+    await running.client.generate(request(steer=[add()]))
+    await until(lambda: running.backend.forgets)
+    await running.server.stop(0)
+    assert running.backend.closed
+    assert not running.backend.asked_late
+
+
+async def test_an_engine_that_ends_before_it_was_idle_for_long_is_asked_for_nothing(
+    starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparations, "_IDLE", 0.5)
+    running = await starter()
+    await running.client.generate(request(steer=[add()]))
+    calls = running.backend.forgets
+    await running.host.preparations.close()
+    await asyncio.sleep(0.6)
+    assert running.backend.forgets == calls
+
+
 async def test_each_call_releases_few_preparations(starter) -> None:
     running = await starter(Slow())
     running.backend.step.set()
