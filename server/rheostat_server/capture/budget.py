@@ -183,7 +183,11 @@ class Share:
 
     @property
     def too_much_leaves(self) -> bool:
-        """Whether more is on its way to disks, of all requests together, than may be."""
+        """Whether more is on its way to disks, of all requests together, than may be.
+
+        A holder may ask within `give_up`, so what it has just been told to move counts.
+        """
+        self._changed()
         return self._budget is not None and self._budget.leaving > self._budget.slack
 
     def close(self) -> None:

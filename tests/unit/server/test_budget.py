@@ -182,6 +182,23 @@ def test_tokens_that_come_while_rows_go_to_disk_look_through_no_other_request() 
     assert looks <= 20 * len(others)  # not 1000 times
 
 
+def test_what_is_told_to_go_to_a_disk_counts_at_once() -> None:
+    """Whoever is told asks at once whether the disks have too much to do."""
+    answers: list[bool] = []
+
+    class Asking(Waiting):
+        def give_up(self, size: int, why: str) -> None:
+            super().give_up(size, why)
+            answers.append(self.share.too_much_leaves)
+
+    whole = budget(limit=4 * MIB)
+    large, other = Asking(whole.share(), Cost.TIME), Waiting(whole.share())
+    large.put(3 * MIB)
+    other.put(2 * MIB)
+    assert large.leaving > whole.slack
+    assert answers == [True]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_on_its_way_is_counted_exactly_whoever_comes_and_goes(seed: int) -> None:
     rng = random.Random(seed)
