@@ -6,8 +6,9 @@ of a request get their first token in the same step. Then 64 samples stop every 
 seconds.
 
 The prompt only tells the stream whether the text goes on: whether a space at its beginning counts,
-and whether bytes complete a character. So the stream gets the prompt's last tokens, and more of
-them if these have no text.
+and whether bytes complete a character. So the stream gets the prompt's last tokens. It gets more of
+them if these have no text, or if their text ends within a character. Some tokenizers decode a run
+of bytes only as a whole, and the last tokens may begin in the middle of a run.
 """
 
 from copy import copy
@@ -22,6 +23,9 @@ _NAME = "FastIncrementalDetokenizer"
 _LAST_TOKENS = 64
 """Tokens of the prompt that are decoded; of a character at most four."""
 
+_NO_CHARACTER = "\ufffd"
+"""Stands in texts for bytes that are no character."""
+
 
 class LastTokensDetokenizer(FastIncrementalDetokenizer):
     """Decodes generated tokens after the last tokens of their prompt."""
@@ -32,11 +36,16 @@ class LastTokensDetokenizer(FastIncrementalDetokenizer):
         if prompt is not None and params is not None:
             skip = params.skip_special_tokens
             count = _LAST_TOKENS
-            while count < len(prompt) and not tokenizer.decode(prompt[-count:], skip):
+            while count < len(prompt) and not _whole(tokenizer.decode(prompt[-count:], skip)):
                 count *= 2
             request = copy(request)
             request.prompt_token_ids = prompt[-count:]
         super().__init__(tokenizer, request)
+
+
+def _whole(text: str) -> bool:
+    """Whether there is text, and its last character is known."""
+    return bool(text) and not text.endswith(_NO_CHARACTER)
 
 
 def decode_last_tokens() -> None:

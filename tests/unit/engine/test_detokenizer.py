@@ -43,6 +43,17 @@ def spaced() -> TokenizersBackend:
     return TokenizersBackend(tokenizer_object=made, unk_token="<unk>", bos_token="<s>")
 
 
+def fallback() -> TokenizersBackend:
+    """Characters that the vocabulary lacks are bytes, and only whole runs of these are decoded."""
+    words = ["<unk>", "<s>", "\u2581w", *(f"<0x{byte:02X}>" for byte in range(256))]
+    ids = {word: id for id, word in enumerate(words)}
+    made = Tokenizer(models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return TokenizersBackend(tokenizer_object=made, unk_token="<unk>", bos_token="<s>")
+
+
 def text(detokenizer: IncrementalDetokenizer, generated: Sequence[int]) -> str:
     for token in generated:
         detokenizer.update([token], False)
@@ -62,6 +73,19 @@ def test_generated_text_is_that_of_stock_vllm(make) -> None:
             assert type(ours) is not FastIncrementalDetokenizer, RELIES
             stock = FastIncrementalDetokenizer(tokenizer, asked(prompt, params))
             assert text(ours, generated) == text(stock, generated)
+
+
+@pytest.mark.parametrize("character", ["\u00e9", "\u1000", "\U0001f600"])
+@pytest.mark.parametrize("count", [16, 22, 33, 43, 400])
+def test_a_prompt_that_ends_with_a_run_of_bytes_is_the_same_prompt(character, count) -> None:
+    """The last tokens of the prompt may begin within a character, which spoils the whole run."""
+    tokenizer = fallback()
+    word = 2
+    some = [word + 1 + byte for byte in character.encode()]
+    prompt, generated = [word, *some * count], [*some * 2, word]
+    params = SamplingParams(max_tokens=50)
+    ours = IncrementalDetokenizer.from_new_request(tokenizer, asked(prompt, params))
+    assert text(ours, generated) == character * 2 + " w"
 
 
 def test_a_prompt_that_ends_without_text_is_the_same_prompt() -> None:
