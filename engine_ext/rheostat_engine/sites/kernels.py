@@ -131,8 +131,8 @@ def _site_kernel(
             changes = (delta != 0) & (delta == delta) & (tl.abs(x) < float("inf"))
             down = tl.minimum(x, -limit) - x
             up = tl.maximum(x, limit) - x
-            added = tl.minimum(tl.maximum(delta, down), up)
-            changed = h.to(tl.float32) + added * inverse
+            limited = tl.minimum(tl.maximum(delta, down), up)
+            changed = h.to(tl.float32) + limited * inverse
             changed = tl.minimum(tl.maximum(changed, -own_limit), own_limit)
             h = tl.where(changes, changed.to(h_ptr.dtype.element_ty), h)
             tl.store(h_ptr + token * h_stride + column, h, mask=inside)
