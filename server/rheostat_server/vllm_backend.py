@@ -259,7 +259,8 @@ class VllmBackend:
         return self._counter.stats
 
     async def close(self) -> None:
-        """Ends the engine and its processes."""
+        """Ends the engine and its processes. Calls that come meanwhile raise `EngineLost`."""
+        self._lost = lambda reason: None  # an engine that is told to end is not lost
         if self._watch is not None:
             self._watch.cancel()
         await stop_front_end(self._llm)

@@ -91,6 +91,32 @@ async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp
     assert llm.ended
 
 
+async def test_an_engine_that_is_ending_is_not_lost(monkeypatch, tmp_path) -> None:
+    """vLLM calls it errored from that moment on, so that it answers no question any more."""
+
+    class Ends(Engine):
+        tokenizer = output_handler = None
+
+        def shutdown(self) -> None:
+            self.dead = True
+            asked.wait(10)
+
+    asked, lost = threading.Event(), []
+    llm, settings = Ends(), EngineSettings(f"ipc://{tmp_path}/events")
+    monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
+    monkeypatch.setattr(vllm_backend, "_model_info", lambda config, loaded: INFO)
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", {})
+    backend = vllm_backend.VllmBackend(ServerConfig(model="demo"), loaded, SITES)
+    backend.start(lambda event: None, lost.append)
+    closing = asyncio.create_task(backend.close())
+    await until(lambda: llm.dead)
+    with pytest.raises(EngineLost):
+        await backend.worker_stats()
+    asked.set()
+    await closing
+    assert lost == []
+
+
 @pytest.fixture
 def lora_request(monkeypatch) -> None:
     """Stands in for vLLM's class."""
