@@ -175,8 +175,12 @@ class Preparations:
             left = await self._backend.forget(names)
         finally:
             self._line.leave(names)
-        # Steps release the rest as soon as there are requests again.
-        self._sweeping = self._sweeping and left and not self._line.ledger.requests
+        self._sweeping = self._sweeping and left
+        if self._sweeping and self._line.ledger.requests:
+            # Their steps release parts. What is left then is released when they have ended.
+            self._sweeping = False
+            if self._timer is None:
+                self._look_later()
 
     async def _build_part(self) -> None:
         """Builds a part of one preparation. They take turns, so that a small one ends soon."""

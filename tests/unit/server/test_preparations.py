@@ -82,6 +82,21 @@ async def test_an_idle_engine_releases_all_that_no_request_uses(
     assert running.backend.forgets == calls
 
 
+async def test_a_request_that_comes_while_an_idle_engine_releases_only_delays_that(
+    starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of its own is to be released, because it only captures."""
+    monkeypatch.setattr(preparations, "_IDLE", 0.01)
+    running = await starter()
+    running.backend.unused = 1 << 40
+    await running.client.generate(request(steer=[add()]))
+    await until(lambda: running.backend.forgets > 9)
+    await running.client.generate(request(captures=[capture()]))
+    await settled(running)
+    calls = running.backend.forgets
+    await until(lambda: running.backend.forgets > calls + 10)
+
+
 async def test_a_busy_engine_releases_in_its_steps(
     starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +137,7 @@ async def test_an_engine_that_ends_is_asked_for_nothing(
     running.backend.step.set()
     running.backend.unused = 1 << 40
     await running.client.generate(request(steer=[add()]))
-    await until(lambda: running.backend.forgets)
+    await until(lambda: running.backend.forgets > 9)
     await running.server.stop(0)
     assert running.backend.closed
     assert not running.backend.asked_late
