@@ -60,8 +60,8 @@ class Heard(NamedTuple):
 
     @property
     def longest(self) -> float:
-        """The longest wait for a token, that for the first one of a generation included."""
-        return max((*self.gaps, *self.firsts))
+        """The longest wait for a token, also for the first of a generation; 0: there was none."""
+        return max((*self.gaps, *self.firsts), default=0.0)
 
 
 class _Undisturbed(NamedTuple):
