@@ -2,6 +2,7 @@
 
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from rheostat_engine.adapters.orphans import leave_group
 from rheostat_engine.adapters.runner_v1 import CpuSiteRunner
@@ -13,10 +14,16 @@ class CpuSiteWorker(SiteRpc, CPUWorker):
 
     def init_device(self) -> None:
         """As vLLM's, with our runner."""
-        leave_group()
         super().init_device()
         if self.use_v2_model_runner:
             raise RuntimeError(
                 "rheostat runs vLLM's V1 model runner on CPU; unset VLLM_USE_V2_MODEL_RUNNER"
             )
         self.model_runner = CpuSiteRunner(self.vllm_config, torch.device("cpu"))
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """As vLLM's, then out of the server's process group."""
+        times: CompilationTimes = super().compile_or_warm_up_model()
+        # Not sooner: while it loads, nothing but a signal to the group ends a worker.
+        leave_group()
+        return times

@@ -3,6 +3,7 @@
 from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from rheostat_engine.adapters.orphans import leave_group
 from rheostat_engine.adapters.runner_v2 import GpuSiteRunner
@@ -18,6 +19,12 @@ class GpuSiteWorker(SiteRpc, Worker):
                 "rheostat needs vLLM's V2 model runner on GPUs; this model or configuration "
                 "falls back to V1 (see vLLM's log), or VLLM_USE_V2_MODEL_RUNNER=0 is set"
             )
-        leave_group()
         assert self.device is not None
         return GpuSiteRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """As vLLM's, then out of the server's process group."""
+        times: CompilationTimes = super().compile_or_warm_up_model()
+        # Not sooner: while it loads, nothing but a signal to the group ends a worker.
+        leave_group()
+        return times

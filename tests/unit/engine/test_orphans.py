@@ -1,17 +1,22 @@
 """An engine whose server is gone ends."""
 
+import ast
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rheostat_engine.adapters import orphans
+from rheostat_engine.adapters import orphans, worker_cpu
+from rheostat_engine.adapters.worker_cpu import CpuSiteWorker
 
 
 def config() -> Any:  # in place of a VllmConfig
@@ -70,3 +75,35 @@ def test_a_process_that_is_nobodys_child_stays_in_its_group() -> None:
     before = os.getpgid(0)
     orphans.leave_group()
     assert os.getpgid(0) == before
+
+
+def test_a_worker_leaves_the_group_once_its_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it loads, a signal to the group is all that ends it: vLLM watches over it later."""
+    done: list[str] = []
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", lambda self: done.append("warm"))
+    monkeypatch.setattr(worker_cpu, "leave_group", lambda: done.append("left"))
+    CpuSiteWorker.compile_or_warm_up_model(object.__new__(CpuSiteWorker))
+    assert done == ["warm", "left"]
+
+
+def test_the_gpu_worker_does_so_too() -> None:
+    """Its module needs CUDA, so the source is compared, and the name in vLLM's."""
+    name = "compile_or_warm_up_model"
+    adapters = Path(worker_cpu.__file__).parent
+    theirs = Path(cpu_worker.__file__).with_name("gpu_worker.py")
+    cpu, gpu, stock = (
+        method_of(path, name)
+        for path in (adapters / "worker_cpu.py", adapters / "worker_cuda.py", theirs)
+    )
+    assert ast.dump(cpu) == ast.dump(gpu)
+    assert ast.dump(stock.args) == ast.dump(gpu.args)
+
+
+def method_of(path: Path, name: str) -> ast.FunctionDef:
+    tree = ast.parse(path.read_text())
+    (found,) = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    return found

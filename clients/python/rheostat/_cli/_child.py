@@ -107,7 +107,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     try:
         child.wait(_TERMINATION)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # its own workers too; it leads their session
+        os.killpg(child.pid, signal.SIGKILL)  # its engine, too, while that loads
         child.wait()
 
 
