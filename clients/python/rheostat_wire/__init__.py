@@ -1,4 +1,4 @@
-"""What both ends of the wire share: the generated messages, and how numbers travel in them.
+"""Code that client and server share: the generated messages, and the encodings of numbers in them.
 
-The client and the server import it. It imports neither.
+Both import this package, so that they cannot disagree about a byte. It imports neither.
 """

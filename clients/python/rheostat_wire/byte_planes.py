@@ -1,7 +1,10 @@
-"""Byte planes in an LZ4 frame: ENCODING_LZ4_PLANES, exact and smaller than the elements.
+"""ENCODING_LZ4_PLANES: the byte planes of elements, compressed in one LZ4 frame.
 
-Plane k holds byte k of every element. Decompression gives the compressed bytes back, and never
-makes more of them than asked.
+Plane k holds byte k of every element. LZ4 finds repeats only after this split, because the high
+bytes of neighbouring elements are then side by side.
+
+Invariant: decompression returns exactly the compressed elements. It never allocates more bytes
+than the caller expects, whatever a frame claims.
 """
 
 import lz4.frame
@@ -10,14 +13,14 @@ import numpy as np
 from rheostat_wire.quantization import Payload
 
 _MOST_EXPANSION = 255
-"""A byte of an LZ4 frame stands for at most so many."""
+"""Largest number of bytes that one byte of an LZ4 frame decompresses to."""
 
 _FRAME, _BLOCK, _BLOCK_BYTES = 19, 4, 1 << 16
-"""Bytes around a frame's blocks, with its size and its end; before each block; in a whole one."""
+"""Bytes of a frame's header and end mark, of a block's header, and of a block's data."""
 
 
 def split_planes(data: bytes, itemsize: int) -> bytes:
-    """The planes of elements, one after the other."""
+    """Splits elements into planes, one after the other."""
     words = np.frombuffer(data, f"<u{itemsize}")
     planes = np.empty((itemsize, words.size), np.uint8)
     for number in range(itemsize):
@@ -26,7 +29,7 @@ def split_planes(data: bytes, itemsize: int) -> bytes:
 
 
 def join_planes(planes: bytes, itemsize: int) -> bytes:
-    """The elements of planes."""
+    """Joins planes to elements; the inverse of `split_planes`."""
     parts = np.frombuffer(planes, np.uint8).reshape(itemsize, -1)
     words = parts[0].astype(f"<u{itemsize}")
     for number in range(1, itemsize):
@@ -35,27 +38,28 @@ def join_planes(planes: bytes, itemsize: int) -> bytes:
 
 
 def compress(data: bytes, itemsize: int) -> bytes:
-    """The planes of elements as one LZ4 frame."""
+    """Compresses the planes of elements into one LZ4 frame."""
     frame: bytes = lz4.frame.compress(split_planes(data, itemsize), store_size=True)
     return frame
 
 
 def largest_frame(size: int) -> int:
-    """Bytes of the largest frame of so many bytes: blocks that don't shrink stay whole."""
+    """The largest frame for `size` bytes, in bytes. LZ4 stores blocks that don't shrink as is."""
     return _FRAME + size + _BLOCK * -(-size // _BLOCK_BYTES)
 
 
 def decompress(frame: Payload, size: int, itemsize: int) -> bytes:
-    """The `size` bytes of elements in a frame.
+    """Decompresses a frame to elements of `size` bytes.
 
     Raises:
-        ValueError: it is no single frame of so many bytes.
+        ValueError: `frame` is not a single LZ4 frame of `size` bytes.
     """
     planes = b""
     if size <= _MOST_EXPANSION * len(frame):
         decompressor = lz4.frame.LZ4FrameDecompressor()
         try:
-            # One byte of room more lets the frame come to its end, or show that it is too long.
+            # One byte more than expected lets the decompressor reach the frame's end, or shows that
+            # the frame is too long.
             planes = decompressor.decompress(frame, max_length=size + 1)
         except (RuntimeError, EOFError) as error:
             raise ValueError(f"no LZ4 frame: {error}") from error

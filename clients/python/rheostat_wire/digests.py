@@ -1,4 +1,4 @@
-"""Digests of vectors, which name them on the wire."""
+"""Digests of vectors: a request refers to a stored vector by its digest."""
 
 import hashlib
 
@@ -6,13 +6,16 @@ from rheostat_wire.dtypes import DtypeName
 
 
 def vector_digest(dtype: DtypeName, rows: int, width: int, data: bytes) -> bytes:
-    """SHA-256 of a vector's canonical form, which `VectorRef` in steering.proto defines.
+    """Returns SHA-256 of a vector's canonical form, which `VectorRef` in steering.proto defines.
 
     Args:
         dtype: element type.
-        rows: of the vector.
+        rows: number of rows.
         width: elements of a row.
         data: the elements, little-endian, row-major.
+
+    Returns:
+        32 bytes.
     """
     header = f"rheostat.v1 vector {dtype} {rows}x{width}\n".encode("ascii")
     return hashlib.sha256(header + data).digest()

@@ -1,7 +1,7 @@
-"""Element types of rows and vectors: how numpy stores them, and conversion to and from float32.
+"""Element types of rows and vectors: their storage in numpy, and conversion to and from float32.
 
-Elements are little-endian. numpy has no bfloat16: its 16 bits are stored in uint16. They are the
-upper half of a float32, so that widening is exact.
+Elements are little-endian. numpy has no bfloat16, so the 16 bits of an element are stored in
+uint16. They are the upper half of a float32, so widening is exact.
 """
 
 from typing import Literal, TypeAlias
@@ -14,35 +14,35 @@ from rheostat_wire.v1 import tensor_pb2
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 """float32 numbers."""
 StoredArray: TypeAlias = npt.NDArray[np.generic]
-"""Elements as numpy stores their type."""
+"""Elements in their numpy storage type; see `STORAGE`."""
 DtypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
-"""Names of the types that rows and vectors can have."""
+"""Names of the element types of rows and vectors."""
 
 STORAGE: dict[DtypeName, np.dtype[np.generic]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
-"""How numpy stores an element."""
+"""The numpy storage type of each element type."""
 
 TO_WIRE: dict[DtypeName, tensor_pb2.Dtype.ValueType] = {
     "float32": tensor_pb2.DTYPE_FLOAT32,
     "float16": tensor_pb2.DTYPE_FLOAT16,
     "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
 }
-"""Values of the wire's enum."""
+"""The enum value of each element type on the wire."""
 
 FROM_WIRE = {value: name for name, value in TO_WIRE.items()}
-"""Names by value of the wire's enum."""
+"""The element type of each enum value on the wire."""
 
 _CHUNK = 1 << 18
-"""Elements that are widened at a time: they fit a core's cache."""
+"""Elements that are widened at a time, so that they fit the cache of a core."""
 _NAN = np.uint16(0x7FC0)
-"""A bfloat16 that is not a number."""
+"""The quiet NaN of bfloat16."""
 
 
 def widen(stored: StoredArray, dtype: DtypeName) -> FloatArray:
-    """A float32 copy of stored elements, of the same shape. Every value stays exactly as it is."""
+    """Copies stored elements to float32, in the same shape. Every value is exact."""
     if dtype != "bfloat16":
         return stored.astype(np.float32)
     bits, wide = stored.reshape(-1), np.empty(stored.size, np.uint32)
@@ -54,7 +54,7 @@ def widen(stored: StoredArray, dtype: DtypeName) -> FloatArray:
 
 
 def narrow(values: FloatArray, dtype: DtypeName) -> StoredArray:
-    """float32 numbers in another type, rounded to nearest, ties to even.
+    """Rounds float32 numbers to another type, to nearest, ties to even.
 
     Numbers that are too large become infinite. NaN stays NaN.
     """

@@ -1,4 +1,4 @@
-"""The random matrix of ENCODING_RP8, made from its seed as `Quantization` in tensor.proto says."""
+"""The random matrix of ENCODING_RP8. `Quantization` in tensor.proto defines it by its seed."""
 
 import math
 
@@ -9,14 +9,15 @@ from rheostat_wire.dtypes import FloatArray
 _INCREMENT = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
-"""splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)."""
+"""Constants of splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators"
+(2014)."""
 
 
 def projection_matrix(kept: int, width: int, seed: int) -> FloatArray:
-    """The matrix [kept, width] of +1/sqrt(kept) and -1/sqrt(kept).
+    """Makes the matrix [kept, width], whose elements are +1/sqrt(kept) or -1/sqrt(kept).
 
     Args:
-        kept: numbers of a projection, K.
+        kept: numbers of a projected row, K.
         width: numbers of a row, W.
         seed: below 2^64.
     """

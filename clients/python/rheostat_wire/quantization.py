@@ -1,8 +1,8 @@
-"""Rows of 8-bit codes, encoded and decoded: FULL8, the numbers in RP8, and TOPK8 of tensor.proto.
+"""Quantization of rows to 8-bit codes: FULL8 and TOPK8 of tensor.proto, and the codes of RP8.
 
-A number is `offset + scale * code`. Each row has a scale and an offset of its own, the float32
-numbers that travel. A row with a number that is not finite travels as scale and offset NaN and
-codes 0: its reader sees NaN.
+A code stands for the number `offset + scale * code`. Each row has its own scale and offset, both
+float32. A row with an infinity or a NaN gets scale and offset NaN and codes 0, so that it decodes
+to NaN.
 """
 
 import math
@@ -23,12 +23,12 @@ Payload: TypeAlias = bytes | npt.NDArray[np.uint8]
 _Doubles: TypeAlias = npt.NDArray[np.float64]
 
 _CHUNK = 1 << 15
-"""Numbers that are turned into codes at a time: their float64 copies fit a core's cache."""
+"""Numbers that are quantized at a time, so that their float64 copies fit the cache of a core."""
 _LARGEST_CODE = 255
 
 
 class QuantizedRows(NamedTuple):
-    """Rows as codes."""
+    """Rows of codes with their scales and offsets."""
 
     scales: FloatArray
     """[n]."""
@@ -39,7 +39,7 @@ class QuantizedRows(NamedTuple):
 
 
 def quantize(rows: FloatArray) -> QuantizedRows:
-    """Codes over each row's own range, of rows [n, numbers] with at least one number."""
+    """Quantizes each row over its own range; rows are [n, numbers] with at least one number."""
     low, high = rows.min(axis=1), rows.max(axis=1)
     with np.errstate(invalid="ignore"):
         scales = _scales(high.astype(np.float64) - low)
@@ -59,10 +59,10 @@ def quantize(rows: FloatArray) -> QuantizedRows:
 
 
 def _scales(ranges: _Doubles) -> FloatArray:
-    """The largest float32 whose 255th multiple is not above the range, so that none overflows.
+    """The largest float32 scale for which 255 * scale does not exceed the range of a row.
 
-    Among denormal numbers it may miss the range's end by more than half a scale. Then the next
-    float32 is taken.
+    A larger scale could make a decoded number infinite. If scales are denormal, 255 * scale may end
+    more than half a scale below the range. The next larger float32 is then used.
     """
     ranges = np.where(np.isfinite(ranges), ranges, np.nan)
     scales = (ranges / _LARGEST_CODE).astype(np.float32)
@@ -78,15 +78,15 @@ def _chunks(rows: FloatArray) -> Iterator[slice]:
 
 
 def encode_full8(rows: FloatArray) -> bytes:
-    """The payload of rows [n, W]: n scales, n offsets, n * W codes."""
+    """Encodes rows [n, W]: n scales, n offsets, n * W codes."""
     quantized = quantize(rows)
     return _floats(quantized.scales) + _floats(quantized.offsets) + quantized.codes.tobytes()
 
 
 def encode_topk8(rows: FloatArray, kept: int) -> bytes:
-    """The payload of rows [n, W]: n scales, n offsets, n * K indices, n * K codes.
+    """Encodes rows [n, W]: n scales, n offsets, n * K indices, n * K codes.
 
-    Of equal magnitudes the lower index is kept. NaN and infinities are larger than any number.
+    Of equal magnitudes the lower index is kept. NaN and infinities count as larger than any number.
     """
     indices = largest_indices(rows, kept)
     quantized = quantize(np.take_along_axis(rows, indices, axis=1))
@@ -95,7 +95,7 @@ def encode_topk8(rows: FloatArray, kept: int) -> bytes:
 
 
 def largest_indices(rows: FloatArray, kept: int) -> npt.NDArray[np.intp]:
-    """Ascending indices of each row's K elements of largest magnitude, [n, K]."""
+    """Indices of each row's K elements of largest magnitude, ascending, [n, K]."""
     count, width = rows.shape
     magnitudes = np.ascontiguousarray(rows).view(np.uint32) & np.uint32(0x7FFFFFFF)
     least = np.partition(magnitudes, width - kept, axis=1)[:, width - kept, None]
@@ -106,23 +106,23 @@ def largest_indices(rows: FloatArray, kept: int) -> npt.NDArray[np.intp]:
 
 
 def parts_of_row(kept: int = 0) -> list[int]:
-    """Where the parts of one coded row begin: scale, offset, K indices if there are any, codes."""
+    """Byte offsets of the parts of a coded row: scale, offset, K indices for TOPK8, codes."""
     return [0, 4, 8, 8 + 4 * kept] if kept else [0, 4, 8]
 
 
 def join_rows(rows: CodeArray, kept: int = 0) -> bytes:
-    """The payload of rows [n, bytes] that were coded one by one.
+    """Makes the payload of rows that were coded one by one.
 
     Args:
-        rows: each as `parts_of_row` says.
-        kept: K of TOPK8, whose rows hold indices; 0: rows of FULL8 or RP8.
+        rows: [n, bytes]: coded rows; `parts_of_row` gives their layout.
+        kept: K for TOPK8; 0 for FULL8 and RP8, whose rows have no indices.
     """
     edges = [*parts_of_row(kept), rows.shape[1]]
     return b"".join(rows[:, start:end].tobytes() for start, end in pairwise(edges))
 
 
 def split_rows(payload: bytes, count: int, kept: int = 0) -> CodeArray:
-    """The inverse of `join_rows`: [count, bytes]."""
+    """Splits a payload into coded rows, [count, bytes]; the inverse of `join_rows`."""
     starts = [count * edge for edge in parts_of_row(kept)]
     parts = pairwise([*starts, len(payload)])
     columns = [np.frombuffer(payload[a:b], np.uint8).reshape(count, -1) for a, b in parts]
@@ -130,7 +130,7 @@ def split_rows(payload: bytes, count: int, kept: int = 0) -> CodeArray:
 
 
 def decode_full8(payload: Payload, shape: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
-    """Numbers of a shape, and the largest error of each row [all of shape but the last]."""
+    """Decodes a payload to numbers of `shape`, and bounds the error of each row, `shape[:-1]`."""
     count = math.prod(shape[:-1])
     scales, offsets = _ranges(payload, count)
     codes = np.frombuffer(payload, np.uint8, offset=8 * count).reshape(count, shape[-1])
@@ -141,10 +141,10 @@ def decode_full8(payload: Payload, shape: tuple[int, ...]) -> tuple[FloatArray, 
 def decode_topk8(
     payload: Payload, shape: tuple[int, ...], kept: int
 ) -> tuple[FloatArray, FloatArray]:
-    """As `decode_full8`. Numbers that were not kept are 0, and the error covers them.
+    """Decodes as `decode_full8` does. Numbers that were not kept are 0; the bound includes them.
 
     Raises:
-        ValueError: the indices do not ascend below the width.
+        ValueError: the indices of a row do not ascend, or one is not below the width.
     """
     count, width = math.prod(shape[:-1]), shape[-1]
     scales, offsets = _ranges(payload, count)
@@ -156,7 +156,7 @@ def decode_topk8(
     values = np.zeros((count, width), np.float32)
     np.put_along_axis(values, indices.astype(np.intp), numbers, axis=1)
     error = _error(scales, offsets)
-    if kept < width:  # a number that is missing is no larger than the smallest that is there
+    if kept < width:  # a number that was not kept is at most as large as the smallest kept number
         error = _upwards(np.abs(numbers).min(axis=1).astype(np.float64) + error)
     return values.reshape(shape), error.reshape(shape[:-1])
 
@@ -168,7 +168,7 @@ def _ranges(payload: Payload, count: int) -> tuple[_Doubles, _Doubles]:
 
 
 def _numbers(scales: _Doubles, offsets: _Doubles, codes: CodeArray) -> FloatArray:
-    """offset + scale * code, [rows, numbers], rounded once."""
+    """Computes offset + scale * code, [rows, numbers], rounded once to float32."""
     numbers = codes.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         numbers *= scales[:, None]
@@ -177,10 +177,11 @@ def _numbers(scales: _Doubles, offsets: _Doubles, codes: CodeArray) -> FloatArra
 
 
 def _error(scales: _Doubles, offsets: _Doubles) -> FloatArray:
-    """Largest error of a row's numbers, [rows].
+    """A bound on the error of each row's numbers, [rows].
 
-    It is half a scale, and half of the last place of the row's largest number for the rounding to
-    float32. The original is a float32 too, so rounding at most doubles the distance to it.
+    Quantization adds at most half a scale. Rounding to float32 adds at most half of the last place
+    of the row's largest number. The original is a float32 too, so rounding at most doubles the
+    distance to it: the bound is never more than a scale.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         scales = np.abs(scales)
@@ -191,7 +192,7 @@ def _error(scales: _Doubles, offsets: _Doubles) -> FloatArray:
 
 
 def _upwards(bounds: _Doubles) -> FloatArray:
-    """As float32, and not below; 0 stays 0."""
+    """Rounds bounds up to float32; 0 stays 0."""
     with np.errstate(over="ignore", invalid="ignore"):
         above = np.nextafter(bounds.astype(np.float32), np.float32(np.inf))
     return np.where(bounds == 0, np.float32(0), above)
