@@ -1,21 +1,22 @@
-"""How requests come in: counted, read and decoded before a handler gets them.
+"""Incoming requests: counts, reads and decodes them before a handler gets them.
 
-Why not as gRPC does it: gRPC reads and decodes a request before any code of ours runs. A thousand
-requests of 16 MiB would be in memory before the first could be refused, and several large ones
-would be decoded in one iteration of the event loop, for which every stream waits.
+Why gRPC does not do it
+    gRPC reads and decodes a request before any code of ours runs. A thousand requests of 16 MiB
+    would be in memory before the server could refuse the first. Several large requests would be
+    decoded in one iteration of the event loop, and every stream would wait.
 
 The rules:
 
-* A call counts from its beginning. One call too many is refused unread.
-* A large request takes room in `REQUESTS_BYTES` before it is decoded, until its call ends. So do
-  the later messages of a stream, each until the next one comes.
-* A message has a limit of fields, which are counted before it is decoded.
-* Large messages, and those of many fields, are walked and decoded by turns. All turns together take
-  at most half of the event loop's time.
-* The first messages of at most `FIRST_READS` calls are on their way at a time, because gRPC keeps
-  what has come of each. The call that came last goes first: it is the least likely to be stuck.
-* The first message comes soon, or the call ends: a call that says nothing would hold its place for
-  ever. While others wait to be read, "soon" is `FIRST_READ_SECONDS`.
+* A call counts from its start. A call above the limit is refused before its message is read.
+* A large request takes room in `REQUESTS_BYTES` before it is decoded, until its call ends. A later
+  message of a stream takes room until the next message comes.
+* The fields of a message are counted before it is decoded, and have a limit.
+* Large messages, and messages of many fields, are walked and decoded in turns. All turns together
+  take at most half of the event loop's time.
+* The first messages of at most `FIRST_READS` calls are read at a time, because gRPC keeps the
+  received part of each message. The newest call is read first: it is the least likely to be stuck.
+* A call ends if its first message does not come within `FIRST_MESSAGE_SECONDS`, because a silent
+  call would count for ever. While other calls wait to be read, the limit is `FIRST_READ_SECONDS`.
 """
 
 import asyncio
@@ -48,36 +49,38 @@ from rheostat_server.limits import (
 from rheostat_server.unknown_fields import Walk, unknown_field
 
 _RETRY = 1.0
+"""Seconds after which a client should send a refused request again."""
 
 _WALKED_BYTES = 2 << 10
-"""Larger messages are walked before they are decoded. A smaller one has so few fields that
-protobuf takes less than a millisecond for it."""
+"""Messages of more bytes are walked before they are decoded. A smaller message has so few fields
+that protobuf decodes it in less than a millisecond."""
 
 _FEW_FIELDS = 256
-"""A message of at most so many fields is walked at once, in less than a millisecond."""
+"""Fields that are walked outside of a turn, because they take less than a millisecond."""
 
 _TURN_FIELDS = 2048
-"""Fields that are walked in a turn, which takes 1 to 2 ms."""
+"""Fields that are walked in one turn, which takes 1 to 2 ms."""
 
 Request = TypeVar("Request")
 
 
 class _Reads:
-    """Calls whose first message is on its way, and calls that wait for theirs to be read."""
+    """Calls whose first message is being read, and calls that wait to be read."""
 
     def __init__(self, limit: int) -> None:
         self._free = limit
         self._reading: dict[asyncio.Timeout, float] = {}
-        """Those that have all the time yet, oldest first, and when they began."""
+        """Start times of reads that still have `FIRST_MESSAGE_SECONDS`, oldest first."""
         self._waiting: list[asyncio.Future[None]] = []
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Lasts while a first message is read.
+        """Enters when a call may be read; the body reads its first message.
 
         Raises:
-            DeadlinePassed: it did not come soon.
-            QueueFull: it did not come at once, and others wait to be read.
+            DeadlinePassed: the message did not come within `FIRST_MESSAGE_SECONDS`.
+            QueueFull: the call waited too long for its turn. Or its message did not come within
+                `FIRST_READ_SECONDS`, and other calls waited to be read.
         """
         begun = hurried = False
         try:
@@ -109,7 +112,7 @@ class _Reads:
             ) from error
 
     def _time(self, limit: asyncio.Timeout) -> None:
-        """Gives a call that begins to read its time."""
+        """Sets the time limit of a read that begins."""
         now = asyncio.get_running_loop().time()
         if self._waiting:
             limit.reschedule(now + FIRST_READ_SECONDS)
@@ -120,7 +123,7 @@ class _Reads:
         if self._free:
             self._free -= 1
             return
-        # A limit that has expired cannot be changed, and its call is about to end.
+        # An expired limit cannot be rescheduled, and its call is about to end.
         oldest = next((limit for limit in self._reading if not limit.expired()), None)
         if oldest is not None:
             oldest.reschedule(self._reading.pop(oldest) + FIRST_READ_SECONDS)
@@ -145,23 +148,23 @@ class _Reads:
 
 
 class Reads(Protocol):
-    """The part of gRPC's context that brings messages, as bytes."""
+    """The method of gRPC's context that reads messages, as bytes."""
 
     async def read(self) -> object:
         """The next message, or `grpc.aio.EOF`."""
 
 
 class Calls:
-    """The calls that run, and what their requests take."""
+    """The running calls, and the memory of their requests."""
 
     def __init__(self, maximum: int) -> None:
-        """No call runs; at most `maximum` may, those of EngineService apart."""
+        """No call runs. At most `maximum` calls may run, without calls of EngineService."""
         self._limits = {False: maximum, True: CONTROL_RPCS}
         self._running = {False: 0, True: 0}
         self._held = 0
-        """Bytes of large requests."""
+        """Bytes that large requests have taken."""
         self.reads = _Reads(FIRST_READS)
-        """Whose turn it is to be read."""
+        """The reads of first messages."""
         self._turns = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -171,11 +174,11 @@ class Calls:
         """Counts a call while the context lasts.
 
         Args:
-            control: whether it is one of EngineService. These have places of their own, so that
-                an operator reaches a server that is full.
+            control: whether it is a call of EngineService. These calls have a limit of their own,
+                so that an operator can reach a full server.
 
         Raises:
-            QueueFull: too many run.
+            QueueFull: too many calls run.
         """
         limit = self._limits[control]
         if self._running[control] >= limit:
@@ -203,7 +206,7 @@ class Calls:
         """Takes room for a large request.
 
         Raises:
-            QueueFull: other requests leave too little.
+            QueueFull: other requests leave too little room.
         """
         if self._held + size > REQUESTS_BYTES:
             raise QueueFull(
@@ -214,15 +217,18 @@ class Calls:
         self._held += size
 
     def give_back(self, size: int) -> None:
-        """Ends one `take`."""
+        """Gives back room that `take` took."""
         self._held -= size
 
     async def walked(self, data: bytes, reader: "Reader[Request]") -> Walk | None:
-        """Counts a message's fields before it is decoded; None: it is too small to have many.
+        """Walks a message before it is decoded, and counts its fields.
+
+        Returns:
+            The walk; None if the message is too small to have many fields.
 
         Raises:
             InvalidValue: the bytes cannot be decoded.
-            MessageTooLarge: it has too many fields.
+            MessageTooLarge: the message has too many fields.
         """
         walk = reader.walk(data)
         if walk is None or reader.advance(walk, _FEW_FIELDS):
@@ -242,7 +248,7 @@ class Calls:
     async def decoded(
         self, data: bytes, reader: "Reader[Request]", walk: Walk | None = None
     ) -> Request:
-        """Decodes a message, in a turn if that may take long.
+        """Decodes a message. A message that may take long is decoded in a turn.
 
         Raises:
             InvalidValue: the bytes cannot be decoded.
@@ -257,11 +263,11 @@ class Calls:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Lasts while a part of one message is worked on, and as long again.
+        """Enters when no other turn runs; then pauses for as long as the body took.
 
-        A token needs several iterations of the event loop until it is sent. So one iteration
-        between two turns is too little. Turns go round: a message of few turns does not wait until
-        one of many is done.
+        One iteration of the event loop between two turns would not be enough, because a token needs
+        several iterations until it is sent. Messages take turns in order, so a message that needs
+        few turns does not wait for the last turn of a large message.
         """
         async with self._turns:
             clock = asyncio.get_running_loop().time
@@ -274,29 +280,29 @@ class Incoming:
     """The messages of one call."""
 
     def __init__(self, calls: Calls) -> None:
-        """None has come; see `Calls.begun`."""
+        """No message has come; see `Calls.begun`."""
         self._calls = calls
         self._first = self._last = 0
-        """Memory for which there is room, of the first message and of the one that came last."""
+        """Bytes taken for the first message, and for the latest message."""
 
     def release(self) -> None:
-        """Gives back what its messages took."""
+        """Gives back the room of all messages."""
         self._calls.give_back(self._first + self._last)
         self._first = self._last = 0
 
     async def first(self, context: Reads, reader: "Reader[Request]", most: int) -> Request | None:
-        """The first message; None: its client has closed its side.
+        """Reads the first message; None if the client has closed its side of the stream.
 
         Args:
-            context: gRPC's.
-            reader: makes a message of the bytes.
-            most: bytes of the largest message.
+            context: gRPC's context of the call.
+            reader: decodes the bytes.
+            most: bytes of the largest message that is allowed.
 
         Raises:
-            DeadlinePassed: it did not come soon.
+            DeadlinePassed: the message did not come in time.
             InvalidArgument: it cannot be decoded, or has a field that this server does not know.
             MessageTooLarge: it is larger than `most`, or has too many fields.
-            QueueFull: there is no room for it.
+            QueueFull: there is no room for it, or other calls wait to be read.
         """
         async with self._calls.reads.turn():
             data = await context.read()
@@ -308,10 +314,10 @@ class Incoming:
         return await self._calls.decoded(data, reader, walk)
 
     async def only(self, context: Reads, reader: "Reader[Request]", most: int) -> Request:
-        """The message of a call that has one.
+        """Reads the message of a call that has exactly one.
 
         Raises:
-            MissingField: there is none.
+            MissingField: the client sent none.
             RheostatError: as `first`.
         """
         request = await self.first(context, reader, most)
@@ -322,11 +328,11 @@ class Incoming:
     async def each(
         self, context: Reads, reader: "Reader[Request]", most: int
     ) -> AsyncGenerator[Request, None]:
-        """The messages of a stream. Raises as `first`."""
+        """Reads the messages of a stream. Raises as `first`."""
         message = await self.first(context, reader, most)
         while message is not None:
             yield message
-            message = None  # this frame must not keep what the handler has let go
+            message = None  # frees the message as soon as the handler has dropped it
             message = await self._next(context, reader, most)
 
     async def _next(self, context: Reads, reader: "Reader[Request]", most: int) -> Request | None:
@@ -341,7 +347,7 @@ class Incoming:
         return await self._calls.decoded(data, reader, walk)
 
     def _taken(self, data: bytes, most: int) -> int:
-        """The bytes for which room was taken."""
+        """Takes room for a large message; the bytes that it took."""
         size = len(data)
         if size > most:
             raise MessageTooLarge(
@@ -353,7 +359,7 @@ class Incoming:
         return size
 
     def _taken_by_fields(self, walk: Walk | None) -> int:
-        """The memory of a message's fields, for which room was taken."""
+        """Takes room for the fields of a decoded message; the bytes that it took."""
         size = 0 if walk is None else walk.fields * FIELD_BYTES
         if size <= OFFLOAD_BYTES:
             return 0
@@ -362,10 +368,10 @@ class Incoming:
 
 
 class Reader(Generic[Request]):
-    """Makes messages of one type from bytes."""
+    """Decodes bytes to messages of one type."""
 
     def __init__(self, decode: Callable[[bytes], Request]) -> None:
-        """A reader of what `decode` makes: `FromString` of a message type, or any function."""
+        """Decodes with `decode`: `FromString` of a message type, or any function."""
         self._decode = decode
         kind = getattr(decode, "__self__", None)
         self._descriptor = (
@@ -375,13 +381,13 @@ class Reader(Generic[Request]):
         )
 
     def walk(self, data: bytes) -> Walk | None:
-        """The walk that comes before decoding; None: the message is too small to need one."""
+        """A walk over a message; None if the message is too small to need one."""
         if self._descriptor is None or len(data) <= _WALKED_BYTES:
             return None
         return Walk(data, self._descriptor)
 
     def advance(self, walk: Walk, fields: int) -> bool:
-        """Walks over at most so many more fields; returns whether none is left.
+        """Walks over at most `fields` more fields; returns whether the walk is complete.
 
         Raises:
             InvalidValue: the bytes cannot be decoded.
@@ -390,15 +396,15 @@ class Reader(Generic[Request]):
             return walk.advance(fields)
 
     def decoded(self, data: bytes, walk: Walk | None) -> Request:
-        """The message.
+        """Decodes a message.
 
         Args:
             data: its bytes.
-            walk: the walk over all of it, or None.
+            walk: a complete walk over them; None if the message is small.
 
         Raises:
             InvalidValue: the bytes cannot be decoded.
-            UnknownField: it has a field that this server does not know.
+            UnknownField: the message has a field that this server does not know.
         """
         with _undecodable():
             request = self._decode(data)
@@ -417,7 +423,7 @@ class Reader(Generic[Request]):
 
 @contextmanager
 def _undecodable() -> Iterator[None]:
-    """Raises InvalidValue where protobuf, or a walk, cannot decode a message."""
+    """Raises InvalidValue if protobuf or a walk cannot decode a message."""
     try:
         yield
     except DecodeError as error:

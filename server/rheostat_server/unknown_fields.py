@@ -1,21 +1,21 @@
-"""Walks a request's bytes: counts its fields, and finds those that this server does not know.
+"""Walks the bytes of a request, counts its fields, and finds fields that this server does not know.
 
 Why unknown fields are refused
-    Protobuf skips them. A request of a newer client would then run without its gate or its rule,
-    and succeed. So every message of a request is checked, at every depth.
+    Protobuf skips them. A newer client's request would then run without its gate or its rule, and
+    succeed. So every message of a request is checked, at every depth.
 
 Why bytes are walked before they are decoded
-    Protobuf decodes a message in one call, for which every stream waits. 16 MB of empty captures
-    are 8 million messages: 0.6 s to decode, 1.8 s to look for unknown fields. A walk can pause
-    between two fields, and stop when there are too many.
+    Protobuf decodes a message in one call, and every stream waits until it returns. 16 MB of empty
+    captures are 8 million messages: 0.6 s to decode, 1.8 s to search for unknown fields. A walk can
+    pause between two fields, and stop if there are too many.
 
 The rules:
 
-* The walk refuses nothing that protobuf decodes. It may let pass what protobuf then refuses (a
-  text that is not UTF-8, for example).
+* The walk refuses no message that protobuf decodes. It may accept a message that protobuf then
+  refuses, for example a text that is not UTF-8.
 * A field is one step, however many bytes it has. Packed numbers are one field.
-* A field is unknown exactly if protobuf's `DiscardUnknownFields` would remove it. The walk also
-  finds it in a message of a oneof that a later field replaces.
+* A field is unknown exactly if protobuf's `DiscardUnknownFields` would remove it. If a later field
+  of a oneof replaces a message, the walk finds unknown fields in the replaced message too.
 """
 
 from dataclasses import dataclass
@@ -29,16 +29,17 @@ from google.protobuf.message_factory import GetMessageClass
 from rheostat_server.limits import ID_BYTES
 
 _DEPTH = 100
-"""Levels of messages and groups below a message. Protobuf refuses more."""
+"""The deepest nesting of messages and groups that protobuf accepts."""
 
 _TAG_BYTES = _SIZE_BYTES = 5
 _VARINT_BYTES = 10
-"""Longest encodings of numbers that protobuf takes."""
+"""The longest encodings of tags, sizes and numbers that protobuf accepts."""
 
 _LARGEST_TAG = (1 << 32) - 1
 
 _VARINT, _FIXED64, _LENGTH, _BEGIN, _END, _FIXED32 = range(6)
-"""Wire types. `_BEGIN` and `_END` enclose a group, which no message of ours has."""
+"""Wire types. `_BEGIN` and `_END` enclose a group, an old form of a message. Our schemas have no
+groups, so a group is always an unknown field."""
 
 _WIRE_TYPES = {
     FieldDescriptor.TYPE_DOUBLE: _FIXED64,
@@ -51,23 +52,23 @@ _WIRE_TYPES = {
     FieldDescriptor.TYPE_BYTES: _LENGTH,
     FieldDescriptor.TYPE_MESSAGE: _LENGTH,
 }
-"""Wire types by type of field. All others are varints."""
+"""The wire type of each field type. Field types that are not listed are varints."""
 
 _NO_GROUP = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Field:
-    """A known field with one of its wire types."""
+    """A field of the schema."""
 
     name: str
     repeated: bool
     message: Descriptor | None
-    """Type of a message field."""
+    """The message type; None if the field holds no message."""
 
 
 class _Level:
-    """A message, or an unknown group, that the walk is inside of."""
+    """A message, or an unknown group, that contains the current position of the walk."""
 
     __slots__ = ("begin", "counts", "depth", "end", "field", "group", "known", "number", "parent")
 
@@ -96,26 +97,26 @@ class _Level:
 
 
 class Walk:
-    """A walk over the bytes of a message that nobody has decoded yet."""
+    """A walk over the bytes of a message, before the message is decoded."""
 
     def __init__(self, data: bytes, descriptor: Descriptor) -> None:
         """Nothing is walked yet.
 
         Args:
             data: the message's bytes.
-            descriptor: its type.
+            descriptor: the message's type.
         """
         self._data = data
         self._level = _Level(_fields(descriptor), 0, len(data))
         self._unknown: tuple[_Level, int] | None = None
-        """The first unknown field: the message that holds it, and the field's number."""
+        """The first unknown field: the message that contains it, and the field's number."""
         self.fields = 0
-        """Fields that were walked, at all depths."""
+        """The number of walked fields, at all depths."""
         self.at = 0
-        """Bytes that were walked."""
+        """The number of walked bytes."""
 
     def advance(self, fields: int) -> bool:
-        """Walks over at most so many more fields, at least one; returns whether none is left.
+        """Walks over at most `fields` more fields, at least 1; whether the walk is then complete.
 
         Raises:
             DecodeError: protobuf cannot decode the message.
@@ -202,12 +203,12 @@ class Walk:
             self._unknown = level, tag >> 3
 
     def unknown(self) -> str | None:
-        """Path of the first unknown field that was walked over, or None.
+        """The path of the first unknown field that the walk found; None if it found none.
 
-        The field itself is given by its number: "steering.interventions[0].#77".
+        The path ends with the field's number, for example "steering.interventions[0].#77".
 
         Raises:
-            DecodeError: protobuf cannot decode a part of the message on the way to it.
+            DecodeError: protobuf cannot decode a map entry on the path.
         """
         if self._unknown is None:
             return None
@@ -219,7 +220,7 @@ class Walk:
         return ".".join(reversed(parts))
 
     def _name(self, level: _Level, field: _Field, below: list[str]) -> str:
-        """How a path names a message."""
+        """The part of a path that names a message."""
         descriptor = field.message
         if descriptor is not None and descriptor.GetOptions().map_entry:
             entry = GetMessageClass(descriptor).FromString(self._data[level.begin : level.end])
@@ -231,13 +232,13 @@ class Walk:
 
 
 def unknown_field(message: Message, data: bytes) -> str | None:
-    """Path of the first field that the message's type does not have, or None.
+    """The path of the first field that the message's type does not have; None if there is none.
 
-    For small messages, because protobuf itself looks for unknown fields. This takes a few times as
-    long as decoding, and less time than a walk.
+    For small messages only. Protobuf itself searches for unknown fields here. The search takes a
+    few times as long as decoding, but less than a walk.
 
     Args:
-        message: what was decoded from `data`. Unknown fields are removed from it.
+        message: the message that was decoded from `data`. Unknown fields are removed from it.
         data: the message's bytes.
     """
     before = message.ByteSize()
@@ -250,7 +251,7 @@ def unknown_field(message: Message, data: bytes) -> str | None:
 
 
 def _varint(data: bytes, at: int, longest: int) -> tuple[int, int]:
-    """A number of at most `longest` bytes, and where it ends."""
+    """Decodes a varint of at most `longest` bytes; its value, and the position after it."""
     value = shift = 0
     for _ in range(longest):
         byte = data[at]
@@ -264,9 +265,10 @@ def _varint(data: bytes, at: int, longest: int) -> tuple[int, int]:
 
 @cache
 def _fields(descriptor: Descriptor) -> dict[int, _Field]:
-    """A message type's fields by tag, the field's number with the wire type.
+    """The fields of a message type by tag, which combines a field's number and wire type.
 
-    Numbers of a repeated field may come packed or not, whatever the schema says.
+    A repeated field of numbers has two tags, because protobuf accepts packed and unpacked numbers
+    whatever the schema says.
     """
     known = {}
     for field in descriptor.fields:
