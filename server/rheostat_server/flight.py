@@ -1,6 +1,6 @@
-"""A request in flight: its samples' tasks, and one queue in which all that they produce meets.
+"""A running request: the tasks of its samples, and one queue of everything that they produce.
 
-Invariant: nothing goes into the queue after an error or `close`.
+Invariant: nothing is put into the queue after an error or `close`.
 """
 
 import asyncio
@@ -32,50 +32,56 @@ _LOG = logging.getLogger(__name__)
 
 _START_WORK = 1024
 _ITERATION_WORK = 16 << 10
-"""Work of starting samples, in prompt tokens: of a sample beside its prompt, and of a request in
-one iteration of the event loop. vLLM copies each sample's prompt there, 1 ms for the longest."""
+"""The work of starting samples, in prompt tokens. A sample costs `_START_WORK` and its prompt. A
+request spends at most `_ITERATION_WORK` in an iteration of the event loop, because vLLM copies the
+prompt there for each sample: 1 ms for the longest prompt."""
 
 _NUMBERS = itertools.count()
-"""Tells flights apart whose requests have the same id, one after the other."""
+"""Numbers of flights, because a later request may have the id of an earlier one."""
 
 
 class Flight:
-    """A request in flight."""
+    """A running request."""
 
     def __init__(self, admitted: Admitted, share: Share) -> None:
-        """A request that has not started, and the memory that what waits of it may take."""
+        """The request has not started.
+
+        Args:
+            admitted: the request.
+            share: the memory for rows and tokens of it that wait.
+        """
         self.admitted = admitted
         self.admitted_at = time.monotonic()
         self.completed = False
         self.failed = False
         self.aborted = False
         self.unobserved = False
-        """Whether observers get nothing of it: the engine had no room."""
+        """Whether observers miss the request, because the engine had no room for their captures."""
         self.entered = False
-        """Whether it has the room in the engine that it needs."""
+        """Whether the engine's ledger holds everything that the request needs."""
         self.unanswered = 0
-        """Updates whose answer `next` has not given out."""
+        """Updates whose answers `next` has not returned."""
         self.pinned: list[bytes] = []
-        """Vectors that the store keeps for it."""
+        """Digests of vectors that the store must not evict while the request runs."""
         self.reserved: list[str] = []
-        """Under which the ledger holds something for it."""
+        """Ids of the request's entries in the ledger."""
         self.prepared: list[Preparation | None] = []
-        """Tables that the workers hold for it."""
+        """Tables that the workers hold for the request."""
         self.share = share
         self.outlets = Outlets()
-        """Where captured rows go."""
+        """Destinations of captured rows."""
         self.queue = ResponseQueue(share, self.overflow)
-        """What waits for the reader of the response."""
+        """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
-        """Ends the call at once where its client does not read."""
+        """Ends the call at once if its client does not read."""
         self.inline = Inline(partial(self.queue.put, Sign.ROWS))
-        """Those of them that go into the response."""
+        """Captured rows that go into the response."""
         self.capture_lock = asyncio.Lock()
-        """Held while something else is to be captured of it, from looking to reserving."""
+        """Held while captures are added or removed, so that two changes never use the same room."""
         self.joined: list[Joined] = []
-        """Subscriptions that take part in it though it began before them."""
+        """Subscriptions that joined the request while it ran."""
         self.asked: set[str] = set()
-        """Ids of subscriptions that have tried to."""
+        """Ids of subscriptions that have tried to join."""
         self._number = next(_NUMBERS)
         self.lives = [
             *self._samples(Role.OWN, admitted.plan),
@@ -85,22 +91,22 @@ class Flight:
 
     @property
     def own(self) -> list[Life]:
-        """The request's samples."""
+        """The request's own samples, without baselines."""
         return [life for life in self.lives if life.role is Role.OWN]
 
     @property
     def prompt_copies(self) -> int:
-        """Prompt tokens that the engine gets, with one copy of the prompt for each sample."""
+        """Prompt tokens that the engine receives: one copy of the prompt for each sample."""
         return len(self.lives) * self.admitted.prompt_len
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the samples were stopped, so that nothing more is put into the queue."""
         return self._closed
 
     @property
     def settled(self) -> bool:
-        """Whether the engine holds nothing of it any more."""
+        """Whether the engine has released the started samples, and no rows are being written."""
         return not self.outlets.writing and all(
             life.task is None or (life.task.done() and life.released.is_set())
             for life in self.lives
@@ -108,19 +114,19 @@ class Flight:
 
     @property
     def over(self) -> bool:
-        """Whether the engine has let go of all that will ever run of it."""
+        """Whether the engine has released all samples, and no more will start."""
         return (self._closed or self.admitted.baseline is None) and all(
             (self._closed or life.ended) and life.released.is_set() for life in self.lives
         )
 
     @property
     def touches_kv(self) -> bool:
-        """Whether something of it runs whose KV interventions change."""
+        """Whether a sample was started whose interventions change its KV cache."""
         return any(life.task is not None and life.job.plan.touches_kv for life in self.lives)
 
     @property
     def rooms(self) -> list[Room]:
-        """What all that it runs needs: its samples, their baselines, and what compares them."""
+        """Room that the request needs: for samples, for baselines, and for scoring them."""
         samples = len(self.own)
         plans = {life.role: life.job.plan for life in reversed(self.lives)}
         if Role.BASELINE in plans:
@@ -129,15 +135,15 @@ class Flight:
         return [Room(plan, samples) for plan in plans.values() if plan.acts or plan.captures]
 
     def never_scheduled(self, life: Life) -> bool:
-        """Whether a sample was aborted before the engine said anything of it."""
+        """Whether a sample was aborted before the engine reported anything about it."""
         return self.aborted and not life.installed and not life.heard
 
     def plan_id(self, sample: int | str, role: Role = Role.OWN) -> str:
-        """An id that no plan of another flight of this process has."""
+        """An id that no plan of another flight in this process has."""
         return f"{self.admitted.request_id}#{sample}{role.value}@{self._number}"
 
     def start(self, backend: Backend, lives: Sequence[Life], *, epoch: int) -> None:
-        """Starts samples, whose KV is cached under an epoch; see `Plan.epoch`."""
+        """Starts samples. Their KV blocks are cached under `epoch`; see `Plan.epoch`."""
         at_once = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
         for index, life in enumerate(lives):
             if self._closed:
@@ -147,7 +153,7 @@ class Flight:
                 life.task = asyncio.create_task(self._pump(life, backend, index // at_once))
 
     async def next(self) -> Item | Notice | Sign:
-        """What happened next.
+        """Waits for the next message of the queue.
 
         Raises:
             RheostatError: the request has failed.
@@ -160,7 +166,7 @@ class Flight:
         return item
 
     def deliver(self, life: Life, event: Event) -> None:
-        """Takes an event of the side channel."""
+        """Handles an event of a sample from the engine."""
         if isinstance(event, Installed):
             life.installed = True
             life.known.set()
@@ -186,43 +192,43 @@ class Flight:
             self._put(Item(life, event))
 
     def unobserve(self) -> None:
-        """Leaves out what nobody but observers wants to be captured."""
+        """Removes all captures that only observers asked for."""
         self.unobserved = True
         for life in self.lives:
             plan = life.job.plan.with_captures_of(self.admitted.unobserved)
             life.job = replace(life.job, plan=plan)
 
     def finish(self) -> None:
-        """All that the response needs has come. Rows may still come for those who joined."""
+        """Closes the outlets that the response needs. Rows may still come for joined observers."""
         if all(life.released.is_set() for life in self.lives):
             self.close_outlets()
         else:
             self.outlets.close(self._reasons(), but={one.tap for one in self.joined})
 
     def close_outlets(self) -> None:
-        """Ends every outlet with how the samples ended."""
+        """Closes every outlet with the finish reasons of the samples."""
         self.outlets.close(self._reasons())
 
     def abandon(self, error: RheostatError) -> None:
         """Discards the outlets of a request that has not started.
 
-        Subscriptions that were told of it get its end.
+        Subscriptions that have announced the request to their clients report its end.
         """
         self.outlets.abandon(error, but={one.tap for one in self.joined if one.named})
         self.close_outlets()
 
     def answer(self, notice: Notice) -> None:
-        """Says what became of an update."""
+        """Puts the answer to an update into the queue."""
         self._put(notice)
 
     def fail(self, error: RheostatError) -> None:
-        """Ends the request with an error; the first one counts."""
+        """Ends the request with an error. After the first error, later errors are ignored."""
         self.failed = True
         self._put(error)
         self.close()
 
     def overflow(self, error: RheostatError) -> None:
-        """Ends the request with an error at once, whatever waits to be told."""
+        """Ends the request with an error at once, and drops all waiting messages."""
         self.queue.close()
         self.fail(error)
         self.interrupt(error)
@@ -240,7 +246,7 @@ class Flight:
                 self._put(Item(life, Delta(ending=Ending.ABORTED)))
 
     def close(self) -> None:
-        """Stops the samples and takes nothing more."""
+        """Stops the samples. Nothing more is put into the queue."""
         self._closed = True
         self.inline.close()
         self.outlets.drop_runs()
@@ -250,9 +256,9 @@ class Flight:
                 life.task.cancel()
 
     def _drop(self, life: Life, report: Report) -> None:
-        """Fails the request because a report of the engine could not be taken in.
+        """Fails the request because a report of the engine could not be handled.
 
-        Whoever waits for that report is released, because the engine does not repeat it.
+        Tasks that wait for this report continue, because the engine does not repeat it.
         """
         if isinstance(report, Installed):
             life.installed = True
@@ -264,10 +270,10 @@ class Flight:
         self._close_outlets()
 
     def _close_outlets(self) -> None:
-        """Closes the outlets once everything that can fill them has ended, or was stopped.
+        """Closes the outlets once all samples that fill them have ended and were released.
 
-        A request that has failed does not wait for its reader to do so, because its sinks would
-        hold rows, files and threads for as long.
+        A failed request does not wait until its client has read the error, because its sinks would
+        hold rows, files and threads until then.
         """
         lives = [life for life in self.lives if life.role is not Role.SCORE]
         if all((life.ended or self.failed) and life.released.is_set() for life in lives):
@@ -301,7 +307,7 @@ class Flight:
             self.queue.put(item)
 
     async def _pump(self, life: Life, backend: Backend, wait: int) -> None:
-        """Runs a sample, after so many iterations of the event loop."""
+        """Runs a sample, after `wait` iterations of the event loop."""
         try:
             for _ in range(wait):
                 await asyncio.sleep(0)
@@ -318,7 +324,7 @@ class Flight:
                 raise Defect("the engine ended a sample without saying why")
         except RheostatError as error:
             self.fail(error)
-        except Exception as error:  # a task's end: whatever it is, the request must hear of it
+        except Exception as error:  # the task ends here, so any error must fail the request
             _LOG.error("sample %s failed", life.plan_id, exc_info=error)
             self.fail(Defect("the engine could not run the request"))
         finally:
@@ -327,7 +333,7 @@ class Flight:
 
 
 def _reason(life: Life, *, failed: bool) -> types_pb2.FinishReason.ValueType:
-    """How a sample ended; one that was still running was aborted."""
+    """The finish reason of a sample; aborted if it was still running."""
     if failed:
         return types_pb2.FINISH_REASON_ERROR
     return FINISH_REASONS[life.ending or Ending.ABORTED]

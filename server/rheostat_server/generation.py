@@ -1,7 +1,7 @@
-"""A request's stream: Started, then what its samples produce, the receipt last.
+"""The response stream of a request: Started, then the output of its samples, then the receipt.
 
-Invariant: the receipt is sent exactly if nothing failed. Leaving the stream early, for whatever
-reason, aborts the request in the engine.
+Invariant: the receipt is sent exactly if nothing failed. If the stream ends early, for whatever
+reason, the request is aborted in the engine.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ from rheostat_wire.v1 import generation_pb2, types_pb2
 _LOG = logging.getLogger(__name__)
 
 Companion = Callable[[Flight], Coroutine[None, None, None]]
-"""Runs beside a stream until the stream ends."""
+"""A coroutine that runs beside a stream until the stream ends."""
 
 
 async def run(
     admitted: Admitted, host: EngineHost, companion: Companion | None = None
 ) -> AsyncGenerator[Response | Notice, None]:
-    """Runs a request and says what happens.
+    """Runs a request, and yields its responses.
 
     Args:
         admitted: the request.
-        host: where it runs.
-        companion: what changes it meanwhile; there are no notices without.
+        host: the engine that runs it.
+        companion: updates the running request. Without a companion, no `Notice` is yielded.
 
     Raises:
-        RheostatError: it could not begin, or failed.
+        RheostatError: the request could not start, or failed.
     """
     async with host.fly(admitted) as flight:
         flight.interrupt = interrupter()
@@ -91,7 +91,7 @@ def _started(admitted: Admitted, host: EngineHost) -> Response:
 
 
 class _Stream:
-    """Turns what happens in a flight into messages."""
+    """Turns the items of a flight's queue into responses."""
 
     def __init__(self, admitted: Admitted, flight: Flight, host: EngineHost) -> None:
         self._samples = {
@@ -103,12 +103,13 @@ class _Stream:
         self._flight = flight
         self._host = host
         self._held_back: dict[Life, WaitingDeltas] = {}
-        """Tokens of samples that are not in force, or that something else must precede."""
+        """Tokens that may not be sent yet: the sample's plan is not installed, or the prompt's
+        log-probabilities have to be sent first."""
         wanted = admitted.sampling.prompt_logprobs is not None
         self._prompt_logprobs_due = {life.role for life in flight.lives if wanted}
         self._silence = UNSCHEDULED_GRACE
         self._lost = 0
-        """Rows that are lost though they should not."""
+        """Rows that were lost although their policy allows no loss."""
 
     @property
     def own(self) -> list[Sample]:
@@ -140,7 +141,7 @@ class _Stream:
             raise rows_lost(self._lost)
 
     async def _rest(self) -> AsyncIterator[Response | Notice]:
-        """The rows that are left once all samples are done."""
+        """Yields the remaining rows after all samples have ended."""
         self._flight.finish()
         while True:
             while (rows := self._flight.inline.take()) is not None:
@@ -152,14 +153,15 @@ class _Stream:
                 yield item
 
     def _open(self) -> list[Life]:
-        """All of which something may still come."""
+        """The sequences that may still produce something."""
         tracks: dict[Life, Sample | Score] = {**self._samples, **self._scores}
         return [life for life, track in tracks.items() if not track.done]
 
     async def _next(self) -> Item | Notice | Sign:
-        """What happens next; once all samples have ended the engine has limited time for it.
+        """Waits for the next item. Once all samples have ended, the wait has a limit.
 
-        Samples of which it says nothing fall silent together: what is waited for one is for all.
+        Samples that were aborted before they were scheduled get no report. They share one wait,
+        because waiting for one of them is waiting for all.
         """
         waiting = self._open()
         if self._flight.unanswered or not all(life.ended for life in waiting):
@@ -175,10 +177,10 @@ class _Stream:
             return Item(silent[0], _never_ran(silent[0].job.plan))
 
     def _take(self, item: Item) -> Iterator[Response]:
-        """The messages of an item.
+        """Yields the responses of an item.
 
-        One at a time, because tokens that were held back count in the request's memory until they
-        are taken.
+        It yields one at a time, because tokens that were held back count in the request's memory
+        until they are sent.
         """
         life, what = item
         if life in self._scores:
@@ -201,20 +203,20 @@ class _Stream:
         yield from self._release_held()
 
     def _may_go(self, life: Life) -> bool:
-        """Whether a sample is in force, and nothing else must precede its tokens."""
+        """Whether a sample's tokens may be sent now; see `_held_back`."""
         if life.role in self._prompt_logprobs_due and life.sample > 0:
             return False
         return self._samples[life].installed or self._flight.never_scheduled(life)
 
     def _release_held(self) -> Iterator[Response]:
-        """The messages of tokens that were held back and may go now."""
+        """Yields the responses of tokens that were held back and may be sent now."""
         for life in sorted(self._held_back, key=lambda one: one.sample):
             if self._may_go(life):
                 for delta in self._held_back.pop(life).take_all():
                     yield from self._said(life, delta)
 
     def _said(self, life: Life, delta: Delta) -> Iterator[Response]:
-        """The messages of a delta, and what follows the end of its sample."""
+        """Yields the responses of a delta, and those that follow the end of its sample."""
         self._prompt_logprobs_due.discard(life.role)
         sample = self._samples[life]
         yield from sample.take(delta)
@@ -222,7 +224,7 @@ class _Stream:
             yield from self._compare(life, sample)
 
     def _compare(self, life: Life, sample: Sample) -> list[Response]:
-        """Lets the baseline read a sample of the request's own that has ended."""
+        """Starts scoring an ended sample with the baseline, if the request asks for it."""
         baseline = self._admitted.baseline
         if baseline is None or life.role is not Role.OWN or self._flight.aborted:
             return []
@@ -234,7 +236,7 @@ class _Stream:
         return []
 
     async def _rows(self, item: RowItem) -> Response:
-        """Captured rows, or that they are lost."""
+        """The response for captured rows, or for lost rows."""
         if isinstance(item, Chunk | Sealed):
             return Response(captured=await captured(item))
         assert isinstance(item, Loss)
@@ -244,7 +246,7 @@ class _Stream:
 
 
 def _never_ran(plan: Plan) -> Released:
-    """What the engine would say of a sample that was aborted before it was scheduled."""
+    """The report of a sample that was aborted before the engine scheduled it."""
     return Released(
         request_id=plan.request_id,
         doses=(),
