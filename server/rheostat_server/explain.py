@@ -1,4 +1,7 @@
-"""What a request would do, from the very objects that Generate runs with."""
+"""Explain: what a request would do, without running it.
+
+The answer is made from the same objects that Generate runs with, so that the two cannot differ.
+"""
 
 import hashlib
 import struct
@@ -22,14 +25,14 @@ from rheostat_wire.v1 import generation_service_pb2, types_pb2
 _pb = generation_service_pb2
 
 _SITE_BYTES = 128
-"""What `offload` counts for a site that is named: one message or two."""
+"""Bytes that `offload` counts for each site in the answer, which takes one or two messages."""
 
 
 async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb2.ExplainResponse:
-    """Explains a request. Large requests wait for each other; see `LARGE_REQUESTS`.
+    """Explains a request. Few large requests are explained at a time; see `LARGE_REQUESTS`.
 
     Raises:
-        ResourceExhausted: it could never run.
+        ResourceExhausted: the request could never run.
     """
     plan = replace(admitted.plan, epoch=host.epoch)
     work = plan_work(plan) + explain_work(admitted)
@@ -40,7 +43,7 @@ async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb
 
 
 def explain_work(admitted: Admitted) -> int:
-    """Bytes that naming what a request selects and where it acts counts for; see `offload`."""
+    """Bytes that `offload` counts for the sites and selections of the answer."""
     parts = [(one.op.sites, one.selection) for one in admitted.interventions]
     parts += [(one.sites, one.selection) for one in admitted.captures]
     return sum(_SITE_BYTES * len(sites) + selection_work(chosen) for sites, chosen in parts)
@@ -67,11 +70,11 @@ def _explain(admitted: Admitted, plan: Plan) -> generation_service_pb2.ExplainRe
 
 
 def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
-    """What enters the prefix cache's keys: one for every piece of positions that a plan touches.
+    """The parts of prefix cache keys that a plan adds, one for each run of positions it steers.
 
-    A piece's digest is of where it lies, of what touches it, and of the digest before it, as vLLM
-    chains its blocks; where nothing touches what follows, it goes on to hold. From
-    `Plan.private_from` on nothing is shared.
+    A digest covers the run's positions, the acts that steer them, and the digest before it, because
+    vLLM chains the hashes of blocks in the same way. A digest also holds for the positions after
+    its run, if they are not steered. From `Plan.private_from` on, no block is shared.
     """
     shared_end = OPEN_END if plan.private_from is None else plan.private_from
     found: list[generation_service_pb2.CacheKey] = []
@@ -112,7 +115,7 @@ def _add_intervention(
 def _select(
     message: generation_service_pb2.ResolvedSelection, selection: Selection, end: int
 ) -> None:
-    """Says which tokens before a position are selected."""
+    """Adds the selected tokens before position `end` to a message."""
     message.SetInParent()
     add_runs(message.positions.add, clipped(selection.known, 0, end))
     for one in selection.conditions:

@@ -1,8 +1,9 @@
-"""Requests that a new engine runs before the server serves.
+"""Warm-up: requests that a new engine runs before the server serves.
 
-Why before: the first request of each kind makes vLLM import, compile and allocate. That takes
-seconds, and every other stream waits. A model that the engine cannot run fails at its first token,
-not while it is loaded; then the server must not start.
+Why before
+    The first request of each kind makes vLLM import, compile and allocate. This takes seconds, and
+    every other stream waits. Also, a model that the engine cannot run fails only at its first
+    token. The server must then not start.
 
 Invariant: every kind of request that a client may send has run once, alone or beside others. The
 plain request runs first, because without it no other can succeed.
@@ -45,34 +46,35 @@ _LOG = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = 8
 _NEW_TOKENS = 3
-"""One of the prefill, and two decode steps: the second reuses what the first made."""
+"""One token of the prefill, and two of decode steps, because the second decode step reuses compiled
+code and buffers of the first."""
 
 _EVERYWHERE = ((0, OPEN_END),)
 
 _RELEASE_SECONDS = 60.0
-"""Seconds that the workers have to release a request that has ended. They do so in their next
+"""Seconds that the workers have to release a request that has ended. They release it in their next
 step."""
 
 _SCALE = 1e-3
-"""Of everything that the steered requests add. Their tokens go nowhere."""
+"""Scale of all additions of the steered requests. Their tokens are discarded."""
 
 
 class WarmUpRequest(NamedTuple):
-    """A request that is run once."""
+    """A request of the warm-up."""
 
     name: str
-    """What is special about it, for messages."""
+    """Its kind, for messages."""
     sampling: SamplingSettings
     plan: Plan = Plan("")
-    """Its id is set when it runs."""
+    """The plan; its request id is set when the request runs."""
     lora: str = ""
-    """Adapter; empty: none."""
+    """Name of the adapter; empty for none."""
 
 
 async def warm_up(backend: Backend) -> None:
-    """Runs one request of every kind. Returns when the workers hold none of them any more.
+    """Runs one request of every kind. Returns when the workers have released all of them.
 
-    The caller drops what remains in the engine: cached prefixes and counts.
+    Cached prefixes and counts remain in the engine; the caller drops them.
 
     Raises:
         EngineFailed: the plain request failed, the engine died, or a worker kept a request.
@@ -83,15 +85,15 @@ async def warm_up(backend: Backend) -> None:
 def warm_up_requests(
     info: ModelInfo, sites: ModelSites, vector: bytes, *, texts: bool
 ) -> tuple[list[WarmUpRequest], list[WarmUpRequest]]:
-    """The requests that run one after another, and those that run together after them.
+    """Returns requests to run one after another, and requests to run together after them.
 
     Both are needed, because vLLM compiles some functions once for one request and once for several.
 
     Args:
         info: the model.
-        sites: what may be captured and steered.
+        sites: the sites that may be captured and steered.
         vector: digest of a loaded vector with one row.
-        texts: whether the model has a tokenizer, without which stop texts are refused.
+        texts: whether the model has a tokenizer. Without one, stop texts are refused.
     """
     new_tokens = max(1, min(_NEW_TOKENS, info.model_tokens - 1))
     logprobs = min(2, info.logprobs)
@@ -133,7 +135,7 @@ def warm_up_requests(
 
 
 def _plans(sites: ModelSites, vector: bytes, step_tokens: int) -> Iterator[tuple[str, Plan]]:
-    """Captures in every form, then steering, at every served point of the middle layer."""
+    """Yields captures in every form, then steering, at every served point of the middle layer."""
     layer = sites.num_layers // 2
     served = [site for site in (Site(point, layer) for point in Point) if not sites.supports(site)]
     stream = tuple(sorted(site.index for site in served if site.point is not Point.ROUTER_LOGITS))
@@ -166,7 +168,7 @@ def _plans(sites: ModelSites, vector: bytes, step_tokens: int) -> Iterator[tuple
 
 
 class _WarmUp:
-    """Runs requests on an engine and receives its events. Nobody else uses the engine."""
+    """Runs requests on an engine, and receives the engine's events. It is the only user then."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -203,10 +205,10 @@ class _WarmUp:
                 task.cancel()
 
     async def _run(self, request: WarmUpRequest) -> None:
-        """Runs a request until the workers hold it no more.
+        """Runs a request until the workers have released it.
 
         Raises:
-            EngineFailed: it failed in a way that tells of the engine, not of the request.
+            EngineFailed: the engine failed, and not the request alone.
         """
         backend = self._backend
         plan_id = f"warm-up/{request.name}"
@@ -234,11 +236,11 @@ class _WarmUp:
             self._errors.append(f"requests of this kind fail: {request.name}: {error}")
 
     async def _until_released(self, plan_id: str) -> None:
-        """Returns once the workers hold the request no more.
+        """Returns once the workers have released the request.
 
         Raises:
             EngineLost: the engine died instead.
-            TimeoutError: it reports nothing.
+            TimeoutError: the engine reported nothing for `_RELEASE_SECONDS`.
         """
         waits = [
             asyncio.create_task(event.wait()) for event in (self._released[plan_id], self._lost)
@@ -263,7 +265,7 @@ class _WarmUp:
         )
 
     def _deliver(self, event: Event) -> None:
-        """Receives events; rows are discarded."""
+        """Receives the engine's events. Rows are discarded."""
         if isinstance(event, Released):
             self._released[event.request_id].set()
         elif isinstance(event, Installed) and event.error:
