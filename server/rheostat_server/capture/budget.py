@@ -1,14 +1,15 @@
-"""Memory for what waits for slow readers: one limit for each request, one for all together.
+"""Memory of rows and tokens that wait for slow readers: a limit for each request, and one for all.
 
-The rule for who gives way, the same at both levels: those that hold most, each down to a common
-level. The level is never below an equal share, so who holds no more than that loses nothing for
-others. Each gives way under its own policy: it loses rows, spills them, or fails.
+Which requests give up memory
+    The rule is the same within a request and for all requests: the largest holders shrink to a
+    common level. The level is never below an equal share, so a request that holds no more than its
+    share loses nothing because of others. A request gives up memory by its own policy: it drops
+    rows, spills them to disk, or fails.
 
-What has been told to go to a disk counts as gone for this rule. How much may be on its way there is
-bounded by the spool.
+Rows that are being written to a disk count as given up. The spool limits their bytes.
 
-The limit of all together is checked for every token. So the check looks through no request whose
-rows did not change since the last one.
+The limit of all requests is checked for every token. The check therefore skips requests whose rows
+have not changed since the last check.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +17,19 @@ from enum import IntEnum
 from typing import Protocol
 
 PIECE_BYTES = 512
-"""What a piece of rows takes in memory beside its rows, about."""
+"""Approximate memory of a piece of rows, without the rows."""
 
 _UNCOUNTED = 64 << 10
 """Bytes beside the rows themselves that the limit of one request or subscription leaves out, so
 that small limits can be given in rows. The limit of all requests together counts them."""
 
 _SPARE = 16
-"""What part of the limit of all together is freed at once when it is reached, so that not every row
-that comes looks through all requests."""
+"""When the limit of all requests is reached, a sixteenth of it is freed in addition, so that the
+next rows need not scan all requests again."""
 
 
 class Meter:
-    """Counts what waits. What counts in it counts in the whole that it is part of, too."""
+    """Counts waiting rows and tokens, in itself and in the meter that it is a part of."""
 
     __slots__ = ("_closed", "_on_rows", "_whole", "bytes", "pieces", "rows", "token_bytes")
 
@@ -69,22 +70,22 @@ class Meter:
             meter = meter._whole
 
     def close(self) -> None:
-        """Counts nothing any more, and takes what it has counted out of the whole."""
+        """Stops counting, and subtracts its counts from the meter that it is a part of."""
         self.add(-self.bytes, -self.rows, -self.pieces)
         self.add_tokens(-self.token_bytes)
         self._closed = True
 
     @property
     def weight(self) -> int:
-        """Bytes of memory, about."""
+        """Approximate bytes of memory."""
         return self.bytes + PIECE_BYTES * self.pieces + self.token_bytes
 
 
 class Cost(IntEnum):
-    """What it costs that something gives bytes up. Within a request the cheapest goes first."""
+    """The consequence of giving up bytes. Within a request the mildest one is chosen first."""
 
     TIME = 0
-    """They go to a disk, and nothing is lost."""
+    """Rows are written to a disk, and none is lost."""
     ROWS = 1
     """Rows are lost, as the request allows."""
     REQUEST = 2
@@ -92,46 +93,46 @@ class Cost(IntEnum):
 
 
 class Holder(Protocol):
-    """Something in which bytes wait."""
+    """A buffer of waiting rows or tokens."""
 
     @property
     def cost(self) -> Cost:
-        """What it costs to give them up."""
+        """The consequence of giving up its bytes."""
 
     @property
     def held(self) -> int:
-        """Bytes that it can be asked to give up."""
+        """Bytes that `give_up` can free."""
 
     @property
     def leaving(self) -> int:
-        """Bytes beyond these that are on their way to a disk, with the memory of their pieces.
+        """Further bytes that are being written to a disk, with the memory of their pieces.
 
         They change only when `give_up` is called or the share's meter counts rows.
         """
 
     @property
     def leaving_rows(self) -> int:
-        """Bytes of the rows themselves that are on their way to a disk."""
+        """Bytes of rows that are being written to a disk."""
 
     def give_up(self, size: int, why: str) -> None:
-        """Frees at least so many bytes, or sends them to a disk, or fails and frees all of them.
+        """Frees at least `size` bytes, starts writing them to a disk, or fails and frees all bytes.
 
         Args:
             size: at most `held`.
-            why: which memory is full, for the reader of an error.
+            why: the memory that is full, for the error's message.
         """
 
 
 class Share:
-    """The memory of one request, or of one subscription: all that waits of it together."""
+    """The memory of all waiting rows and tokens of one request, or of one subscription."""
 
     def __init__(self, limit: int, why: str, budget: "Budget | None" = None) -> None:
         """Nothing waits.
 
         Args:
             limit: bytes that may wait.
-            why: what an error says when they are full.
-            budget: that of the server. None: the share is no part of it.
+            why: the text of errors when the limit is reached.
+            budget: the server's budget; None if the share does not count in it.
         """
         self.limit = limit
         whole = None if budget is None else budget.meter
@@ -141,7 +142,7 @@ class Share:
         self._holders: list[Holder] = []
 
     def add(self, holder: Holder) -> None:
-        """Adds something in which bytes wait that count in `meter`."""
+        """Adds a buffer whose bytes count in `meter`."""
         self._holders.append(holder)
 
     @property
@@ -151,22 +152,22 @@ class Share:
 
     @property
     def held(self) -> int:
-        """Bytes that it can be asked to give up."""
+        """Bytes that `give_up` can free."""
         return max(0, self.meter.weight - self.leaving)
 
     @property
     def leaving(self) -> int:
-        """Bytes on their way to a disk."""
+        """Bytes that are being written to a disk."""
         return sum(one.leaving for one in self._holders)
 
     @property
     def _over(self) -> int:
-        """Bytes beyond the limit that are not on their way to a disk."""
+        """Bytes above the limit that are not being written to a disk."""
         rows = self.meter.bytes - sum(one.leaving_rows for one in self._holders)
         return max(rows, self.held - _UNCOUNTED) - self.limit
 
     def give_up(self, size: int, why: str) -> None:
-        """Frees bytes: first those that cost the least."""
+        """Frees bytes, with the mildest consequence first; see `Cost`."""
         target = self.held - size
         for cost in Cost:
             if self.held > target:
@@ -175,7 +176,7 @@ class Share:
         self._changed()
 
     def check(self) -> None:
-        """Makes room where too much waits; to be called when more has come."""
+        """Frees bytes above the limits. To be called after rows or tokens were added."""
         if self.used > self.limit and (over := self._over) > 0:
             self.give_up(over, self._why)
         if self._budget is not None:
@@ -183,9 +184,9 @@ class Share:
 
     @property
     def too_much_leaves(self) -> bool:
-        """Whether more is on its way to disks, of all requests together, than may be.
+        """Whether the rows that all requests are writing to disks exceed their limit.
 
-        A holder may ask within `give_up`, so what it has just been told to move counts.
+        A holder may ask within `give_up`. The rows that it has just been asked to move count.
         """
         self._changed()
         return self._budget is not None and self._budget.leaving > self._budget.slack
@@ -196,32 +197,32 @@ class Share:
             self._budget.remove(self)
 
     def _changed(self) -> None:
-        """What is on its way to a disk may have changed."""
+        """Notes that `leaving` may have changed."""
         if self._budget is not None:
             self._budget.note_change(self)
 
 
 class Budget:
-    """The memory of all requests together. Lives on the event loop."""
+    """The memory of all requests. Used on the event loop alone."""
 
     def __init__(self, limit: int, request_limit: int, *, slack: int) -> None:
         """Nothing waits.
 
         Args:
-            limit: bytes that may wait of all requests together.
-            request_limit: bytes that may wait of one.
-            slack: bytes beyond the limit that may be on their way to disks.
+            limit: bytes that may wait for all requests.
+            request_limit: bytes that may wait for one request.
+            slack: further bytes that may be in the process of being written to disks.
         """
         self.limit = limit
         self.request_limit = request_limit
         self.slack = slack
         self.meter = Meter()
         self._shares: dict[Share, int] = {}
-        """With the bytes of each on their way to a disk when it was last looked at."""
+        """The shares of all requests, each with its `leaving` when it was last read."""
         self._leaving = 0
         """Sum of these bytes."""
         self._changed: set[Share] = set()
-        """Requests that are to be looked at again."""
+        """Shares whose `leaving` must be read again."""
         self._why = (
             f"the {limit} bytes that may wait for the readers of all requests (--buffers-mib) are "
             "full, and this request holds more than its share"
@@ -232,18 +233,18 @@ class Budget:
         )
 
     def share(self) -> Share:
-        """The memory of another request."""
+        """Adds the share of a new request."""
         share = Share(self.request_limit, self._request_why, self)
         self._shares[share] = 0
         return share
 
     def remove(self, share: Share) -> None:
-        """A request has ended."""
+        """Removes the share of an ended request."""
         self._leaving -= self._shares.pop(share, 0)
         self._changed.discard(share)
 
     def note_change(self, share: Share) -> None:
-        """What a request has on its way to disks may have changed."""
+        """Notes that the `leaving` of a share may have changed."""
         if share in self._shares:
             self._changed.add(share)
 
@@ -254,7 +255,7 @@ class Budget:
 
     @property
     def leaving(self) -> int:
-        """Bytes on their way to disks."""
+        """Bytes that are being written to disks."""
         for share in self._changed:
             now = share.leaving
             self._leaving += now - self._shares[share]
