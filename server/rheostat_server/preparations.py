@@ -1,16 +1,16 @@
-"""Tables of large plans are built in the workers before the requests that need them start.
+"""Preparations: the workers build the tables of large plans before their requests start.
 
-Why
+Why before
     A worker builds a plan's tables in the step that first schedules a request with them, and every
     request of that step waits. So the server has the tables of a large plan built between earlier
-    steps. Each call of the workers does a bounded part.
+    steps. Each call of the workers builds a bounded part.
 
 Why an idle engine is called
-    Workers release in parts what no request uses any more, one part in each step. An idle engine
-    has no steps, so the server calls its workers until nothing is left.
+    Workers release tables that no request uses in parts, one part in each step. An idle engine has
+    no steps, so the server calls its workers until they have released all unused tables.
 
-Invariants: there is one call at a time, so that no step waits for more than one part. What is
-prepared counts in the ledger until the workers have released it. Equal plans share a preparation.
+Invariants: there is one call at a time, so that no step waits for more than one part. A preparation
+counts in the ledger until the workers have released it. Equal plans share a preparation.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ SMALL_EFFORT = 100
 """Effort of a plan that a worker builds in the step that schedules the request: about 2 ms."""
 
 _IDLE = 0.25
-"""Seconds between looks at whether the engine is idle."""
+"""Seconds between two checks whether the engine is idle."""
 
 _RELEASED = 8
-"""Preparations that one call of the workers releases at most."""
+"""The most preparations that one call of the workers releases."""
 
 _Key = tuple[bytes, bytes]
 
@@ -44,7 +44,7 @@ class Preparation:
 
     key: _Key
     name: str
-    """By which the workers and the ledger know it."""
+    """Its name in the workers and in the ledger."""
     plan: Plan | None
     """None once the workers have received it."""
     ready: asyncio.Future[None]
@@ -53,14 +53,14 @@ class Preparation:
 
 
 class Preparations:
-    """The preparations of all requests. Lives on the event loop."""
+    """The preparations of all requests. Used on the event loop alone."""
 
     def __init__(self, backend: Backend, line: Line) -> None:
-        """There is none.
+        """There are no preparations.
 
         Args:
             backend: its workers build the tables.
-            line: counts what the workers hold.
+            line: its ledger counts the resources of the workers.
         """
         self._backend = backend
         self._line = line
@@ -69,7 +69,7 @@ class Preparations:
         self._building: deque[Preparation] = deque()
         self._unused: list[str] = []
         self._sweeping = False
-        """Whether the workers may hold something that no request uses."""
+        """Whether the workers may hold tables that no request uses, while the engine is idle."""
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -118,7 +118,7 @@ class Preparations:
         return one
 
     def release(self, one: Preparation) -> None:
-        """Ends one use. The workers release what nobody uses."""
+        """Ends one use. The workers release preparations without a use."""
         one.users -= 1
         if one.users:
             return
@@ -151,7 +151,7 @@ class Preparations:
             try:
                 await self._release_unused()
                 await self._build_part()
-            except Exception as error:  # a task's end: whatever it is, who waits must get it
+            except Exception as error:  # the task goes on; requests that wait must get the error
                 self._sweeping = False
                 self._fail(error)
 
@@ -159,7 +159,7 @@ class Preparations:
         self._timer = asyncio.get_running_loop().call_later(_IDLE, self._look)
 
     def _look(self) -> None:
-        """Has an idle engine release what no request uses."""
+        """If the engine is idle, has the workers release tables that no request uses."""
         if self._line.ledger.requests:
             self._look_later()
             return
@@ -183,7 +183,7 @@ class Preparations:
                 self._look_later()
 
     async def _build_part(self) -> None:
-        """Builds a part of one preparation. They take turns, so that a small one ends soon."""
+        """Builds a part of one preparation. They take turns, so that a small one is ready soon."""
         if not self._building:
             return
         one = self._building.popleft()
@@ -192,7 +192,7 @@ class Preparations:
         done, error = await self._backend.prepare(one.name, plan, STEP_EFFORT)
         if not done and not error:
             return
-        if one in self._building:  # else everybody who waited has gone
+        if one in self._building:  # otherwise all its requests have ended
             self._building.remove(one)
             self._end(one, Defect(f"a worker cannot build a plan: {error}") if error else None)
 
