@@ -1,9 +1,10 @@
-"""The one place where a handler's exceptions become statuses.
+"""The boundary of all rpcs: reads requests, writes responses, and turns exceptions into statuses.
 
-Every rpc of `rheostat.v1` passes through `ErrorInterceptor`: a `RheostatError` becomes its status
-with details, anything else INTERNAL with a generic text and a log entry. Streams are written here
-too, so that a handler's generator is closed at once when its caller goes away. So is what cannot be
-read refused here: gRPC itself would answer it with UNKNOWN and a Python repr.
+Every rpc of `rheostat.v1` passes through `ErrorInterceptor`. A `RheostatError` becomes its status
+with details. Any other exception becomes INTERNAL with a generic text, and is logged.
+
+Why streams are written here: a handler's generator is closed at once when its client disconnects.
+Why requests are decoded here: gRPC would answer an invalid message with UNKNOWN and a Python repr.
 """
 
 import asyncio
@@ -48,8 +49,8 @@ _OURS = "/rheostat.v1."
 _CONTROL = "/rheostat.v1.EngineService/"
 
 _LARGEST = {"/rheostat.v1.CaptureService/Subscribe": SUBSCRIBE_OPEN_BYTES}
-"""Bytes of the largest message of rpcs that take less than their service. Larger messages are
-refused before they are decoded, because the event loop decodes them."""
+"""The largest message, in bytes, of rpcs with a lower limit than their service. The event loop
+decodes messages, so a larger message is refused before it is decoded."""
 
 _INSTEAD = {
     "PatchService/CaptureRun": (
@@ -59,7 +60,7 @@ _INSTEAD = {
         "steer a site in a Generate call for each cell, and compare with with_baseline"
     ),
 }
-"""What can be done in place of an rpc that is not served yet."""
+"""Alternatives to rpcs that are not served yet."""
 
 _LOGGED = 400
 """Characters of a refusal's text in the log; clients choose parts of it."""
@@ -73,7 +74,7 @@ Stream = Callable[[Request, AnyContext[Request, Response]], AsyncGenerator[Respo
 Begun = Callable[[AnyContext[Request, Response], Incoming], AbstractAsyncContextManager[Request]]
 
 Place = Callable[[], AbstractContextManager[Incoming]]
-"""Counts a call."""
+"""Counts a call while the context lasts; see `Calls.begun`."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -102,7 +103,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 def _wrapped(
     method: str, handler: "grpc.RpcMethodHandler[Request, Response]", calls: Calls
 ) -> "grpc.RpcMethodHandler[Request, Response]":
-    """A handler that gets bytes as a stream, whatever its rpc: see `incoming`."""
+    """Wraps a handler, which then receives its requests as a stream of bytes; see `incoming`."""
     reader = Reader(handler.request_deserializer or cast(Callable[[bytes], Request], bytes))
     encode = handler.response_serializer
     control = method.startswith(_CONTROL)
@@ -115,7 +116,7 @@ def _wrapped(
     async def begun(
         context: AnyContext[Request, Response], incoming: Incoming
     ) -> AsyncIterator[Request]:
-        """What the behaviour gets: the message, or an iterator of messages."""
+        """The behaviour's argument: the message, or an iterator of messages."""
         try:
             async with _deadline(context):
                 if not handler.request_streaming:
@@ -222,7 +223,7 @@ async def _deadline(context: AnyContext[Request, Response]) -> AsyncIterator[Non
 
 
 def _check_served(method: str, served: bool) -> None:
-    """Ours are coroutines and asynchronous generators; the generated stand-ins are neither."""
+    """Raises NotImplementedHere for generated methods, which are not asynchronous as ours are."""
     if not served:
         name = method.removeprefix(_OURS)
         instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
@@ -230,7 +231,7 @@ def _check_served(method: str, served: bool) -> None:
 
 
 def _status(method: str, error: Exception) -> status_pb2.Status:
-    """The status of a call that an exception ended, which the log names."""
+    """The status of a call that an exception has ended. The exception is logged."""
     if isinstance(error, RheostatError):
         _LOG.info("%s refused: %s: %s", method, error.reason, _one_line(error.message))
         return to_status(error)
@@ -247,14 +248,14 @@ def _status(method: str, error: Exception) -> status_pb2.Status:
 async def _abort(context: AnyContext[Request, Response], status: status_pb2.Status) -> NoReturn:
     """Ends a call with a status.
 
-    Called by a frame that holds no request, and never while an exception is handled. gRPC keeps
-    what `abort` raises, with its frames and its context, until a garbage collection.
+    The caller's frame must hold no request, and must not be handling an exception. gRPC keeps the
+    exception of `abort` until a garbage collection, with all its frames and its context.
 
-    A client that reads nothing is not waited for longer than `STATUS_SECONDS`. It still gets the
-    status when it reads, because gRPC keeps that.
+    The wait for a client that does not read ends after `STATUS_SECONDS`. gRPC keeps the status, so
+    the client still receives it when it reads.
 
     Raises:
-        CancelledError: the client has gone, or does not read.
+        CancelledError: the client has disconnected, or does not read.
     """
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     details = ((DETAILS_KEY, status.SerializeToString()),)
@@ -268,5 +269,5 @@ async def _abort(context: AnyContext[Request, Response], status: status_pb2.Stat
 
 
 def _one_line(text: str) -> str:
-    """A text's beginning, with spaces for line breaks and whatever else does not print."""
+    """The beginning of a text. Spaces replace line breaks and other unprintable characters."""
     return "".join(c if c.isprintable() else " " for c in text[:_LOGGED])
