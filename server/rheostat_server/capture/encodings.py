@@ -15,41 +15,41 @@ from rheostat_wire.quantization import CodeArray, encode_full8, encode_topk8, jo
 from rheostat_wire.v1 import tensor_pb2
 
 _MATRICES = 4
-"""Matrices of RP8 that are kept; the largest of a model of width 4096 has 64 MiB."""
+"""Matrices of RP8 that are cached. The largest matrix for a width of 4096 takes 64 MiB."""
 
 
 class RowEncoder(Protocol):
-    """Turns rows [..., W] into a tensor."""
+    """Encodes rows [..., W] as a tensor."""
 
     def __call__(
         self, rows: StoredArray, *, held: FloatType, wanted: FloatType
     ) -> tensor_pb2.Tensor:
-        """The tensor of rows that are held in one type and wanted in another."""
+        """Encodes rows of type `held`. The tensor's element type is `wanted`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a capture's rows travel."""
+    """An encoding of captured rows, with its parameters."""
 
     encoding: tensor_pb2.Encoding.ValueType = tensor_pb2.ENCODING_RAW
-    """Which encoding."""
+    """The encoding."""
     kept: int = 0
     """K of RP8 and TOPK8."""
     seed: int = 0
     """Seed of RP8."""
 
     def encode(self, rows: StoredArray, *, held: FloatType, wanted: FloatType) -> tensor_pb2.Tensor:
-        """The tensor of rows [..., W] that are held in one type and wanted in another."""
+        """Encodes rows [..., W] of type `held`. The tensor's element type is `wanted`."""
         encoder = row_encoder(self.encoding, width=rows.shape[-1], kept=self.kept, seed=self.seed)
         return encoder(rows, held=held, wanted=wanted)
 
     @property
     def coded(self) -> bool:
-        """Whether numbers travel as codes."""
+        """Whether the encoding sends 8-bit codes."""
         return self.encoding in _CODED
 
     def codes(self, rows: FloatArray) -> CodeArray:
-        """Rows [n, W] in one of the coded encodings, each by itself, as the engine makes them."""
+        """Encodes rows [n, W] one by one to [n, bytes], in the layout that the engine makes."""
         if self.encoding == tensor_pb2.ENCODING_TOPK8:
             return split_rows(encode_topk8(rows, self.kept), len(rows), self.kept)
         if self.encoding == tensor_pb2.ENCODING_RP8:
@@ -58,7 +58,7 @@ class Form:
         return split_rows(encode_full8(rows), len(rows))
 
     def tensor_of_codes(self, rows: CodeArray, width: int, wanted: FloatType) -> tensor_pb2.Tensor:
-        """The tensor of rows [..., bytes] that are coded each by itself, W numbers before that."""
+        """The tensor of rows [..., bytes] that were coded one by one, from `width` numbers each."""
         kept = self.kept if self.encoding == tensor_pb2.ENCODING_TOPK8 else 0
         payload = join_rows(rows.reshape(-1, rows.shape[-1]), kept)
         return self.tensor(payload, (*rows.shape[:-1], width), wanted)
@@ -66,7 +66,7 @@ class Form:
     def tensor(
         self, payload: bytes, shape: tuple[int, ...], wanted: FloatType
     ) -> tensor_pb2.Tensor:
-        """The tensor of rows [..., W] that are coded in a payload."""
+        """The tensor of a payload that encodes rows [..., W]."""
         *labels, width = shape
         projects = self.encoding == tensor_pb2.ENCODING_RP8
         last = self.kept if projects else width
@@ -79,7 +79,7 @@ class Form:
         return sent
 
     def row_bytes(self, width: int, kind: FloatType) -> int:
-        """Bytes of payload of a row, at most."""
+        """The most bytes that the payload of one row can take."""
         if self.encoding == tensor_pb2.ENCODING_FULL8:
             return 8 + width
         if self.encoding == tensor_pb2.ENCODING_RP8:
@@ -91,7 +91,7 @@ class Form:
         return width * kind.itemsize
 
     def work(self, width: int) -> int:
-        """Bytes that encoding goes over beside the rows; see `offload`."""
+        """Bytes that the encoder reads beside the rows; see `offload`."""
         return 4 * self.kept * width if self.encoding == tensor_pb2.ENCODING_RP8 else 0
 
 
@@ -104,13 +104,13 @@ _CODED = (tensor_pb2.ENCODING_FULL8, tensor_pb2.ENCODING_RP8, tensor_pb2.ENCODIN
 def row_encoder(
     encoding: tensor_pb2.Encoding.ValueType, *, width: int, kept: int = 0, seed: int = 0
 ) -> RowEncoder:
-    """What encodes the rows of a capture.
+    """Returns the encoder for the rows of a capture.
 
     Args:
-        encoding: a known one.
+        encoding: a known encoding.
         width: W of the rows.
         kept: K of RP8 and TOPK8, 1 to W.
-        seed: of RP8.
+        seed: the seed of RP8.
     """
     if encoding == tensor_pb2.ENCODING_RAW:
         return encode_rows
