@@ -1,47 +1,46 @@
-"""Limits that are the same for every server; `GetModel` reports them."""
+"""Limits that are the same for every server. `GetModel` reports them."""
 
 MIB = 1 << 20
 
 CONTROL_MESSAGE_BYTES = 4 * MIB
-"""Largest request of EngineService."""
+"""Largest request of EngineService, in bytes."""
 
 TENSOR_MESSAGE_BYTES = 16 * MIB
-"""Largest request of the other services; gRPC itself refuses larger ones."""
+"""Largest request of the other services, in bytes. gRPC itself refuses larger requests."""
 
 REQUESTS_BYTES = 512 * MIB
-"""Bytes of all requests together that have more than `OFFLOAD_BYTES`, while their calls run."""
+"""Bytes of all requests larger than `OFFLOAD_BYTES`, while their calls run."""
 
 CONTROL_RPCS = 64
-"""Calls of EngineService at a time. The flag `--maximum-concurrent-rpcs` limits the others."""
+"""Concurrent calls of EngineService. The flag `--maximum-concurrent-rpcs` limits other calls."""
 
 FIRST_MESSAGE_SECONDS = 30.0
-"""Seconds that the first message of a call may take from the call's beginning."""
+"""Seconds from the start of a call until its first message must be complete."""
 
 FIRST_READS = 32
-"""Calls whose first message is on its way at a time: up to 512 MiB, which gRPC keeps."""
+"""Calls whose first message is read at a time. gRPC keeps up to 512 MiB of these messages."""
 
 LOOKAHEAD_BYTES = 256 << 10
-"""Bytes that gRPC keeps of a call whose next message nobody reads yet."""
+"""Bytes that gRPC receives of a call ahead of the server's reads."""
 
 FIRST_READ_SECONDS = 2.0
-"""Seconds that a first message may take while other calls wait to be read."""
+"""Seconds within which a first message must be complete while other calls wait to be read."""
 
 STATUS_SECONDS = 10.0
-"""Seconds for which a call that has failed keeps its place while its client does not read the
-status."""
+"""Seconds that a failed call waits for its client to read the status. It counts as running until
+then."""
 
 UPLOAD_GRACE_SECONDS = 10.0
-"""Seconds that an upload may be late. It is late when fewer bytes have come than
-`UPLOAD_BYTES_PER_SECOND` asks for."""
+"""Seconds at the start of an upload that do not count for `UPLOAD_BYTES_PER_SECOND`."""
 
 UPLOAD_BYTES_PER_SECOND = 256 << 10
-"""Slowest pace of an upload, because it holds room that others need."""
+"""Slowest average speed of an upload. A slower upload would keep room that other uploads need."""
 
 VECTOR_BYTES = 64 * MIB
 """Largest vector in an upload."""
 
 UPLOADED_BYTES = 512 * MIB
-"""Bytes of vectors that all uploads on their way together may have."""
+"""Most bytes of vectors in all unfinished uploads."""
 
 INLINE_VECTOR_BYTES = 8 * MIB
 """Largest vector inside a request."""
@@ -57,25 +56,25 @@ SHARED_BYTES = 64 << 10
 """Payloads from this size on go through shared memory, where it is used."""
 
 OFFLOAD_BYTES = 64 << 10
-"""Work on more bytes than this leaves the event loop."""
+"""Work on more bytes runs on a thread, not on the event loop."""
 
 LARGE_MESSAGE_BYTES = 2 << 20
-"""Messages of more bytes than this are parsed one at a time, because Python parses on the event
-loop and everything else waits for it. A chunk of an upload has less."""
+"""Messages of more bytes are decoded in turns, because the event loop decodes them and every stream
+waits. A chunk of an upload is smaller."""
 
 MESSAGE_FIELDS = 1 << 19
-"""Most fields of a message, at all depths together; packed numbers are one field. 16 captures of
-4096 named readouts have 200,000."""
+"""Most fields of a message, at all depths together. Packed numbers are one field. For comparison,
+16 captures with 4096 named readouts each have 200,000 fields."""
 
 FIELD_BYTES = 64
-"""Memory of a field of a decoded message beside its bytes, about."""
+"""Approximate memory of a field of a decoded message, without the field's bytes."""
 
 LARGE_REQUEST_BYTES = 16 << 10
-"""Larger requests are checked a few at a time."""
+"""Requests of more bytes are large; see `LARGE_REQUESTS`."""
 
 LARGE_REQUESTS = 2
-"""Large requests that are checked at a time. Others wait their turn, so that the results of their
-checks do not all reach the event loop in one iteration."""
+"""Large requests that are checked or explained at a time. The others wait in turn, so that not all
+results reach the event loop in one iteration."""
 
 PAGE_ENTRIES = 1000
 """Most entries of a page of a listing."""
