@@ -1,7 +1,8 @@
-"""A request that its client may change while it runs.
+"""A session: a request whose steering its client may change while it runs.
 
-Invariants: steering is changed by one update after the other; each is answered once, and before the
-receipt if it came before the last sample ended; one that is refused changes nothing.
+Invariants: updates of the steering are carried out one after the other. Each update is answered
+once. If it came before the last sample ended, its answer precedes the receipt. A refused update
+changes nothing.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ Answer = generation_service_pb2.SessionResponse
 
 
 class _Update(NamedTuple):
-    """New steering."""
+    """An update of the steering."""
 
     number: int
     steering: steering_pb2.Steering
@@ -59,10 +60,10 @@ class _Update(NamedTuple):
 async def run_session(
     messages: AsyncIterator[Message], host: EngineHost
 ) -> AsyncGenerator[Answer, None]:
-    """Runs a request as its client's messages say, and says what happens.
+    """Runs a session: carries out its client's messages, and yields its answers.
 
     Raises:
-        RheostatError: it could not begin, or failed.
+        RheostatError: the request could not start, or failed.
     """
     request = await _opening(messages)
     begun = False
@@ -105,7 +106,7 @@ def _to_wire(happening: Response | Notice) -> Answer:
 
 
 class _Control:
-    """Carries out what a client says of a request in flight."""
+    """Carries out a client's messages to a running request."""
 
     def __init__(self, admitted: Admitted, flight: Flight, host: EngineHost) -> None:
         self._admitted = admitted
@@ -115,13 +116,13 @@ class _Control:
             one for one in admitted.interventions if one.origin == receipt_pb2.ORIGIN_GLOBAL
         )
         self._spent = 0
-        """Effort that the plan and its changes are worth, once it is known."""
+        """Effort of the plan and its updates; 0 before the first update."""
         self._applied = 0
         self._last_number = 0
         self._updates: asyncio.Queue[_Update | None] = asyncio.Queue()
 
     async def listen(self, messages: AsyncIterator[Message]) -> None:
-        """Hears the client to the end, and carries out what it says."""
+        """Reads the client's messages to the end, and carries them out."""
         worker = asyncio.create_task(self._work())
         try:
             async for message in messages:
@@ -130,7 +131,7 @@ class _Control:
             await worker
         except RheostatError as error:
             self._flight.fail(error)
-        except Exception as error:  # a task's end: whatever it is, the request must hear of it
+        except Exception as error:  # the task ends here, so any error must fail the request
             _LOG.error("session %s failed", self._admitted.request_id, exc_info=error)
             self._flight.fail(Defect("the server could not hear the session"))
         finally:
@@ -153,7 +154,7 @@ class _Control:
             self._flight.answer(_refused(message.update_id, error))
 
     def _begin(self, message: Message) -> None:
-        """Ends the request, or lets new steering wait for its turn.
+        """Ends the request, or queues an update.
 
         Raises:
             RheostatError: the message is refused.
@@ -191,12 +192,12 @@ class _Control:
                 self._flight.fail(error)
             except RheostatError as error:
                 self._flight.answer(_refused(update.number, error))
-            except Exception as error:  # a task's step: the request must hear of it
+            except Exception as error:  # no caller awaits this, so any error fails the request
                 _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
                 self._flight.fail(Defect("the server could not carry an update out"))
 
     async def _apply(self, update: _Update) -> generation_pb2.UpdateApplied:
-        """Puts new steering in force.
+        """Applies an update.
 
         Raises:
             EngineLost, Defect: the request has failed.
@@ -247,7 +248,11 @@ class _Control:
         )
 
     async def _put(self, life: Life, plan: Plan) -> int | None:
-        """Puts a plan's acts in force for one sample once the engine has it; None if it ended."""
+        """Applies a plan's acts to a sample as soon as the engine runs it.
+
+        Returns:
+            The first position on which they act; None if the sample has ended.
+        """
         await life.known.wait()
         if life.ended or not life.installed:
             return None
