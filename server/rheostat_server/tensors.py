@@ -1,7 +1,7 @@
 """Tensors of requests and of captured rows: little-endian bytes with a dtype and a shape.
 
-Length is checked against dtype and shape before anything else. numpy has no bfloat16: its bits are
-stored in uint16.
+The length of a raw payload is checked against dtype and shape before the bytes are read. numpy has
+no bfloat16, so its bits are stored in uint16.
 """
 
 import math
@@ -51,12 +51,12 @@ class FloatType(Enum):
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        """How numpy holds an element: of bfloat16 its bits."""
+        """The numpy type that stores an element; uint16 for bfloat16."""
         return STORAGE[self.dtype]
 
     @property
     def wire(self) -> tensor_pb2.Dtype.ValueType:
-        """The value of the wire's enum."""
+        """Its value of the enum on the wire."""
         return TO_WIRE[self.dtype]
 
     @property
@@ -74,17 +74,17 @@ _OVERFLOW = {
 
 
 def float32(value: float) -> float:
-    """A number as a float field can hold it: rounded, and at most the largest finite float32."""
+    """Rounds a number for a float field, which must not exceed the largest finite float32."""
     limit = float(np.finfo(np.float32).max)
     return min(float(value), limit) if math.isfinite(value) else limit
 
 
 def float_type(dtype: int, path: str) -> FloatType:
-    """The float type that a wire value names.
+    """The float type of a value of the enum on the wire.
 
     Raises:
-        UnknownEnum: it names nothing.
-        InvalidValue: it names a type that rows and vectors cannot have.
+        UnknownEnum: the enum has no such value.
+        InvalidValue: rows and vectors cannot have this type.
     """
     known_enum(dtype, tensor_pb2.Dtype.values(), path)
     name = FROM_WIRE.get(tensor_pb2.Dtype.ValueType(dtype))
@@ -94,11 +94,11 @@ def float_type(dtype: int, path: str) -> FloatType:
 
 
 def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) -> bytes:
-    """The elements of a tensor in a request, as many as its shape wants.
+    """Returns the bytes of a request's tensor, decompressed, after checks.
 
     Raises:
-        MissingField: it has no payload.
-        InvalidValue: rank, encoding or kind of payload is not for requests.
+        MissingField: there is no payload.
+        InvalidValue: requests must not have this rank, encoding or kind of payload.
         TensorPayload: the length or the checksum is wrong, or it is no LZ4 frame of that length.
     """
     if len(tensor.shape) > TENSOR_RANK:
@@ -137,7 +137,7 @@ def _check_encoding(tensor: tensor_pb2.Tensor, path: str) -> None:
 
 
 def widen(data: bytes, kind: FloatType) -> FloatArray:
-    """The elements as float32, exactly. Shape [elements]."""
+    """Widens elements to float32, exactly; [elements]."""
     return widened(np.frombuffer(data, dtype=kind.numpy), kind)
 
 
@@ -147,7 +147,7 @@ def encode_rows(
     held: FloatType,
     wanted: FloatType,
 ) -> tensor_pb2.Tensor:
-    """A raw tensor of rows, with its checksum; narrowing rounds to nearest, ties to even."""
+    """Makes a raw tensor of rows, with a checksum. Narrowing rounds to nearest, ties to even."""
     payload = converted(rows, held=held, wanted=wanted).tobytes()
     return tensor_pb2.Tensor(
         dtype=wanted.wire,
@@ -159,7 +159,7 @@ def encode_rows(
 
 
 def converted(rows: StoredArray, *, held: FloatType, wanted: FloatType) -> StoredArray:
-    """Rows in another type; in their own, every bit stays."""
+    """Converts rows from type `held` to `wanted`. If both are equal, every bit stays."""
     if held is wanted:
         return np.ascontiguousarray(rows, dtype=held.numpy)
     return narrow(widened(rows, held), wanted.dtype)
@@ -171,5 +171,5 @@ def stack_rows(parts: Sequence[StoredArray]) -> StoredArray:
 
 
 def widened(raw: StoredArray, kind: FloatType) -> FloatArray:
-    """Rows as float32, exactly."""
+    """Widens rows to float32, exactly."""
     return widen_stored(raw, kind.dtype)
