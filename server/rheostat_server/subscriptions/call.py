@@ -1,7 +1,7 @@
-"""One call of Subscribe: what its client says is carried out while what it gets is sent.
+"""One call of Subscribe: carries out its client's messages while it sends events.
 
-Invariant: the subscription outlives the call unless the client closes its side, or it fails. What
-the client says before it leaves is carried out before the call ends.
+Invariant: the subscription outlives the call, unless it fails or the client closes its side of the
+stream. The client's messages are carried out before the call ends.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from rheostat_wire.v1 import capture_service_pb2
 Message = capture_service_pb2.SubscribeRequest
 
 _FIRST_WORD = 1.0
-"""Seconds that the first message of a call gets on a server that refuses it in any case."""
+"""Seconds for the first message of a call, on a server that refuses every call."""
 
 _LAST_WORD = 0.2
-"""Seconds after which the end of what a client says counts as its wish, not as a broken
-connection, of which the call hears at once."""
+"""Seconds after the end of the client's stream, after which the subscription is closed. If the
+connection broke instead, the call is cancelled earlier, and the subscription stays."""
 
 
 async def subscribe(
@@ -34,12 +34,12 @@ async def subscribe(
     """Answers a call of Subscribe.
 
     Args:
-        messages: what its client says.
-        subscriptions: those that are open.
-        attach: lets one take part in the requests that already run.
+        messages: the client's messages.
+        subscriptions: the open subscriptions.
+        attach: joins a new subscription to requests that already run.
 
     Raises:
-        RheostatError: it cannot be served, or the subscription has failed.
+        RheostatError: the call is refused, or the subscription has failed.
     """
     wish = await _opening(messages)
     if wish.HasField("resume"):
@@ -83,10 +83,11 @@ async def subscribe(
 
 
 async def refuse_resumption(messages: AsyncIterator[Message]) -> None:
-    """Refuses to resume a subscription on a server that loads its model and so has opened none.
+    """Refuses to resume a subscription while the server loads its model.
 
     Raises:
-        SubscriptionNotFound: the client's first message resumes one.
+        SubscriptionNotFound: the client's first message resumes a subscription. The subscription
+            ended with an earlier server, because this server has not opened any yet.
     """
     with contextlib.suppress(TimeoutError, MissingField):
         async with asyncio.timeout(_FIRST_WORD):
@@ -106,7 +107,7 @@ async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.Subs
 async def _hear(
     messages: AsyncIterator[Message], subscription: Subscription, call: object, left: asyncio.Event
 ) -> None:
-    """Carries out what a client says; what is wrong ends its call."""
+    """Carries out the client's messages. An invalid message ends the call."""
     try:
         async for message in messages:
             if not subscription.read_by(call):

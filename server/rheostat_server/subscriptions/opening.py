@@ -1,4 +1,4 @@
-"""A message that opens a subscription, checked and worked out off the event loop."""
+"""Checks and resolves the message that opens a subscription, on threads if it is large."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,15 +38,15 @@ from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a new subscription observes."""
+    """The requests and captures of a new subscription."""
 
     requests: ObservedRequests
-    """Which requests."""
+    """The filter for requests."""
     captures: ObservedCaptures
-    """What of them."""
+    """The captures of observed requests."""
     vectors: tuple[Vector, ...]
-    """What rows are projected on, each once. Names were looked up now: what they mean later is
-    another subscription's."""
+    """The vectors on which rows are projected, each once. Their names are resolved once, here. A
+    later change of a name does not affect the subscription."""
 
 
 async def check_opening(
@@ -57,18 +57,19 @@ async def check_opening(
     store: VectorStore,
     spools: bool,
 ) -> Opening:
-    """Checks what opens a subscription, but the memory that it asks for.
+    """Checks the message that opens a subscription, except for the memory that it asks for.
 
     Args:
-        wish: as it came.
+        wish: the message.
         model: the model's sites.
-        typical: stands for the requests to come.
+        typical: a context that stands for later requests.
         store: the stored vectors.
         spools: whether rows can wait on disk.
 
     Raises:
-        InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
-        NotFound: a vector is not stored or a name not known.
+        InvalidArgument, FailedPrecondition: the message is malformed, or the server does not
+            support what it asks for.
+        NotFound: a vector or a name of a vector is not stored.
     """
     size = wish.ByteSize()
     if not wish.HasField("filter"):
@@ -109,7 +110,7 @@ def _check_selectors(wish: capture_service_pb2.SubscribeOpen) -> None:
 def _draft(
     specs: Sequence[capture_pb2.CaptureSpec], model: ModelSites, typical: SelectionContext
 ) -> list[ResolvedCapture]:
-    """Captures without what their rows are projected on."""
+    """Resolves captures, without the vectors on which rows are projected."""
     found = []
     for number, spec in enumerate(specs):
         path = f"open.captures[{number}]"

@@ -1,8 +1,8 @@
-"""A subscription: what its reader is sent, in order, and what is kept until it says that it has it.
+"""A subscription: sends events to its reader in order, and keeps them until they are acknowledged.
 
-Invariants: sequence numbers rise by one and are given when something is first sent; what was sent
-stays, byte for byte, until it is acknowledged; no payload leaves without credit. A connection that
-breaks loses nothing but its credit.
+Invariants: an event gets the next sequence number when it is first sent. A sent event is kept, byte
+for byte, until it is acknowledged. No payload is sent without credit. If a connection breaks, only
+its credit is lost.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 _pb = capture_service_pb2
 
 _UNACKNOWLEDGED = 256 << 10
-"""Bytes beyond the buffer at which nothing more is sent before something is acknowledged."""
+"""Unacknowledged bytes above the buffer's limit at which sending pauses."""
 
 
 _NO_ROOM = (
@@ -46,16 +46,16 @@ _NO_ROOM = (
 _SUPERSEDED = "another call resumed this subscription"
 
 _UNREAD = 16 << 20
-"""Bytes beside the buffer that requests may take that have ended and were not read to their end; or
-as many as the buffer, if that is larger."""
+"""Bytes, beside the buffer, that ended requests may take before they are read to their end. If the
+buffer is larger, they may take as many bytes as the buffer."""
 
 
 def _ignore(_: RheostatError) -> None:
-    """Interrupts nothing."""
+    """Does nothing, because there is no call to interrupt."""
 
 
 class Subscription:
-    """A reader's view of some requests. Lives on the event loop."""
+    """The events of some requests for one reader. Used on the event loop alone."""
 
     def __init__(
         self,
@@ -71,27 +71,28 @@ class Subscription:
         losses: Losses | None = None,
         spillway: Spillway | None = None,
     ) -> None:
-        """A subscription that nobody reads yet.
+        """No call reads the subscription yet.
 
         Args:
             name: its id.
-            requests: which requests it observes; None: none, it gets what they send here.
-            captures: what it captures of those that it observes.
-            overload: what happens when the reader is too slow.
+            requests: the requests that it observes; None if it receives only rows that requests
+                send to it.
+            captures: the captures of observed requests.
+            overload: the policy for a reader that is too slow.
             buffer_bytes: bytes that may wait or be unacknowledged.
             heartbeat: the longest silence, in seconds.
             resume_window: seconds that it waits for a reader whose connection broke.
-            on_failed: hears once of its failure.
-            losses: counts what is lost on the way to its reader.
-            spillway: where rows wait that find no room, if its policy is to spill.
+            on_failed: called once when it fails.
+            losses: counts rows that are lost before they reach the reader.
+            spillway: stores rows on disk that find no room, if its policy is to spill.
         """
         self.name = name
         self.captures = captures
-        """What it captures of the requests that it observes."""
+        """The captures of observed requests."""
         self.overload = overload
         self.failure: RheostatError | None = None
         self.ended = False
-        """Whether all has been said: it was closed, and everything was sent."""
+        """Whether it was closed, and all events were sent."""
         self.reservoir = Reservoir(buffer_bytes, self._overflow, losses)
         if spillway is not None and overload == capture_pb2.OVERLOAD_SPILL:
             spillway.open(self.reservoir, self._broken)
@@ -101,7 +102,7 @@ class Subscription:
         self._taps: dict[Tap, Callable[[RheostatError], None] | None] = {}
         self._tallies: dict[Tap, Tally] = {}
         self._unread: dict[Tap, int] = {}
-        """What weighs each request that has ended and was not read to its end."""
+        """Bytes of each ended request that was not read to its end."""
         self._unread_bytes = 0
         self._replay = Replay()
         self._call: object | None = None
@@ -112,16 +113,16 @@ class Subscription:
         self._closing = False
         self._reason: RheostatError | None = None
         self.carrier = Carrier()
-        """How payloads reach the reader."""
+        """Sends payloads to the reader, in messages or through shared memory."""
         self._upcoming = Upcoming(self.reservoir, self.carrier)
         self.attached: Sequence[Tap] = ()
-        """Those of requests that began before it."""
+        """Taps of requests that began before the subscription."""
         self.missed: Sequence[Missed] = ()
         """Requests that it selects, that began before it, and that it could not join."""
         self.on_left: Callable[[], None] = lambda: None
-        """Hears once that it takes nothing more."""
+        """Called when it takes no more rows."""
         self.vectors: Sequence[Vector] = ()
-        """What its rows are projected on, each once."""
+        """The vectors on which its rows are projected, each once."""
         self._requests = requests
 
     @property
@@ -130,11 +131,11 @@ class Subscription:
         return self._call is not None
 
     def read_by(self, call: object) -> bool:
-        """Whether this call reads it."""
+        """Whether the call `call` reads it."""
         return self._call is call
 
     def interrupt(self, call: object, error: RheostatError) -> None:
-        """Ends a call that reads it, with an error; it stays."""
+        """Ends the call that reads it with an error. The subscription itself stays."""
         if self._call is call:
             self._interruption = error
             self.reservoir.news.set()
@@ -145,7 +146,10 @@ class Subscription:
         return not self._closing and not self.ended and self.failure is None
 
     def refuse(self, tap: Tap, numbers: Collection[int], reason: str = "") -> None:
-        """The engine cannot do some captures of a tap; where no row may be lost, it fails."""
+        """Removes captures of a tap for which the engine has no room.
+
+        If the policy allows no lost rows, the subscription fails.
+        """
         tap.refuse(numbers)
         if self.overload in (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL):
             self.fail(
@@ -155,7 +159,7 @@ class Subscription:
             )
 
     def miss(self, tap: Tap, reason: str) -> None:
-        """It gets nothing of what it observes of a request. If no row may be lost, it fails."""
+        """Notes that it misses a request. If the policy allows no lost rows, it fails."""
         tap.missed = reason
         self.refuse(tap, (), f"a request cannot be observed: {reason}")
 
@@ -173,14 +177,14 @@ class Subscription:
         held: FloatType,
         fail: Callable[[RheostatError], None] | None,
     ) -> Tap:
-        """A tap whose rows come here.
+        """Adds a tap, which sends rows of a request to this subscription.
 
         Args:
             request_id: the request.
             prompt: its tokens.
-            captures: what is wanted of it, by number.
+            captures: its captures for this subscription, by number.
             held: element type in which rows come.
-            fail: ends the request; None where a full buffer ends the subscription instead.
+            fail: fails the request when the buffer is full; None if the subscription fails instead.
         """
         tap = Tap(
             request_id, prompt, captures, held, self.overload, self.reservoir, self._request_ended
@@ -190,20 +194,23 @@ class Subscription:
         return tap
 
     def allow(self, size: int) -> None:
-        """More payload may be sent.
+        """Grants credit for more payload.
+
+        Args:
+            size: bytes.
 
         Raises:
-            InvalidValue: it allows nothing.
+            InvalidValue: it is 0.
         """
         self._credit.grant(size)
         self._size_chunks()
         self.reservoir.news.set()
 
     def acknowledge(self, sequence: int) -> None:
-        """The reader has everything up to a sequence number.
+        """Removes the events up to a sequence number, because the reader has them.
 
         Raises:
-            InvalidValue: it was never sent.
+            InvalidValue: the number was never sent.
         """
         self._replay.check(sequence, "ack.sequence")
         for sent in self._replay.acknowledge(sequence):
@@ -212,16 +219,16 @@ class Subscription:
         self.reservoir.news.set()
 
     def prove(self, nonce: bytes) -> None:
-        """The reader shows that it reads the shared memory; see `Carrier.prove`."""
+        """Checks the reader's proof that it reads the shared memory; see `Carrier.prove`."""
         self.carrier.prove(nonce)
         self._size_chunks()
 
     def resume_after(self, sequence: int) -> None:
-        """Checks a cursor, and takes it for an acknowledgement.
+        """Checks the cursor of a resuming reader, and acknowledges the events up to it.
 
         Raises:
-            InvalidValue: it was never sent.
-            CursorExpired: what follows it is not kept any more.
+            InvalidValue: the number was never sent.
+            CursorExpired: events after the cursor were already discarded.
             RheostatError: the subscription has failed.
         """
         if self.failure is not None:
@@ -238,10 +245,10 @@ class Subscription:
         self.acknowledge(sequence)
 
     def close(self, reason: RheostatError | None = None) -> None:
-        """Takes nothing more; what waits is sent, without need of credit, then it ends.
+        """Takes no more rows. Waiting events are sent without credit; then the subscription ends.
 
         Args:
-            reason: the error with which its call ends then. None: its client closed it, so the
+            reason: the error with which its call ends; None if its client closed it, so that the
                 call ends with OK.
         """
         if reason is None or not self._closing:
@@ -254,7 +261,7 @@ class Subscription:
         self.reservoir.news.set()
 
     def fail(self, error: RheostatError) -> None:
-        """Ends it with an error; what waits is lost."""
+        """Ends it with an error. Waiting events are lost."""
         if self.failure is None and not self.ended:
             self.failure = error
             for tap in list(self._taps):
@@ -276,15 +283,16 @@ class Subscription:
         credit: int,
         interrupt_write: Callable[[RheostatError], None] = _ignore,
     ) -> AsyncGenerator[Response, None]:
-        """What a call sends, from what is first unacknowledged on.
+        """Yields the responses of a call, from the first unacknowledged event on.
 
         Args:
-            call: identifies it; a later call ends an older one.
-            credit: bytes of payload that may be sent at once.
-            interrupt_write: ends the call with an error while it waits for its client to read.
+            call: identifies the call. A later call ends an earlier one.
+            credit: bytes of payload that may be sent at first.
+            interrupt_write: ends the call with an error, even while a write waits for the client to
+                read.
 
         Raises:
-            Superseded: another call has taken over.
+            Superseded: a later call reads the subscription.
             RheostatError: the subscription has failed, or was closed with this error.
         """
         interrupt_older, self._interrupt_write = self._interrupt_write, interrupt_write
@@ -325,7 +333,7 @@ class Subscription:
             silent_until = time.monotonic() + self._heartbeat
 
     def leave(self, call: object) -> None:
-        """A call has ended."""
+        """Notes that a call has ended."""
         if self._call is call:
             self._call = None
             self._interrupt_write = _ignore
@@ -339,7 +347,7 @@ class Subscription:
             raise self.failure
 
     async def _after(self, sequence: int, call: object) -> Sent | None:
-        """What comes after a sequence number, if its payload is allowed."""
+        """The event after a sequence number; None if there is none, or too little credit."""
         self.reservoir.news.clear()
         sent = self._replay.after(sequence)
         if sent is not None:
@@ -369,7 +377,7 @@ class Subscription:
         self._unread_bytes -= self._unread.pop(tap, 0)
 
     def _request_ended(self, tap: Tap) -> None:
-        """A request has ended, or has never begun."""
+        """Handles the end of a request, or of a request that never started."""
         if tap.discarded:
             self._forget(tap)
             self.reservoir.news.set()
@@ -389,12 +397,12 @@ class Subscription:
             )
 
     def expect(self, credit: int) -> None:
-        """The first call will begin with so much credit; what is cut before goes through it."""
+        """Sizes chunks for the credit of the first call, before that call begins."""
         self._credit.window = credit
         self._size_chunks()
 
     def _size_chunks(self) -> None:
-        """What is cut from now on goes through the credit of this call."""
+        """Sizes new chunks so that each fits the credit of the call."""
         self.reservoir.chunk_bytes = self.carrier.chunk_bytes(
             self.reservoir.limit, self._credit.window
         )
@@ -412,7 +420,7 @@ class Subscription:
         )
 
     def _broken(self, error: RheostatError) -> None:
-        """Rows that waited are gone: it fails, and with it the requests that sent rows here."""
+        """Fails the subscription and the requests that send rows to it, because rows were lost."""
         senders = [fail for fail in self._taps.values() if fail is not None]
         self.fail(error)
         for fail in senders:
