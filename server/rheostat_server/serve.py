@@ -99,29 +99,30 @@ _OPTIONS = (
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _SWITCH_INTERVAL = 0.0005
-"""Seconds after which a thread of Python yields to another one that waits.
+"""Seconds after which a Python thread releases the GIL to another thread that waits.
 
-The event loop yields at each call of a socket. While a thread resolves or tokenises a long request,
-the loop then waits so long each time. On two busy cores, a health check beside 16 clients that
-connect anew took up to 98 ms with Python's 5 ms, and takes 42 ms now. A token costs the same.
+The event loop releases the GIL at each socket call. If another thread resolves or tokenises a long
+request, the loop then waits for this interval. On two busy cores, a health check beside 16 clients
+that reconnect took up to 98 ms with Python's default of 5 ms. With this interval it takes 42 ms,
+and a token costs the same.
 """
 
 _LAST_CALLS = 5.0
-"""Seconds that calls get to finish once the engine has drained."""
+"""Seconds that calls have to finish after the engine has drained."""
 
 _LAST_WORDS = 0.5
-"""Seconds for statuses to leave; connections that are idle do not hold the server up longer."""
+"""Seconds to send the last statuses. After that, idle connections are closed."""
 
 
 BackendFactory = Callable[[ServerConfig], Awaitable[Backend]]
-"""Brings an engine up."""
+"""Starts an engine."""
 
 
 class RunningServer:
-    """A server that listens. `load` makes it serve, `stop` ends it."""
+    """A server: `bind` makes it listen, `load` makes it serve, `stop` ends it."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """A server that does not listen yet; see `bind`."""
+        """The server does not listen yet."""
         self.readiness = Readiness(_SERVICES)
         self.port = config.port
         self._config = config
@@ -137,7 +138,7 @@ class RunningServer:
         self._host: EngineHost | None = None
 
     async def bind(self) -> None:
-        """Listens; health says NOT_SERVING, rpcs answer that the model is being loaded.
+        """Listens. Health reports NOT_SERVING, and rpcs fail because the model is being loaded.
 
         Raises:
             PortInUse: the address cannot be listened on.
@@ -162,7 +163,8 @@ class RunningServer:
             CaptureService(self.readiness), server
         )
         run_service_pb2_grpc.add_RunServiceServicer_to_server(RunService(self.readiness), server)
-        # The rpcs of these are not served yet. Their generated stand-ins are refused by name.
+        # The rpcs of these services are not served yet. The interceptor refuses their generated
+        # methods by name.
         patch_service_pb2_grpc.add_PatchServiceServicer_to_server(
             patch_service_pb2_grpc.PatchServiceServicer(), server
         )
@@ -229,17 +231,17 @@ class RunningServer:
 
 
 def _address(host: str, port: int) -> str:
-    """As gRPC writes it."""
+    """The address in gRPC's notation."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check_address(host: str, port: int) -> None:
-    """Checks that the address can be listened on.
+    """Checks that the server can listen on the address.
 
-    gRPC would find the same, but writes lines of its own to stderr first.
+    gRPC would find the same error, but prints its own lines to stderr first.
 
     Raises:
-        PortInUse: it cannot.
+        PortInUse: the server cannot listen on it.
     """
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -305,7 +307,8 @@ async def start(config: ServerConfig, bring_up: BackendFactory = start_backend) 
 def run(config: ServerConfig) -> int:
     """Serves until a signal, the Drain rpc or the engine's end ends it; the exit status.
 
-    0: ended as told. Otherwise the `exit_code` of the `ServerFailed`, which is printed.
+    The status is 0 after a signal or a drain. Otherwise it is the `exit_code` of a `ServerFailed`,
+    whose text is printed.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
@@ -320,7 +323,7 @@ def run(config: ServerConfig) -> int:
 
 
 async def _serve(config: ServerConfig) -> None:
-    """Serves until told to end.
+    """Serves until a signal, the Drain rpc or the engine's end ends it.
 
     Raises:
         StartupError: the server cannot start.
@@ -343,7 +346,7 @@ async def _serve(config: ServerConfig) -> None:
             await _abandon(loading)
     finally:
         ending.cancel()
-        gc.unfreeze()  # vLLM's finalizers run when its objects are collected
+        gc.unfreeze()  # otherwise vLLM's objects are never collected, nor their finalizers run
         await server.stop()
     if server.readiness.lost:
         raise EngineDied(f"the server has ended: {server.readiness.lost}")
@@ -352,18 +355,20 @@ async def _serve(config: ServerConfig) -> None:
 async def _bring_up(config: ServerConfig) -> Backend:
     """Starts the backend, and excludes all objects that exist then from garbage collections.
 
-    vLLM and what it imports leave about a million objects. A full collection looks at each of them,
-    on whichever thread begins it, and the event loop waits until it ends.
+    vLLM and its imports leave about a million objects. A full collection visits each of them, and
+    holds the GIL, so that the event loop waits until the collection ends.
     """
     backend = await start_backend(config)
     gc.collect()
     gc.freeze()
-    gc.collect()  # Python delays full collections by what the last one found: nothing from now on
+    # Python delays the next full collection in proportion to the objects that the last one left.
+    # Without this call, that number would include the frozen objects.
+    gc.collect()
     return backend
 
 
 async def _abandon(loading: asyncio.Task[None]) -> None:
-    """Ends a load that nobody waits for any more: without its processes it fails at once."""
+    """Ends a load by killing its processes, because the server was told to end meanwhile."""
     _LOG.info("told to end while the model is being loaded")
     while not loading.done():
         for child in multiprocessing.active_children():
