@@ -149,10 +149,10 @@ class Backend(Protocol):
         """
 
     async def forget(self, names: Sequence[str]) -> bool:
-        """Releases preparations by name, and a part of what no request uses.
+        """Releases preparations by name, and a part of the tables that no request uses.
 
         Returns:
-            Whether the workers hold more that no request uses.
+            Whether the workers hold more tables that no request uses.
 
         Raises:
             EngineLost: the engine is gone.

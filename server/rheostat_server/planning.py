@@ -149,13 +149,13 @@ def check_affordable(spent: int, plan: Plan) -> int:
 def check_ranges(
     steering: steering_pb2.Steering, captures: Sequence[capture_pb2.CaptureSpec] = ()
 ) -> None:
-    """Limits interventions, captures, and the ranges of all selectors together.
+    """Limits the interventions, the captures, and the ranges of all selectors.
 
-    Runs before anything else goes through them, because a message may hold 500,000 captures.
+    Runs before any other check, because a message may hold 500,000 captures.
 
     Raises:
-        InvalidValue: there are too many; the path of ranges is that of the selector that is too
-            much.
+        InvalidValue: there are too many. If there are too many ranges, the path is that of the
+            selector that exceeds the limit.
     """
     checks.at_most(len(steering.interventions), INTERVENTIONS, INTERVENTION_PATH, "interventions")
     checks.at_most(len(captures), CAPTURES, "captures", "captures")

@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 _LOCK = "lock"
 _EARLIER_NAMES = "names.json"
-"""Names as servers wrote them before the table."""
+"""The file in which earlier versions stored names."""
 _TENSOR = "vector"
 _STORE_TIME, _EARLIER_STORE_TIME = "store_time", "stored_at"
 _FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -154,7 +154,10 @@ class VectorFiles:
         self._names.delete_names([name])
 
     def _warn_of_earlier_names(self) -> None:
-        """A vector without its name may be evicted, so the log says which names are not read."""
+        """Logs a warning if names of an earlier version exist, because they are not read.
+
+        Vectors without a name may be evicted.
+        """
         path = self.folder / _EARLIER_NAMES
         if path.exists():
             _LOG.warning(

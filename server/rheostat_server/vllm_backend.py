@@ -190,7 +190,7 @@ class VllmBackend:
         return all(done for done, _ in answers), errors[0] if errors else ""
 
     async def forget(self, names: Sequence[str]) -> bool:
-        """Releases preparations by name, and a part of what no request uses."""
+        """Releases preparations by name, and a part of the tables that no request uses."""
         return any(cast(list[bool], await self._call("rheostat_forget", list(names))))
 
     async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
