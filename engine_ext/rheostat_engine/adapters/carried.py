@@ -1,7 +1,7 @@
-"""The plan that a request of vLLM's brings, as the scheduler needs it.
+"""Plans of vLLM's requests, as the scheduler needs them.
 
-Invariant: a plan is read once for each request. One that can't be read shares no block, captures
-nothing, and raises nothing: the worker fails its request.
+Invariant: a plan is read once for each request. A request whose plan can't be read shares no block
+and captures nothing. The scheduler does not raise, because the worker fails the request.
 """
 
 from typing import NamedTuple

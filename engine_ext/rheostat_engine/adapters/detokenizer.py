@@ -1,4 +1,4 @@
-"""Text of generated tokens without decoding all of the prompt, in the process that reads answers.
+"""Detokenizes generated tokens without decoding the whole prompt, in the server's process.
 
 vLLM gives the prompt to the stream that decodes a sample's tokens. The stream's first step decodes
 all of the prompt, on the event loop: 5 ms for 16,000 tokens. If the prompt is cached, all samples
@@ -21,7 +21,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 _NAME = "FastIncrementalDetokenizer"
 
 _LAST_TOKENS = 64
-"""Tokens of the prompt that are decoded; of a character at most four."""
+"""Tokens of the prompt that are decoded. A character takes at most four tokens."""
 
 _NO_CHARACTER = "\ufffd"
 """Stands in texts for bytes that are no character."""
@@ -31,7 +31,7 @@ class LastTokensDetokenizer(FastIncrementalDetokenizer):
     """Decodes generated tokens after the last tokens of their prompt."""
 
     def __init__(self, tokenizer: Any, request: EngineCoreRequest) -> None:  # vLLM's own
-        """A detokenizer of a request that has generated nothing."""
+        """Makes the detokenizer of a request that has generated nothing."""
         prompt, params = request.prompt_token_ids, request.sampling_params
         if prompt is not None and params is not None:
             skip = params.skip_special_tokens

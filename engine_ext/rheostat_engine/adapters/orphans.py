@@ -1,11 +1,12 @@
-"""The engine's process ends with the server that started it, even if that was killed.
+"""The engine's process ends with the server that started it, even if the server was killed.
 
-vLLM's workers watch the engine's process, but nobody tells the engine that its own parent is gone:
-it would keep the device's memory for ever. Nor may it finish what runs, which nobody reads.
-
-Why the engine leaves the server's process group: a signal to the group (Ctrl-C, `timeout`, a
-shell's job) would end vLLM's workers while the server lets its requests finish. The server alone
-ends the engine.
+Why the engine watches the server
+    vLLM's workers watch the engine's process, but vLLM's engine does not watch its own parent. It
+    would keep the device's memory for ever. It also must not finish running requests, because
+    nobody reads them.
+Why the engine leaves the server's process group
+    A signal to the group (Ctrl-C, `timeout`, a shell's job) would end vLLM's workers while the
+    server lets its requests finish. The server alone ends the engine.
 """
 
 import logging
@@ -20,23 +21,23 @@ from vllm.config import VllmConfig
 _LOG = logging.getLogger(__name__)
 
 _LOOK = 2.0
-"""Seconds between two looks."""
+"""Seconds between two checks of the parent."""
 _GRACE = 10.0
-"""Seconds that the engine has to end by itself, of which vLLM grants its workers nine. It can't
-end while it waits for another rank."""
+"""Seconds that the engine has to end by itself. vLLM gives its workers nine of them. The engine
+can't end while it waits for another rank."""
 
 
 def leave_group() -> None:
-    """Puts this process into a process group of its own, if it is a child of the server at all."""
+    """Gives this process a process group of its own, if it is a child of the server."""
     if multiprocessing.parent_process() is not None and os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
 
 
 def end_with_parent(config: VllmConfig) -> None:
-    """Watches over this process's parent, if it is a child at all, on a thread of its own.
+    """Watches the parent of this process on a thread, if this process is a child of the server.
 
     Args:
-        config: the engine's own, which says how long its requests may go on once it is to end.
+        config: the engine's config, which holds the time that requests have to finish at its end.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:

@@ -28,7 +28,7 @@ KeyFunction = Callable[[Request, int, int, int], ExtraKeys]
 
 
 def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # vLLM's own
-    """The scheduler that vLLM would have made, in a process that has been made ready for it."""
+    """Prepares this process, and makes the scheduler that vLLM would have made, with our parts."""
     install_block_keys()
     leave_group()
     end_with_parent(vllm_config)
@@ -45,7 +45,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
 
 
 def install_block_keys() -> None:
-    """From now on plans enter the hashes of this process's blocks."""
+    """Adds the keys of plans to the block hashes of this process."""
     stock: KeyFunction = getattr(kv_cache_utils, _NAME)
     if getattr(stock, "is_rheostat", False):
         return

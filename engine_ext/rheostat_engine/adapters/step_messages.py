@@ -1,10 +1,10 @@
-"""What a step's message to the workers holds of the plans of its new requests.
+"""Shares the tables of plans in the message of a step to the workers.
 
 With several worker processes, vLLM pickles each step's `SchedulerOutput` and sends it to all of
-them. Each new request brings its plan, and all samples of a request bring equal tables. `pickle`
-writes an object once, however often it is referred to.
+them. Each new request has its plan, and all samples of a request have equal tables. `pickle` writes
+an object only once, so equal tables are replaced by one object.
 
-Invariant: a message holds each table once. A plan that can't be read stays as it is, and the worker
+Invariant: a message holds each table once. A plan that can't be read is not changed, and the worker
 fails its request.
 """
 
@@ -18,7 +18,7 @@ _SCHEDULE = "schedule"
 
 
 def share_tables(scheduler: Scheduler) -> None:
-    """From now on this scheduler's outputs hold each table once."""
+    """Makes this scheduler put each table only once into an output."""
     stock = scheduler.schedule
 
     def schedule(throttle_prefills: bool = False) -> SchedulerOutput:
@@ -33,7 +33,7 @@ def share_tables(scheduler: Scheduler) -> None:
 
 
 def _share(params: SamplingParams, held: dict[bytes, Sealed]) -> None:
-    """Puts what was read of a request's plan in its place, with the tables of `held`."""
+    """Replaces the plan of a request by the plan as read, whose tables are those of `held`."""
     extra = params.extra_args
     if not extra or EXTRA_ARG not in extra:
         return

@@ -1,6 +1,6 @@
 """Methods of a worker that the server calls through `collective_rpc`.
 
-Invariant: each of these runs between two steps and returns plain data.
+Invariant: each method runs between two steps and returns plain data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class SiteRpc:
         }
 
     def rheostat_load_vectors(self, vectors: Mapping[str, tuple[Sequence[float], bytes]]) -> None:
-        """Keeps float32 vectors: hex digest -> (L2 norm of each row, little-endian [rows, W])."""
+        """Stores float32 vectors: hex digest -> (L2 norm of each row, little-endian [rows, W])."""
         contents, norms = {}, {}
         for name, (lengths, data) in vectors.items():
             digest = bytes.fromhex(name)
@@ -59,18 +59,18 @@ class SiteRpc:
         self._assembled.runtime.steering.load(contents, norms)
 
     def rheostat_drop_vectors(self, digests: Sequence[str]) -> None:
-        """Forgets vectors by hex digest."""
+        """Drops vectors by hex digest."""
         self._assembled.runtime.steering.drop([bytes.fromhex(digest) for digest in digests])
 
     def rheostat_update(self, name: str, wire: object, not_before: int) -> dict[str, object]:
-        """Changes what a running request does from its next step on; see `SiteRuntime.amend`."""
+        """Replaces a running request's acts from its next step on; see `SiteRuntime.amend`."""
         return self._assembled.runtime.amend(name, wire, not_before)._asdict()
 
     def rheostat_prepare(self, name: str, wire: object, effort: int) -> tuple[bool, str]:
         """Builds a part of a plan's tables; see `Preparations.go_on`.
 
         Returns:
-            Whether everything is built, and why it cannot be.
+            Whether everything is built, and the error if it cannot be built.
         """
         return self._assembled.runtime.preparations.go_on(name, wire, effort)
 
@@ -88,7 +88,7 @@ class SiteRpc:
         return runtime.steering.arrangements.collect(STEP_EFFORT)
 
     def rheostat_recapture(self, changes: Mapping[str, tuple[int, object, int] | None]) -> None:
-        """Changes what is captured of requests from their next steps on; see `SiteRuntime`."""
+        """Changes the captures of requests from their next steps on; see `SiteRuntime`."""
         self._assembled.runtime.recapture(
             {name: None if change is None else Change(*change) for name, change in changes.items()}
         )
@@ -98,7 +98,7 @@ class SiteRpc:
         self._random_state = np.random.get_state(), torch.random.get_rng_state(), _cuda_state()
 
     def rheostat_restore_random_state(self) -> None:
-        """Restores what was saved, as if no request had been sampled in the meantime."""
+        """Restores the saved state, as if no request had been sampled in the meantime."""
         numpy_state, cpu_state, cuda_state = self._random_state
         np.random.set_state(numpy_state)
         torch.random.set_rng_state(cpu_state)
@@ -106,7 +106,7 @@ class SiteRpc:
             torch.cuda.set_rng_state(cuda_state)
 
     def rheostat_stats(self) -> dict[str, object]:
-        """Counts since the start, and what is in use.
+        """Returns counts since the start, and the resources in use.
 
         Releases a part of the tables that no request uses, as an idle worker has no steps.
         """
