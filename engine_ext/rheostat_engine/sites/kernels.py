@@ -126,8 +126,8 @@ def _site_kernel(
                 -code, x, cell, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
             )
         if code != 0:
-            # A change of NaN, from infinity times 0, and an element that was not finite are left
-            # alone.
+            # Elements stay as they are if the change is NaN (from infinity times 0), or if the
+            # element was not finite.
             changes = (delta != 0) & (delta == delta) & (tl.abs(x) < float("inf"))
             down = tl.minimum(x, -limit) - x
             up = tl.maximum(x, limit) - x

@@ -1,14 +1,15 @@
-"""The site's op in plain torch: what runs on a CPU, and what every other implementation must equal.
+"""The site's op in plain torch: it runs on a CPU, and is the reference for other implementations.
 
-For each token x = gain * h + carried in float32. A program's steps change x in their order;
-`delta`, the sum of what they did, is added to h as delta / gain in float32 and rounded once.
+For each token, the stream is x = gain * h + carried in float32. A program's steps change x in their
+order. `delta`, the sum of their changes, is added to h as delta / gain in float32 and rounded once.
 Elements that don't change keep their bits.
 
-Why changed elements are limited: a norm of infinities is NaN, and NaN in the KV cache outlives its
-request. Attention multiplies what an earlier request left in a block by 0, which keeps NaN.
-
-Why s is limited and not h alone: the model adds h to `carried` in its own dtype, and adds the next
-branch to their sum. Each steered site would otherwise raise the sum by the limit.
+Why changed elements are limited
+    A norm of infinities is NaN, and NaN in the KV cache outlives its request: attention multiplies
+    stale elements of a block by 0, which keeps NaN.
+Why x is limited, and not h alone
+    The model adds h to `carried` in its own dtype, and adds the next branch to their sum. If only h
+    were limited, each steered site could raise the sum by the limit.
 """
 
 from typing import NamedTuple
@@ -19,16 +20,16 @@ from rheostat_engine.acts import Kind
 from rheostat_engine.core.buffers import SiteBuffers
 
 _LARGEST = 1e15
-"""Float32 holds the sum of squares of a million rows' elements of this size."""
+"""The sum of squares of a million elements of this size is still finite in float32."""
 
 
 class Limits(NamedTuple):
     """The largest magnitudes that a change gives to an element."""
 
     stream: float
-    """Of s. An element of s that is larger already may shrink, but does not grow."""
+    """For x. An element of x that is larger already may shrink, but does not grow."""
     own: float
-    """Of h: the largest number of its dtype."""
+    """For h: the largest number of its dtype."""
 
 
 def limits(dtype: torch.dtype) -> Limits:
@@ -43,13 +44,13 @@ def limits(dtype: torch.dtype) -> Limits:
 def run_site(
     h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
 ) -> None:
-    """Does what a site's instructions say.
+    """Carries out a site's instructions.
 
     Args:
-        h: [..., W], changed in place; narrower where nothing is ever changed.
-        carried: [..., W], the other part of the stream; None: h is all of it.
-        site: the instructions and what they refer to.
-        gain: what the model multiplies h by.
+        h: [..., W], changed in place; narrower at sites that are never changed.
+        carried: [..., W], the other part of the stream; None if h is the whole stream.
+        site: the instructions, and the tables to which they refer.
+        gain: the factor by which the model multiplies h.
     """
     width = h.shape[-1]
     h = h.view(-1, width)
@@ -110,7 +111,8 @@ def _change(
     down, up = x.clamp(max=-limit.stream) - x, x.clamp(min=limit.stream) - x
     changed = h[tokens].float() + delta.clamp(down, up) * (1 / gain)
     changed = changed.clamp(-limit.own, limit.own).to(h.dtype)
-    # A change of NaN, from infinity times 0, and an element that was not finite are left alone.
+    # Elements stay as they are if the change is NaN (from infinity times 0), or if the element was
+    # not finite.
     changes = (delta != 0) & ~delta.isnan() & x.isfinite()
     h[tokens] = torch.where(changes, changed, h[tokens])
 
