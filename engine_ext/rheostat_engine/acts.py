@@ -1,6 +1,6 @@
-"""What a plan is made of: acts, which change the stream, and captures, which copy it.
+"""The parts of a plan: acts, which change the stream, and captures, which copy it.
 
-Invariant: both speak of absolute token positions and token ids only. Phases, windows and texts are
+Invariant: both refer only to absolute token positions and token ids. Phases, windows and texts are
 resolved before, so that chunking, preemption and batching can't change which tokens are touched.
 """
 
@@ -61,15 +61,15 @@ class Condition(NamedTuple):
 
 
 SiteRow = tuple[int, tuple[int, ...]]
-"""A site's index, and which row of each vector is used there."""
+"""A site's index, and the index of the row of each vector that is used there."""
 
 Int32 = npt.NDArray[np.int32]
 
 
 class SiteRows(Sequence[SiteRow]):
-    """The sites of an act with its vectors' rows, as arrays.
+    """The sites of an act, with the rows of its vectors, as arrays.
 
-    Requests that wait hold their acts. As tuples, 256 acts at 180 sites took 5 MB.
+    Why arrays: waiting requests hold their acts, and 256 acts at 180 sites took 5 MB as tuples.
     """
 
     __slots__ = ("rows", "sites")
@@ -93,12 +93,12 @@ class SiteRows(Sequence[SiteRow]):
         return cls(sites, rows.reshape(len(held), rows.size // max(1, len(held))))
 
     def within(self, sites: range) -> Iterator[SiteRow]:
-        """The pairs at some sites."""
+        """The pairs whose sites are in a range, ascending by site."""
         first, end = np.searchsorted(self.sites, (sites.start, sites.stop)).tolist()
         return self._pairs(first, end)
 
     def __len__(self) -> int:
-        """How many sites there are."""
+        """The number of sites."""
         return len(self.sites)
 
     def __iter__(self) -> Iterator[SiteRow]:
@@ -130,7 +130,7 @@ class SiteRows(Sequence[SiteRow]):
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        """As tuples."""
+        """Shows the pairs as tuples."""
         return f"SiteRows({tuple(self)!r})"
 
     @property
@@ -165,13 +165,13 @@ class Act:
     other."""
 
     def __post_init__(self) -> None:
-        """Keeps the rows as arrays."""
+        """Converts the rows to arrays."""
         if not isinstance(self.rows, SiteRows):
             object.__setattr__(self, "rows", SiteRows.of(self.rows))
 
     @property
     def site_rows(self) -> SiteRows:
-        """`rows` as they are kept."""
+        """`rows` with their stored type."""
         return cast(SiteRows, self.rows)
 
     @property

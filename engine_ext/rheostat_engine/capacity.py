@@ -1,13 +1,14 @@
-"""Who may still enter: a ledger of what the engine can hold, kept at admission.
+"""A ledger of the engine's resources in use, which admission asks before a request enters.
 
-Invariant: as long as every plan passes through `admit` before it reaches the engine and is
-released only after the worker has let go of it, the worker's tables and ring never overflow.
-Everything is counted by content, exactly as the worker shares it. Captured rows are counted as if
+Invariant: the worker's tables and ring never overflow if every plan passes through `admit` before
+it reaches the engine, and is released only after the worker has released it.
+
+Resources are counted by content, exactly as the worker shares them. Captured rows are counted as if
 all requests took their densest step at once, unless no step is large enough for that to matter.
 Captures that a running request gets beside its plan are counted with the request (`observe`).
 
-A plan is looked through when it is packed, on a thread. Here it is a few arrays, so that the event
-loop pays little for the largest plan.
+A thread reads a plan's content when it packs the plan. Here a plan is a few arrays, so that the
+event loop pays little for the largest plan.
 """
 
 from collections import Counter
@@ -199,7 +200,7 @@ class CapacityLedger:
 class _Shared:
     """Shared content in use, as sorted arrays: a plan of thousands of rows costs a few numpy calls.
 
-    Each operation costs what is held and what is asked for, a few nanoseconds each.
+    An operation takes a few nanoseconds for each content in use, and for each content of the plan.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,10 @@
-"""What acts do together at a token: programs and steps.
+"""Programs and steps: the combined effect of several acts on a token.
 
-Positions are cut where the set of acts that hold changes (`pieces`). Where the same acts hold, each
-site has one program: the steps of the acts that reach it, in their order. Acts that depend on the
-token make variants.
+Positions are cut into pieces with the same acts (`pieces`). In a piece each site has one program:
+the steps of the acts at this site, in their order. Acts that depend on the token make variants.
 
-Invariant: equal content gives equal programs and combinations, whatever the names and however
-neighbouring additions are ordered; this is what rows, slots and steps are shared by.
+Invariant: equal content gives equal programs and combinations, whatever the names and the order of
+neighbouring additions. Rows, slots and steps are therefore shared by content.
 """
 
 from collections import defaultdict
@@ -15,16 +14,16 @@ from typing import NamedTuple
 from rheostat_engine.acts import Act, Band, Kind, SiteRow
 
 RowKey = tuple[tuple[bytes, int, float], ...]
-"""What a row that is added is made of: every addend's (digest, row, scale), sorted."""
+"""Content of a row that is added: (digest, row, scale) of each addend, sorted."""
 
 Direction = tuple[tuple[bytes, int], ...]
-"""What a unit vector is made of: the last (digest, row), made orthogonal to those before it."""
+"""Content of a unit vector: the last (digest, row), made orthogonal to the rows before it."""
 
 MAX_TOKEN_SETS = 4
-"""Different sets of token ids that may meet at one position."""
+"""The most sets of token ids that may meet at one position."""
 
 MAX_STEPS = 64
-"""Steps that a program may have."""
+"""The most steps of a program."""
 
 
 class Step(NamedTuple):
@@ -32,9 +31,9 @@ class Step(NamedTuple):
 
     kind: Kind
     addends: RowKey = ()
-    """ADD: what is added."""
+    """ADD: the row that is added."""
     direction: Direction = ()
-    """NORM_ADD, PULL: along which unit vector."""
+    """NORM_ADD, PULL: the unit vector."""
     low: float = 0.0
     """PULL: lower bound of its band."""
     high: float = 0.0
@@ -42,11 +41,11 @@ class Step(NamedTuple):
     strength: float = 0.0
     """PULL: of its band. NORM_ADD: the scale."""
     last: bool = True
-    """Whether the act ends here, and what it changed is measured."""
+    """Whether this is the last step of its act, after which the act's change is measured."""
 
 
 Program = tuple[Step, ...]
-"""What happens at one site to one token."""
+"""The steps for one token at one site."""
 
 
 def only_adds(program: Program) -> bool:
@@ -55,16 +54,16 @@ def only_adds(program: Program) -> bool:
 
 
 Combination = tuple[tuple[int, Program], ...]
-"""(site, program) of all that happens to one token, ascending by site."""
+"""All (site, program) for one token, ascending by site."""
 
 
 class Variant(NamedTuple):
-    """What happens in a piece to tokens of some kind."""
+    """The combination of a piece for tokens that are in the same sets of token ids."""
 
     members: tuple[int, ...]
     """The acts, by index in the plan."""
     combination: Combination
-    """What they do."""
+    """Their programs."""
 
     @property
     def cells(self) -> int:
@@ -75,7 +74,7 @@ class Variant(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Whose a clause is, and under which tokens it holds."""
+    """The act of a clause, and the tokens for which the clause holds."""
 
     act: int
     """Index in the plan."""
@@ -86,16 +85,16 @@ class Owner(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """What happens to tokens at which the same clauses hold."""
+    """The variants for positions at which the same clauses hold."""
 
     sets: tuple[bytes, ...]
-    """Sets of token ids that decide which variant applies."""
+    """The sets of token ids that decide which variant applies."""
     variants: tuple[Variant, ...]
     """2 ** len(sets); bit i of the index says whether the token is in set i."""
 
 
 class Meeting(NamedTuple):
-    """Clauses that hold at the same tokens, before it is known what their acts do there."""
+    """The acts of clauses that hold at the same positions, before they are combined."""
 
     sets: tuple[bytes, ...]
     """As in `Mix`."""
@@ -104,10 +103,10 @@ class Meeting(NamedTuple):
 
 
 def meeting(owners: Sequence[Owner], sets: Sequence[bytes]) -> Meeting:
-    """Which acts apply where some clauses hold together.
+    """Finds the acts of each variant at positions where some clauses hold together.
 
     Args:
-        owners: of the clauses.
+        owners: the owners of the clauses.
         sets: the plan's sets of token ids.
 
     Raises:
@@ -133,11 +132,11 @@ def meeting(owners: Sequence[Owner], sets: Sequence[bytes]) -> Meeting:
 
 
 def compose(acts: Sequence[Act], owners: Sequence[Owner], sets: Sequence[bytes]) -> Mix:
-    """What clauses do that hold together.
+    """Combines the acts of clauses that hold together.
 
     Args:
-        acts: the plan's.
-        owners: of the clauses.
+        acts: the acts of the plan.
+        owners: the owners of the clauses.
         sets: the plan's sets of token ids.
 
     Raises:
@@ -149,12 +148,12 @@ def compose(acts: Sequence[Act], owners: Sequence[Owner], sets: Sequence[bytes])
 
 
 def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = None) -> Combination:
-    """What some acts do together at one token.
+    """Combines acts that apply to one token.
 
     Args:
-        acts: the plan's.
-        members: those that apply, by index.
-        sites: the only sites that are looked at; None: all.
+        acts: the acts of the plan.
+        members: the indices of the acts that apply.
+        sites: the sites to combine; None for all.
 
     Raises:
         ValueError: a program is longer than `MAX_STEPS`.
@@ -182,12 +181,12 @@ def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = N
 def attribution(
     acts: Sequence[Act], members: Sequence[int], sites: range | None = None
 ) -> dict[int, list[list[int]]]:
-    """Which acts each measurement of a program is about, by site; additions are measured together.
+    """The acts of each measurement, by site. Neighbouring additions are measured together.
 
     Args:
-        acts: the plan's.
-        members: those that make the programs, by index.
-        sites: the only sites that are looked at; None: all.
+        acts: the acts of the plan.
+        members: the indices of the acts that make the programs.
+        sites: the sites to list; None for all.
     """
     by_site: defaultdict[int, list[list[int]]] = defaultdict(list)
     for member in members:

@@ -1,8 +1,8 @@
-"""All that the engine does to one request, and how it travels.
+"""Plans: everything that the engine does to one request, and the bytes of a plan.
 
-Invariant: a plan rides into the worker with the request itself (`SamplingParams.extra_args`), so
-that there is no race between registering and using. Its tables are made once for all requests with
-the same acts or captures, and travel under a digest of their content (`tables`).
+Invariant: a plan reaches the worker with its request (`SamplingParams.extra_args`), so that there
+is no race between registering a plan and using it. Its tables are made once for all requests with
+the same acts or captures, and are named by a digest of their content (`tables`).
 """
 
 import hashlib
@@ -27,33 +27,33 @@ EXTRA_ARG = "rheostat"
 """The key of the plan in `SamplingParams.extra_args`."""
 
 FORGONE_ARG = "rheostat_forgone"
-"""The key, beside the plan, of how many cached tokens are computed because they are captured."""
+"""The key of the number of cached tokens that are computed because they are captured."""
 
 
 class Sealed(NamedTuple):
     """A table as bytes."""
 
     digest: bytes
-    """By which workers know it: 16 bytes, equal for equal content."""
+    """Its name in the workers: 16 bytes, equal for equal content."""
     wire: bytes
     """Its bytes; see `wire`."""
 
     @classmethod
     def of(cls, wire: bytes) -> "Sealed":
-        """The bytes of a table under their digest."""
+        """The bytes of a table with their digest."""
         return cls(hashlib.blake2b(wire, digest_size=16).digest(), wire)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedActs:
-    """The acts of a plan as they travel, for all plans that have them."""
+    """The table of a plan's acts, and its bytes. All plans with these acts share it."""
 
     acts: tuple[Act, ...]
     """The source of the table."""
 
     @cached_property
     def table(self) -> SteeringTable | None:
-        """The table; None: nothing acts.
+        """The table; None if there are no acts.
 
         Raises:
             TooMuch: see `steering_table`.
@@ -84,7 +84,7 @@ class PackedActs:
 
     @cached_property
     def ruled(self) -> int:
-        """Places that it takes for each sample, since what happens there depends on tokens."""
+        """Sets of clauses that depend on the token. Each sample takes places for all of them."""
         return 0 if self.table is None else self.table.ruled
 
     @property
@@ -95,14 +95,14 @@ class PackedActs:
 
 @dataclass(frozen=True, eq=False)
 class PackedCaptures:
-    """The captures of a plan as they travel, for all plans that have them."""
+    """The table of a plan's captures, and its bytes. All plans with these captures share it."""
 
     captures: tuple[Capture, ...]
     """The source of the table."""
 
     @cached_property
     def table(self) -> CaptureTable | None:
-        """The table; None: nothing is captured.
+        """The table; None if nothing is captured.
 
         Raises:
             TooMuch: see `capture_table`.
@@ -134,7 +134,7 @@ class PackedCaptures:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that the engine does to one request."""
+    """Everything that the engine does to one request."""
 
     request_id: str
     """The server's name of the request; events come back under it."""
@@ -162,13 +162,13 @@ class Plan:
 
     @property
     def packed_acts(self) -> PackedActs:
-        """Its acts as they travel; made anew where `pack` has not kept them."""
+        """Its acts with their table; made again unless `pack` has stored them."""
         kept = self._acts
         return kept if kept is not None and kept.acts is self.acts else PackedActs(self.acts)
 
     @property
     def packed_captures(self) -> PackedCaptures:
-        """Its captures as they travel; made anew where `pack` has not kept them."""
+        """Its captures with their table; made again unless `pack` has stored them."""
         kept = self._captures
         if kept is not None and kept.captures is self.captures:
             return kept
@@ -179,29 +179,29 @@ class Plan:
         """The effort of its tables, which the first request that uses them costs; see `tables`.
 
         Raises:
-            TooMuch: more than a worker takes.
+            TooMuch: it exceeds a worker's limits.
         """
         return self.packed_acts.effort + self.packed_captures.effort
 
     def with_captures(self, captures: tuple[Capture, ...]) -> "Plan":
-        """The plan with other captures. Their table is made once, where it is first asked for."""
+        """The plan with other captures. Their table is made once, when it is first used."""
         return replace(self, captures=captures, _captures=PackedCaptures(captures))
 
     def with_captures_of(self, other: "Plan") -> "Plan":
-        """The plan with the captures of another plan and what was made of them."""
+        """The plan with the captures of another plan, and with their table."""
         return replace(self, captures=other.captures, _captures=other._captures)
 
     def pack(self) -> "Plan":
-        """The plan with its tables, which all copies of it share. Takes long for large plans.
+        """The plan with its tables, which all its copies share. Takes long for large plans.
 
         Raises:
-            TooMuch: it is more than a worker takes.
+            TooMuch: it exceeds a worker's limits.
             ValueError: its acts can't be composed.
         """
         return replace(self, _acts=self.packed_acts.made(), _captures=self.packed_captures.made())
 
     def to_wire(self) -> bytes:
-        """The plan as vLLM carries it: bytes, which nobody on the way looks into or copies."""
+        """The plan as bytes, because vLLM passes bytes on without reading or copying them."""
         wire = _Wire(self.request_id, self.epoch, self.private_from)
         wire.acts, wire.captures = self.packed_acts.sealed, self.packed_captures.sealed
         return msgspec.msgpack.encode(wire)
@@ -222,20 +222,20 @@ class _Wire(_Named, omit_defaults=True):
 
 
 class Received(NamedTuple):
-    """A plan as it arrives: its tables have not been read."""
+    """A plan in a worker. Its tables have not been read yet."""
 
     request_id: str
-    """As in `Plan`, and so are the next two."""
+    """The first three fields are those of `Plan`."""
     epoch: int
     private_from: int | None
     acts: Sealed | None
-    """Its acts; None: it has none."""
+    """Its acts; None if it has none."""
     captures: Sealed | None
-    """Its captures; None: it has none."""
+    """Its captures; None if it has none."""
 
 
 def name_of(wire: object) -> str | None:
-    """The request's name in what may be a wire; None if it can't be read."""
+    """Reads the request's name from the bytes of a plan; None if they can't be read."""
     if isinstance(wire, Received):
         return wire.request_id
     try:
@@ -248,7 +248,7 @@ def read(wire: object) -> Received:
     """Reads the bytes of `Plan.to_wire`; a plan that was read before is returned as it is.
 
     Raises:
-        ValueError: `wire` is no plan; says where.
+        ValueError: `wire` is no plan; the text names the place.
     """
     if isinstance(wire, Received):
         return wire
@@ -263,14 +263,14 @@ def read(wire: object) -> Received:
 
 _STEERING: WeakValueDictionary[bytes, SteeringTable] = WeakValueDictionary()
 _CAPTURES: WeakValueDictionary[bytes, CaptureTable] = WeakValueDictionary()
-"""The tables that were read in this process and are in use, by digest."""
+"""The tables in use that were read in this process, by digest."""
 
 
 def steering_of(sealed: Sealed) -> SteeringTable:
-    """A table of acts; read once as long as somebody has it.
+    """Reads a table of acts. A table in use is not read again.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are no table of acts.
     """
     table = _STEERING.get(sealed.digest)
     if table is None:
@@ -279,10 +279,10 @@ def steering_of(sealed: Sealed) -> SteeringTable:
 
 
 def captures_of(sealed: Sealed) -> CaptureTable:
-    """A table of captures; read once as long as somebody has it.
+    """Reads a table of captures. A table in use is not read again.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are no table of captures.
     """
     table = _CAPTURES.get(sealed.digest)
     if table is None:

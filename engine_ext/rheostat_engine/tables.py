@@ -1,16 +1,15 @@
-"""A plan's acts and captures as tables of integers, made once at admission.
+"""Tables of integers, made at admission: one of a plan's acts, and one of its captures.
 
 Why tables
-    All samples of a request, and all requests with equal steering, share one table. A worker knows
-    a table by its digest. It reads and puts together the first one that comes; every other request
-    costs it a reference.
+    All samples of a request, and all requests with equal steering, share one table. A worker finds
+    a table by its digest. It reads and builds a table once. Each further request costs a reference.
 Why integers
-    What a client makes expensive is paid where the request is admitted. A worker gets the pieces of
-    twenty thousand spans as two arrays, and looks at each different set of acts or captures once.
+    The server pays for an expensive plan at admission. A worker receives the pieces of twenty
+    thousand spans as two arrays, and handles each different set of acts or captures once.
 Why a price
-    `effort` says what a worker pays for a table that it does not know, in about the same unit for
-    everything that is made: a row at a site, a step of a program, a set of sites. It is bounded at
-    admission, and so are the pieces.
+    `effort` is the cost of building a new table in a worker. Its unit is about the same for
+    everything that is built: a row at a site, a step of a program, a set of sites. Admission limits
+    the effort and the number of pieces.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,27 +25,28 @@ from rheostat_engine.composition import MAX_TOKEN_SETS, Mix, Owner, compose
 from rheostat_engine.pieces import Pieces, TooMuch, cut
 
 MAX_EFFORT = 50_000
-"""The most that a table of acts may cost (`effort`). Workers put it together in slices."""
+"""The largest effort of a table of acts. Workers build it in slices."""
 
 MAX_CAPTURE_EFFORT = 4_000
-"""The most that a table of captures may cost. Workers put it together at once."""
+"""The largest effort of a table of captures. Workers build it at once."""
 
 MAX_PIECES = 65_536
-"""The most pieces that a table may have: eight bytes each, on the wire and in the workers."""
+"""The most pieces of a table. A piece takes eight bytes, on the wire and in the workers."""
 
 STEP_EFFORT = 1000
-"""The most that a worker builds or releases between two steps, beside small new requests."""
+"""The largest effort that a worker builds or releases between two steps, beside the tables of small
+new requests."""
 
 _GLANCES = 64
-"""Pieces, token ids or sites that numpy goes over in the time in which one thing is made."""
+"""Pieces, token ids or sites that numpy reads at the cost of one unit of effort."""
 
 _PAIRS = 4
-"""Pairs of directions that are made orthogonal in the time in which one thing is made."""
+"""Pairs of directions that are made orthogonal at the cost of one unit of effort."""
 
 _Table = TypeVar("_Table", "SteeringTable", "CaptureTable")
 
 _READ = 16
-"""Rows of acts that are read from the wire in the time in which one thing is made."""
+"""Rows of acts that are read from the wire at the cost of one unit of effort."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +54,13 @@ class SteeringTable:
     """The acts of a plan."""
 
     acts: tuple[Act, ...]
-    """Without spans and conditions."""
+    """The acts, without spans and conditions."""
     owners: tuple[Owner, ...]
-    """Whose each clause is: an act's positions, and those under each of its conditions."""
+    """The act of each clause. An act has a clause for its spans, and one for each condition."""
     sets: tuple[bytes, ...]
     """The different sets of token ids, each as ascending little-endian int32."""
     pieces: Pieces
-    """Which clauses hold where."""
+    """The clauses that hold at each position."""
 
     @cached_property
     def effort(self) -> int:
@@ -70,20 +70,20 @@ class SteeringTable:
 
     @cached_property
     def read_effort(self) -> int:
-        """The cost of reading it, including acts that hold nowhere."""
+        """The cost of reading it, including acts that hold at no position."""
         rows = sum(len(act.rows) * len(act.vectors) for act in self.acts)
         ids = sum(len(one) // 4 for one in self.sets)
         return rows // _READ - -(len(self.pieces.starts) + ids) // _GLANCES
 
     @property
     def ruled(self) -> int:
-        """The number of sets that depend on the token."""
+        """The number of sets of clauses that depend on the token."""
         conditional = [owner.tokens is not None for owner in self.owners]
         return sum(any(conditional[i] for i in members) for members in self.pieces.members)
 
     @property
     def used(self) -> tuple[int, ...]:
-        """The acts that change something somewhere, by index."""
+        """The indices of the acts that change a token."""
         held = {self.owners[i].act for members in self.pieces.members for i in members}
         return tuple(index for index in sorted(held) if self.acts[index].strong)
 
@@ -91,7 +91,7 @@ class SteeringTable:
         """Composes the acts of a set of clauses, given by number.
 
         Raises:
-            ValueError: it can't be composed.
+            ValueError: the acts can't be composed.
         """
         owners = [self.owners[i] for i in self.pieces.members[number]]
         return compose(self.acts, owners, self.sets)
@@ -103,7 +103,7 @@ class SteeringTable:
         They are not kept, because they take many times the memory of the table.
 
         Raises:
-            ValueError: one can't be composed.
+            ValueError: the acts of a set can't be composed.
         """
         return tuple(map(self.mix, range(len(self.pieces.members))))
 
@@ -122,9 +122,9 @@ class CaptureTable:
     """The captures of a plan."""
 
     captures: tuple[Capture, ...]
-    """Without spans."""
+    """The captures, without spans."""
     pieces: Pieces
-    """Which captures hold where."""
+    """The captures that hold at each position."""
 
     @cached_property
     def effort(self) -> int:
@@ -136,7 +136,7 @@ class CaptureTable:
 
     @cached_property
     def first(self) -> int:
-        """The lowest captured position; `OPEN_END`: nothing is captured."""
+        """The lowest captured position; `OPEN_END` if nothing is captured."""
         captured = np.array([bool(members) for members in self.pieces.members])
         where = np.flatnonzero(captured[self.pieces.sets])
         return int(self.pieces.starts[where[0]]) if len(where) else OPEN_END
@@ -144,8 +144,9 @@ class CaptureTable:
     def need(self, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
         """The room that one sample needs in the ring.
 
-        A chunk of the prompt is at most `max_step_tokens` long. Generated tokens come one in a
-        step; a preempted request that computes them again has had their rows delivered already.
+        A chunk of the prompt is at most `max_step_tokens` long. A step computes one generated token
+        of a sample. A preempted request computes generated tokens again in chunks, but their rows
+        were delivered before.
         """
         in_prompt = count(self.pieces, 0, prompt_len)
         later = np.zeros(len(in_prompt), np.bool_)
@@ -179,7 +180,7 @@ def site_effort(act: Act) -> int:
 
 
 def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
-    """The table of a plan's acts; None where there are none.
+    """Makes the table of a plan's acts; None if there are none.
 
     Raises:
         TooMuch: it would cost more than `MAX_EFFORT`, or have more than `MAX_PIECES` pieces.
@@ -206,7 +207,7 @@ def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
 
 
 def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:
-    """The table of a plan's captures; None where nothing is captured.
+    """Makes the table of a plan's captures; None if nothing is captured.
 
     Raises:
         TooMuch: it would cost more than `MAX_CAPTURE_EFFORT`, or have more than `MAX_PIECES`
