@@ -17,9 +17,9 @@ class ActiveSites:
         self.mask: npt.NDArray[np.bool_] = self._none
         """[sites]."""
         self.key: bytes | None = None
-        """Equal for equal masks; None where no site is active."""
+        """Equal for equal masks; None if no site is active."""
         self.own_graphs = 0
-        """CUDA graphs that were made for the sites of one mask alone."""
+        """The number of CUDA graphs that were made for a single mask."""
         self.held_graphs = 0
         """The number of these graphs that are held now."""
 

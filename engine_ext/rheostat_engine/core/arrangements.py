@@ -2,11 +2,12 @@
 
 Why in slices
     A table may name thousands of rows. Building all of them at once would delay every request of
-    the step, so a table is built in slices of bounded cost. A request whose table is incomplete
-    completes it. The server builds large tables before, so that little is left then.
+    the step, so a table is built in slices of bounded cost. A request builds the rest of its table
+    when it starts. The server has large tables built before, so that little is left then.
 Why unused arrangements stay
     Releasing a large arrangement takes long too, so each step releases a part of the unused ones.
-    A table that lacks room releases them at once. An equal table that comes earlier reuses them.
+    If a new table lacks room, they are released at once. A request with an equal table reuses an
+    arrangement that is not released yet.
 
 Invariant: a table holds its slots, programs and rules once, or nothing. Unused arrangements never
 make a request fail for lack of room.
@@ -107,7 +108,7 @@ class Arrangements:
 
         Args:
             digest: the table's.
-            read: reads it where it isn't known.
+            read: reads the table if the worker does not have it.
 
         Raises:
             BankError: a vector is missing.

@@ -28,7 +28,7 @@ class CaptureSet:
     digest: bytes
     table: CaptureTable
     classes: list[int]
-    """Of each set of captures of the table."""
+    """The class of each set of captures in the table."""
     function: int
     """The class of each piece."""
     captured: npt.NDArray[np.bool_]

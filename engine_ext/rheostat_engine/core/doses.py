@@ -1,11 +1,11 @@
 """Measurements: how far each act moved the rows that it touched, summed up on the device.
 
-A cell holds, for one site, what one measurement of one variant of one request amounts to: rows, sum
-of |change|, sum and largest of |change| / |x|. For additions, whose change is the same for every
-row, the kernel counts 1 / |x|, and the sums are multiplied here.
+A cell holds one measurement at one site, for one variant of one request: the number of rows, the
+sum of |change|, and sum and maximum of |change| / |x|. An addition changes every row equally. The
+kernel then sums 1 / |x| instead, and the sums are multiplied here.
 
-Invariant: cells are zero when they are handed out. The first `MAX_STEPS` cells are nobody's: what
-can't be measured is written there.
+Invariant: cells are zero when a request gets them. The first `MAX_STEPS` cells belong to no
+request. If no cells are free for a request, the kernel writes its measurements there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from rheostat_engine.core.shared import Runs
 
 _CELLS = 8192
 _MOST = 512
-"""Cells that one request may have, changes of it included."""
+"""The most cells of one request, with all updates of its acts."""
 
 Norms = Mapping[bytes, npt.NDArray[np.float32]]
 """L2 norm of each row, by digest."""
@@ -99,7 +99,7 @@ class Measures:
         return self._places.get(members)
 
     def measure(self, members: tuple[int, ...], sites: range | None = None) -> None:
-        """Notes what is measured of a variant at some sites, before it is added.
+        """Notes the measurements of a variant at some sites, before the variant is added.
 
         Args:
             members: the acts that apply, by index.
@@ -118,7 +118,7 @@ class Measures:
                     self._entries.append((index, site, cell, factor))
 
     def add(self, members: tuple[int, ...], cells: int) -> int:
-        """Adds a variant of which everything was noted; its first cell, counted from 0.
+        """Adds a variant whose measurements were noted; its first cell, counted from 0.
 
         Args:
             members: the acts that apply, by index.
@@ -155,7 +155,7 @@ class Measures:
 
     @cached_property
     def _columns(self) -> tuple[Int64, Int64, Int64, npt.NDArray[np.float64]]:
-        """The entries, once there are all of them."""
+        """The entries as columns, once all of them were noted."""
         columns = np.array(self._entries, np.float64).reshape(-1, 4).T
         acts, sites, cells = columns[:3].astype(np.int64)
         self._entries.clear()

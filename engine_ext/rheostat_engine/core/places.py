@@ -34,10 +34,10 @@ class Places:
         return site if site < ROUTERS else self._stream + site - ROUTERS
 
     def check(self, table: SteeringTable) -> None:
-        """Checks what a table of acts steers.
+        """Checks the sites of a table of acts.
 
         Raises:
-            ValueError: it names a site that the model cannot have, or steers what is no stream.
+            ValueError: a site does not exist in the model, or is no site of the stream.
         """
         sites = [act.site_rows.sites for act in table.acts]
         if any(((one < 0) | (one >= self._stream)).any() for one in sites):

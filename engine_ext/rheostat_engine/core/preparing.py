@@ -59,7 +59,7 @@ class Preparations:
 
         Args:
             name: of the preparation.
-            wire: `Plan.to_wire` of a plan with the tables; ignored if the name is known.
+            wire: `Plan.to_wire` of a plan with the tables; ignored if the preparation exists.
             budget: the effort after which it stops.
         """
         try:

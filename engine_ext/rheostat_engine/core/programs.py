@@ -1,10 +1,11 @@
-"""Programs on the device: what happens to a token at a site, shared by content.
+"""Programs on the device: the steps for a token at a site, shared by content.
 
-A program of one addition is a row of the bank. Any other one is a chain of steps, each with the
-number of its row or direction and of the step after it.
+A program of one addition is a row of the bank. Any other program is a chain of steps. Each step has
+the number of its row or direction, and the number of the next step.
 
-Invariant: a program holds its rows, directions and steps for as long as somebody uses it. Its code
-is what a site's instruction says: 0 nothing, r > 0 add row r, -s run the chain from step s on.
+Invariant: a program holds its rows, directions and steps as long as it has a use. A site's
+instruction is the code of a program: 0 does nothing, r > 0 adds row r, -s runs the chain from step
+s on.
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ class Programs:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[rows, W], the model's dtype: what is added."""
+        """[rows, W], the model's dtype: rows that are added."""
         return self._rows.tensor
 
     @property
@@ -91,10 +92,10 @@ class Programs:
         return self._ints.tensor.shape[0] - 1 - len(self._free_steps)
 
     def acquire(self, programs: Sequence[Program], vectors: Vectors) -> list[int]:
-        """Uses programs, made where they aren't there yet; their codes. All or none.
+        """Adds a use of programs, and makes programs that do not exist yet; their codes.
 
         Raises:
-            BankError: one can't be made, or there is no room. Nothing is held then.
+            BankError: a program can't be made, or there is no room. No use is added then.
         """
         rows = self._make_rows(programs, vectors)
         basis = self.basis(vectors)
@@ -125,10 +126,12 @@ class Programs:
         return Basis(vectors, self.directions.shape[1])
 
     def hold(self, direction: Direction, basis: Basis) -> None:
-        """Uses a direction, made where it isn't there yet, before a program that needs it.
+        """Adds a use of a direction, and makes it if it does not exist yet.
+
+        Called before a program needs the direction, so that its cost is spread over slices.
 
         Raises:
-            BankError: it can't be made, or there is no room. Nothing is held then.
+            BankError: it can't be made, or there is no room. No use is added then.
         """
         self._take_direction(direction, basis)
 
@@ -137,12 +140,12 @@ class Programs:
         self._direction_numbers.give(direction)
 
     def flush(self) -> None:
-        """Brings what was made to the device."""
+        """Copies new rows, directions and steps to the device."""
         for table in (self._rows, self._directions, self._ints, self._floats):
             table.flush()
 
     def _make_rows(self, programs: Sequence[Program], vectors: Vectors) -> list[RowKey]:
-        """Makes all rows that programs miss in one go, and holds them; which."""
+        """Makes all missing rows of programs at once, and adds a use of each; their keys."""
         missing = {
             step.addends: None
             for program in programs
@@ -209,7 +212,7 @@ class Programs:
         return self._take_direction(step.direction, basis)
 
     def _take_direction(self, key: Direction, basis: Basis) -> int:
-        """The number of a direction, used once more."""
+        """Adds a use of a direction, made if it does not exist yet; its number."""
         try:
             taken = self._direction_numbers.take(key)
         except Full as error:
@@ -224,7 +227,7 @@ class Programs:
         return taken.number
 
     def _take_row(self, key: RowKey) -> int:
-        """The number of a row that has been made, used once more."""
+        """Adds a use of an existing row; its number."""
         if key in self._zeros:
             self._zeros[key] += 1
             return 0
@@ -247,5 +250,5 @@ class Programs:
 
 
 def _usable(step: Step) -> bool:
-    """Whether a step's bounds and strength are what they must be once they are float32."""
+    """Whether a step's bounds and strength stay valid when they are rounded to float32."""
     return step.low < _INFINITE and step.high > -_INFINITE and abs(step.strength) < _INFINITE

@@ -1,7 +1,6 @@
-"""Rows and unit vectors made of the vectors that clients sent.
+"""Rows and unit vectors, made of the vectors that clients sent.
 
-Invariant: what comes out is finite in the dtype in which the device holds it; nothing else goes
-there.
+Invariant: they are finite in the dtype in which the device stores them. Other rows raise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ Vectors = Mapping[bytes, npt.NDArray[np.float32]]
 
 
 class BankError(Exception):
-    """Something can't be put into the bank; the request that wants it must fail."""
+    """A row or a direction can't be put into the bank; the request that needs it must fail."""
 
 
 class Exhausted(BankError):
@@ -29,9 +28,9 @@ class Sums(NamedTuple):
     """Rows that are added."""
 
     rows: npt.NDArray[np.float32]
-    """[n, W]: sums that the stream's dtype can hold once they are rounded to it."""
+    """[n, W]: sums that stay finite when they are rounded to the stream's dtype."""
     zero: npt.NDArray[np.bool_]
-    """[n]: whether nothing of a row is left then."""
+    """[n]: whether a row is zero after this rounding."""
 
 
 def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.dtype) -> Sums:
@@ -47,7 +46,7 @@ def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.d
             np.multiply(_row(digest, row, vectors, width), np.float32(scale), out=total)
             for digest, row, scale in key[1:]:
                 total += np.float32(scale) * _row(digest, row, vectors, width)
-    # Rounding keeps order: what becomes of the largest magnitude says it of the whole row.
+    # Rounding is monotonic, so a row stays finite, or becomes zero, as its largest magnitude does.
     largest = np.maximum(totals.max(axis=1), -totals.min(axis=1))
     rounded = torch.from_numpy(largest).to(dtype).float().numpy()
     if not np.isfinite(rounded).all():
@@ -56,15 +55,15 @@ def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.d
 
 
 class Basis:
-    """Unit vectors, each orthogonal to those before it.
+    """Orthogonal unit vectors of a list of rows.
 
-    Gram-Schmidt in float64, run twice: each is orthogonal to the others up to the rounding to
-    float32 (Giraud et al. 2005). Directions that begin alike share the vectors at their beginning,
-    so that all directions of a subspace cost what the last one does.
+    Gram-Schmidt runs twice in float64: each vector is orthogonal to the others up to the rounding
+    to float32 (Giraud et al. 2005). Directions with the same first rows reuse the unit vectors of
+    these rows, so that all directions of a subspace cost as much as the last one alone.
     """
 
     def __init__(self, vectors: Vectors, width: int) -> None:
-        """Empty.
+        """The basis is empty.
 
         Args:
             vectors: float32 [rows, W] by digest.
@@ -76,10 +75,11 @@ class Basis:
         self._units = np.empty((1, width))
 
     def unit_of(self, key: Direction) -> torch.Tensor:
-        """The last vector made orthogonal to those before it and a unit vector, float32 [W].
+        """The unit vector of a direction's last row, orthogonal to its earlier rows, float32 [W].
 
         Raises:
-            BankError: a vector is missing or of another shape, or nothing of it is left.
+            BankError: a vector is missing or of another shape, or the last row is linearly
+                dependent on the earlier rows.
         """
         alike = 0
         while alike < min(len(key), len(self._parts)) and key[alike] == self._parts[alike]:
