@@ -1,4 +1,4 @@
-"""Lists the benchmarks, or becomes one of them: `python -m rheostat_bench [NAME [ARGUMENT...]]`."""
+"""Lists the benchmarks, or runs one: `python -m rheostat_bench [NAME [ARGUMENT...]]`."""
 
 import ast
 import os
@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 _STARTED = 'if __name__ == "__main__":'
-"""The line by which a module of this package is known to be a command."""
+"""A line that a module of this package has exactly if it is a command."""
 
 
 def benchmarks() -> dict[str, str]:
-    """The commands by name, each with the first line of its module's docstring."""
+    """The commands by name, with the first line of each module's docstring."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         source = path.read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def benchmarks() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Lists the benchmarks, or replaces this process by one of them; gives the exit code."""
+    """Lists the benchmarks, or replaces this process by a benchmark; returns the exit code."""
     commands = benchmarks()
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: rheostat bench NAME [ARGUMENT ...]    NAME --help shows its arguments\n")

@@ -184,7 +184,7 @@ def large_message(target: Target, rng: random.Random, size: float) -> Call:
 
 
 def tiny_fields(target: Target, rng: random.Random, size: float) -> Call:
-    """A message of nearly 16 MiB that is nothing but fields of a few bytes, 8 million at most."""
+    """A message of nearly 16 MiB that consists of up to 8 million fields of a few bytes."""
     request = generation_service_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
     sampled = generation_pb2.Sampling.DESCRIPTOR.fields_by_name
     steered = steering_pb2.Steering.DESCRIPTOR.fields_by_name

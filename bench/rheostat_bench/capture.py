@@ -1,4 +1,4 @@
-"""What capturing costs, and how near rows come to the speed of the way off the device.
+"""Cost of capturing, and speed of rows compared with the fastest copies off the device.
 
 Three things. The way itself: plain copies from the device to pinned memory, the fastest that there
 is. The outlet: the engine's own hand-over of rows, alone and beside a device that computes. The

@@ -1,4 +1,4 @@
-"""How fast captured rows come from a worker to the server's event loop, in two processes.
+"""Speed of captured rows from a worker to the server's event loop, in two processes.
 
 The engine's own way: the outlet writes rows into memory that both share, a message says where, and
 the server copies them out. No model and no device; both ends share this machine's cores with

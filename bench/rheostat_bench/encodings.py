@@ -1,15 +1,15 @@
-"""What the encodings of captured rows save, cost and lose, on rows of a real model.
+"""Size, speed and error of the encodings of captured rows, on rows of a real model.
 
-Rows go through the server's encoders and the client's decoder in messages of a mebibyte, on one
-core. Speeds are bytes of raw rows per second, by the fastest of the repeats, since whatever else
-runs only adds; decoding ends at float32. Errors are those of the numbers that travel, for rp8 the
-projection's: "rms" relative to the root mean square of all numbers, "largest" and "stated" to the
-largest number of the row.
+Rows pass through the server's encoders and the client's decoder in messages of a mebibyte, on one
+core. Speeds are bytes of raw rows per second. They are those of the fastest repeat, because other
+processes can only slow a repeat down. Decoding ends at float32. Errors are those of the encoded
+numbers; for rp8 these are the numbers of the projection. "rms" is relative to the root mean square
+of all numbers, "largest" and "stated" to the largest number of the row.
 
-Compressors are measured beside, bytes to bytes, with and without splitting into planes: LZ4, and
-zstd where it is installed.
+Compressors are measured too, bytes to bytes, with and without splitting into planes: LZ4, and zstd
+if it is installed.
 
-    OPENBLAS_NUM_THREADS=1 python -m rheostat_bench.encodings --out results
+    OPENBLAS_NUM_THREADS=1 rheostat bench encodings --out results
 """
 
 import argparse

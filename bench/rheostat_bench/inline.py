@@ -1,4 +1,4 @@
-"""Batches that bring vectors that the engine has never seen, end to end.
+"""Time of batches whose requests bring vectors that are new to the engine, end to end.
 
 What is timed is the whole of it: the way of the vectors into the workers, prefill and all tokens.
 They are loaded as the server loads those of a burst of requests: together, in calls of at most

@@ -1,10 +1,12 @@
-"""How long a client waits for a token while another client does its worst.
+"""The longest waits of a client for its tokens, beside a hostile client.
 
-A real server, `rheostat serve`, with a model of 36 layers that computes next to nothing. One client
-streams greedy generations without a pause and times each token. A hostile client, which gives way
-to all other processes, plays the scenarios one after the other. Some turns are controls: nobody
-else is there; a process that never calls the server takes all the CPU time that it can get; the
-prompts of a scenario come, and nothing else of it. See `misses` for what is promised.
+The benchmark starts a real server, `rheostat serve`, with a model of 36 layers that computes next
+to nothing. One client, the neighbour, streams greedy generations without a pause and times each
+token. A hostile client, with the lowest CPU priority, runs one scenario after the other.
+
+Some turns are controls. In these turns there is no other client, or a process that never calls the
+server uses all the CPU time that it can get, or a client sends the prompts of a scenario and
+nothing else. `misses` lists the promises.
 
     rheostat bench isolation --out results
     rheostat bench isolation --out results --only "long stop texts" --seconds 5
@@ -43,48 +45,49 @@ from rheostat_bench.served_process import (
 from rheostat_bench.summaries import Figures, percentile
 
 BAR_MS = 250.0
-"""Milliseconds that a neighbour may wait for a token."""
+"""Milliseconds that the neighbour may wait for a token."""
 FIRST_TOKENS = 1.25
-"""How many times as many steps a first token may wait as beside the same prompts alone. The
-largest of a few values differs so much from turn to turn."""
+"""Largest ratio of a first token's wait in steps to its wait beside the same prompts alone. The
+largest of a few waits varies by as much from turn to turn."""
 NOBODY = "nobody else"
 BUSY = "a busy process"
-"""The controls."""
+"""The names of two controls; see also `CONTROLS`."""
 
 _CONTEXT = 16384
 _STEP_TOKENS = 192
 _SAMPLES = 160
 _JOB = Job(("The Eiffel Tower is in the city of",), 16, None)
-"""What the neighbour does, over and over. Few tokens, so that each turn has several first tokens.
+"""The neighbour's request, which it repeats. It has few tokens, so that a turn has several first
+tokens.
 
-It captures nothing: who needs capture rows waits in turn for those that others hold, as the
-contract says.
+It captures nothing, because a request that captures may have to wait for capture rows of earlier
+requests, as the contract says.
 """
 _SETTLED = 1.0
-"""Seconds that the neighbour is watched after the last hostile call has ended."""
+"""Seconds for which the neighbour is timed after the last hostile call has ended."""
 _QUIET = 60.0
-"""Seconds that the server gets to be quiet before the next turn."""
+"""Seconds within which the server must be idle again before the next turn."""
 _MOST_MEMORY = 12 << 30
-"""Bytes of a server that has lost control of its memory: it is ended."""
+"""Bytes of memory above which the server is stopped, to protect the machine."""
 
 
 class Turn(NamedTuple):
-    """What came of one scenario."""
+    """The measurements of one scenario or control."""
 
     heard: Heard
     outcome: Outcome
     idle: Memory
-    """Before the first call."""
+    """The memory before the first call."""
     peak: Memory
     faults: int
-    """Lines of the server's log that a sound server does not write."""
+    """Lines of the server's log that report a defect."""
     died: bool
     """Whether the server ended; the next turn has a new one."""
     elsewhere: float = 0.0
-    """Cores that processes took which have no part in the benchmark."""
+    """Cores that were used by processes outside of the benchmark."""
 
     def figures(self) -> dict[str, float]:
-        """What the table shows."""
+        """The figures for the table."""
         heard, outcome = self.heard, self.outcome
         return {
             "longest_ms": 1000 * heard.longest,
@@ -108,7 +111,7 @@ class Turn(NamedTuple):
 
 
 def options(scratch: Path) -> list[str]:
-    """What the server is started with."""
+    """The arguments of the server."""
     return [
         "--load-format=dummy",
         "--dtype=float32",
@@ -141,7 +144,7 @@ class _Stage:
             return engine.model()
 
     def turn(self, scenario: Scenario | str, seconds: float) -> Turn:
-        """Plays a scenario, or a control."""
+        """Runs a scenario or a control."""
         self._wait_until_quiet()
         if isinstance(scenario, Scenario):
             calls = partial(prepared, scenario.name, self._facts, seed=0)
@@ -182,7 +185,7 @@ class _Stage:
         return turn
 
     def _watched(self, order: Callable[[Caller], Awaitable[Outcome]]) -> Outcome:
-        """Carries an order out; ends the server if it takes too much of the machine's memory."""
+        """Runs the hostile client; stops the server if it takes too much memory."""
         self._caller.tell(order)
         while not self._caller.answered(0.2):
             if self._server.memory().total > _MOST_MEMORY:
@@ -191,7 +194,7 @@ class _Stage:
         return outcome
 
     def _wait_until_quiet(self) -> None:
-        """Waits until the neighbour is alone and gets its tokens again."""
+        """Waits until only the neighbour's request runs."""
         deadline = time.monotonic() + _QUIET
         while time.monotonic() < deadline:
             try:
@@ -230,17 +233,17 @@ def controls() -> list[Scenario | str]:
 
 
 def summary(turns: dict[str, Turn]) -> Figures:
-    """Of each turn."""
+    """The figures of each turn."""
     return {name: turn.figures() for name, turn in turns.items()}
 
 
 def misses(table: Figures) -> list[str]:
-    """Scenarios that break a promise, each with what it broke.
+    """The broken promises, each with its scenario.
 
-    Between two tokens the bar holds in every scenario. For a first token it holds too, unless other
-    prompts came first. Then it may wait as many steps as beside these prompts alone. Steps that
-    copy rows take longer, which the bar between tokens limits. The controls break nothing, because
-    what they take, the machine or vLLM takes.
+    Between two tokens, `BAR_MS` holds in every scenario. It also holds for a first token, unless
+    other prompts came first. Then a first token may wait as many steps as beside these prompts
+    alone. Steps that copy rows take longer; the bar between tokens limits them. Controls are not
+    checked, because their waits are those of the machine or of vLLM.
     """
     found = []
     for one in SCENARIOS:

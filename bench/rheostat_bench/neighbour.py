@@ -1,7 +1,7 @@
-"""A client that streams short greedy generations over and over, and times every token.
+"""The neighbour: a client that repeats short greedy generations, and times every token.
 
-It stands for everybody who shares a server with a hostile client. It looks at its answers too: each
-must be the text, and the rows, that it got while nobody else was there.
+It stands for all clients that share a server with a hostile client. It also compares its answers:
+each text and each row must equal those of an idle server.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Ping: TypeAlias = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 
 
 class Job(NamedTuple):
-    """What the neighbour asks for."""
+    """The neighbour's requests."""
 
     prompts: tuple[str, ...]
     tokens: int
@@ -39,16 +39,17 @@ class Job(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What the neighbour got in a window of time. Seconds."""
+    """The neighbour's measurements in a window of time; times are in seconds."""
 
     seconds: float
     gaps: tuple[float, ...]
-    """Between two messages with tokens of one generation. A wait that is open at the end counts."""
+    """Times between two messages with tokens of one generation. A wait that has not ended when the
+    window ends is included."""
     firsts: tuple[float, ...]
-    """From a call to its first token; likewise."""
+    """Times from a call to its first token. A wait that has not ended is included too."""
     tokens: int
     generations: int
-    """That ended in the window."""
+    """Generations that ended in the window."""
     different_texts: int
     """Generations whose text is not the undisturbed one."""
     different_rows: int

@@ -1,4 +1,4 @@
-"""What the prefix cache is worth under steering: hit rates, and the time to the first token.
+"""The prefix cache under steering: hit rates, and time to the first token.
 
 Requests that share a long prompt and differ in its tail arrive together, in three states of the
 cache: "unread" (every prompt is computed whole), "cold" (the cache is empty; requests find what the

@@ -1,8 +1,8 @@
-"""What a hostile client does: calls that are expensive, long, many, abandoned or wrong.
+"""Scenarios of a hostile client: calls that are expensive, long, many, abandoned or invalid.
 
-Each scenario is one way in which a client could hold up the others. Its calls are made from a
-random generator and a size: 1 is as much as the contract ever allowed, and a soak takes less.
-A server may refuse any of them; no other client may notice.
+Each scenario is one way in which a client could delay others. Its calls depend on a random
+generator and a size. Size 1 is the most that any version of the contract allowed; a soak uses
+smaller sizes. A server may refuse any of the calls, but no other client may notice them.
 """
 
 import random
@@ -20,26 +20,26 @@ _Make: TypeAlias = Callable[[Target, random.Random, float], Call]
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way to be a burden."""
+    """One kind of hostile behaviour."""
 
     name: str
-    """What the table calls it."""
+    """Its name in the table."""
     make: _Make
-    """One call of a given size, above 0 and at most 1."""
+    """Makes a call of a given size, above 0 and at most 1."""
     at_once: int = 1
-    """How many calls are open at a time."""
+    """The number of concurrent calls."""
     variants: int = 16
-    """How many different calls are prepared; they are made in turn."""
+    """The number of different calls, which are sent in turn."""
     pause: float = 0.0
     """Seconds between two calls."""
     control: str = ""
-    """The name of its control in `CONTROLS` or `SCENARIOS`, which may be itself; empty: none."""
+    """The name of its control in `CONTROLS` or `SCENARIOS`, or its own name; empty for none."""
     seed: str = ""
-    """What its calls are drawn from; empty: its name."""
+    """The seed of its random generator; empty for its name."""
 
 
 def _plain(make: _Make) -> _Make:
-    """The same prompts. Requests capture and steer nothing. Subscriptions observe no request."""
+    """Makes the same prompts, without captures and steering. Subscriptions observe no request."""
 
     def plain(target: Target, rng: random.Random, size: float) -> Call:
         call = make(target, rng, size)
@@ -47,8 +47,8 @@ def _plain(make: _Make) -> _Make:
         if call.method == abuse.GENERATE:
             request = generation_service_pb2.GenerateRequest.FromString(message)
             if request.captures:
-                # No sample reads what it captures from the prefix cache, so each computes the
-                # prompt. One sample of a prompt as long as all of them computes as much.
+                # Samples that capture do not read the prefix cache, so each computes the prompt. A
+                # single sample computes as much if its prompt is as long as all of them together.
                 length = len(request.token_ids.ids) * max(1, request.sampling.n)
                 request.token_ids.CopyFrom(abuse.prompt(rng, target, length))
                 request.sampling.ClearField("n")
@@ -125,12 +125,12 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("runs", abuse_captures.run, at_once=2, variants=256),
     Scenario("baselines", abuse.baseline, at_once=2, variants=4),
 )
-"""Every way that is tried."""
+"""All scenarios."""
 
 
 _CONTROL_VARIANTS = 4
-"""How many times more calls a control has, so that its prompts have left the prefix cache when they
-come again."""
+"""Factor by which a control has more variants than its scenario. When a prompt comes again, it has
+then left the prefix cache."""
 
 CONTROLS: Sequence[Scenario] = tuple(
     replace(
@@ -143,16 +143,16 @@ CONTROLS: Sequence[Scenario] = tuple(
     for one in SCENARIOS
     if one.control and all(one.control != other.name for other in SCENARIOS)
 )
-"""The prompts of some scenarios alone. vLLM computes prompts in the order in which they came, so a
-first token waits for them whatever else a request asks for. Nothing else of a scenario may make it
-wait longer."""
+"""Controls, which send only the prompts of some scenarios. vLLM computes prompts in the order in
+which they came, so a first token waits for them in any case. The other parts of a scenario must not
+make it wait longer."""
 
 
 def prepared(name: str, target: Target, seed: int, size: float = 1.0) -> list[Call]:
-    """The calls of the scenario or control with a name, serialized, the largest first.
+    """Makes the calls of a scenario or control, serialized, the largest first.
 
     Raises:
-        KeyError: there is neither.
+        KeyError: there is no scenario or control with this name.
     """
     one = {scenario.name: scenario for scenario in (*SCENARIOS, *CONTROLS)}[name]
     rng = random.Random(f"{one.seed or name} {seed}")

@@ -1,4 +1,4 @@
-"""How fast sinks take rows, by layout and format, and how fast the rows are read back.
+"""Speed of writing rows to sinks and reading them back, by layout and format.
 
 Requests are written from several threads, as the server does it, in the blocks of a mebibyte that
 captured rows come in. A time is that from the first block to the last request that is safe on the

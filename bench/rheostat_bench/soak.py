@@ -1,12 +1,12 @@
 """Thousands of hostile and ordinary calls at random, beside two clients that check their answers.
 
-A real server, `rheostat serve`, with a model of 36 layers that computes next to nothing. One client
-streams greedy generations and times each token. Another one captures rows. A soak passes if the
-server ends as it began:
+The soak starts a real server, `rheostat serve`, with a model of 36 layers that computes next to
+nothing. One client streams greedy generations and times each token. Another client captures rows. A
+soak passes if the server ends as it began:
 
-* Nothing is held for a request that is gone: no row, no buffer, no descriptor, no thread.
-* No line of the log is a defect, and every call ended with a status of the contract.
-* Both clients got the tokens and the rows that a quiet server gives them.
+* No row, buffer, descriptor or thread is held for a request that has ended.
+* No log line reports a defect, and every call ended with a status of the contract.
+* Both clients got the same tokens and rows as from an idle server.
 * Memory stayed within the server's flags.
 
     rheostat bench soak --out results

@@ -1,4 +1,4 @@
-"""What a subscriber costs the requests that it watches, when it reads and when it stands still.
+"""Cost of a subscriber for the requests that it observes, while it reads and while it does not.
 
 64 clients generate without a pause. The arms take turns: nobody watches; a subscriber reads every
 row of the middle layer; one reads nothing for the whole turn, and rows that find no room are lost,

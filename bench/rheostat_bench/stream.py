@@ -1,4 +1,4 @@
-"""How fast captured rows reach a subscriber on the same host, server and client in two processes.
+"""Speed of captured rows to a subscriber on the same host, in two processes.
 
 The engine is a stand-in that hands rows over as fast as they are taken, in the shape of Qwen3-8B:
 what is timed is the server and the client, from the side channel's events on. A request's prompt

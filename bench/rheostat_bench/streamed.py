@@ -1,4 +1,4 @@
-"""What it costs a request that the rows of one layer go to a Python client while it runs.
+"""Cost of streaming the rows of one layer to a Python client while the request runs.
 
 The arms take turns on one device: stock vLLM's `AsyncLLM` in a process of its own; the same
 requests over gRPC; with the rows of the middle layer, every token's, in the answer; and with a

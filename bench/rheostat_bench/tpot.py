@@ -1,4 +1,4 @@
-"""Time per output token: stock vLLM beside the same engine with sites, idle and at work.
+"""Time per output token: stock vLLM beside the same engine with sites, idle and steered.
 
 All engines live on one device, so that the arms can take turns. A batch's time per token is the
 median over its requests of the time between first and last token, by vLLM's own clock in the
