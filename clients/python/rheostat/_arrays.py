@@ -1,7 +1,7 @@
 """Numbers on the wire and in numpy: little-endian row-major bytes, widened to float32 exactly.
 
-bfloat16 has no numpy type. It travels as uint16 holding the upper half of a binary32, which is all
-that widening needs; an array whose dtype calls itself "bfloat16" (ml_dtypes) is read the same way.
+numpy has no bfloat16, so its bits are stored in uint16; see `rheostat_wire.dtypes`. An array whose
+dtype has the name "bfloat16" (ml_dtypes) is read in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Element: TypeAlias = DtypeName
 
 
 class ArrayLike(Protocol):
-    """Anything numpy can read: an array, or an object with ``__array__``, a CPU tensor included."""
+    """An array, or an object with ``__array__`` that numpy can read, such as a CPU tensor."""
 
     def __array__(self) -> npt.NDArray[np.generic]:
         """The numbers."""
@@ -30,7 +30,7 @@ class ArrayLike(Protocol):
 
 @runtime_checkable
 class _Tensor(Protocol):
-    """What a torch tensor offers on the way to numpy, without importing torch."""
+    """The methods of a torch tensor that lead to numpy, so that torch need not be imported."""
 
     def detach(self) -> _Tensor: ...
     def cpu(self) -> _Tensor: ...
@@ -40,7 +40,7 @@ class _Tensor(Protocol):
 
 @dataclass(frozen=True)
 class VectorData:
-    """A vector's numbers as they travel: rows of equal width, all finite."""
+    """A vector's numbers as sent: rows of equal width, all finite."""
 
     element: Element
     """Element type."""
@@ -79,7 +79,7 @@ def stored(
 def widened(
     data: bytes | npt.NDArray[np.uint8], element: Element, shape: tuple[int, ...]
 ) -> FloatArray:
-    """The elements in ``data`` as float32 of ``shape``, every value exactly as it was; a copy."""
+    """A float32 copy of the elements in ``data``, of ``shape``. Every value is exact."""
     return widen(stored(data, element, shape), element)
 
 
@@ -150,14 +150,14 @@ def _stored(
 
 
 def _floats(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """``numbers``, if they are real ones."""
+    """Returns ``numbers``; raises InvalidRequest if they are not real numbers."""
     if numbers.dtype.kind not in "fiu":
         raise invalid("vector", f"a vector holds real numbers, not {numbers.dtype}")
     return numbers
 
 
 def read_element(number: tensor_pb2.Dtype.ValueType) -> Element:
-    """The element type of a wire number. Raises ServerError for one that rows cannot have."""
+    """The element type of an enum value. Raises ServerError if rows cannot have the type."""
     element = FROM_WIRE.get(number)
     if element is None:
         raise ServerError(f"the server sent elements of type {number}, which rows cannot have")
@@ -170,5 +170,5 @@ def itemsize(element: Element) -> int:
 
 
 def write_element(element: Element) -> tensor_pb2.Dtype.ValueType:
-    """The wire number of an element type."""
+    """The enum value of an element type."""
     return TO_WIRE[element]

@@ -1,8 +1,8 @@
-"""Tensors as they travel, read back as float32: every encoding of tensor.proto, byte for byte.
+"""Decodes tensors of every encoding of tensor.proto to float32.
 
-Invariant: checksum, shape and length are checked before a number is made, and no more is
-decompressed than the shape asks for. Numbers of every dtype become float32 and are not rounded
-further, so what is lost in a lossy encoding is at most what `max_error` says.
+Invariant: checksum, shape and length are checked before a number is decoded, and no more bytes are
+decompressed than the shape needs. Numbers of every dtype become float32 and are not rounded again,
+so that `max_error` bounds the error of a lossy encoding.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MAX_ELEMENTS = 2**48
 
 @dataclass(frozen=True)
 class Encoding:
-    """How rows travelled, and what it takes to read more out of them."""
+    """The encoding in which rows were sent, with its parameters."""
 
     name: EncodingName = "raw"
-    """"raw" and "lz4_planes" are exact; "full8" keeps 8 bits per number, "topk8" those of the
-    largest numbers, "rp8" those of a random projection, which is then what the rows are."""
+    """"raw" and "lz4_planes" are exact. "full8" keeps 8 bits per number. "topk8" keeps 8 bits of
+    each of the largest numbers, "rp8" 8 bits per number of a random projection of the row."""
     kept: int | None = None
     """K of "rp8" and "topk8": numbers kept per row."""
     width: int | None = None
@@ -57,28 +57,28 @@ class Encoding:
 
     @property
     def exact(self) -> bool:
-        """Whether every bit is as it was."""
+        """Whether every bit is kept."""
         return self.name in ("raw", "lz4_planes")
 
 
 RAW = Encoding()
-"""Numbers as they are."""
+"""The encoding "raw"."""
 
 
 class Decoded(NamedTuple):
-    """A tensor's numbers and how far they can be off."""
+    """A tensor's numbers, with a bound on their error."""
 
     values: FloatArray
     """float32 of the tensor's shape."""
     encoding: Encoding
-    """How they travelled."""
+    """The encoding in which they were sent."""
     max_error: FloatArray | None
-    """Largest difference per row, float32 [all of shape but the last]; NaN if a row had numbers
-    that were not finite. None: exact."""
+    """The largest error of each row, float32 [all of shape but the last]. It is NaN if a row had
+    numbers that were not finite. None: the numbers are exact."""
 
 
 class Numbers(Protocol):
-    """A tensor's numbers, as `Decoded` has them."""
+    """A tensor's numbers, with the fields of `Decoded`."""
 
     @property
     def values(self) -> FloatArray:
@@ -86,15 +86,15 @@ class Numbers(Protocol):
 
     @property
     def encoding(self) -> Encoding:
-        """How they travelled."""
+        """The encoding in which they were sent."""
 
     @property
     def max_error(self) -> FloatArray | None:
-        """Largest difference per row."""
+        """The largest error of each row; None: the numbers are exact."""
 
 
 def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:
-    """An inline tensor in any encoding.
+    """Decodes an inline tensor in any encoding.
 
     Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
     """
@@ -104,7 +104,7 @@ def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:
 
 
 def decoded(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
-    """The numbers of a tensor whose payload is at hand, wherever it lay.
+    """Decodes a tensor, of which the caller has the payload.
 
     Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
     """
@@ -113,7 +113,10 @@ def decoded(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
 
 
 def decoded_in_place(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
-    """As `decoded`, of a payload that others may write to: it is checked after it was read."""
+    """Decodes as `decoded` does, and checks the payload afterwards.
+
+    Another process may write to the payload meanwhile, so a check before reading proves nothing.
+    """
     try:
         found = _read(tensor, payload)
     except ServerError:
@@ -133,13 +136,13 @@ def checked(tensor: tensor_pb2.Tensor, payload: Payload) -> None:
 
 
 def payload_size(tensor: tensor_pb2.Tensor) -> int:
-    """Bytes that a raw tensor's payload must have; asking for the payload would copy it."""
+    """The bytes that a raw tensor's payload must have, without a copy of the payload."""
     element = read_element(tensor.dtype)
     return math.prod(tensor.shape) * itemsize(element)
 
 
 def elements(tensor: tensor_pb2.Tensor, payload: Payload) -> npt.NDArray[np.generic] | None:
-    """The elements of a raw tensor where they lie, read-only; None for other encodings.
+    """A read-only view of a raw tensor's elements; None for other encodings.
 
     Raises ServerError if its parts do not fit together.
     """
@@ -195,7 +198,7 @@ def _sized(payload: Payload, size: int, tensor: tensor_pb2.Tensor) -> Payload:
 
 
 def _unpacked(payload: Payload, size: int, element: Element) -> bytes:
-    """The elements of byte planes in an LZ4 frame, which must hold exactly ``size`` bytes."""
+    """Decompresses byte planes in an LZ4 frame, which must hold exactly ``size`` bytes."""
     try:
         return byte_planes.decompress(payload, size, itemsize(element))
     except ValueError as error:

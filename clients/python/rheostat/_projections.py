@@ -17,9 +17,9 @@ from rheostat_wire.dtypes import FloatArray
 def projection_matrix(kept: int, width: int, seed: int = 0) -> FloatArray:
     """The matrix of ``rp8``, float32 [kept, width], of +1/sqrt(kept) and -1/sqrt(kept).
 
-    Rows x come as ``x @ matrix.T``. Scalar products are kept on average, with a standard deviation
-    of at most ``sqrt(2 / kept) * |x| * |y|``. Making one takes time: keep it for all rows of a
-    capture. Raises InvalidRequest for numbers out of range.
+    The server sends a row x as ``x @ matrix.T``. Scalar products of projections are unbiased, with
+    a standard deviation of at most ``sqrt(2 / kept) * |x| * |y|``. Making the matrix takes time, so
+    use one matrix for all rows of a capture. Raises InvalidRequest for numbers out of range.
     """
     whole_number(kept, "kept", "how many numbers are kept", least=1)
     whole_number(width, "width", "a width", least=1)
@@ -28,11 +28,11 @@ def projection_matrix(kept: int, width: int, seed: int = 0) -> FloatArray:
 
 
 def back_projected(projections: FloatArray, matrix: FloatArray) -> FloatArray:
-    """Estimates of the rows that ``projections`` [..., kept] came of, float32 [..., width].
+    """Estimates of the rows of ``projections`` [..., kept], float32 [..., width].
 
-    ``matrix`` is that of `projection_matrix`. Each estimate is right on average over seeds, and off
-    by about ``sqrt((width - 1) / kept)`` times the row's norm: good for sums over many rows or
-    numbers, not for single ones.
+    ``matrix`` is made by `projection_matrix`. An estimate is unbiased over seeds. Its error is
+    about ``sqrt((width - 1) / kept)`` times the row's norm, so use it for sums over many rows, not
+    for single numbers.
     """
     if matrix.ndim != 2 or projections.shape[-1:] != matrix.shape[:1]:
         raise invalid(

@@ -1,4 +1,4 @@
-"""``rheostat bench``: run a benchmark, if the benchmarks are installed."""
+"""``rheostat bench``: run a benchmark, if the package of benchmarks is installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by the benchmark's."""
+    """Replace this process by the benchmark."""
     if find_spec(_PACKAGE) is None:
         raise CommandError("the benchmarks are not installed: in a checkout, pip install ./bench")
     words = [] if args.name is None else [args.name, *args.arguments]
