@@ -1,9 +1,9 @@
 """A buf plugin that makes the Python package `rheostat_wire.v1` from the `rheostat.v1` schemas.
 
-Messages come from protoc, gRPC stubs from grpcio-tools, types of both from mypy-protobuf; this
-module only moves them: Python modules `rheostat.v1.*` become `rheostat_wire.v1.*`, because a
-top-level package must not be split between generated and written code. Descriptors keep their
-file names (`rheostat/v1/*.proto`), which is what reflection shows.
+protoc makes the messages, grpcio-tools the gRPC stubs, and mypy-protobuf the types of both. This
+module only moves Python modules from `rheostat.v1.*` to `rheostat_wire.v1.*`, because a top-level
+package must not be split between generated and written code. Descriptors keep their file names
+(`rheostat/v1/*.proto`), which reflection shows.
 """
 
 import re
@@ -35,7 +35,7 @@ _LEFT_OVER = re.compile(
 def relocate(source: str) -> str:
     """Returns the text of a generated module with its package moved.
 
-    Raises ValueError where a generator refers to the package in a way that is not known here.
+    Raises ValueError if a generator refers to the package in an unknown way.
     """
     source = _IMPORT.sub(f"from {TARGET_PACKAGE} import ", source)
     source = _BUILT_MODULE.sub(TARGET_PACKAGE, source)
