@@ -128,7 +128,7 @@ class OfflineEngine:
         return self.stats_of_all()[0]
 
     def stats_of_all(self) -> list[dict[str, Any]]:
-        """Every worker's counts, once it has let go of what no request uses."""
+        """Every worker's counts, after it has released all tables that no request uses."""
         while any(self.llm.collective_rpc("rheostat_forget", args=([],))):
             pass
         stats: list[dict[str, Any]] = self.llm.collective_rpc("rheostat_stats")

@@ -1,4 +1,4 @@
-"""`rheostat bench`: what it lists, what it runs, and what it says where it cannot."""
+"""`rheostat bench` lists benchmarks, runs them, and reports unknown or missing ones."""
 
 import importlib.util
 import subprocess

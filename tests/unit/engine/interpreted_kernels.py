@@ -104,7 +104,7 @@ def check_huge(dtype: torch.dtype, carried: torch.dtype | None, gain: float = 1.
 
 
 def check_not_finite(dtype: torch.dtype) -> None:
-    """What was not finite is left alone."""
+    """Elements that were not finite stay as they were."""
     site = buffers(12, dtype=dtype, codes=[1, -1], captured=[0, 0], programs=huge_chains()[:1])
     h = noise(2, 12, dtype, 8)
     h[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])

@@ -215,7 +215,7 @@ def test_directions_are_unit_vectors_orthogonal_to_those_before_or_refused(
 
 
 class Counting(dict[bytes, np.ndarray]):
-    """Vectors that count how often one is looked up."""
+    """Vectors that count their lookups."""
 
     lookups = 0
 

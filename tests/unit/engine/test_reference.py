@@ -147,7 +147,7 @@ def test_no_change_makes_the_stream_infinite_or_nan(
 
 
 def most_of(dtype: torch.dtype) -> float:
-    """The largest magnitude to which a change brings an element of the stream."""
+    """The largest magnitude of a changed element of the stream."""
     return min(1e15, torch.finfo(dtype).max / 2)
 
 
@@ -155,9 +155,9 @@ def most_of(dtype: torch.dtype) -> float:
 def test_the_sums_of_a_model_stay_finite_whose_every_site_is_changed_hugely(
     dtype: torch.dtype,
 ) -> None:
-    """The model adds h to the stream in its own dtype, and another branch behind each site.
+    """The model adds h to the stream in its own dtype, and adds another branch after each site.
 
-    All branches of its own together fit beside the limit.
+    The sum of all these branches fits between the limit and the largest number of the dtype.
     """
     site = buffers(4, dtype=dtype, codes=[1, 2], captured=[0, 1], programs=[])
     site.rows[1], site.rows[2] = torch.finfo(dtype).max, -torch.finfo(dtype).max

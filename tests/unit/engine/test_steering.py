@@ -297,7 +297,7 @@ def test_wide_rows_are_made_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def subspace(count: int, *sites: int) -> Act:
-    """Takes the span of some vectors out of the stream."""
+    """An act that ablates the subspace of some vectors."""
     digests = tuple(DIGESTS[number % 3] for number in range(count))
     rows = tuple((site, tuple(number // 3 for number in range(count))) for site in sites)
     bands = (Band(0.0, 0.0, 1.0),) * count

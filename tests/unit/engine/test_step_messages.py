@@ -32,7 +32,7 @@ def new(wire: object, name: str = "v", **extra: object) -> NewRequestData:
 
 
 def scheduled(*steps: list[NewRequestData]) -> list[list[NewRequestData]]:
-    """What a scheduler says that starts these requests, step by step."""
+    """The new requests in the outputs of a scheduler that starts these requests step by step."""
     outputs = iter([SimpleNamespace(scheduled_new_reqs=step) for step in steps])
     scheduler: Any = SimpleNamespace(schedule=lambda throttle_prefills: next(outputs))
     share_tables(scheduler)
@@ -40,7 +40,7 @@ def scheduled(*steps: list[NewRequestData]) -> list[list[NewRequestData]]:
 
 
 def plan_of(one: NewRequestData) -> object:
-    """What a request brings."""
+    """The plan of a request, as the scheduler sends it."""
     assert one.sampling_params is not None
     assert one.sampling_params.extra_args is not None
     return one.sampling_params.extra_args[EXTRA_ARG]

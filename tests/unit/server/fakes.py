@@ -164,7 +164,7 @@ class ScriptedBackend:
     forgets: int = 0
     """Calls of `forget`."""
     unused: int = 0
-    """In how many parts the workers release what no request uses."""
+    """The number of parts in which the workers release unused tables."""
     """Effort that is left of preparations that it holds."""
     calls: list[tuple[str, int]] = field(default_factory=list)
     """What each call for a preparation built of it."""

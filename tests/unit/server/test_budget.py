@@ -1,4 +1,4 @@
-"""Who gives way when memory is full: those that hold most, the cheapest first, down to a level."""
+"""When memory is full, the largest holders give up bytes, the mildest consequence first."""
 
 import random
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @dataclass
 class Waiting:
-    """Bytes that wait, and what becomes of them."""
+    """Waiting bytes, and the bytes that were given up."""
 
     share: Share
     cost: Cost = Cost.ROWS
@@ -154,7 +154,7 @@ def test_a_request_that_has_ended_is_asked_for_nothing() -> None:
 
 
 def test_tokens_that_come_while_rows_go_to_disk_look_through_no_other_request() -> None:
-    """Work is counted in looks at what other requests hold."""
+    """The test counts reads of `leaving` of other requests."""
     looks = 0
 
     class Counted(Waiting):

@@ -1,4 +1,4 @@
-"""The limit of a message's fields: what is beyond it is refused before it is decoded."""
+"""The limit of a message's fields: a message above it is refused before it is decoded."""
 
 import asyncio
 

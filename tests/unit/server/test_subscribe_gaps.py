@@ -166,7 +166,7 @@ async def test_a_call_whose_client_does_not_read_gives_its_place_back(
         await unread.write(capture_service_pb2.SubscribeRequest(open=wish))
         name = (await unread.read()).opened.subscription_id
         await running.client.generate(request(sampling=sampled(2000, 4)))
-        await asyncio.sleep(0.3)  # until the call has filled its connection
+        await asyncio.sleep(0.3)  # until unread events have filled the connection of the call
         again = resuming(name) if how == "resumed" else opening(EVERY, [wanted()])
         await Subscriber.open(running, again)
         async with asyncio.timeout(10):
@@ -179,7 +179,7 @@ async def test_a_call_whose_client_does_not_read_gives_its_place_back(
 
 
 async def generated(running) -> str:
-    """Why a request was refused; empty: it was not."""
+    """The reason for which a new request is refused; empty if it runs."""
     try:
         await running.client.generate(request())
     except grpc.aio.AioRpcError as error:

@@ -256,7 +256,7 @@ def test_a_walk_agrees_with_protobuf_about_any_bytes() -> None:
 
 
 def check_walk(rng: random.Random, data: bytes, kind: type) -> str:
-    """What a walk and protobuf agree on."""
+    """Checks that a walk and protobuf agree; returns their common result."""
     try:
         message = kind.FromString(data)
     except DecodeError:

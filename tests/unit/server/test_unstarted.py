@@ -178,7 +178,7 @@ async def test_one_whose_client_goes_away_while_it_waits_for(
     if how == "cancel":
         call.cancel()
     await asyncio.wait({reading})
-    async with asyncio.timeout(5):  # the server hears of it a moment after the client
+    async with asyncio.timeout(5):  # the server gets the cancellation a moment after the client
         await until(lambda: running.host.ledger.requests == running.host.store.pins == bool(held))
     Slow.made.gate.set()
     if held is not None:

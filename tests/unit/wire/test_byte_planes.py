@@ -1,4 +1,4 @@
-"""Byte planes in LZ4 frames: exact, bounded, and refused where they are damaged."""
+"""Byte planes in LZ4 frames are exact and bounded. Damaged frames are refused."""
 
 import lz4.frame
 import numpy as np
