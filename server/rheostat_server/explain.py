@@ -72,9 +72,9 @@ def _explain(admitted: Admitted, plan: Plan) -> generation_service_pb2.ExplainRe
 def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
     """The parts of prefix cache keys that a plan adds, one for each run of positions it steers.
 
-    A digest covers the run's positions, the acts that steer them, and the digest before it, because
-    vLLM chains the hashes of blocks in the same way. A digest also holds for the positions after
-    its run, if they are not steered. From `Plan.private_from` on, no block is shared.
+    A digest covers the run's positions, the acts that steer them, and the digest before it. vLLM
+    chains the hashes of blocks in the same way. A digest also holds for the positions after its
+    run, if they are not steered. From `Plan.private_from` on, no block is shared.
     """
     shared_end = OPEN_END if plan.private_from is None else plan.private_from
     found: list[generation_service_pb2.CacheKey] = []

@@ -160,8 +160,8 @@ class _Stream:
     async def _next(self) -> Item | Notice | Sign:
         """Waits for the next item. Once all samples have ended, the wait has a limit.
 
-        Samples that were aborted before they were scheduled get no report. They share one wait,
-        because waiting for one of them is waiting for all.
+        Samples that were aborted before they were scheduled get no report. All of them share one
+        wait, because their reports would come within the same time.
         """
         waiting = self._open()
         if self._flight.unanswered or not all(life.ended for life in waiting):
@@ -216,7 +216,7 @@ class _Stream:
                     yield from self._said(life, delta)
 
     def _said(self, life: Life, delta: Delta) -> Iterator[Response]:
-        """Yields the responses of a delta, and those that follow the end of its sample."""
+        """Yields the responses of a delta, then the responses that follow a sample's end."""
         self._prompt_logprobs_due.discard(life.role)
         sample = self._samples[life]
         yield from sample.take(delta)

@@ -155,7 +155,7 @@ LONG_TEXTS_WAITING = 64
 """Longer texts that may wait to be tokenised."""
 
 DECODED_TOKEN_BYTES = 16
-"""What a token that is decoded counts for, among texts that wait."""
+"""Bytes that a token to decode counts for, among texts that wait."""
 
 SPAN_SEARCH = 1 << 28
 """Most characters that the spans of a request may go over: each text goes over the prompt once."""
@@ -218,7 +218,7 @@ UNREAD_ANSWERS = 1024
 """Most answers to a session's messages that may wait for its client to read them."""
 
 WAITING_REQUESTS = 1024
-"""Samples that may wait beyond those that run."""
+"""Samples that may wait beside the running samples."""
 
 SUBSCRIPTIONS = 64
 """Most subscriptions at the same time."""
@@ -248,7 +248,7 @@ OBSERVERS_EFFORT = 400
 one for each different combination of captures. The most fragmented miss the request."""
 
 MISSED_REQUESTS = 1024
-"""Most requests of which a subscription is told that they began before it."""
+"""Most requests that a new subscription reports as missed because they began before it."""
 
 SUBSCRIBED_REQUESTS = 4096
 """Most request ids of a subscription's filter."""
@@ -258,5 +258,5 @@ CALL_BYTES = 32 * MIB
 for more than these."""
 
 STATS_SECONDS = 0.25
-"""Age up to which `GetStats` gives what the workers counted, because every question to them delays
-a step."""
+"""Largest age of the workers' counts in `GetStats`. A call of the workers delays a step, so newer
+counts are used again."""

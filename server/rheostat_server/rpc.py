@@ -174,8 +174,8 @@ def _stream(
             begun_writing = False
             async for message in messages:
                 if not begun_writing:
-                    # gRPC would send the headers with the first message, and cannot end a call
-                    # with an error while those are on their way.
+                    # gRPC would send the headers with the first message. While headers are being
+                    # sent, gRPC cannot end a call with an error.
                     await _sent(context.send_initial_metadata(()))
                     begun_writing = True
                 with interruption.writing():
@@ -200,8 +200,8 @@ async def _sent(sending: Awaitable[None]) -> None:
     """Waits until headers, a message or a status are sent.
 
     Raises:
-        CancelledError: the client has gone. gRPC raises the same in most cases, but an error of
-            its own if the client goes while the message waits for room in the connection.
+        CancelledError: the client has disconnected. In most cases gRPC raises this error itself.
+            If a message waits for room in the connection, gRPC raises `InternalError` instead.
     """
     try:
         await sending
@@ -211,7 +211,7 @@ async def _sent(sending: Awaitable[None]) -> None:
 
 @asynccontextmanager
 async def _deadline(context: AnyContext[Request, Response]) -> AsyncIterator[None]:
-    """Ends what runs inside when the caller's deadline passes."""
+    """Cancels the body when the caller's deadline passes, and raises DeadlinePassed."""
     remaining = context.time_remaining()
     try:
         async with asyncio.timeout(remaining) as limit:

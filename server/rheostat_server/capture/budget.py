@@ -24,8 +24,8 @@ _UNCOUNTED = 64 << 10
 that small limits can be given in rows. The limit of all requests together counts them."""
 
 _SPARE = 16
-"""When the limit of all requests is reached, a sixteenth of it is freed in addition, so that the
-next rows need not scan all requests again."""
+"""When the limit of all requests is exceeded, a sixteenth of it is freed in addition. The next rows
+then need not scan all requests again."""
 
 
 class Meter:
