@@ -1,13 +1,12 @@
-"""Keys of the prefix cache: what touches each block of tokens, by content.
+"""Keys of the prefix cache: digests of the acts that touch each block of tokens.
 
-The KV of a token depends on every act at or before it. vLLM chains a block's hash on the one before
-it, so a block's own key has only to say what touches the tokens in it: blocks that nothing touches
-keep vLLM's own keys until the chain has been touched. A key costs as much as the acts that begin or
-end in its block; long stretches that are touched alike cost next to nothing. Requests with equal
-acts share what was made.
+The KV of a token depends on every act at or before it. vLLM chains a block's hash on the hash of
+the block before it. A block's own key therefore covers only the acts on its own tokens. A block
+that no act touches gets no key, so blocks before the first act keep vLLM's own hashes. A key costs
+as much as the acts that begin or end in its block. Requests with equal acts share their keys.
 
 Invariant: two requests with equal tokens find each other's blocks exactly if equal content acts in
-equal order at equal positions. What depends on the time of the run is private.
+equal order at equal positions. Blocks whose acts depend on the time of the run are private.
 """
 
 import hashlib
@@ -25,15 +24,15 @@ from rheostat_engine.tables import SteeringTable
 
 class _Clause(NamedTuple):
     number: int
-    """Of the clause in its table."""
+    """Its number in the table."""
     act: int
     """Index of its act."""
     condition: bytes
-    """Digest of the condition under which it holds; empty: always."""
+    """Digest of the condition under which it holds; empty if it always holds."""
 
 
 class SteeredBlocks:
-    """What touches which tokens under a table of acts: for all requests that have the table."""
+    """Digests of the acts on blocks, for all requests with a table of acts."""
 
     def __init__(self, table: SteeringTable) -> None:
         """Encodes the acts of `table` once."""
@@ -59,7 +58,7 @@ class SteeredBlocks:
         """By position, because all samples of a request ask for the same blocks."""
 
     def touching(self, start: int, end: int) -> bytes:
-        """Digest of what touches the tokens at positions [start, end); empty: nothing does."""
+        """Digest of the acts on positions [start, end); empty if no act touches them."""
         first = bisect_right(self._starts, start) - 1
         last = bisect_left(self._starts, end)
         if last - first > 1:
@@ -73,7 +72,7 @@ class SteeredBlocks:
         return self._made[whole]
 
     def _touching(self, first: int, last: int, start: int, end: int) -> bytes:
-        """What the clauses of some pieces say of a block."""
+        """Digest of the acts on a block, from pieces `first` to `last`."""
         edges: dict[_Clause, list[int]] = {}
         for piece in range(first, last):
             begins = max(self._starts[piece], start) - start
@@ -105,7 +104,7 @@ class BlockKeys:
     """The keys of one request."""
 
     def __init__(self, plan: Plan | Received, steered: SteeredBlocks | None) -> None:
-        """Of a request with a plan, whose acts touch what `steered` says; None: it has none."""
+        """Keys for a request with a plan; `steered` is None if the plan has no acts."""
         self._steered = steered
         self._epoch = struct.pack("<q", plan.epoch)
         self._private_from = plan.private_from
@@ -113,7 +112,7 @@ class BlockKeys:
         self._keys: dict[bytes, str] = {}
 
     def key(self, start: int, end: int) -> str | None:
-        """What touches the tokens at positions [start, end); None: nothing does."""
+        """The key of the block [start, end); None if no act touches it."""
         if self._private_from is not None and end > self._private_from:
             return f"private {self._nonce}"
         touching = b"" if self._steered is None else self._steered.touching(start, end)
@@ -141,5 +140,5 @@ def _condition(tokens: bytes, among: bool) -> bytes:
 
 
 def _place(clause: _Clause, edges: Sequence[int]) -> bytes:
-    """Which tokens of a block a clause holds, counted from the block's start."""
+    """The tokens of a block at which a clause holds, counted from the block's start."""
     return clause.condition + struct.pack(f"<{1 + len(edges)}q", len(edges), *edges)

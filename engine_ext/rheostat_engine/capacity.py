@@ -1,7 +1,7 @@
 """A ledger of the engine's resources in use, which admission asks before a request enters.
 
-Invariant: the worker's tables and ring never overflow if every plan passes through `admit` before
-it reaches the engine, and is released only after the worker has released it.
+Invariant: the worker's tables and ring never overflow. Every plan must pass through `admit` before
+it reaches the engine, and may be released only after the worker has released it.
 
 Resources are counted by content, exactly as the worker shares them. Captured rows are counted as if
 all requests took their densest step at once, unless no step is large enough for that to matter.
@@ -25,7 +25,7 @@ from rheostat_engine.tables import CaptureNeed
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the engine can hold at the same time."""
+    """The resources of the engine."""
 
     bank_rows: int
     """Distinct rows that are added."""
@@ -40,7 +40,7 @@ class Capacity:
     capture_rows: int
     """Rows that one step can capture."""
     ruled_pieces: int = 4096
-    """Combinations that follow a rule about token ids, shared by nobody: of all running samples."""
+    """Combinations under a rule about token ids, of all running samples. They are not shared."""
     pieces: int = 1 << 21
     """Pieces into which distinct plans cut the positions of their requests."""
 
@@ -51,35 +51,35 @@ class Shortage(NamedTuple):
     resource: str
     """A field of `Capacity`."""
     needed: int
-    """How many more the plan needs."""
+    """The number that the plan needs in addition."""
     free: int
-    """How many are free now."""
+    """The number that is free now."""
     ever: bool
-    """Whether it fits once others have finished; False: it never can."""
+    """Whether the plan fits when other requests have ended; False if it can never fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
     needs: tuple[Needs, ...]
-    """What it shares."""
+    """Resources that it shares by content."""
     own: Counter[str]
-    """What it shares with nobody, by resource."""
+    """Resources that it does not share, by name."""
     sites: int
     """The most sites at which it captures a token."""
 
 
 class CapacityLedger:
-    """Counts what the admitted plans hold."""
+    """Counts the resources of admitted plans."""
 
     def __init__(self, capacity: Capacity) -> None:
-        """Nothing is held. `capacity` is what the worker reports (`ModelSites`)."""
+        """No resource is in use. The worker reports `capacity` (`ModelSites`)."""
         self._limits: dict[str, int] = asdict(capacity)
         self._shared = _Shared()
         self._own: Counter[str] = Counter()
         self._held: dict[str, _Holding] = {}
         self._observed: dict[str, CaptureNeed] = {}
         self._sites: Counter[int] = Counter()
-        """How many requests capture a token at so many sites."""
+        """Numbers of requests, by the most sites at which they capture a token."""
 
     @property
     def requests(self) -> int:
@@ -87,11 +87,11 @@ class CapacityLedger:
         return len(self._held) + len(self._observed)
 
     def used(self, resource: str) -> int:
-        """How much of a resource, a field of `Capacity`, admitted plans hold."""
+        """The amount of a resource, a field of `Capacity`, that admitted plans use."""
         return self._own[resource] + self._shared.used[resource]
 
     def lacks(self, plan: Plan) -> Counter[str]:
-        """What a plan needs of each resource for steering beyond what admitted plans hold."""
+        """The amount of each resource that a plan's steering needs beside all admitted plans."""
         lacking = self._shared.fresh(plan.packed_acts.needs)
         lacking["ruled_pieces"] = plan.packed_acts.ruled
         return lacking
@@ -99,17 +99,20 @@ class CapacityLedger:
     def admit(
         self, plan: Plan, *, prompt_len: int, max_step_tokens: int, runs: int = 1
     ) -> Shortage | None:
-        """Reserves what `plan` needs, or says what is missing and reserves nothing.
+        """Reserves all resources that a plan needs, or none.
 
         Args:
-            plan: the request's plan; its id must not be held. One that is not packed is packed
-                here, which may take long.
+            plan: the request's plan; its id must not be admitted. A plan that is not packed is
+                packed here, which may take long.
             prompt_len: tokens of the prompt.
             max_step_tokens: the most tokens that one step computes.
-            runs: how many of the engine's requests carry it out at the same time.
+            runs: the number of engine requests that carry out the plan at the same time.
+
+        Returns:
+            The missing resource; None if all were reserved.
 
         Raises:
-            ValueError: no engine can put it in force.
+            ValueError: no engine can carry out the plan.
         """
         if plan.request_id in self._held:
             raise ValueError(f"request {plan.request_id!r} is already admitted")
@@ -143,17 +146,21 @@ class CapacityLedger:
         return None
 
     def observed(self, name: str) -> CaptureNeed:
-        """What `observe` has reserved under a name."""
+        """The reservation that `observe` made under a name."""
         return self._observed.get(name, CaptureNeed(0, 0))
 
     def observe(self, name: str, need: CaptureNeed, *, max_step_tokens: int) -> Shortage | None:
-        """Reserves what is captured of a running request beside its plan, or says what is missing.
+        """Reserves room for captures that a running request gets beside its plan.
 
         Args:
-            name: of the reservation, which no plan has. What was reserved under it is replaced.
-            need: rows beside those of the request's plans, for all samples together; sites at
-                which a token is captured, those of the plan included.
+            name: the name of the reservation; no plan may have it. An earlier reservation with this
+                name is replaced.
+            need: rows of these captures for all samples, without the rows of the request's plans;
+                sites at which a token is captured, with the sites of the plans.
             max_step_tokens: the most tokens that one step computes.
+
+        Returns:
+            The missing resource; None if the room was reserved.
         """
         before = self.observed(name)
         self._count_sites(before.sites, -1)
@@ -170,7 +177,7 @@ class CapacityLedger:
         return None
 
     def release(self, request_id: str) -> None:
-        """Gives back what a request holds; nothing if it holds nothing."""
+        """Gives back the resources of a request, if it has any."""
         observed = self._observed.pop(request_id, None)
         if observed is not None:
             self._own["capture_rows"] -= observed.rows
@@ -184,9 +191,9 @@ class CapacityLedger:
         self._count_sites(holding.sites, -1)
 
     def _any_step_fits(self, sites: int, max_step_tokens: int) -> bool:
-        """Whether the ring holds any step that also captures a token at so many sites.
+        """Whether every step fits into the ring if a request captures a token at `sites` sites.
 
-        A step's rows are at most its tokens, each at as many sites as any request captures.
+        A step has at most as many rows as its tokens times the most sites of any request.
         """
         widest = max((*self._sites, sites))
         return widest * max_step_tokens <= self._limits["capture_rows"]
@@ -207,14 +214,14 @@ class _Shared:
         self._keys = np.zeros(0, np.uint64)
         self._users = np.zeros(0, np.int64)
         self.used: Counter[str] = Counter()
-        """How much of each resource is held."""
+        """The amount of each resource in use."""
 
     def fresh(self, needs: Needs) -> Counter[str]:
-        """How much of each resource `take` would add."""
+        """The amount of each resource that `take` would add."""
         return needs.part(~self._find(needs)[1])
 
     def take(self, needs: Needs) -> None:
-        """Uses content once more."""
+        """Adds a use of content."""
         at, found = self._find(needs)
         self.used += needs.part(~found)
         self._users[at[found]] += 1
@@ -230,7 +237,7 @@ class _Shared:
         self._keys, self._users = np.delete(self._keys, at[gone]), np.delete(self._users, at[gone])
 
     def _find(self, needs: Needs) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-        """Where each content is or belongs, and whether it is there."""
+        """The place of each content in `_keys`, and whether it is there."""
         at = np.searchsorted(self._keys, needs.keys)
         found = np.zeros(len(at), np.bool_)
         inside = at < len(self._keys)
@@ -239,7 +246,7 @@ class _Shared:
 
 
 def capture_need(captures: PackedCaptures, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
-    """What captures need of the ring that are in force together, for one sample."""
+    """The room in the ring that captures of a plan need, for one sample."""
     if captures.table is None:
         return CaptureNeed(0, 0)
     return captures.table.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)

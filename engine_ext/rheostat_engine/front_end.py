@@ -1,4 +1,4 @@
-"""What the process that holds an `AsyncLLM` does before it makes one, and before it ends it."""
+"""Prepares the process of an `AsyncLLM` before it is made, and before it is shut down."""
 
 from typing import TYPE_CHECKING
 

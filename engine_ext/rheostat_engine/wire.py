@@ -1,8 +1,9 @@
-"""How a plan travels: its tables as bytes that nobody on the way looks into.
+"""The tables of a plan as bytes, because vLLM passes bytes on without reading or copying them.
 
-Invariant: reading a table costs what its acts, captures and different sets are, not what its pieces
-are. What comes out of `steering_from` and `captures_from` is a table that an admission could have
-made; anything else is a `ValueError` that says where. Nothing is executed or unpickled.
+Invariants: the cost of reading a table depends on its acts, captures and different sets, and not on
+its pieces. `steering_from` and `captures_from` return only tables that admission could have made.
+For all other bytes they raise a `ValueError` that names the place. Nothing is executed or
+unpickled.
 """
 
 import math

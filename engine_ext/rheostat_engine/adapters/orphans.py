@@ -5,8 +5,8 @@ Why the engine watches the server
     would keep the device's memory for ever. It also must not finish running requests, because
     nobody reads them.
 Why the engine leaves the server's process group
-    A signal to the group (Ctrl-C, `timeout`, a shell's job) would end vLLM's workers while the
-    server lets its requests finish. The server alone ends the engine.
+    A signal to the group (Ctrl-C, `timeout`, a shell's job) would end vLLM's workers. The server
+    lets its requests finish first, and then ends the engine itself.
 """
 
 import logging

@@ -1,11 +1,11 @@
-"""vLLM's own scheduler, with a prefix cache that knows of plans.
+"""vLLM's own scheduler, with plans in the keys of the prefix cache.
 
-vLLM asks a function of `kv_cache_utils` for what else enters a block's hash beside its tokens. It
-is looked up there for every block, so one that adds a plan's key can stand in its place. How far a
-request may read: see `hits`.
+A function of `kv_cache_utils` returns the extra keys of a block's hash. vLLM looks the function up
+for every block, so our function, which adds a plan's key, replaces it. `hits` limits how far a
+request may read the cache.
 
-Invariant: requests without a plan, and blocks that nothing touches, keep vLLM's keys. A plan that
-can't be read shares nothing.
+Invariant: requests without a plan, and blocks that no act touches, keep vLLM's keys. A request
+whose plan can't be read shares no block.
 """
 
 from collections.abc import Callable

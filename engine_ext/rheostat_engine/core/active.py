@@ -1,7 +1,7 @@
-"""Which sites do anything in the step at hand.
+"""The sites that the current step uses.
 
-Invariant: between two steps no site is active, so that warm-up, dummy and profiling runs can never
-see what the last step left in the buffers.
+Invariant: between two steps no site is active. Warm-up, dummy and profiling runs therefore never
+read instructions of the last step from the buffers.
 """
 
 import numpy as np

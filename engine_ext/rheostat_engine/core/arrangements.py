@@ -86,8 +86,8 @@ class Arrangements:
             bank: holds slots and programs.
             rules: holds rules about token ids.
             functions: three columns; see `Arrangement.function`.
-            vectors: those that the worker has, now and later.
-            norms: of their rows.
+            vectors: the worker's vectors; a live view.
+            norms: the norms of their rows; a live view.
         """
         self._bank = bank
         self._rules = rules
@@ -185,7 +185,7 @@ class Arrangements:
         """The norms of the vectors that a table uses.
 
         Raises:
-            BankError: a vector is missing, or one of the rows that are used.
+            BankError: a vector, or a row that is used, is missing.
         """
         last: dict[bytes, int] = {}
         for index in table.used:

@@ -76,7 +76,7 @@ class Selected:
 
         Args:
             first: the position.
-            new: what is captured from there on.
+            new: the captures from there on; None captures nothing.
             computed: [start, end) positions that have been computed.
         """
         start, end = computed
@@ -116,7 +116,7 @@ class CaptureSets:
             classes: numbers for sets of sites.
             forms: in which rows leave.
             places: where the model's sites are kept.
-            present: the places of those that lie in this rank's part of the model.
+            present: the places of the sites in this rank's part of the model.
         """
         self.functions = Functions()
         self.built = 0

@@ -1,7 +1,7 @@
-"""Captures in force: which rows of the step at hand are copied to the ring, and what they are.
+"""Captures in force: selects the rows of the current step that are copied to the ring.
 
-Invariant: a position's row is delivered once, however often preemption makes it be computed; what
-finds no place is counted as lost.
+Invariant: the row of a position is delivered once, even if preemption makes it be computed again.
+Rows without room are counted as lost.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Captures:
             outlet: where rows go.
             forms: those in which they leave.
             places: where the model's sites are kept.
-            present: the places of those that lie in this rank's part of the model.
+            present: the places of the sites in this rank's part of the model.
             rank: this worker's.
         """
         self.captured_rows = 0
@@ -102,8 +102,8 @@ class Captures:
         Args:
             number: the request's number.
             captures: the table; None: nothing is captured.
-            held: what the request captures, if the table takes its place.
-            first: position from which on it does.
+            held: the request's present captures, which the table replaces; None if it has none.
+            first: the position from which on the table replaces them.
             computed: [start, end) positions of the request that have been computed.
 
         Raises:
@@ -122,7 +122,7 @@ class Captures:
 
         Args:
             number: the request's number.
-            held: what it captures.
+            held: its captures.
             computed: [start, end) positions that have been computed.
 
         Returns:

@@ -4,8 +4,8 @@ A function gives a few integers for each position, for example the slot that ste
 Requests with equal plans share a function.
 
 Invariants: a lookup costs one binary search per token in numpy, however many requests there are. A
-new function is written behind the others. Dropped functions are swept out once they take more room
-than the others, so that a request that begins or ends costs what its own function does.
+new function is written behind the others. Dropped functions are removed together once they take
+more room than the others. The cost of a request's start or end thus depends on its own function.
 """
 
 from collections.abc import Sequence

@@ -3,9 +3,8 @@
 Requests with equal acts share an arrangement. Each request itself holds only its cells, and its
 places under rules about token ids.
 
-Invariant: a request gets everything that its acts need, or nothing, and gives it back once. A
-request whose acts change keeps the old ones for earlier positions, and the cells of what was
-measured.
+Invariant: a request gets everything that its acts need, or nothing, and gives it back once. If its
+acts change, it keeps the old acts for earlier positions, and the cells of earlier measurements.
 """
 
 from collections.abc import Sequence
@@ -138,8 +137,8 @@ class Steering:
         Args:
             number: the request's number.
             acts: its acts; None: it has none.
-            before: what the request holds, if these acts take its place.
-            first: position from which on they do.
+            before: the request's present acts, which these acts replace; None if it has none.
+            first: the position from which on these acts replace them.
 
         Raises:
             BankError, ValueError: they can't be put in force; nothing has changed then.

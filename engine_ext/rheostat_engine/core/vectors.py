@@ -59,7 +59,7 @@ class Basis:
 
     Gram-Schmidt runs twice in float64: each vector is orthogonal to the others up to the rounding
     to float32 (Giraud et al. 2005). Directions with the same first rows reuse the unit vectors of
-    these rows, so that all directions of a subspace cost as much as the last one alone.
+    these rows. All directions of a subspace therefore cost as much as the last one alone.
     """
 
     def __init__(self, vectors: Vectors, width: int) -> None:

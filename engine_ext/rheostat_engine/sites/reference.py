@@ -8,8 +8,8 @@ Why changed elements are limited
     A norm of infinities is NaN, and NaN in the KV cache outlives its request: attention multiplies
     stale elements of a block by 0, which keeps NaN.
 Why x is limited, and not h alone
-    The model adds h to `carried` in its own dtype, and adds the next branch to their sum. If only h
-    were limited, each steered site could raise the sum by the limit.
+    The model adds h to `carried` in its own dtype, and then adds the next branch. If only h were
+    limited, each steered site could raise the sum by the limit.
 """
 
 from typing import NamedTuple
