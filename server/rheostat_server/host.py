@@ -1,6 +1,6 @@
-"""What the server needs of an engine, with nothing of vLLM in it.
+"""The interface between the server and an engine, without anything of vLLM.
 
-`Backend` is the seam: vLLM and the side channel stand behind it in a server, a script in tests.
+`VllmBackend` implements `Backend` in a server; tests implement it with a script.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one or several steps added to a sample."""
+    """Tokens that one or several steps added to a sample."""
 
     token_ids: tuple[int, ...] = ()
     """New tokens."""
@@ -46,29 +46,29 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sample, as the engine gets it."""
+    """One sample for the engine."""
 
     plan: Plan
-    """What is done to it; its id is the job's."""
+    """Its plan, whose id names the job."""
     prompt: tuple[int, ...]
     """Token ids."""
     sampling: SamplingSettings
     """Settings of the whole request."""
     sample: int
-    """Which sample of it."""
+    """The sample's index in the request."""
     lora: str = ""
     """Adapter; empty: none."""
 
     @property
     def has_plan(self) -> bool:
-        """Whether the engine does anything to it, and thus sends events."""
+        """Whether the plan is not empty, so that the engine sends events."""
         plan = self.plan
         return bool(plan.acts or plan.captures) or plan.private_from is not None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """What the workers hold and have done."""
+    """Counts of the workers."""
 
     bank_rows_used: int = 0
     slots_used: int = 0
@@ -82,7 +82,7 @@ class WorkerStats:
     ring_bytes: int = 0
     """Device memory of the ring."""
     encode_bytes: int = 0
-    """Device memory of what rows are projected on, and of the work on them."""
+    """Device memory of projection matrices and directions, and of scratch buffers."""
     staging_bytes: int = 0
     """Host memory of all workers in which captured rows wait for the server."""
     steps: Mapping[str, int] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """What vLLM's scheduler holds, and what its prefix cache has seen."""
+    """Counts of vLLM's scheduler and prefix cache."""
 
     running: int = 0
     waiting: int = 0
@@ -99,14 +99,14 @@ class QueueStats:
 
 
 class Recapture(NamedTuple):
-    """What is to be captured of a sample from its next step on."""
+    """New captures of a sample from its next step on."""
 
     number: int
-    """Which change of the sample it is."""
+    """The number of the change, among the sample's changes."""
     captures: Sequence[Capture]
-    """What is captured from then on."""
+    """All captures from then on."""
     not_before: int = 0
-    """Position before which nothing changes."""
+    """The position before which nothing changes."""
 
 
 class Backend(Protocol):
@@ -137,12 +137,12 @@ class Backend(Protocol):
         """Builds a part of a plan's tables between two steps.
 
         Args:
-            name: of the preparation; `forget` releases what it holds.
+            name: the name of the preparation, for `forget`.
             plan: the packed plan; None if an earlier call with this name passed it.
             effort: the most that is built.
 
         Returns:
-            Whether every worker has built everything, and why one cannot.
+            Whether every worker has built everything, and the error of a worker that cannot.
 
         Raises:
             EngineLost: the engine is gone.
@@ -167,47 +167,47 @@ class Backend(Protocol):
             not_before: position before which nothing changes.
 
         Returns:
-            The first position on which they act; None where the engine does not hold the sample.
+            The first position on which they act; None if the engine does not run the sample.
 
         Raises:
             EngineLost: the engine is gone.
-            Defect: a worker could not take the acts up.
+            Defect: a worker could not install the acts.
         """
 
     async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
-        """Changes what is captured of samples, each from its next step on; events say from where.
+        """Changes the captures of samples, each from its next step on. Events report the positions.
 
         Args:
-            changes: by the id of the sample's plan, which it need not have brought. None: no change
-                waits any more.
+            changes: by the id of the sample's plan, which may be empty. None: no change waits any
+                more.
 
         Raises:
             EngineLost: the engine is gone.
         """
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
-        """Hands vectors to every worker.
+        """Loads vectors into every worker.
 
         Raises:
             EngineLost: the engine is gone.
         """
 
     async def drop_vectors(self, digests: Sequence[bytes]) -> None:
-        """Takes vectors from every worker.
+        """Removes vectors from every worker.
 
         Raises:
             EngineLost: the engine is gone.
         """
 
     async def worker_stats(self) -> WorkerStats:
-        """What the workers hold.
+        """Returns the workers' counts.
 
         Raises:
             EngineLost: the engine is gone.
         """
 
     def queue_stats(self) -> QueueStats:
-        """What the scheduler holds."""
+        """Returns the scheduler's counts."""
 
     async def close(self) -> None:
         """Ends the engine and its processes."""

@@ -22,13 +22,13 @@ from rheostat_server.vectors import Vector
 from rheostat_wire.v1 import capture_pb2, receipt_pb2, steering_pb2
 
 _SPAN_BYTES = 1024
-"""What `offload` counts for a span of a plan: it is looked at for every other intervention."""
+"""Bytes that `offload` counts for a span of a plan, which is compared with every intervention."""
 
 _ID_BYTES = 8
-"""What it counts for a token id."""
+"""Bytes that it counts for a token id."""
 
 _SITE_BYTES = 16
-"""What it counts for a site of an intervention or a capture."""
+"""Bytes that it counts for a site of an intervention or a capture."""
 
 _TOO_MUCH = (
     "the selectors cut the request into too many different combinations of interventions, captures "
@@ -38,10 +38,10 @@ _TOO_MUCH = (
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A plan, and what has to be with the workers before it."""
+    """A plan, with the vectors that the workers must have before it."""
 
     plan: Plan
-    """What the engine has to do: the acts of those interventions that have one, in order."""
+    """The acts of the interventions in order, and the captures."""
     vectors: tuple[Vector, ...]
     """Every vector that the plan needs, each once."""
 
@@ -64,15 +64,15 @@ async def compile_plan(
 async def observe(
     plan: Plan, captures: Sequence[ResolvedCapture], wishes: Sequence[Wish]
 ) -> tuple[Plan, tuple[Wish, ...]]:
-    """A plan with the captures that observers want beside its own, as far as it goes.
+    """Adds the captures of observers to a plan, as long as it stays affordable.
 
     Args:
-        plan: the request's own.
-        captures: its own captures.
-        wishes: what subscriptions want of it, of which each has one.
+        plan: the request's own plan.
+        captures: the request's own captures.
+        wishes: one wish for each subscription that observes the request.
 
     Returns:
-        The plan, packed, and the wishes without what the request cannot afford.
+        The plan, packed, and the wishes. A wish that the request cannot afford observes nothing.
     """
     observing = [wish for wish in wishes if wish.observed]
     if not observing:
@@ -92,7 +92,7 @@ async def observe(
 def _affordable(
     plan: Plan, captures: Sequence[ResolvedCapture], observing: Sequence[Wish]
 ) -> tuple[Plan, Sequence[Wish]]:
-    """The plan with the captures for those observers that cut it into few enough pieces."""
+    """The plan with captures for as many observers as fit the limits of effort and pieces."""
     most = plan.packed_captures.effort + OBSERVERS_EFFORT
     kept = sorted(observing, key=_spans)
     while kept:
@@ -212,7 +212,7 @@ def _packs(plan: Plan) -> bool:
 
 
 def _why_not(error: ValueError) -> str:
-    """What a client reads about a plan that cannot be packed."""
+    """The error text for a plan that cannot be packed."""
     return f"{_TOO_MUCH}. {error}" if isinstance(error, TooMuch) else str(error)
 
 

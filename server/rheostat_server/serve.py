@@ -1,7 +1,8 @@
-"""A server from bind to end.
+"""A server, from its start to its end.
 
-It listens before the model is loaded, so that health can be asked, and it ends by draining: nothing
-more is admitted, what runs gets its grace, the rest is aborted, then the engine goes.
+It listens before the model is loaded, so that clients can check its health. It ends by draining:
+new requests are refused, running requests have a grace period, remaining requests are aborted, and
+then the engine ends.
 """
 
 import asyncio
@@ -83,7 +84,7 @@ _SERVICES = tuple(
 _OPTIONS = (
     ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
-    # By default gRPC keeps some MiB of each call that nobody reads yet, and more on fast networks.
+    # By default gRPC receives some MiB of each call ahead of reads, and more on fast networks.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     # Without this a second server could listen on the same port and take half of the calls.
@@ -183,8 +184,8 @@ class RunningServer:
         """Loads the model and serves.
 
         Raises:
-            StartupError: there is no such model, the engine does not come up, a sink cannot be
-                made, or the folder of vectors or the spool cannot be used.
+            StartupError: there is no such model, or the engine does not start. Or a sink, the
+                folder of vectors or the spool cannot be used.
         """
         if self._config.vector_dir is not None:
             self._files = VectorFiles(Path(self._config.vector_dir))
@@ -368,7 +369,7 @@ async def _bring_up(config: ServerConfig) -> Backend:
 
 
 async def _abandon(loading: asyncio.Task[None]) -> None:
-    """Ends a load by killing its processes, because the server was told to end meanwhile."""
+    """Ends a load by killing its processes, because the server has to end meanwhile."""
     _LOG.info("told to end while the model is being loaded")
     while not loading.done():
         for child in multiprocessing.active_children():

@@ -41,7 +41,7 @@ class Saved(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What the folder holds."""
+    """The content of the folder."""
 
     vectors: list[Saved]
     """Oldest first."""
@@ -83,7 +83,7 @@ class VectorFiles:
         """Names without a vector, which are still on the disk."""
 
     def close(self) -> None:
-        """Gives the folder up."""
+        """Unlocks the folder."""
         if self._open:
             self._open = False
             self._names.close()
@@ -92,13 +92,13 @@ class VectorFiles:
             os.close(self._lock)
 
     def read(self) -> Contents:
-        """All that the folder holds.
+        """Reads all vectors and names.
 
-        Damaged files are set aside, and what a write left that never ended is deleted. Names
-        without a vector are dropped; they leave the disk before the next vector comes to it.
+        Damaged files are set aside, and files of unfinished writes are deleted. Names without a
+        vector are dropped. The next write of a vector or a name removes them from the disk first.
 
         Raises:
-            VectorDirFailed: a file cannot be read, or the names are not what a server writes.
+            VectorDirFailed: a file cannot be read, or the table of names is invalid.
         """
         self._warn_of_earlier_names()
         try:

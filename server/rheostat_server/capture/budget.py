@@ -264,7 +264,7 @@ class Budget:
         return self._leaving
 
     def check(self) -> None:
-        """Makes room where too much waits."""
+        """Frees bytes above the limit."""
         if self.used > self.limit and (over := self.used - self.leaving - self.limit) > 0:
             relieve([*self._shares], over + self.limit // _SPARE, self._why)
 
@@ -279,9 +279,9 @@ class _Held(Protocol):
 
 
 def relieve(holders: Sequence[_Held], size: int, why: str) -> None:
-    """Lets those that hold most give up so many bytes, down to a common level.
+    """Makes the largest holders give up `size` bytes in all, down to a common level.
 
-    One that fails gives up more than it was asked to, which spares those that hold less.
+    A holder that fails frees more bytes than it was asked for. Smaller holders then keep theirs.
     """
     if size <= 0:
         return
@@ -295,7 +295,7 @@ def relieve(holders: Sequence[_Held], size: int, why: str) -> None:
 
 
 def _level(held: Sequence[int], size: int) -> int:
-    """The level down to which the largest of some numbers, descending, give up `size` together."""
+    """The level to which the largest of `held`, descending, must shrink to free `size` in all."""
     total = 0
     for count, one in enumerate(held, start=1):
         total += one
