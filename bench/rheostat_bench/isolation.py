@@ -4,9 +4,13 @@ The benchmark starts a real server, `rheostat serve`, with a model of 36 layers 
 to nothing. One client, the neighbour, streams greedy generations without a pause and times each
 token. A hostile client, with the lowest CPU priority, runs one scenario after the other.
 
-Some turns are controls. In these turns there is no other client, or a process that never calls the
-server uses all the CPU time that it can get, or a client sends the prompts of a scenario and
-nothing else. `misses` lists the promises.
+Some turns are controls:
+
+* there is no other client;
+* a process that never calls the server uses all the CPU time that it can get;
+* a client sends the prompts of a scenario and nothing else.
+
+`misses` lists the promises.
 
     rheostat bench isolation --out results
     rheostat bench isolation --out results --only "long stop texts" --seconds 5

@@ -57,7 +57,7 @@ class Heard(NamedTuple):
     failures: dict[str, int]
     """Generations that failed, by the error."""
     pings: tuple[float, ...]
-    """How long health checks took, those that are open at the end included."""
+    """Durations of health checks. A check that has not ended is included too."""
 
     @property
     def longest(self) -> float:
@@ -106,7 +106,7 @@ class Neighbour:
         await self.stream(check=check)
 
     async def learn(self, job: Job) -> None:
-        """Connects, and records what an undisturbed server answers.
+        """Connects, and records the answers of an idle server.
 
         Args:
             job: what to ask for.
@@ -118,7 +118,7 @@ class Neighbour:
             ]
 
     async def stream(self, *, check: bool = True) -> None:
-        """Streams what was learned until the process ends.
+        """Repeats the requests until the process ends.
 
         Args:
             check: whether answers are compared with the undisturbed ones.
@@ -133,7 +133,7 @@ class Neighbour:
         return time.monotonic()
 
     async def heard(self, since: float) -> Heard:
-        """What came from `since` until now."""
+        """The measurements from `since` until now."""
         now, log = time.monotonic(), self._log
         gaps = [gap for at, gap in log.gaps if at >= since]
         firsts = [gap for at, gap in log.firsts if at >= since]
