@@ -90,6 +90,31 @@ class CpuSiteRunner(CPUModelRunner):
         finally:
             self.input_batch.generators = generators
 
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:  # Any: vLLM's tensors, passed through
+        """As vLLM's, with the LoRA adapter of each prompt.
+
+        vLLM keeps the adapters of the sampled rows for this, one for each request of the step. A
+        prompt has another number of rows, and its logits would end the engine.
+        """
+        if self.lora_config is None:
+            return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+        batch, wanted = self.input_batch, self.num_prompt_logprobs
+        adapters = set(batch.lora_id_to_lora_request.values())
+        found: dict[str, Any] = {}
+        try:
+            for name in [name for name in wanted if name in num_scheduled_tokens]:
+                adapter = (int(batch.request_lora_mapping[batch.req_id_to_index[name]]),)
+                self._set_active_loras(adapter, adapter, adapters)  # one for all rows
+                self.num_prompt_logprobs = {name: wanted[name]}
+                found |= super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+                if not self.num_prompt_logprobs:  # vLLM has removed it: the prompt is done
+                    del wanted[name]
+        finally:
+            self.num_prompt_logprobs = wanted
+        return found
+
     def _batch(self, scheduled: SchedulerOutput) -> Batch:
         count = self.input_batch.num_reqs
         ids = self.input_batch.req_ids[:count]

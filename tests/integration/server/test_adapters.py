@@ -65,6 +65,31 @@ def test_steered_and_plain_requests_with_and_without_adapters_share_a_batch(
     assert plain[0] != plain[1] != plain[2] != plain[0]
 
 
+def test_log_probabilities_of_prompts_beside_others_are_those_of_their_adapters(
+    small_server: Server, small: rheostat.Engine
+) -> None:
+    """vLLM's own engine dies of them."""
+    options = {**OPTIONS, "prompt_logprobs": 2}
+    alone = {name: small.generate(PROMPT, lora=name, **options) for name in (None, "ada", "bob")}
+
+    async def run() -> list[rheostat.Generation]:
+        async with rheostat.aio.connect(small_server.target) as client:
+            plain = [client.generate(PROMPT, lora="bob", **OPTIONS) for _ in range(5)]
+            asked = [client.generate(PROMPT, lora=name, **options) for name in alone]
+            return (await asyncio.gather(*plain, *asked))[5:]
+
+    found = [readings(out) for out in asyncio.run(run())]
+    expected = [readings(out) for out in alone.values()]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-2)
+
+
+def readings(out: rheostat.Generation) -> list[float]:
+    """The log-probability of each token of a prompt but the first."""
+    return [one.token.logprob for one in out.prompt_logprobs]
+
+
 def test_a_baseline_runs_under_the_requests_adapter(
     small: rheostat.Engine, references: dict[str | None, HfReference]
 ) -> None:
