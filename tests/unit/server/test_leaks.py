@@ -122,8 +122,9 @@ async def talk(client: Client, rng: random.Random, name: str) -> grpc.StatusCode
             await call.write(stop(9))
         await call.done_writing()
         await rest(call)
-    except grpc.aio.AioRpcError as error:
-        return error.code()
+    except grpc.aio.AioRpcError:
+        # A write to a call that has just ended fails with a status of gRPC's own.
+        return await call.code()
     except (asyncio.CancelledError, asyncio.InvalidStateError):
         return grpc.StatusCode.CANCELLED
     return await call.code()
