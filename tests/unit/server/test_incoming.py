@@ -171,6 +171,7 @@ import sys, grpc
 explain = grpc.insecure_channel(sys.argv[1]).unary_unary("/rheostat.v1.GenerationService/Explain")
 data = sys.stdin.buffer.read()
 calls = [explain.future(data) for _ in range(int(sys.argv[2]))]
+print("made", flush=True)
 for call in calls:
     call.exception()
 """
@@ -182,14 +183,16 @@ async def test_calls_that_wait_to_be_read_take_little_memory(starter, monkeypatc
     running = await starter(maximum_concurrent_rpcs=40)
     before = resident_bytes()
     command = [sys.executable, "-c", CALLER, f"127.0.0.1:{running.server.port}", "48"]
-    caller = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    pipe = asyncio.subprocess.PIPE
+    caller = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     try:
         caller.stdin.write(LARGE.SerializeToString())
         caller.stdin.close()
         async with asyncio.timeout(60):
-            while not await is_full(running):
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(1)
+            await caller.stdout.readline()
+            while not await is_full(running):  # which takes a place itself for a moment
+                await asyncio.sleep(1)
+        await asyncio.sleep(1)  # for what may still come of them
         assert resident_bytes() - before < 100 << 20  # all of them have 600 MiB
     finally:
         caller.kill()
@@ -198,7 +201,7 @@ async def test_calls_that_wait_to_be_read_take_little_memory(starter, monkeypatc
 
 async def is_full(running) -> bool:
     """Whether one more call is refused because too many run."""
-    call = running.client.generation.Generate(request(), timeout=0.2)
+    call = running.client.generation.Generate(request(), timeout=0.1)
     return "calls run, which is the most" in (await refused(call)).message
 
 
