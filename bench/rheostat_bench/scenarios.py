@@ -33,7 +33,10 @@ class Scenario:
     pause: float = 0.0
     """Seconds between two calls."""
     control: str = ""
-    """The name of its control in `CONTROLS` or `SCENARIOS`, or its own name; empty for none."""
+    """The name of its control in `CONTROLS` or `SCENARIOS`; empty for none.
+
+    With its own name its first tokens have no limit: they wait for its prompts alone.
+    """
     seed: str = ""
     """The seed of its random generator; empty for its name."""
 

@@ -72,7 +72,7 @@ async def observe(
         wishes: one wish for each subscription that observes the request.
 
     Returns:
-        The plan, packed, and the wishes. A wish that the request cannot afford observes nothing.
+        The packed plan, and `wishes`. An observer that the request cannot afford observes nothing.
     """
     observing = [wish for wish in wishes if wish.observed]
     if not observing:

@@ -177,7 +177,7 @@ class Preparations:
             self._line.leave(names)
         self._sweeping = self._sweeping and left
         if self._sweeping and self._line.ledger.requests:
-            # Their steps release parts. What is left then is released when they have ended.
+            # Their steps release parts. The rest is released when these requests have ended.
             self._sweeping = False
             if self._timer is None:
                 self._look_later()

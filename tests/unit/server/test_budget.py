@@ -183,7 +183,7 @@ def test_tokens_that_come_while_rows_go_to_disk_look_through_no_other_request() 
 
 
 def test_what_is_told_to_go_to_a_disk_counts_at_once() -> None:
-    """Whoever is told asks at once whether the disks have too much to do."""
+    """A holder that is asked to give up memory looks at once whether disks have too much to do."""
     answers: list[bool] = []
 
     class Asking(Waiting):

@@ -160,7 +160,7 @@ async def test_a_later_message_of_a_subscription_is_refused_too(running) -> None
 
 
 def path_of(data: bytes, kind: type = Generate) -> str | None:
-    """The path that a walk finds, which is the one that protobuf's own search leads to."""
+    """The path that a walk finds. Protobuf's own search must lead to the same path."""
     walk = Walk(data, kind.DESCRIPTOR)
     while not walk.advance(7):
         pass
