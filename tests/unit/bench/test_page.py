@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from rheostat_engine.settings import EngineSettings
+
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 PAGE = (DOCS / "README.md").read_text()
-STARTS = DOCS / "h200" / "check-starts.json"
 
 
 def content(name: str) -> Any:
@@ -31,11 +32,20 @@ def test_the_way_to_the_server_is_that_of_both_files() -> None:
         assert line.endswith(f" | {' | '.join(figures)} |")
 
 
-@pytest.mark.parametrize("prompts", ["512 tokens alone", "8 of 1,024 tokens"])
-def test_captured_prompts_are_those_of_the_file(prompts: str) -> None:
+ARMS = ["stock, {}", "idle, {}", "one layer, {}", "all layers, {}"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arms"),
+    [
+        ("512 tokens alone", ARMS),
+        ("8 of 1,024 tokens", [*ARMS, "all layers, {}, all pieces at once"]),
+    ],
+)
+def test_captured_prompts_are_those_of_the_file(prompts: str, arms: list[str]) -> None:
     shown = []
-    for arm in ("stock", "idle", "one layer", "all layers"):
-        row = content("h200/capture.json")["summary"][f"{arm}, {prompts}"]
+    for arm in arms:
+        row = content("h200/capture.json")["summary"][arm.format(prompts)]
         times = [milliseconds(row[name]) for name in ("first_token_ms", "batch_ms")]
         last = milliseconds(row["until_last_row_ms"]) if row["bytes"] else ""
         shown.append(" | ".join([*times, last]).strip())
@@ -50,11 +60,27 @@ def test_copies_off_the_device_are_those_of_the_file() -> None:
         assert f" | {' | '.join(f'{speed:.1f}' for speed in by_size.values())} |" in PAGE
 
 
+def test_waits_of_tokens_beside_rows_are_those_of_the_file() -> None:
+    own = str(EngineSettings("").pieces_in_flight)
+    names = {"0": "all", own: f"{own}, as in the engine"}
+    waits = content("h200/capture.json")["tokens_beside_rows"]
+    assert waits.keys() >= names.keys()
+    for in_flight, row in waits.items():
+        median, most = (f"{row[name]:.2f} ms" for name in ("median_ms", "most_ms"))
+        name = names.get(in_flight, in_flight)
+        assert f"| {name} | {median} | {most} | {row['gb_per_s']:.1f} |" in PAGE
+
+
+def test_rows_that_a_capture_lost_are_on_the_page() -> None:
+    repeated = content("h200/capture.json")["repeated"]
+    lost = [turn["lost_rows"] for turns in repeated.values() for turn in turns]
+    assert [count for count in lost if count] == [36864, 36864]
+    assert "In two of the five repeats with 2.4 GB, 36,864 of 294,912 rows" in PAGE
+
+
 def test_the_lines_that_held_on_a_gpu_are_those_of_the_files() -> None:
     held = []
     for path in (DOCS / "h200").glob("check-*.json"):
-        if path == STARTS:
-            continue
         (lines,) = json.loads(path.read_text()).values()
         held.append(f"{sum(line['ok'] for line in lines.values())} of {len(lines)}")
     _, _, below = PAGE.partition("| | lines that held | of |\n|---|---|---|\n")
@@ -66,15 +92,16 @@ def test_the_lines_that_held_on_a_gpu_are_those_of_the_files() -> None:
     ("pair", "row"),
     [
         ("stock 1 and stock 2", "the first start of stock and the second"),
+        ("stock 1 and ours 1", "the first start of stock and the first of ours"),
+        ("stock 1 and ours 2", "the first start of stock and the second of ours"),
         ("ours 1 and stock 2", "the second start of stock and the first of ours"),
         ("stock 2 and ours 2", "the second start of stock and the second of ours"),
         ("ours 1 and ours 2", "the first start of ours and the second"),
     ],
 )
 def test_requests_that_differ_between_starts_are_those_of_the_file(pair: str, row: str) -> None:
-    parts = json.loads(STARTS.read_text())
     counts = [
-        parts[part][f"{pair}: requests that differ, of 1000"]["value"]
+        content(f"h200/check-{part}.json")[part][f"{pair}: requests that differ, of 1000"]["value"]
         for part in ("starts-small", "starts-moe")
     ]
     assert f"| {row} | {counts[0]} | {counts[1]} |" in PAGE
