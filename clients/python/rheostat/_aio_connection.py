@@ -16,6 +16,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from rheostat import _errors
+from rheostat._aio_status import ServerStatus
 from rheostat._calls import (
     Answer,
     Download,
@@ -107,10 +108,13 @@ class Connection:
             request_serializer=serialize,
             response_deserializer=call.answer.FromString,
         )
+        running = rpc(call.requests, timeout=timeout)
+        status = ServerStatus(running)
         try:
-            answer = await rpc(call.requests, timeout=timeout)
-        except grpc.RpcError as error:
-            failure = call.requests.failure or _errors.from_rpc(error, self.target, timeout)
+            answer = await running
+        except grpc.aio.AioRpcError as error:
+            ended = await status.behind(error) or error
+            failure = call.requests.failure or _errors.from_rpc(ended, self.target, timeout)
         except asyncio.CancelledError:
             if task_is_cancelled():
                 raise
@@ -143,14 +147,40 @@ class Connection:
             request_serializer=serialize,
             response_deserializer=call.answer.FromString,
         )
-        responses: Responses[Answer] = rpc(requests, timeout=timeout)
-        return responses
+        return _Answers(rpc(requests, timeout=timeout))
 
     async def close(self) -> None:
         """End the channel and every call on it."""
         self._closed = True
         if self._channel is not None:
             await self._channel.close()
+
+
+class _Answers(Generic[Answer]):
+    """The answers of a call that takes further requests, up to the status that the server sent."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[Message, Answer]) -> None:
+        self._call = call
+        self._answers = aiter(call)
+        self._status = ServerStatus(call)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Answer:
+        try:
+            return await anext(self._answers)
+        except grpc.aio.AioRpcError as error:
+            failure = await self._status.behind(error)
+        if failure is None:
+            raise StopAsyncIteration
+        raise failure
+
+    def cancel(self) -> bool:
+        return self._call.cancel()
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self._call.add_done_callback(callback)
 
 
 class _Queue(Protocol):
