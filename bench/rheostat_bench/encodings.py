@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeVar
 import lz4.frame
 import numpy as np
 
-from rheostat._encodings import Decoded, read_tensor
-from rheostat._projections import projection_matrix
+from rheostat._capture.encodings import Decoded, read_tensor
+from rheostat._capture.projections import projection_matrix
 from rheostat_bench.machine import chosen, described, leave
 from rheostat_bench.rows import captured
 from rheostat_bench.summaries import Figures

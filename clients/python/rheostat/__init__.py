@@ -17,12 +17,16 @@ server's sink stored.
 from importlib.metadata import PackageNotFoundError, version
 
 from rheostat import aio, captures
-from rheostat._activations import Activations, Rows
-from rheostat._artifacts import Artifact, SinkInfo
-from rheostat._captures import Capture, Sink
-from rheostat._derivations import Derivation, DerivedRow
-from rheostat._encodings import Encoding
-from rheostat._engine import Engine, Session, Steering, Stream, connect
+from rheostat._capture.activations import Activations, Rows
+from rheostat._capture.artifacts import Artifact, SinkInfo
+from rheostat._capture.captures import Capture, Sink
+from rheostat._capture.encodings import Encoding
+from rheostat._capture.projections import back_projected, projection_matrix
+from rheostat._capture.runs import Run, RunInfo
+from rheostat._client.engine import Engine, Session, Steering, Stream, connect
+from rheostat._client.requests import GenerateOptions
+from rheostat._client.sessions import SessionEvent, UpdateApplied, UpdateRefused
+from rheostat._client.vector_store import Vectors
 from rheostat._errors import (
     Aborted,
     AlreadyExists,
@@ -43,7 +47,10 @@ from rheostat._errors import (
     Unimplemented,
     Violation,
 )
-from rheostat._explanations import (
+from rheostat._files import load_vector, save_vector
+from rheostat._points import Point, Site
+from rheostat._prompts import ChatMessage
+from rheostat._responses.explanations import (
     CacheKey,
     Explanation,
     ResolvedCapture,
@@ -52,13 +59,8 @@ from rheostat._explanations import (
     TextSpan,
     Tokenized,
 )
-from rheostat._files import load_vector, save_vector
-from rheostat._global_steering import GlobalSteering
-from rheostat._interventions import Ablate, Add, Band, Clamp, Intervention, NormAdd, Scale
-from rheostat._model import Ability, EngineInfo, Limits, ModelInfo, SiteGroup, Stats
-from rheostat._points import Point, Site
-from rheostat._projections import back_projected, projection_matrix
-from rheostat._receipts import (
+from rheostat._responses.model import Ability, EngineInfo, Limits, ModelInfo, SiteGroup, Stats
+from rheostat._responses.receipts import (
     AppliedIntervention,
     AppliedRows,
     AppliedSite,
@@ -67,8 +69,7 @@ from rheostat._receipts import (
     Dose,
     Receipt,
 )
-from rheostat._requests import ChatMessage, GenerateOptions
-from rheostat._results import (
+from rheostat._responses.results import (
     Divergence,
     DroppedRows,
     Event,
@@ -82,12 +83,13 @@ from rheostat._results import (
     TokenLogprobs,
     Tokens,
 )
-from rheostat._runs import Run, RunInfo
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
-from rheostat._sessions import SessionEvent, UpdateApplied, UpdateRefused
-from rheostat._steering import ablate, band, clamp, norm_add, scale
-from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
-from rheostat._subscribed import (
+from rheostat._steering.derivations import Derivation, DerivedRow
+from rheostat._steering.global_steering import GlobalSteering
+from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
+from rheostat._steering.steering import ablate, band, clamp, norm_add, scale
+from rheostat._steering.vectors import Add, Intervention, Vector, VectorInfo, inline, named
+from rheostat._subscriptions.events import (
     Attached,
     CapturedRows,
     Cursor,
@@ -95,9 +97,8 @@ from rheostat._subscribed import (
     Heartbeat,
     SubscriptionEvent,
 )
-from rheostat._subscription import Subscription
-from rheostat._vector_store import Vectors
-from rheostat._vectors import Vector, VectorInfo, inline, named
+from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
+from rheostat._subscriptions.subscription import Subscription
 
 try:
     __version__ = version("rheostat")

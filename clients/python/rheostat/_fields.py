@@ -15,6 +15,8 @@ from operator import index
 from types import MappingProxyType
 from typing import ParamSpec, SupportsIndex, TypeVar
 
+from google.protobuf.descriptor import EnumDescriptor
+
 from rheostat._errors import InvalidRequest, invalid
 
 UINT32 = 2**32 - 1
@@ -108,3 +110,9 @@ def builds_message(
             ) from error
 
     return checked
+
+
+def read_word(enum: EnumDescriptor, number: int, prefix: str) -> str:
+    """An enum's value as a word: OP_NORM_ADD is "norm_add", one of a newer server's "unknown 9"."""
+    known = enum.values_by_number.get(number)
+    return f"unknown {number}" if known is None else known.name.removeprefix(prefix).lower()

@@ -13,36 +13,32 @@ from typing import Self, Unpack
 import grpc
 import numpy.typing as npt
 
-from rheostat import (
-    _calls,
-    _errors,
-    _readiness,
-    _run_calls,
-    _subscribe_requests,
-    _vector_calls,
-)
-from rheostat._aio_connection import Connection, Reader, until_none
-from rheostat._aio_subscription import Subscription
+from rheostat import _errors
 from rheostat._arrays import ArrayLike, Element
-from rheostat._artifacts import Artifact, SinkInfo
-from rheostat._calls import Dialogue
-from rheostat._channel import UNARY_TIMEOUT
-from rheostat._derivations import Derivation, DeriveMethod
+from rheostat._capture.artifacts import Artifact, SinkInfo
+from rheostat._capture.runs import RunInfo
+from rheostat._client import calls, run_calls, vector_calls
+from rheostat._client.requests import GenerateOptions, check_options
+from rheostat._client.sessions import Dialogue, SessionEvent, Updates
+from rheostat._connection import readiness
+from rheostat._connection.aio_connection import Connection, Reader, until_none
+from rheostat._connection.channel import UNARY_TIMEOUT
 from rheostat._errors import RheostatError
-from rheostat._explanations import Explanation, Tokenized
-from rheostat._global_steering import GlobalSteering
-from rheostat._model import ModelInfo, Stats
 from rheostat._points import LayersLike, PointsLike
-from rheostat._requests import GenerateOptions, Prompt, check_options
-from rheostat._results import Event, Generation
-from rheostat._runs import RunInfo
+from rheostat._prompts import Prompt
+from rheostat._responses.explanations import Explanation, Tokenized
+from rheostat._responses.model import ModelInfo, Stats
+from rheostat._responses.results import Event, Generation
 from rheostat._selectors import SelectorLike
-from rheostat._sessions import SessionEvent, Updates
-from rheostat._steering import SteeringLike
-from rheostat._subscribe_requests import ResumeOptions, SubscribeOptions
-from rheostat._subscribed import Cursor
-from rheostat._uploads import Progress
-from rheostat._vectors import Vector, VectorInfo
+from rheostat._steering.derivations import Derivation, DeriveMethod
+from rheostat._steering.global_steering import GlobalSteering
+from rheostat._steering.steering import SteeringLike
+from rheostat._steering.transfers import Progress
+from rheostat._steering.vectors import Vector, VectorInfo
+from rheostat._subscriptions import requests as subscribe_requests
+from rheostat._subscriptions.aio_subscription import Subscription
+from rheostat._subscriptions.events import Cursor
+from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
 from rheostat_wire.v1 import generation_service_pb2
 
 __all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
@@ -115,7 +111,7 @@ class Vectors:
         timeout: float | None = None,
     ) -> Vector:
         """As `rheostat.Vectors.put`; ``progress`` is called on the event loop."""
-        call = _vector_calls.put_vector(
+        call = vector_calls.put_vector(
             array,
             points=points,
             layers=layers,
@@ -130,7 +126,7 @@ class Vectors:
         self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
     ) -> Vector:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
-        call, timeout = _vector_calls.get_vector(name, digest), self._connection.limit(timeout)
+        call, timeout = vector_calls.get_vector(name, digest), self._connection.limit(timeout)
         responses = self._connection.download(call, timeout)
         return await Reader(self._connection, responses, call.fold(), timeout).result()
 
@@ -150,7 +146,7 @@ class Vectors:
         timeout: float | None = None,
     ) -> Derivation:
         """As `rheostat.Vectors.derive`; ``progress`` is called on the event loop."""
-        call = _vector_calls.derive_vectors(
+        call = vector_calls.derive_vectors(
             positive,
             negative,
             points=points,
@@ -177,7 +173,7 @@ class Vectors:
         description: str | None = None,
     ) -> str:
         """As `rheostat.Vectors.set_name`."""
-        call = _vector_calls.set_name(
+        call = vector_calls.set_name(
             name,
             vector,
             expected=expected,
@@ -189,11 +185,11 @@ class Vectors:
 
     async def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors whose name begins with ``prefix``, by name; "" lists unnamed ones too."""
-        return await self._connection.script(_vector_calls.list_vectors(prefix))
+        return await self._connection.script(vector_calls.list_vectors(prefix))
 
     async def delete(self, name: str) -> str:
         """Delete a name and return its vector's digest. Running requests keep the vector."""
-        return await self._connection.unary(_vector_calls.delete_name(name))
+        return await self._connection.unary(vector_calls.delete_name(name))
 
 
 class Steering:
@@ -205,11 +201,11 @@ class Steering:
 
     async def set_global(self, steering: SteeringLike, expected_version: int | None = None) -> int:
         """Replace it as a whole and return its new version, as `rheostat.Steering.set_global`."""
-        return await self._connection.unary(_calls.set_global(steering, expected_version))
+        return await self._connection.unary(calls.set_global(steering, expected_version))
 
     async def get_global(self) -> GlobalSteering:
         """The steering in force. Its interventions can be set again, changed or not."""
-        return await self._connection.unary(_calls.get_global())
+        return await self._connection.unary(calls.get_global())
 
 
 class Engine:
@@ -250,7 +246,7 @@ class Engine:
     ) -> Stream:
         """Run a request and read its events as they come. Options as for `generate`."""
         check_options("stream", options)
-        call = _calls.generate(prompt, **options)
+        call = calls.generate(prompt, **options)
         responses = self._connection.download(call, timeout)
         return Stream(self._connection, responses, call.fold(), timeout)
 
@@ -263,7 +259,7 @@ class Engine:
     ) -> Session:
         """Run a request whose steering can be replaced while it runs. Options as for `generate`."""
         check_options("session", options)
-        return Session(self._connection, _calls.session(prompt, **options), timeout)
+        return Session(self._connection, calls.session(prompt, **options), timeout)
 
     def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
         """Subscribe to rows of other clients' requests, as `rheostat.Engine.subscribe`.
@@ -271,12 +267,12 @@ class Engine:
         Call it while the event loop runs. The subscription is open once ``async with`` has entered.
         """
         check_options("subscribe", options, SubscribeOptions)
-        return Subscription(self._connection, _subscribe_requests.opening(**options))
+        return Subscription(self._connection, subscribe_requests.opening(**options))
 
     def resume(self, cursor: Cursor, **options: Unpack[ResumeOptions]) -> Subscription:
         """Continue a subscription after ``cursor``, as `rheostat.Engine.resume`."""
         check_options("resume", options, ResumeOptions)
-        return Subscription(self._connection, _subscribe_requests.resuming(cursor, **options))
+        return Subscription(self._connection, subscribe_requests.resuming(cursor, **options))
 
     async def explain(
         self,
@@ -287,52 +283,52 @@ class Engine:
     ) -> Explanation:
         """What `generate` would do: sites, positions and doses. Runs no model."""
         check_options("explain", options)
-        return await self._connection.unary(_calls.explain(prompt, **options), timeout)
+        return await self._connection.unary(calls.explain(prompt, **options), timeout)
 
     async def tokenize(self, prompt: Prompt) -> Tokenized:
         """The tokens of a text or of messages, or the text of token ids."""
-        return await self._connection.unary(_calls.tokenize(prompt))
+        return await self._connection.unary(calls.tokenize(prompt))
 
-    async def wait_until_ready(self, timeout: float | None = _readiness.READY_TIMEOUT) -> None:
+    async def wait_until_ready(self, timeout: float | None = readiness.READY_TIMEOUT) -> None:
         """Wait until the server's health is SERVING, as `rheostat.Engine.wait_until_ready`."""
-        wait = _readiness.Wait(self._connection.target, timeout)
+        wait = readiness.Wait(self._connection.target, timeout)
         while True:
             try:
-                health = await self._connection.unary(_calls.health(), wait.patience())
+                health = await self._connection.unary(calls.health(), wait.patience())
             except (_errors.Unavailable, _errors.DeadlineExceeded) as error:
                 wait.unanswered(error)
             else:
                 if wait.ready(health):
                     return
-            await asyncio.sleep(_readiness.POLL)
+            await asyncio.sleep(readiness.POLL)
 
     async def model(self) -> ModelInfo:
         """The model, its sites and what can be done there."""
-        return await self._connection.unary(_calls.model())
+        return await self._connection.unary(calls.model())
 
     async def sinks(self) -> list[SinkInfo]:
         """The server's sinks, by name."""
-        return await self._connection.script(_calls.sinks())
+        return await self._connection.script(calls.sinks())
 
     async def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """What the sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
-        return await self._connection.script(_calls.artifacts(request_id, sink_name))
+        return await self._connection.script(calls.artifacts(request_id, sink_name))
 
     async def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""
-        return await self._connection.script(_run_calls.list_runs())
+        return await self._connection.script(run_calls.list_runs())
 
     async def delete_run(self, run_id: str) -> int:
         """Delete a run, leased or not, and return its bytes. Raises Refused if it is in use."""
-        return await self._connection.unary(_run_calls.delete_run(run_id))
+        return await self._connection.unary(run_calls.delete_run(run_id))
 
     async def renew_lease(self, run_id: str, seconds: float) -> RunInfo:
         """Keep a run for ``seconds`` from now on, 1 to 86400. A lease never becomes shorter."""
-        return await self._connection.unary(_run_calls.renew_lease(run_id, seconds))
+        return await self._connection.unary(run_calls.renew_lease(run_id, seconds))
 
     async def stats(self) -> Stats:
         """The server's counters."""
-        return await self._connection.unary(_calls.stats())
+        return await self._connection.unary(calls.stats())
 
     async def close(self) -> None:
         """End the connection and every call on it."""

@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError, Message
 
 import rheostat
 from rheostat import generated, positions, span, token_ids, window
-from rheostat._requests import generate_request
-from rheostat._steering import steering_to_wire
+from rheostat._client.requests import generate_request
+from rheostat._steering.steering import steering_to_wire
 from rheostat_wire.v1 import generation_service_pb2, selector_pb2, steering_service_pb2
 
 from .naive import OPS

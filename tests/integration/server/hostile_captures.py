@@ -8,8 +8,8 @@ from google.protobuf.message import Message
 
 import rheostat
 from rheostat import generated, positions, token_ids, window
-from rheostat._captures import Overload
-from rheostat._requests import generate_request
+from rheostat._capture.captures import Overload
+from rheostat._client.requests import generate_request
 from rheostat._selectors import SelectorLike
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, generation_service_pb2
 

@@ -10,7 +10,7 @@ import pytest
 
 import rheostat
 from rheostat import captures
-from rheostat._encodings import Decoded, read_tensor
+from rheostat._capture.encodings import Decoded, read_tensor
 from rheostat_engine import Point, Site
 from rheostat_server.capture.encodings import row_encoder
 from rheostat_server.tensors import FloatType, converted, widened

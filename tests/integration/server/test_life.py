@@ -11,7 +11,7 @@ import pytest
 
 import rheostat
 from rheostat import Capture, token_ids
-from rheostat._requests import generate_request
+from rheostat._client.requests import generate_request
 
 from .conftest import Server, assert_empty
 from .naive import OPS, everywhere, row

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rheostat
-from rheostat import _shared_memory, captures, generated, positions, token_ids, window
+from rheostat import captures, generated, positions, token_ids, window
+from rheostat._subscriptions import shared_memory
 from rheostat_engine import Point, Site
 from rheostat_wire.v1 import tensor_pb2
 
@@ -239,13 +240,13 @@ def test_rows_through_shared_memory_are_those_inside_messages_bit_for_bit(
     engine: rheostat.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
-    payload = _shared_memory.Mapping.payload
+    payload = shared_memory.Mapping.payload
 
-    def counted(mapping: _shared_memory.Mapping, ref: tensor_pb2.ShmRef) -> _shared_memory.Payload:
+    def counted(mapping: shared_memory.Mapping, ref: tensor_pb2.ShmRef) -> shared_memory.Payload:
         lengths.append(ref.length)
         return payload(mapping, ref)
 
-    monkeypatch.setattr(_shared_memory.Mapping, "payload", counted)
+    monkeypatch.setattr(shared_memory.Mapping, "payload", counted)
     capture = rheostat.Capture(POINTS)
     with (
         engine.subscribe(every=True, capture=capture, shared_memory=False) as plain,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rheostat._cli import main, subscribe
-from rheostat._subscription import Subscription
+from rheostat._subscriptions.subscription import Subscription
 
 from ..server.fakes import ScriptedBackend
 from .rows_server import RowsServer, expected

@@ -12,9 +12,9 @@ from google.protobuf import text_format
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 import rheostat
-from rheostat import _readiness
 from rheostat._cli import _child, main
 from rheostat._cli._common import CommandError
+from rheostat._connection import readiness
 from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2
 from rheostat_wire.v1 import steering_service_pb2 as pb
 
@@ -153,7 +153,7 @@ def test_a_demo_without_its_server_says_how_to_start_one(server):
 
 
 def test_wait_waits_until_the_server_is_ready(server, capsys, monkeypatch):
-    monkeypatch.setattr(_readiness, "POLL", 0.0)
+    monkeypatch.setattr(readiness, "POLL", 0.0)
     server.on("Check", LOADING, LOADING, SERVING)
     server.on("Generate", PLAIN)
     assert main(["generate", "x", "--target", server.target, "--wait"]) == 0
@@ -237,7 +237,7 @@ import os, signal, sys
 class Interrupt:
     @staticmethod
     def find_spec(name, *_):
-        if name == "rheostat._engine":
+        if name == "rheostat._client.engine":
             os.kill(os.getpid(), signal.SIGINT)
 
 %s

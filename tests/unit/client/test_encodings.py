@@ -11,8 +11,8 @@ import pytest
 
 import rheostat
 from rheostat import DataLoss, Encoding, InvalidRequest, RheostatError, ServerError
-from rheostat._activations import read_captured
-from rheostat._encodings import decoded, read_tensor
+from rheostat._capture.activations import read_captured
+from rheostat._capture.encodings import decoded, read_tensor
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
 ENCODINGS = ("raw", "lz4_planes", "full8", "rp8", "topk8")

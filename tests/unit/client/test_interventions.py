@@ -9,7 +9,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Ablate, Add, Band, Clamp, NormAdd, Point, Scale
-from rheostat._steering import steering_to_wire
+from rheostat._steering.steering import steering_to_wire
 from rheostat_wire.v1 import steering_pb2
 
 JOY = rheostat.named("joy", points="resid_post", layers=range(2, 6))

@@ -167,7 +167,7 @@ def test_every_element_type_widens_exactly(kind: FloatType, tmp_path: Path) -> N
 def test_encoded_rows_are_decoded_as_they_would_be_on_a_stream(
     encoding: Encoding, layout: Layout, tmp_path: Path
 ) -> None:
-    from rheostat._encodings import read_tensor
+    from rheostat._capture.encodings import read_tensor
     from rheostat_server.capture.encodings import row_encoder
     from rheostat_wire.v1 import tensor_pb2
 

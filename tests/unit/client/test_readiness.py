@@ -5,7 +5,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 import rheostat
-from rheostat import _readiness
+from rheostat._connection import readiness
 
 LOADING = HealthCheckResponse(status=HealthCheckResponse.NOT_SERVING)
 SERVING = HealthCheckResponse(status=HealthCheckResponse.SERVING)
@@ -13,7 +13,7 @@ SERVING = HealthCheckResponse(status=HealthCheckResponse.SERVING)
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(_readiness, "POLL", 0.0)
+    monkeypatch.setattr(readiness, "POLL", 0.0)
 
 
 def test_waiting_ends_when_health_says_serving(client, server):
@@ -47,7 +47,7 @@ def test_no_server_ends_the_wait_with_the_timeout(client, server):
 
 
 def test_no_server_for_too_long_is_unavailable(client, server, monkeypatch):
-    monkeypatch.setattr(_readiness, "UNREACHABLE", 0.0)
+    monkeypatch.setattr(readiness, "UNREACHABLE", 0.0)
     server.stop()
     with pytest.raises(rheostat.Unavailable) as raised:
         client.run(lambda engine: engine.wait_until_ready())

@@ -5,8 +5,8 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Point, Site
-from rheostat._explanations import read_explanation
-from rheostat._receipts import read_receipt
+from rheostat._responses.explanations import read_explanation
+from rheostat._responses.receipts import read_receipt
 from rheostat_wire.v1 import generation_service_pb2, receipt_pb2
 
 EARLY, LATE = Site(Point.RESID_POST, 2), Site(Point.RESID_POST, 3)

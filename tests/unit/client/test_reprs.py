@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import rheostat
 from rheostat import Point, Site
-from rheostat._model import read_model, read_stats
+from rheostat._responses.model import read_model, read_stats
 from rheostat_wire.v1 import engine_service_pb2
 
 AT = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)

@@ -24,18 +24,18 @@ ROWS = (stream._StandIn()._rows.astype(np.uint32) << 16).view(np.float32)
 SUBSCRIBER = """
 import sys, zlib
 import rheostat
-from rheostat import _shared_memory
+from rheostat._subscriptions import shared_memory
 
 target, name, sequence, ends = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 shared = 0
-read = _shared_memory.Mapping.payload
+read = shared_memory.Mapping.payload
 
 def counted(mapping, ref):
     global shared
     shared += 1
     return read(mapping, ref)
 
-_shared_memory.Mapping.payload = counted
+shared_memory.Mapping.payload = counted
 engine = rheostat.connect(target)
 options = dict(ack="manual", shared_memory=True)
 if name:

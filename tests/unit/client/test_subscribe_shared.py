@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat import (
-    Capture,
-    CapturedRows,
-    Cursor,
-    _payloads,
-    _shared_memory,
-    _subscribe_requests,
-)
+from rheostat import Capture, CapturedRows, Cursor
+from rheostat._subscriptions import requests, shared_memory
+from rheostat._subscriptions.payloads import Payloads, View
 from rheostat_server.subscriptions import sharing
 from rheostat_server.subscriptions.shared_memory import namespace
 from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
@@ -159,7 +154,7 @@ def test_views_hold_the_elements_that_travelled(dtype, storage):
         encoding=tensor_pb2.ENCODING_RAW,
         crc32c=google_crc32c.value(payload),
     )
-    view = _payloads.View(tensor, payload, lambda: True)
+    view = View(tensor, payload, lambda: True)
     assert view.elements.dtype == storage
     assert np.array_equal(view.elements, stored)
     assert np.shares_memory(view.elements, payload)
@@ -167,7 +162,7 @@ def test_views_hold_the_elements_that_travelled(dtype, storage):
     assert np.array_equal(view.values, stored if wide is None else wide.view(np.float32))
     tensor.shape[2] = 5
     with pytest.raises(rheostat.ServerError, match=r"not (60|120)"):
-        _payloads.View(tensor, payload, lambda: True)
+        View(tensor, payload, lambda: True)
 
 
 def test_views_of_lossy_rows_are_decoded_when_asked_for(running, subscriber):
@@ -212,7 +207,7 @@ def test_another_reader_takes_up_what_was_left(running, kind):
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """This client has another mount, as in another container."""
-    monkeypatch.setattr(_shared_memory, "namespace", lambda: "boot:77")
+    monkeypatch.setattr(shared_memory, "namespace", lambda: "boot:77")
 
 
 def test_a_client_that_cannot_read_it_gets_every_row_inside_messages(
@@ -229,8 +224,8 @@ def test_memory_that_looks_alike_but_is_not_there_is_not_used(
     running, subscriber, monkeypatch, tmp_path
 ):
     """Two containers, whose mounts have the same name in one kernel or not."""
-    monkeypatch.setattr(_shared_memory, "FOLDER", tmp_path)
-    for module in (_shared_memory, _subscribe_requests):
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    for module in (shared_memory, requests):
         monkeypatch.setattr(module, "namespace", namespace)
     with subscriber.subscribe(capture=POST, every=True) as subscription:
         assert "No such file" in subscription.inline_reason
@@ -254,7 +249,7 @@ def test_a_subscription_that_began_without_it_has_none(running, kind):
 
 
 def test_a_system_without_shared_memory_asks_for_none(running, subscriber, monkeypatch):
-    monkeypatch.setattr(_subscribe_requests, "namespace", lambda: "")
+    monkeypatch.setattr(requests, "namespace", lambda: "")
     with subscriber.subscribe(capture=POST, every=True) as subscription:
         assert subscription.inline_reason == "the subscription began without it"
     with pytest.raises(rheostat.Refused, match="no /dev/shm"):
@@ -283,7 +278,7 @@ def test_memory_that_changed_under_a_reader_is_damage(running, subscriber):
 
 def named(path: Path, size: int | None = None) -> capture_service_pb2.SharedMemory:
     return capture_service_pb2.SharedMemory(
-        namespace=_shared_memory.namespace(),
+        namespace=shared_memory.namespace(),
         name=path.name,
         size_bytes=path.stat().st_size if size is None else size,
     )
@@ -291,7 +286,7 @@ def named(path: Path, size: int | None = None) -> capture_service_pb2.SharedMemo
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(_shared_memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     return tmp_path
 
 
@@ -302,7 +297,7 @@ def an_object(folder: Path, begin: bytes = b"RHEOSHM1" + bytes(range(32))) -> Pa
 
 
 def test_an_object_is_mapped_for_reading(folder):
-    mapping = _shared_memory.Mapping(named(an_object(folder)))
+    mapping = shared_memory.Mapping(named(an_object(folder)))
     assert mapping.nonce == bytes(range(32))
     ref = tensor_pb2.ShmRef(name=mapping.name, offset=4096, length=4096)
     assert mapping.payload(ref).tolist() == [1] * 4096
@@ -314,7 +309,7 @@ def test_an_object_is_mapped_for_reading(folder):
     [(0, 8), (39, 1), (4096, 4097), (8193, 0), (2**63, 2**63), (40, 2**64 - 1)],
 )
 def test_rows_outside_of_it_are_refused(folder, offset, length):
-    mapping = _shared_memory.Mapping(named(an_object(folder)))
+    mapping = shared_memory.Mapping(named(an_object(folder)))
     with pytest.raises(rheostat.ServerError, match="not in its shared memory"):
         mapping.payload(tensor_pb2.ShmRef(name=mapping.name, offset=offset, length=length))
     with pytest.raises(rheostat.ServerError, match="not in its shared memory"):
@@ -338,23 +333,23 @@ def test_what_is_no_object_of_a_server_is_not_mapped(folder):
         named(an_object(folder, b"RHEOSHM2")),
         named(folder / "rheostat-folder"),
         capture_service_pb2.SharedMemory(
-            namespace=_shared_memory.namespace(),
+            namespace=shared_memory.namespace(),
             name=f"../{folder.name}/{path.name}",
             size_bytes=8192,
         ),
         capture_service_pb2.SharedMemory(
-            namespace=_shared_memory.namespace(), name="rheostat-x/../secret", size_bytes=8192
+            namespace=shared_memory.namespace(), name="rheostat-x/../secret", size_bytes=8192
         ),
         capture_service_pb2.SharedMemory(namespace="a:1", name=path.name, size_bytes=8192),
     ]
     for one in wrong:
         with pytest.raises(rheostat.Refused):
-            _shared_memory.Mapping(one)
-    _shared_memory.Mapping(named(path))
+            shared_memory.Mapping(one)
+    shared_memory.Mapping(named(path))
 
 
 def test_rows_in_memory_that_was_never_named_are_an_error_of_the_server():
-    payloads = _payloads.Payloads(None, False)
+    payloads = Payloads(None, False)
     tensor = tensor_pb2.Tensor(shm=tensor_pb2.ShmRef(name="rheostat-a", offset=64, length=8))
     with pytest.raises(rheostat.ServerError, match="cannot be read here"):
         payloads.read(tensor, lambda: True)

@@ -8,7 +8,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat._arrays import vector_data
-from rheostat._steering import steering_to_wire
+from rheostat._steering.steering import steering_to_wire
 from rheostat_wire.v1 import steering_pb2
 
 DIGEST = "ab" * 32

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rheostat._encodings import read_tensor
+from rheostat._capture.encodings import read_tensor
 from rheostat_engine import Coding, RowForm
 from rheostat_engine.core import encoders
 from rheostat_server.capture.encodings import Form

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rheostat import back_projected, captures, projection_matrix
-from rheostat._encodings import read_tensor
+from rheostat._capture.encodings import read_tensor
 from rheostat_engine import Point, Site
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import rheostat
-from rheostat._encodings import Decoded, read_tensor
+from rheostat._capture.encodings import Decoded, read_tensor
 from rheostat_server.capture.encodings import row_encoder
 from rheostat_server.tensors import FloatType, encode_rows
 from rheostat_wire.v1 import tensor_pb2

@@ -6,7 +6,7 @@ import gc
 import numpy as np
 import pytest
 
-from rheostat._encodings import read_tensor
+from rheostat._capture.encodings import read_tensor
 from rheostat_server import errors
 from rheostat_server.capture.spillway import Spill
 from rheostat_server.tensors import FloatType

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rheostat._encodings import read_tensor
+from rheostat._capture.encodings import read_tensor
 from rheostat_engine import OPEN_END, Point, Rows, Site
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import (

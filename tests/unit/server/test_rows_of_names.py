@@ -4,7 +4,7 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat._encodings import read_tensor
+from rheostat._capture.encodings import read_tensor
 from rheostat_wire.v1 import (
     capture_service_pb2,
     steering_pb2,

@@ -16,10 +16,10 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2
 
-from rheostat._channel import checked_target
 from rheostat._cli._common import CommandError
 from rheostat._cli._progress import Phase
 from rheostat._cli._words import START_ONE
+from rheostat._connection.channel import checked_target
 
 _POLL = 0.5
 _STARTUP = 900.0

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from rheostat._cli._progress import Phase
-from rheostat._engine import Engine, connect
+from rheostat._client.engine import Engine, connect
+from rheostat._connection.readiness import READY_TIMEOUT
 from rheostat._fields import did_you_mean
 from rheostat._points import LayersLike
-from rheostat._readiness import READY_TIMEOUT
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 """Where a command registers itself."""

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from rheostat._cli._common import CommandError, layers, points
 from rheostat._cli._stored import stored
-from rheostat._engine import Engine
-from rheostat._interventions import Add, Band, Clamp, Intervention
-from rheostat._steering import ablate, norm_add, scale
-from rheostat._vectors import Vector
+from rheostat._client.engine import Engine
+from rheostat._steering.interventions import Band, Clamp
+from rheostat._steering.steering import ablate, norm_add, scale
+from rheostat._steering.vectors import Add, Intervention, Vector
 
 _HELP = {
     "--steer": ("NAME[:SCALE]", "add SCALE times a stored vector (default: 1)"),

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from rheostat._arrays import VectorData
 from rheostat._cli._common import CommandError
-from rheostat._model import ModelInfo
 from rheostat._points import Layers, Point, show_layers
-from rheostat._vectors import Vector
+from rheostat._responses.model import ModelInfo
+from rheostat._steering.vectors import Vector
 
 
 def check_layers(vector: Vector, model: ModelInfo) -> None:

@@ -9,9 +9,9 @@ import re
 from dataclasses import replace
 
 from rheostat._cli._common import CommandError, warn
-from rheostat._engine import Engine
+from rheostat._client.engine import Engine
 from rheostat._errors import NotFound
-from rheostat._vectors import Vector
+from rheostat._steering.vectors import Vector
 
 _LEAST_DIGITS, _ALL_DIGITS = 8, 64
 _DIGITS = re.compile(f"[0-9a-fA-F]{{{_LEAST_DIGITS},{_ALL_DIGITS}}}")

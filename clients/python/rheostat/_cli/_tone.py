@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat import aio
-from rheostat._captures import Capture
-from rheostat._results import Generation
+from rheostat._capture.captures import Capture
+from rheostat._responses.results import Generation
 from rheostat._selectors import positions
-from rheostat._vectors import Vector
+from rheostat._steering.vectors import Vector
 from rheostat_wire.dtypes import FloatArray
 
 JOYFUL = (

@@ -15,14 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat import aio
-from rheostat._captures import Capture
+from rheostat._capture.captures import Capture
 from rheostat._cli._common import CommandError
-from rheostat._interventions import Add
-from rheostat._model import ModelInfo
 from rheostat._points import Point, Site
-from rheostat._results import Generation
+from rheostat._responses.model import ModelInfo
+from rheostat._responses.results import Generation
 from rheostat._selectors import positions
-from rheostat._vectors import inline
+from rheostat._steering.vectors import Add, inline
 from rheostat_wire.dtypes import FloatArray
 
 SENTENCE = "The {} is in the city of"

@@ -16,8 +16,8 @@ from rheostat._cli._common import (
 )
 from rheostat._cli._progress import Phase
 from rheostat._cli._stored import names, tell_moved
-from rheostat._derivations import METHODS
-from rheostat._receipts import show_sites
+from rheostat._positions import show_sites
+from rheostat._steering.derivations import METHODS
 
 
 def add(actions: Subparsers) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from rheostat._cli._common import Subparsers, add_target, connected, label, warn
 from rheostat._cli._ops import add_ops, steering
-from rheostat._results import Divergence, Generation, Tokens
+from rheostat._responses.results import Divergence, Generation, Tokens
 
 _MAX_TOKENS = 128
 

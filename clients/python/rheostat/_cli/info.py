@@ -6,7 +6,7 @@ import argparse
 
 from rheostat._cli._common import Subparsers, add_target, connected
 from rheostat._cli._listing import add_json, print_json
-from rheostat._model import Stats
+from rheostat._responses.model import Stats
 
 
 def add(commands: Subparsers) -> None:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._captures import Capture, Overload
+from rheostat._capture.captures import Capture, Overload
 from rheostat._cli._common import (
     CommandError,
     Subparsers,
@@ -22,10 +22,10 @@ from rheostat._cli._common import (
     may_write,
     points,
 )
-from rheostat._results import DroppedRows
+from rheostat._responses.results import DroppedRows
 from rheostat._selectors import PhaseName, Selector, positions
-from rheostat._subscribed import CapturedRows, EndOfRequest, SubscriptionEvent
-from rheostat._subscription import Subscription
+from rheostat._subscriptions.events import CapturedRows, EndOfRequest, SubscriptionEvent
+from rheostat._subscriptions.subscription import Subscription
 
 _Columns = dict[str, list[npt.NDArray[np.generic]]]
 

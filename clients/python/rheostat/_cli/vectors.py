@@ -27,7 +27,7 @@ from rheostat._cli._rows import check_layers, part
 from rheostat._cli._stored import fetched, names, shown, stored, tell_moved
 from rheostat._files import FORMATS, load_vector, save_vector
 from rheostat._points import show_layers
-from rheostat._vectors import Vector, VectorInfo, defaults, inline
+from rheostat._steering.vectors import Vector, VectorInfo, defaults, inline
 
 _WRITTEN = tuple(format for format in FORMATS if format != "sae")
 

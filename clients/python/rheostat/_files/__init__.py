@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 from rheostat._errors import Refused, invalid
 from rheostat._files import _gguf, _npz, _sae, _safetensors
 from rheostat._files._errors import replacing
-from rheostat._vectors import Vector
+from rheostat._steering.vectors import Vector
 
 VectorFormat: TypeAlias = Literal["safetensors", "npz", "gguf", "sae"]
 """Formats of vector files; "sae" is read only."""

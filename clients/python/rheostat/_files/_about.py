@@ -16,7 +16,7 @@ from rheostat._arrays import Element, VectorData, vector_data
 from rheostat._errors import InvalidRequest
 from rheostat._files._errors import bad_file
 from rheostat._points import Layers, LayersLike, Point, layers_of, points_of
-from rheostat._vectors import Vector
+from rheostat._steering.vectors import Vector
 
 KEY = "rheostat_vector"
 """Where the text stands in a file."""

@@ -25,7 +25,7 @@ from rheostat._errors import InvalidRequest, invalid
 from rheostat._files._about import About, numbers_of, vector_of
 from rheostat._files._errors import bad_file, missing_library, unreadable
 from rheostat._points import Point
-from rheostat._vectors import Vector
+from rheostat._steering.vectors import Vector
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rheostat._arrays import Element, VectorData
 from rheostat._files._about import KEY, About, numbers_of, read_about, vector_of, write_about
 from rheostat._files._errors import bad_file, unreadable
-from rheostat._vectors import Vector
+from rheostat._steering.vectors import Vector
 
 _STORAGE: dict[Element, np.dtype[np.generic]] = {
     "float32": np.dtype("<f4"),

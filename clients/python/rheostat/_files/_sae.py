@@ -19,7 +19,7 @@ from rheostat._files._about import About, vector_of
 from rheostat._files._errors import bad_file, unreadable
 from rheostat._files._tensors import TensorFile
 from rheostat._points import Point
-from rheostat._vectors import Vector
+from rheostat._steering.vectors import Vector
 
 _CONFIG = "cfg.json"
 _WEIGHTS = "sae_weights.safetensors"

@@ -14,7 +14,7 @@ from rheostat._arrays import VectorData
 from rheostat._files._about import KEY, About, read_about, vector_of, write_about
 from rheostat._files._errors import bad_file, missing_library
 from rheostat._files._tensors import TensorFile
-from rheostat._vectors import Vector
+from rheostat._steering.vectors import Vector
 
 _TENSOR = "vector"
 _DECODER = "W_dec"

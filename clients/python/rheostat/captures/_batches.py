@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._activations import IntArray
 from rheostat._arrays import Element, widened, write_element
-from rheostat._encodings import Encoding, decoded
+from rheostat._capture.activations import IntArray
+from rheostat._capture.encodings import Encoding, decoded
 from rheostat._errors import invalid
 from rheostat._points import PointLike, Site, point_of
 from rheostat.captures._arrays import Placed, arrays_in, damaged, read_rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from rheostat._encodings import Encoding
+from rheostat._capture.encodings import Encoding
 from rheostat._errors import DataLoss
 from rheostat._points import Point, PointLike, Site, point_of
 from rheostat.captures._arrays import Part, damaged

@@ -1,0 +1,264 @@
+"""Captured rows, joined: one array per site, rows by ascending position, each position once.
+
+Rows of one site that came in different encodings or widths are never mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import index
+from typing import NamedTuple, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._capture.encodings import RAW, Encoding, Numbers, read_tensor
+from rheostat._errors import ServerError, invalid
+from rheostat._points import Point, PointLike, Site, point_of, read_site
+from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of one site, as they came."""
+
+    sample: int
+    """Sample, from 0."""
+    point: Point
+    """Where."""
+    layer: int
+    """Where."""
+    positions: IntArray
+    """Absolute position of each row, int64 [rows]."""
+    token_ids: IntArray
+    """Input token at each position, int64 [rows]."""
+    values: FloatArray
+    """The stream, float32 [rows, width]; for "rp8" its projection, [rows, kept]; where directions
+    were given, x.d for each, [rows, directions]."""
+    baseline: bool = False
+    """Whether they are of the baseline."""
+    encoding: Encoding = RAW
+    """How they travelled."""
+    max_error: FloatArray | None = None
+    """Largest error of each row's numbers, float32 [rows]; NaN for rows that were not finite.
+    None: exact."""
+
+    def __repr__(self) -> str:
+        """Sample, site and shape."""
+        of = f"{'baseline ' if self.baseline else ''}sample={self.sample}"
+        return f"Rows({of}, {Site(self.point, self.layer)}, shape={list(self.values.shape)})"
+
+
+class Block(NamedTuple):
+    """Rows of sites that share their positions."""
+
+    sites: tuple[Site, ...]
+    """Where."""
+    positions: IntArray
+    """Absolute position of each row, int64 [positions]."""
+    token_ids: IntArray
+    """Input token at each position, int64 [positions]."""
+    tensor: Numbers
+    """The rows, [sites, positions, width]."""
+
+
+def read_captured(message: capture_pb2.Captured) -> list[Rows]:
+    """The rows of a message, per site. Raises as `read_block`."""
+    block = read_block(message)
+    values, error = block.tensor.values, block.tensor.max_error
+    return [
+        Rows(
+            message.sample,
+            site.point,
+            site.layer,
+            block.positions,
+            block.token_ids,
+            values[number],
+            message.baseline,
+            block.tensor.encoding,
+            None if error is None else error[number],
+        )
+        for number, site in enumerate(block.sites)
+    ]
+
+
+def read_block(
+    message: capture_pb2.Captured, read: Callable[[tensor_pb2.Tensor], Numbers] = read_tensor
+) -> Block:
+    """The rows of a message, whose tensor is read by ``read``.
+
+    Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
+    """
+    tensor = read(message.tensor)
+    positions = positions_of(message.positions)
+    token_ids = np.array(message.token_ids, dtype=np.int64)
+    labels = (len(message.sites), len(positions))
+    shape = tuple(message.tensor.shape)
+    if len(shape) != 3 or shape[:2] != labels or len(token_ids) != len(positions):
+        raise ServerError(
+            f"captured rows of shape {list(shape)} are labelled with {labels[0]} sites, "
+            f"{labels[1]} positions and {len(token_ids)} tokens"
+        )
+    return Block(tuple(map(read_site, message.sites)), positions, token_ids, tensor)
+
+
+def positions_of(runs: Iterable[types_pb2.PositionRun]) -> IntArray:
+    """Every position of the runs, int64 [positions]."""
+    parts = [np.arange(run.start, run.start + run.count, dtype=np.int64) for run in runs]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+class Activations(Mapping[tuple[Point, int], FloatArray]):
+    """Captured rows by (point, layer): ``activations["resid_post", 3]`` is float32 [rows, width].
+
+    Points go by their names and aliases. ``resid_post`` of layer L and ``resid_pre`` of layer L+1
+    are one site: either name finds rows that were captured under the other.
+    """
+
+    def __init__(
+        self, parts: Mapping[Site, list[Rows]], *, asked: bool = True, elsewhere: Sequence[str] = ()
+    ) -> None:
+        """Join the parts of each site.
+
+        ``asked``: the request had a capture whose rows come here; ``elsewhere``: where rows of
+        others went.
+        """
+        self._asked = asked
+        self._elsewhere = tuple(dict.fromkeys(elsewhere))
+        self._sites = {site: _joined(rows) for site, rows in sorted(parts.items(), key=_order)}
+
+    def __getitem__(self, key: tuple[PointLike, int]) -> FloatArray:
+        """The rows of a site, float32 [rows, width]; of "rp8" their projection.
+
+        Raises KeyError, naming what there is; InvalidRequest for what is no point and layer, and
+        where several captures brought rows of different encodings or widths, which a stream's
+        `Rows` events keep apart.
+        """
+        return self._rows(*self._key(key)).values
+
+    def __iter__(self) -> Iterator[tuple[Point, int]]:
+        """The sites by layer, then point."""
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        """Number of sites."""
+        return len(self._sites)
+
+    def positions(self, point: PointLike, layer: int) -> IntArray:
+        """Absolute position of each row, int64 [rows], ascending."""
+        return self._rows(point, layer).positions
+
+    def token_ids(self, point: PointLike, layer: int) -> IntArray:
+        """Input token at each row's position, int64 [rows]."""
+        return self._rows(point, layer).token_ids
+
+    def encoding(self, point: PointLike, layer: int) -> Encoding:
+        """How the rows of a site travelled."""
+        return self._rows(point, layer).encoding
+
+    def max_error(self, point: PointLike, layer: int) -> FloatArray:
+        """Largest error of each row's numbers, float32 [rows]; 0 if the encoding is exact.
+
+        NaN if the row had numbers that were not finite. For "rp8" it is that of the projection.
+        """
+        rows = self._rows(point, layer)
+        if rows.max_error is None:
+            return np.zeros(len(rows.positions), np.float32)
+        return rows.max_error
+
+    def layers(self, point: PointLike) -> tuple[int, ...]:
+        """Layers captured under this point's name, ascending."""
+        wanted = point_of(point)
+        return tuple(site.layer for site in self._sites if site.point is wanted)
+
+    def stack(self, point: PointLike) -> FloatArray:
+        """All layers of a point, float32 [layers, rows, width], in the order of `layers`.
+
+        Raises KeyError if nothing was captured there, InvalidRequest if layers hold rows of
+        different positions.
+        """
+        layers = self.layers(point)
+        if not layers:
+            raise KeyError(f"no rows of {point_of(point)}; {self._known()}")
+        first = self.positions(point, layers[0])
+        if any(not np.array_equal(first, self.positions(point, layer)) for layer in layers):
+            raise invalid("captures", f"layers of {point} hold rows of different positions")
+        return np.stack([self[point, layer] for layer in layers])
+
+    def _key(self, key: object) -> tuple[PointLike, int]:
+        """``key``, if it is a point and a layer. Raises InvalidRequest, which says how to index."""
+        match key:
+            case (str() as point, SupportsIndex() as layer):
+                return point, index(layer)
+        named = [site for site in self._sites if isinstance(key, str) and site.point in key]
+        point, layer = next(iter([*named, *self._sites]), Site(Point.RESID_POST, 3))
+        raise invalid(
+            "captures",
+            f'rows go by point and layer, e.g. activations["{point}", {layer}], not by {key!r}; '
+            f"{self._known()}",
+        )
+
+    def _rows(self, point: PointLike, layer: int) -> Rows:
+        site = Site(point_of(point), layer)
+        found = self._sites.get(site)
+        if found is None and site.twin is not None:
+            found = self._sites.get(site.twin)
+        if found is None:
+            raise KeyError(f"no rows of {site}; {self._known()}")
+        if len(found) > 1:
+            kinds = " and ".join(
+                f"{rows.encoding.name} of width {rows.values.shape[1]}" for rows in found
+            )
+            raise invalid("captures", f"{site} holds rows in {kinds}: read them from the stream")
+        return found[0]
+
+    def _known(self) -> str:
+        went = f"went to {' and '.join(self._elsewhere)}"
+        if not self._asked:
+            return f"they {went}" if self._elsewhere else "no capture= was asked for"
+        known = f"there are {', '.join(str(site) for site in self._sites) or 'none at all'}"
+        return f"{known}, and others {went}" if self._elsewhere else known
+
+    def __repr__(self) -> str:
+        """Each site with the shape of its rows."""
+        shapes = [
+            f"{site}: {list(rows.values.shape)}"
+            for site, found in self._sites.items()
+            for rows in found
+        ]
+        return f"Activations({', '.join(shapes)})"
+
+
+def _order(item: tuple[Site, list[Rows]]) -> tuple[int, int]:
+    site, _ = item
+    return site.layer, list(Point).index(site.point)
+
+
+def _joined(parts: list[Rows]) -> tuple[Rows, ...]:
+    """One `Rows` of all parts alike; exact encodings are."""
+    alike: dict[tuple[Encoding, int], list[Rows]] = {}
+    for part in parts:
+        encoding = RAW if part.encoding.exact else part.encoding
+        alike.setdefault((encoding, part.values.shape[1]), []).append(part)
+    return tuple(_concatenated(group) for group in alike.values())
+
+
+def _concatenated(parts: list[Rows]) -> Rows:
+    """One `Rows` of all parts. Two captures may share positions; their rows are equal."""
+    if len(parts) == 1:
+        return parts[0]
+    positions, first = np.unique(
+        np.concatenate([part.positions for part in parts]), return_index=True
+    )
+    errors = [part.max_error for part in parts if part.max_error is not None]
+    return replace(
+        parts[0],
+        positions=positions,
+        token_ids=np.concatenate([part.token_ids for part in parts])[first],
+        values=np.concatenate([part.values for part in parts])[first],
+        max_error=np.concatenate(errors)[first] if errors else None,
+    )

@@ -1,0 +1,303 @@
+"""What is captured, in which form, and where it goes, as a caller writes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Literal, Never, TypeAlias, TypeVar
+
+import numpy as np
+
+from rheostat._arrays import ArrayLike, Element, vector_data, write_element
+from rheostat._capture.encodings import WIRE_ENCODINGS, EncodingName
+from rheostat._capture.runs import Run
+from rheostat._errors import InvalidRequest, invalid
+from rheostat._fields import UINT64, did_you_mean, utf8_text, whole_number
+from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
+from rheostat._selectors import Selector, SelectorLike, selector_of
+from rheostat._selectors import to_wire as selector_to_wire
+from rheostat._steering.vectors import Vector, inline, row_ref
+from rheostat_wire.v1 import capture_pb2, tensor_pb2, vector_pb2
+
+Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
+"""What happens when rows come faster than they are taken and acknowledged."""
+
+OVERLOADS: dict[str, capture_pb2.Overload.ValueType] = {
+    "fail": capture_pb2.OVERLOAD_FAIL,
+    "drop_oldest": capture_pb2.OVERLOAD_DROP_OLDEST,
+    "drop_newest": capture_pb2.OVERLOAD_DROP_NEWEST,
+    "spill": capture_pb2.OVERLOAD_SPILL,
+}
+
+Layout: TypeAlias = Literal["per_file", "packed", "sharded"]
+"""How a sink lays out its files."""
+
+_LAYOUTS: dict[str, capture_pb2.Layout.ValueType] = {
+    "per_file": capture_pb2.LAYOUT_PER_FILE,
+    "packed": capture_pb2.LAYOUT_PACKED,
+    "sharded": capture_pb2.LAYOUT_SHARDED,
+}
+_MOST_CAPTURES = 16
+_MOST_DIRECTIONS = 4096
+
+DirectionsLike: TypeAlias = Vector | Iterable[Vector] | ArrayLike
+"""What rows are projected on: a vector, several, or an array [directions, width] of them."""
+
+_ELEMENTS: tuple[Element, ...] = ("float32", "float16", "bfloat16")
+_DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
+    element: write_element(element) for element in _ELEMENTS
+}
+
+Value = TypeVar("Value", bound=int)
+
+
+class RowDestination(ABC):
+    """A subscription, as ``to=`` of a `Capture` takes it."""
+
+    @property
+    @abstractmethod
+    def id(self) -> str:
+        """The id to which rows are sent. Raises Refused if there is none yet."""
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A sink of the server, which keeps rows; `Engine.sinks` lists those that there are."""
+
+    name: str
+    """Its name."""
+    tag: str | None = None
+    """Groups what is kept: a folder, for files. Default: "default"."""
+    layout: Layout | None = None
+    """How files are laid out. Default: the sink's own."""
+    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Further options that the sink documents."""
+
+    def to_wire(self) -> capture_pb2.SinkTarget:
+        """The target."""
+        target = capture_pb2.SinkTarget(sink_name=utf8_text(self.name, "captures", "a sink's name"))
+        if not isinstance(self.options, Mapping):
+            given = type(self.options).__name__
+            raise invalid(
+                "captures.options",
+                f'options are a dict of strings, e.g. {{"format": "npz"}}, not {given}',
+            )
+        if self.tag is not None:
+            target.tag = utf8_text(self.tag, "captures", "a tag")
+        if self.layout is not None:
+            target.layout = _one_of(_LAYOUTS, self.layout, "layout")
+        for name, value in self.options.items():
+            path = "captures"
+            target.options[utf8_text(name, path, "an option")] = utf8_text(value, path, "an option")
+        return target
+
+
+@dataclass(frozen=True, init=False)
+class Capture:
+    """Rows to copy out of the stream, after every op at their site."""
+
+    points: tuple[Point, ...]
+    """Points."""
+    layers: Layers
+    """Layers."""
+    where: Selector
+    """Tokens whose rows are wanted."""
+    to: Sink | Run | str | None
+    """The sink that keeps them, the run that they become, or the id of the subscription that gets
+    them; None: they come back with the answer."""
+    encoding: EncodingName
+    """How they travel and are kept; see `Encoding`."""
+    kept: int | None
+    """K of "rp8" and "topk8": numbers kept per row."""
+    seed: int | None
+    """Seed of "rp8"."""
+    overload: Overload | None
+    """What happens when a sink, or the reader of the answer, is slower than the model. Default:
+    "fail". Under "drop_oldest" and "drop_newest" the receipt counts what was lost."""
+    dtype: Element | None
+    """Element type of the rows. Default: the model's; of projections float32."""
+    projection: tuple[Vector, ...]
+    """What comes in place of rows x is x.d for each of these; none: the rows."""
+
+    def __init__(
+        self,
+        points: PointsLike,
+        layers: LayersLike = "all",
+        where: SelectorLike = None,
+        to: RowDestination | Sink | Run | str | None = None,
+        *,
+        encoding: EncodingName = "raw",
+        kept: int | None = None,
+        seed: int | None = None,
+        overload: Overload | None = None,
+        dtype: Element | None = None,
+        projection: DirectionsLike = (),
+        **unknown: Never,
+    ) -> None:
+        """Every combination of points and layers, on the tokens that ``where`` selects.
+
+        The rows come back with the answer, or go to ``to``: a sink, a run, or a subscription, given
+        itself or by id. A run takes one sample, raw and whole rows. ``kept`` belongs to "rp8" and
+        "topk8", which need it; ``seed`` to "rp8".
+
+        ``projection`` takes up to 4096 directions d: instead of rows x come the numbers x.d, in
+        their order, [rows, directions]. They are used as they are, not made unit vectors. A vector
+        has one row for all layers or one per layer; the rows of an array are a direction each, and
+        travel inside every request: store those that are used often.
+        """
+        for name in unknown:
+            names = [one.name for one in fields(self)]
+            hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
+            raise TypeError(f"Capture() has no argument {name!r}{hint}")
+        object.__setattr__(self, "points", points_of(points))
+        object.__setattr__(self, "layers", layers_of(layers))
+        object.__setattr__(self, "where", selector_of(where))
+        object.__setattr__(self, "to", _target_of(to))
+        object.__setattr__(self, "encoding", encoding)
+        object.__setattr__(self, "kept", kept)
+        object.__setattr__(self, "seed", seed)
+        object.__setattr__(self, "overload", overload)
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "projection", _directions_of(projection))
+
+    def to_wire(self) -> capture_pb2.CaptureSpec:
+        """The spec, with its target."""
+        spec = self.to_spec()
+        if self.to is None:
+            spec.inline.SetInParent()
+        elif isinstance(self.to, Sink):
+            spec.sink.CopyFrom(self.to.to_wire())
+        elif isinstance(self.to, Run):
+            spec.run.CopyFrom(self.to.to_wire())
+        else:
+            spec.subscription_id = utf8_text(self.to, "captures", "a subscription's id")
+        return spec
+
+    def to_spec(self) -> capture_pb2.CaptureSpec:
+        """The spec without a target."""
+        spec = capture_pb2.CaptureSpec(
+            sites=site_set(self.points, self.layers), where=selector_to_wire(self.where)
+        )
+        if self.encoding != "raw":
+            spec.encoding = _one_of(WIRE_ENCODINGS, self.encoding, "encoding")
+        self._check_kept()
+        if self.kept is not None:
+            spec.kept = whole_number(self.kept, "captures", "kept", least=1, most=2**32 - 1)
+        if self.seed is not None:
+            spec.seed = whole_number(self.seed, "captures", "the seed", least=0, most=UINT64)
+        if self.overload is not None:
+            spec.overload = _one_of(OVERLOADS, self.overload, "overload")
+        if self.dtype is not None:
+            spec.dtype = _one_of(_DTYPES, self.dtype, "dtype")
+        if self.projection:
+            path = "captures.projection.readouts.readouts"
+            spec.projection.readouts.readouts.extend(
+                vector_pb2.Readout(vector=row_ref(one, self.layers, f"{path}[{number}].vector"))
+                for number, one in enumerate(self.projection)
+            )
+        return spec
+
+    def _check_kept(self) -> None:
+        keeps = self.encoding in ("rp8", "topk8")
+        if keeps and self.kept is None:
+            raise invalid(
+                "captures.kept",
+                f'encoding="{self.encoding}" needs kept=, the numbers to keep of each row',
+                "REASON_MISSING_FIELD",
+            )
+        if self.kept is not None and not keeps:
+            raise invalid(
+                "captures.kept", f'kept= is for "rp8" and "topk8", not encoding="{self.encoding}"'
+            )
+        if self.seed is not None and self.encoding != "rp8":
+            raise invalid("captures.seed", f'seed= is for "rp8", not encoding="{self.encoding}"')
+
+
+CaptureLike: TypeAlias = Capture | Iterable[Capture] | None
+"""One capture, several, or none."""
+
+
+def captures_of(capture: object) -> list[Capture]:
+    """The captures, at most as many as go together."""
+    if capture is None:
+        return []
+    if isinstance(capture, str) or not isinstance(capture, Iterable) or _is_site(capture):
+        capture = (capture,)
+    many = list(capture)
+    if len(many) > _MOST_CAPTURES:
+        raise invalid("captures", f"{len(many)} captures; at most {_MOST_CAPTURES} go together")
+    for number, one in enumerate(many):
+        if not isinstance(one, Capture):
+            raise _no_capture(f"captures[{number}]", one)
+    return many
+
+
+def _target_of(given: object) -> Sink | Run | str | None:
+    """Where rows go; of a subscription its id."""
+    if given is None or isinstance(given, str | Sink | Run):
+        return given
+    if isinstance(given, RowDestination):
+        return given.id
+    kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+    if given is Sink or given is Run:
+        kind += f": call it, rheostat.{given.__name__}(...)"
+    raise invalid(
+        "captures.to",
+        'to= takes rheostat.Sink("name"), rheostat.Run("id"), a subscription or its id, '
+        f"not {kind}",
+    )
+
+
+def _directions_of(given: object) -> tuple[Vector, ...]:
+    """Directions, of which an array holds one per row."""
+    if isinstance(given, Vector):
+        return (given,)
+    path = "captures.projection"
+    if hasattr(given, "__array__"):
+        numbers = vector_data(given)
+        many: list[object] = [
+            inline(row, dtype=numbers.element) for row in np.array(numbers.values)
+        ]
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        many = list(given)
+    else:
+        many = [given]
+    if len(many) > _MOST_DIRECTIONS:
+        raise invalid(path, f"{len(many)} directions; at most {_MOST_DIRECTIONS} go together")
+    found = []
+    for number, one in enumerate(many):
+        if not isinstance(one, Vector):
+            raise invalid(
+                f"{path}[{number}]",
+                f"a direction is a vector, not {type(one).__name__}: give vectors, e.g. "
+                "rheostat.named(name), or an array [directions, width]",
+            )
+        found.append(one)
+    return tuple(found)
+
+
+def _is_site(given: object) -> bool:
+    """Whether it reads as a point and its layers."""
+    match given:
+        case (str(), int() | list() | tuple() | range() | "all"):
+            return True
+    return False
+
+
+def _no_capture(path: str, given: object) -> InvalidRequest:
+    """The error for what is no capture; it says what makes one of it."""
+    kind, arguments = type(given).__name__, '"resid_post", layers=...'
+    if isinstance(given, str):
+        kind, arguments = "a name", f'"{given}", layers=...'
+    elif isinstance(given, tuple | list) and _is_site(given):
+        arguments = f'"{given[0]}", {given[1]!r}'
+    return invalid(path, f"capture takes captures, not {kind}: use rheostat.Capture({arguments})")
+
+
+def _one_of(known: Mapping[str, Value], word: object, name: str) -> Value:
+    if not isinstance(word, str) or word not in known:
+        words = ", ".join(map(repr, known))
+        raise invalid(f"captures.{name}", f"{name} is one of {words}, not {word!r}")
+    return known[word]

@@ -1,0 +1,105 @@
+"""Runs: captures that the server stores under an id, for patches to draw from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from google.protobuf import duration_pb2
+
+from rheostat._errors import invalid
+from rheostat._points import Site, knows_point, read_site
+from rheostat._positions import read_runs, show_runs, show_sites
+from rheostat_wire.v1 import capture_pb2, run_pb2
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SHORTEST, _LONGEST = 1, 24 * 3600
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to make: the server stores the rows of one sample, in memory, for a while."""
+
+    id: str | None = None
+    """Its id, which no other run may have. Default: the server makes one; the receipt names it."""
+    lease: float | None = None
+    """Seconds after the request's end in which it is not evicted, 1 to 86400. Default: 3600."""
+
+    def to_wire(self) -> capture_pb2.RunTarget:
+        """The target."""
+        path = "captures.run"
+        target = capture_pb2.RunTarget(
+            run_id="" if self.id is None else valid_run_id(self.id, path)
+        )
+        if self.lease is not None:
+            target.lease.CopyFrom(lease_duration(self.lease, f"{path}.lease"))
+        return target
+
+
+@dataclass(frozen=True, repr=False)
+class RunInfo:
+    """A run that the server has stored."""
+
+    id: str
+    """Its id."""
+    sites: tuple[Site, ...]
+    """Where it holds rows, by layer, then point."""
+    positions: tuple[range, ...]
+    """Positions that it holds at each of them."""
+    prompt_token_ids: tuple[int, ...]
+    """The tokens of its prompt."""
+    size_bytes: int
+    """Bytes of the server's memory that it takes."""
+    create_time: datetime
+    """When it was complete."""
+    lease_expire_time: datetime
+    """It is not evicted before."""
+    labels: Mapping[str, str]
+    """Labels of the request that made it."""
+
+    def __repr__(self) -> str:
+        """Id, sites, positions, size and lease."""
+        return (
+            f"RunInfo({self.id!r}, {show_sites(self.sites)}, positions "
+            f"{show_runs(self.positions)}, {self.size_bytes} bytes, leased until "
+            f"{self.lease_expire_time:%Y-%m-%d %H:%M:%S %Z})"
+        )
+
+
+def valid_run_id(value: object, path: str = "run_id") -> str:
+    """``value``, if it can be a run's id."""
+    if not isinstance(value, str) or not _ID.fullmatch(value):
+        raise invalid(
+            path,
+            f"{value!r} is no run's id: 1 to 128 of [A-Za-z0-9._-], first a letter or digit",
+        )
+    return value
+
+
+def lease_duration(seconds: float, path: str) -> duration_pb2.Duration:
+    """How long a lease lasts."""
+    try:
+        lasts = float(seconds)
+    except (TypeError, ValueError):
+        lasts = 0.0
+    if not _SHORTEST <= lasts <= _LONGEST:
+        raise invalid(path, f"a lease lasts {_SHORTEST} to {_LONGEST} seconds, not {seconds!r}")
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(lasts * 1e9))
+    return duration
+
+
+def read_run(message: run_pb2.Run) -> RunInfo:
+    """A run of a wire message, without sites that this client cannot name."""
+    return RunInfo(
+        message.run_id,
+        tuple(read_site(site) for site in message.sites if knows_point(site.point)),
+        read_runs(message.positions),
+        tuple(message.prompt_token_ids.ids),
+        message.size_bytes,
+        message.create_time.ToDatetime(UTC),
+        message.lease_expire_time.ToDatetime(UTC),
+        dict(message.labels),
+    )

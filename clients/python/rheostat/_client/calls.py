@@ -1,0 +1,177 @@
+"""Every call as a value: its path, its request, and how its answer is read.
+
+The two clients differ only in how they carry such a value to the server and back, so nothing about
+a call is written twice.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Unpack
+
+from grpc_health.v1 import health_pb2
+
+from rheostat._capture.artifacts import Artifact, SinkInfo, read_artifacts, read_sinks
+from rheostat._client import requests
+from rheostat._client.requests import GenerateOptions
+from rheostat._client.sessions import Dialogue, SessionEvent, SessionFold
+from rheostat._connection.calls import PAGE, Download, Script, Unary, every_page
+from rheostat._fields import (
+    UINT64,
+    builds_message,
+    utf8_text,
+    whole_number,
+)
+from rheostat._prompts import Prompt
+from rheostat._responses.accumulator import GenerationFold
+from rheostat._responses.explanations import (
+    Explanation,
+    Tokenized,
+    read_explanation,
+    read_tokenized,
+)
+from rheostat._responses.model import ModelInfo, Stats, read_model, read_stats
+from rheostat._responses.results import Event, Generation
+from rheostat._steering.global_steering import GlobalSteering, read_global
+from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    engine_service_pb2,
+    generation_service_pb2,
+    steering_pb2,
+    steering_service_pb2,
+)
+
+
+def generate(
+    prompt: Prompt, **options: Unpack[GenerateOptions]
+) -> Download[generation_service_pb2.GenerateResponse, Event, Generation]:
+    """Run a request."""
+    request = requests.generate_request(prompt, **options)
+    return Download(
+        "/rheostat.v1.GenerationService/Generate",
+        request,
+        generation_service_pb2.GenerateResponse,
+        partial(GenerationFold, request),
+    )
+
+
+def session(
+    prompt: Prompt, **options: Unpack[GenerateOptions]
+) -> Dialogue[generation_service_pb2.SessionResponse, SessionEvent, Generation]:
+    """Run a request that can be changed."""
+    request = requests.generate_request(prompt, **options)
+    return Dialogue(
+        "/rheostat.v1.GenerationService/Session",
+        generation_service_pb2.SessionResponse,
+        request,
+        lambda updates: SessionFold(updates, GenerationFold(request)),
+    )
+
+
+def explain(
+    prompt: Prompt, **options: Unpack[GenerateOptions]
+) -> Unary[generation_service_pb2.ExplainResponse, Explanation]:
+    """Ask what a request would do."""
+    return Unary(
+        "/rheostat.v1.GenerationService/Explain",
+        generation_service_pb2.ExplainRequest(request=requests.generate_request(prompt, **options)),
+        generation_service_pb2.ExplainResponse,
+        read_explanation,
+    )
+
+
+def tokenize(prompt: Prompt) -> Unary[generation_service_pb2.TokenizeResponse, Tokenized]:
+    """Tokenise, or decode token ids."""
+    return Unary(
+        "/rheostat.v1.GenerationService/Tokenize",
+        requests.tokenize_request(prompt),
+        generation_service_pb2.TokenizeResponse,
+        read_tokenized,
+    )
+
+
+def model() -> Unary[engine_service_pb2.GetModelResponse, ModelInfo]:
+    """The model and what can be done with it."""
+    return Unary(
+        "/rheostat.v1.EngineService/GetModel",
+        engine_service_pb2.GetModelRequest(),
+        engine_service_pb2.GetModelResponse,
+        read_model,
+    )
+
+
+def stats() -> Unary[engine_service_pb2.GetStatsResponse, Stats]:
+    """Counters and gauges."""
+    return Unary(
+        "/rheostat.v1.EngineService/GetStats",
+        engine_service_pb2.GetStatsRequest(),
+        engine_service_pb2.GetStatsResponse,
+        read_stats,
+    )
+
+
+def sinks() -> Script[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
+    """The server's sinks, page by page."""
+    pages = yield from every_page(
+        "/rheostat.v1.CaptureService/ListSinks",
+        lambda token: capture_service_pb2.ListSinksRequest(page_size=PAGE, page_token=token),
+        capture_service_pb2.ListSinksResponse,
+    )
+    return [one for page in pages for one in read_sinks(page)]
+
+
+def artifacts(
+    request_id: str, sink_name: str
+) -> Script[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
+    """What sinks wrote for a request, page by page."""
+    utf8_text(request_id, "request_id", "a request's id")
+    utf8_text(sink_name, "sink_name", "a sink's name")
+    pages = yield from every_page(
+        "/rheostat.v1.CaptureService/GetArtifacts",
+        lambda token: capture_service_pb2.GetArtifactsRequest(
+            request_id=request_id, sink_name=sink_name, page_size=PAGE, page_token=token
+        ),
+        capture_service_pb2.GetArtifactsResponse,
+    )
+    return [one for page in pages for one in read_artifacts(page)]
+
+
+def health() -> Unary[health_pb2.HealthCheckResponse, str]:
+    """Whether the server admits requests: "SERVING" or the name of another status."""
+    return Unary(
+        "/grpc.health.v1.Health/Check",
+        health_pb2.HealthCheckRequest(),
+        health_pb2.HealthCheckResponse,
+        lambda answer: health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status),
+    )
+
+
+@builds_message
+def set_global(
+    steering: SteeringLike, expected_version: int | None
+) -> Unary[steering_service_pb2.SetGlobalResponse, int]:
+    """Replace the server-wide steering; gives its version."""
+    if expected_version is not None:
+        whole_number(expected_version, "expected_version", "a version", most=UINT64)
+    return Unary(
+        "/rheostat.v1.SteeringService/SetGlobal",
+        steering_service_pb2.SetGlobalRequest(
+            policy=steering_service_pb2.Policy(
+                steering=steering_to_wire(steering) or steering_pb2.Steering()
+            ),
+            expected_version=expected_version,
+        ),
+        steering_service_pb2.SetGlobalResponse,
+        lambda answer: answer.version,
+    )
+
+
+def get_global() -> Unary[steering_service_pb2.GetGlobalResponse, GlobalSteering]:
+    """The server-wide steering."""
+    return Unary(
+        "/rheostat.v1.SteeringService/GetGlobal",
+        steering_service_pb2.GetGlobalRequest(),
+        steering_service_pb2.GetGlobalResponse,
+        read_global,
+    )

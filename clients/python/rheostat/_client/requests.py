@@ -1,0 +1,245 @@
+"""Requests as the wire wants them, built from what a caller writes.
+
+Every function here is pure. What is left out of a request stays absent on the wire, so that the
+defaults are the contract's and stand in one place.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias, TypedDict
+
+from rheostat._capture.captures import CaptureLike, captures_of
+from rheostat._errors import invalid
+from rheostat._fields import builds_message, did_you_mean, utf8_text, whole_number
+from rheostat._prompts import Prompt, labels_to_wire, put_prompt
+from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat_wire.v1 import (
+    generation_pb2,
+    generation_service_pb2,
+)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+WhenFull: TypeAlias = Literal["wait", "refuse"]
+"""What a request does that does not fit beside those that run."""
+
+_WHEN_FULL: dict[str, generation_service_pb2.WhenFull.ValueType] = {
+    "wait": generation_service_pb2.WHEN_FULL_WAIT,
+    "refuse": generation_service_pb2.WHEN_FULL_REFUSE,
+}
+
+
+_ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "num_return_sequences": "n",
+    "num_samples": "n",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "adapter": "lora",
+    "vectors": "steering",
+    "interventions": "steering",
+}
+"""What options are called in other libraries."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What generate, stream, session and explain take beside the prompt.
+
+    What is left out is left to the server; the defaults given here are its own.
+    """
+
+    steering: SteeringLike
+    """Interventions, in the order in which they act. Default: none but the server-wide ones."""
+    capture: CaptureLike
+    """Rows to bring back, or to send to a subscription. Default: none."""
+    max_tokens: int | None
+    """Tokens per sample. Default: what the context length leaves after the prompt."""
+    temperature: float | None
+    """0, which is greedy, or 0.01 to 2. Default: 1, the model's own distribution."""
+    top_p: float | None
+    """Above 0, at most 1. Default: 1."""
+    top_k: int | None
+    """Number of tokens kept; 0: all. Default: 0."""
+    min_p: float | None
+    """0 to 1, of the most likely token's probability. Default: 0."""
+    seed: int | None
+    """Makes sampling repeatable. Default: none."""
+    n: int | None
+    """Samples; more than one needs a temperature above 0. Default: 1."""
+    stop: str | Sequence[str]
+    """A sample ends before the first of these texts. Default: none."""
+    stop_token_ids: Sequence[int]
+    """A sample ends after the first of these tokens. Default: none."""
+    min_tokens: int | None
+    """No end or stop token is sampled before this many. Default: 0."""
+    logprobs: int | None
+    """Log-probabilities of each generated token and of this many most likely ones; 0: the token's
+    alone. Default: none."""
+    prompt_logprobs: int | None
+    """The same for the prompt's tokens. Default: none."""
+    repetition_penalty: float | None
+    """Above 0; 1 changes nothing. Default: 1."""
+    presence_penalty: float | None
+    """-2 to 2. Default: 0."""
+    frequency_penalty: float | None
+    """-2 to 2. Default: 0."""
+    ignore_eos: bool
+    """Go on past the model's end token. Default: False."""
+    request_id: str | None
+    """1 to 128 of [A-Za-z0-9._:-], not that of a running request. Default: the server makes one."""
+    with_baseline: bool
+    """Also run the request without its steering, with the same sampling, and say how far apart the
+    two are: `Generation.baseline` and `Generation.divergence`. Server-wide steering stays.
+    Default: False."""
+    lora: str | None
+    """Name of a loaded adapter. Default: none."""
+    labels: Mapping[str, str] | None
+    """At most 16, for subscriptions to find the request by. Default: none."""
+    when_full: WhenFull | None
+    """What to do while others hold what the request's steering needs: "wait" for it, at most
+    the server's own limit and the timeout, or "refuse", which raises ResourceExhausted at once with
+    ``retry_after``. It never runs unsteered. Default: "wait"."""
+
+
+def check_options(
+    method: str, options: Mapping[str, object], known: type = GenerateOptions
+) -> None:
+    """Raise TypeError where ``method`` does not have one of the options."""
+    names = known.__annotations__
+    for name in options:
+        if name not in names:
+            hint = did_you_mean(name, names, _ELSEWHERE)
+            listed = hint or f"; rheostat.{known.__name__} has {', '.join(names)}"
+            raise TypeError(f"{method}() has no option {name!r}{listed}")
+
+
+_SamplingNumber: TypeAlias = Literal[
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "n", "logprobs",
+    "prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty",
+]  # fmt: skip
+
+
+@builds_message
+def generate_request(
+    prompt: Prompt,
+    *,
+    steering: SteeringLike = None,
+    capture: CaptureLike = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    min_tokens: int | None = None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    ignore_eos: bool = False,
+    request_id: str | None = None,
+    with_baseline: bool = False,
+    lora: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    when_full: WhenFull | None = None,
+) -> generation_service_pb2.GenerateRequest:
+    """The request. Raises InvalidRequest for what can be seen to be wrong without the model."""
+    numbers: dict[_SamplingNumber, float | None] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "seed": seed,
+        "n": n,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+    }
+    if request_id is not None and not (
+        isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)
+    ):
+        raise invalid("request_id", "a request id is 1 to 128 of [A-Za-z0-9._:-]")
+    if lora == "":
+        raise invalid("lora", "the adapter's name is empty")
+    request = generation_service_pb2.GenerateRequest(
+        request_id=request_id or "",
+        sampling=_sampling(numbers, stop, stop_token_ids, ignore_eos),
+        steering=steering_to_wire(steering),
+        captures=[one.to_wire() for one in captures_of(capture)],
+        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+        with_baseline=with_baseline,
+        labels=None if labels is None else labels_to_wire(labels, "labels"),
+        return_prompt_token_ids=True,
+        when_full=None if when_full is None else _when_full(when_full),
+    )
+    put_prompt(request, prompt)
+    return request
+
+
+def _when_full(word: str) -> generation_service_pb2.WhenFull.ValueType:
+    found = _WHEN_FULL.get(word)
+    if found is None:
+        raise invalid(
+            "when_full",
+            f"when_full is {' or '.join(map(repr, _WHEN_FULL))}, not {word!r}",
+            "REASON_UNKNOWN_ENUM",
+        )
+    return found
+
+
+@builds_message
+def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
+    """What to tokenise, or for token ids to decode."""
+    request = generation_service_pb2.TokenizeRequest()
+    put_prompt(request, prompt)
+    return request
+
+
+def _sampling(
+    numbers: Mapping[_SamplingNumber, float | None],
+    stop: str | Sequence[str],
+    stop_token_ids: Sequence[int],
+    ignore_eos: bool,
+) -> generation_pb2.Sampling | None:
+    """The message; None where everything is left to the defaults."""
+    message = generation_pb2.Sampling(
+        stop=[
+            utf8_text(one, f"sampling.stop[{number}]", "a stop text")
+            for number, one in enumerate([stop] if isinstance(stop, str) else stop)
+        ],
+        stop_token_ids=[
+            whole_number(
+                one,
+                f"sampling.stop_token_ids[{number}]",
+                "a token id",
+                reason="REASON_UNKNOWN_TOKEN",
+            )
+            for number, one in enumerate(stop_token_ids)
+        ],
+        ignore_eos=ignore_eos,
+    )
+    for name, number in numbers.items():
+        if number is None:
+            continue
+        try:
+            finite = math.isfinite(number)
+            if finite:
+                setattr(message, name, number)
+        except (OverflowError, TypeError, ValueError):
+            raise invalid(f"sampling.{name}", f"{name} cannot be {number!r}") from None
+        if not finite:
+            raise invalid(f"sampling.{name}", f"{name} is not finite", "REASON_NON_FINITE")
+    return message if message.ByteSize() else None

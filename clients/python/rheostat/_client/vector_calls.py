@@ -1,0 +1,191 @@
+"""The calls about stored vectors; see `_calls`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import numpy.typing as npt
+
+from rheostat._arrays import ArrayLike, Element, vector_data, write_element
+from rheostat._connection.calls import PAGE, Download, Script, Unary, Upload, every_page
+from rheostat._errors import invalid
+from rheostat._fields import builds_message, utf8_text, vector_digest, vector_name
+from rheostat._points import LayersLike, PointsLike, layers_of, site_set
+from rheostat._prompts import Prompt
+from rheostat._selectors import SelectorLike
+from rheostat._steering.derivations import Derivation, DerivationFold, DeriveMethod, derive_request
+from rheostat._steering.transfers import DownloadFold, Pieces, Progress
+from rheostat._steering.vectors import Vector, VectorInfo, defaults, read_info
+from rheostat_wire.v1 import steering_service_pb2
+
+
+@builds_message
+def put_vector(
+    array: ArrayLike | npt.ArrayLike | Vector,
+    *,
+    points: PointsLike | None,
+    layers: LayersLike | None,
+    name: str | None,
+    description: str | None,
+    dtype: Element | None,
+    progress: Progress | None,
+) -> Upload[steering_service_pb2.PutVectorResponse, Vector]:
+    """Store a vector."""
+    at_points, at_layers = defaults(points, layers)
+    if isinstance(array, Vector):
+        at_points, at_layers = at_points or array.points, at_layers or array.layers
+        name = array.name if name is None else name
+        description = array.description if description is None else description
+        if array.rows is None or dtype not in (None, array.rows.element):
+            data = vector_data(array.values, dtype)
+        else:
+            data = array.rows
+    else:
+        data = vector_data(array, dtype)
+    digest = data.digest
+    header = steering_service_pb2.VectorHeader(
+        dtype=write_element(data.element),
+        shape=data.shape,
+        digest=digest,
+        total_bytes=len(data.data),
+        name="" if name is None else vector_name(name),
+        description=utf8_text(description or "", "description", "a description"),
+        sites=None if at_points is None or at_layers is None else site_set(at_points, at_layers),
+    )
+    vector = Vector(
+        digest.hex(), name, data.shape, data.element, at_points, at_layers,
+        description=description or "",
+    )  # fmt: skip
+    return Upload(
+        "/rheostat.v1.SteeringService/PutVector",
+        Pieces(header, data, progress),
+        steering_service_pb2.PutVectorResponse,
+        lambda _: vector,
+    )
+
+
+@builds_message
+def get_vector(
+    name: str | None, digest: str | None
+) -> Download[steering_service_pb2.GetVectorResponse, None, Vector]:
+    """Fetch a vector by name or digest."""
+    if name is not None and digest is not None:
+        raise invalid("digest", "give the vector's name or its digest, not both")
+    if name is None and digest is None:
+        raise invalid("name", "give the vector's name or its digest", "REASON_MISSING_FIELD")
+    request = steering_service_pb2.GetVectorRequest()
+    if digest is not None:
+        request.digest = vector_digest(digest)
+    if name is not None:
+        request.name = vector_name(name)
+    return Download(
+        "/rheostat.v1.SteeringService/GetVector",
+        request,
+        steering_service_pb2.GetVectorResponse,
+        DownloadFold,
+    )
+
+
+def list_vectors(
+    prefix: str,
+) -> Script[steering_service_pb2.ListVectorsResponse, list[VectorInfo]]:
+    """Every stored vector, page by page."""
+    utf8_text(prefix, "name_prefix", "a prefix")
+    pages = yield from every_page(
+        "/rheostat.v1.SteeringService/ListVectors",
+        lambda token: steering_service_pb2.ListVectorsRequest(
+            page_size=PAGE, page_token=token, name_prefix=prefix
+        ),
+        steering_service_pb2.ListVectorsResponse,
+    )
+    return [read_info(one) for page in pages for one in page.vectors]
+
+
+def derive_vectors(
+    positive: Iterable[Prompt],
+    negative: Iterable[Prompt],
+    *,
+    points: PointsLike,
+    layers: LayersLike,
+    where: SelectorLike,
+    method: DeriveMethod,
+    name: str | None,
+    description: str,
+    lora: str | None,
+    progress: Progress | None,
+) -> Download[steering_service_pb2.DeriveVectorsResponse, None, Derivation]:
+    """Make vectors of two sets of prompts."""
+    at_layers = layers_of(layers)
+    return Download(
+        "/rheostat.v1.SteeringService/DeriveVectors",
+        derive_request(
+            positive,
+            negative,
+            points=points,
+            layers=at_layers,
+            where=where,
+            method=method,
+            name=name,
+            description=description,
+            lora=lora,
+        ),
+        steering_service_pb2.DeriveVectorsResponse,
+        partial(DerivationFold, at_layers, progress),
+    )
+
+
+@builds_message
+def set_name(
+    name: str,
+    vector: Vector | str,
+    *,
+    expected: Vector | str | None,
+    points: PointsLike | None,
+    layers: LayersLike | None,
+    description: str | None,
+) -> Unary[steering_service_pb2.SetNameResponse, str]:
+    """Name a stored vector; returns the digest that had the name before, "" for none."""
+    at_points, at_layers = defaults(points, layers)
+    if isinstance(vector, Vector):
+        at_points, at_layers = at_points or vector.points, at_layers or vector.layers
+        description = description or vector.description or None
+    request = steering_service_pb2.SetNameRequest(
+        name=vector_name(name),
+        digest=_digest(vector, "digest"),
+        description=None
+        if description is None
+        else utf8_text(description, "description", "a description"),
+        sites=None if at_points is None or at_layers is None else site_set(at_points, at_layers),
+    )
+    if expected is not None:
+        request.expected_digest = _digest(expected, "expected") if expected else b""
+    return Unary(
+        "/rheostat.v1.SteeringService/SetName",
+        request,
+        steering_service_pb2.SetNameResponse,
+        lambda answer: answer.previous_digest.hex(),
+    )
+
+
+def _digest(vector: Vector | str, path: str) -> bytes:
+    """The digest of a vector, given itself or as a handle."""
+    if not isinstance(vector, Vector):
+        return vector_digest(vector, path)
+    if vector.digest is None:
+        raise invalid(
+            path,
+            f"the client does not know the digest of {vector.label}: use engine.vectors.get",
+        )
+    return vector_digest(vector.digest, path)
+
+
+@builds_message
+def delete_name(name: str) -> Unary[steering_service_pb2.DeleteNameResponse, str]:
+    """Delete a name; returns its vector's digest."""
+    return Unary(
+        "/rheostat.v1.SteeringService/DeleteName",
+        steering_service_pb2.DeleteNameRequest(name=vector_name(name)),
+        steering_service_pb2.DeleteNameResponse,
+        lambda answer: answer.digest.hex(),
+    )

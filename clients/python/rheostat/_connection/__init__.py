@@ -1,0 +1,1 @@
+"""How a call is carried: its description, the two kinds of connection, and waiting for a server."""

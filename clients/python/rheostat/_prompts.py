@@ -1,0 +1,85 @@
+"""Prompts and labels, as a caller writes them and as the wire carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index
+from typing import TypeAlias, TypedDict
+
+from rheostat._errors import invalid
+from rheostat._fields import utf8_text
+from rheostat_wire.v1 import generation_service_pb2, types_pb2
+
+_ONE_PROMPT = (
+    "this takes one prompt, not a list of them: run several at once with rheostat.aio and "
+    "asyncio.gather(*(engine.generate(one) for one in prompts))"
+)
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    """As the chat template knows it: "system", "user", "assistant"."""
+    content: str
+    """Text."""
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids, or chat messages."""
+
+
+def put_prompt(
+    request: (
+        generation_service_pb2.GenerateRequest
+        | generation_service_pb2.TokenizeRequest
+        | types_pb2.Prompt
+    ),
+    prompt: Prompt,
+    path: str = "prompt",
+) -> None:
+    """Fill the message's oneof ``prompt``; ``path`` names it in errors."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
+        request.text = utf8_text(prompt, path, "a prompt")
+        return
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Iterable):
+        kind = type(prompt).__name__
+        raise invalid(path, f"a prompt is text, token ids or messages, not {kind}")
+    many = list(prompt)
+    if not many:
+        raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
+    if isinstance(many[0], str | list | tuple):
+        kinds = "a prompt is text, token ids or messages, not a list of prompts"
+        raise invalid(path, _ONE_PROMPT if path == "prompt" else kinds)
+    if isinstance(many[0], Mapping):
+        request.chat.messages.extend(_message(one, number) for number, one in enumerate(many))
+        return
+    try:
+        request.token_ids.ids.extend(index(one) for one in many)  # type: ignore[arg-type]  # checked
+    except (TypeError, ValueError) as error:
+        raise invalid(path, f"a prompt is text, token ids or messages: {error}") from None
+
+
+def _message(message: object, number: int) -> types_pb2.ChatMessage:
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        raise invalid(
+            f"chat.messages[{number}]", "a message has a role and a content, and nothing else"
+        )
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not isinstance(content, str) or not role:
+        raise invalid(f"chat.messages[{number}]", "role and content are texts")
+    for name, said in (("role", role), ("content", content)):
+        utf8_text(said, f"chat.messages[{number}].{name}", f"a {name}")
+    return types_pb2.ChatMessage(role=role, content=content)
+
+
+def labels_to_wire(labels: object, path: str) -> dict[str, str]:
+    """``labels``, if they are texts by texts."""
+    if not isinstance(labels, Mapping):
+        raise invalid(path, f"labels are a dict of strings, not {type(labels).__name__}")
+    return {
+        utf8_text(key, path, "a label's key"): utf8_text(value, path, "a label")
+        for key, value in labels.items()
+    }

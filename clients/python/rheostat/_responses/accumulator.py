@@ -1,0 +1,259 @@
+"""Folding of a response stream: messages in; events out, and one result at the end.
+
+A fold never does I/O, so the sync and the asyncio client share it whole. It checks what the
+contract promises: a generation ends with its receipt, and every row that the receipt counts came,
+unless it went elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias, cast
+
+import numpy as np
+
+from rheostat._capture.activations import Activations, Rows, positions_of, read_captured
+from rheostat._errors import DataLoss, ServerError
+from rheostat._fields import read_word
+from rheostat._points import Site
+from rheostat._responses.receipts import Receipt, read_receipt
+from rheostat._responses.results import (
+    Divergence,
+    DroppedRows,
+    Event,
+    Finished,
+    FinishReason,
+    Generation,
+    PromptLogprobs,
+    Sample,
+    Samples,
+    Started,
+    TokenLogprob,
+    TokenLogprobs,
+    Tokens,
+)
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    types_pb2,
+)
+
+_Response: TypeAlias = (
+    generation_service_pb2.GenerateResponse | generation_service_pb2.SessionResponse
+)
+"""They name the events that they share alike."""
+
+
+class _Key(NamedTuple):
+    """Which sample."""
+
+    baseline: bool
+    number: int
+
+
+@dataclass
+class _Sample:
+    """A sample while it grows."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    rows: dict[Site, list[Rows]] = field(default_factory=dict)
+    end: Finished | None = None
+    divergence: Divergence | None = None
+
+    def closed(self, captures: bool, elsewhere: Sequence[str]) -> Sample:
+        if self.end is None:
+            raise ServerError("the stream ended with a sample that never finished")
+        return Sample(
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.end.reason,
+            logprobs=tuple(self.logprobs),
+            activations=Activations(self.rows, asked=captures, elsewhere=elsewhere),
+            stop=self.end.stop,
+            first_token_after=self.end.first_token_after,
+            finished_after=self.end.finished_after,
+            divergence=self.divergence,
+        )
+
+
+class GenerationFold:
+    """From messages to events and a `Generation`. The baseline is kept apart throughout."""
+
+    def __init__(self, request: generation_service_pb2.GenerateRequest) -> None:
+        """An empty one, of this request."""
+        self._elsewhere = {
+            number: _target(one)
+            for number, one in enumerate(request.captures)
+            if not one.HasField("inline")
+        }
+        self._captures = len(request.captures) > len(self._elsewhere)
+        self._with_baseline = request.with_baseline
+        self._started = Started("", "", ())
+        self._prompt_logprobs: dict[bool, tuple[TokenLogprobs, ...]] = {}
+        self._samples: dict[_Key, _Sample] = {}
+        self._received: Counter[tuple[int, Site]] = Counter()
+        self._receipt: Receipt | None = None
+
+    def feed(self, message: _Response) -> list[Event]:
+        """The message's events; none for kinds of event that this client does not know."""
+        match message.WhichOneof("event"):
+            case "started":
+                one = message.started
+                ids = tuple(one.prompt_token_ids.ids)
+                self._started = Started(one.request_id, one.model_name, ids)
+                return [self._started]
+            case "prompt_logprobs":
+                told = message.prompt_logprobs
+                tokens = tuple(_read_logprobs(one) for one in told.tokens)
+                self._prompt_logprobs[told.baseline] = tokens
+                return [PromptLogprobs(tokens, told.baseline)]
+            case "tokens":
+                return [self._tokens(message.tokens)]
+            case "captured":
+                rows = read_captured(message.captured)
+                for part in rows:
+                    site = Site(part.point, part.layer)
+                    if not part.baseline:  # which the receipt does not count
+                        self._received[message.captured.capture_index, site] += len(part.positions)
+                    sample = self._sample(part.baseline, part.sample)
+                    sample.rows.setdefault(site, []).append(part)
+                return list(rows)
+            case "dropped":
+                lost = message.dropped
+                return [
+                    DroppedRows(
+                        0,
+                        self._started.request_id,
+                        lost.capture_index,
+                        lost.sample,
+                        lost.baseline,
+                        positions_of(lost.positions),
+                        lost.row_count,
+                    )
+                ]
+            case "finished":
+                end = _read_finished(message.finished)
+                self._sample(end.baseline, end.sample).end = end
+                return [end]
+            case "divergence":
+                divergence = _read_divergence(message.divergence)
+                self._sample(False, divergence.sample).divergence = divergence
+                return [divergence]
+            case "receipt":
+                self._receipt = read_receipt(message.receipt)
+                return [self._receipt]
+        return []
+
+    def result(self) -> Generation:
+        """The whole, once the stream has ended with OK.
+
+        Raises ServerError if the receipt, the baseline or a sample's end is missing, DataLoss
+        where fewer rows came than the receipt counts.
+        """
+        if self._receipt is None:
+            raise ServerError("the stream ended without a receipt")
+        self._check_rows(self._receipt)
+        baseline = self._closed(True)
+        if self._with_baseline and not baseline:
+            raise ServerError("the stream ended without the baseline that was asked for")
+        return Generation(
+            request_id=self._started.request_id,
+            model_name=self._started.model_name,
+            prompt_token_ids=self._started.prompt_token_ids,
+            samples=self._closed(False),
+            receipt=self._receipt,
+            prompt_logprobs=self._prompt_logprobs.get(False, ()),
+            baseline=(
+                Samples(samples=baseline, prompt_logprobs=self._prompt_logprobs.get(True, ()))
+                if baseline
+                else None
+            ),
+        )
+
+    def _closed(self, baseline: bool) -> tuple[Sample, ...]:
+        """The samples in order, of the baseline or else of the request itself."""
+        keys = sorted(key for key in self._samples if key.baseline is baseline)
+        return tuple(
+            self._samples[key].closed(self._captures, list(self._elsewhere.values()))
+            for key in keys
+        )
+
+    def _check_rows(self, receipt: Receipt) -> None:
+        for capture in receipt.captures:
+            for one in () if capture.index in self._elsewhere else capture.sites:
+                came = self._received[capture.index, one.site]
+                if came != one.row_count:
+                    raise DataLoss(
+                        f"{came} rows of {one.site} came, the receipt counts {one.row_count}",
+                        reason="REASON_ROWS_LOST",
+                        metadata={"rows": str(one.row_count - came)},
+                    )
+
+    def _sample(self, baseline: bool, number: int) -> _Sample:
+        return self._samples.setdefault(_Key(baseline, number), _Sample())
+
+    def _tokens(self, message: generation_pb2.Tokens) -> Tokens:
+        logprobs = tuple(_read_logprobs(one) for one in message.logprobs)
+        sample = self._sample(message.baseline, message.sample)
+        sample.text.append(message.text)
+        sample.token_ids.extend(message.token_ids)
+        sample.logprobs.extend(logprobs)
+        return Tokens(
+            message.sample, message.text, tuple(message.token_ids), logprobs, message.baseline
+        )
+
+
+def _target(capture: capture_pb2.CaptureSpec) -> str:
+    """Where its rows go that do not come back, for people."""
+    match capture.WhichOneof("to"):
+        case "sink":
+            return f"the sink {capture.sink.sink_name!r}"
+        case "run":
+            return f"the run {capture.run.run_id!r}" if capture.run.run_id else "a run"
+        case _:
+            return f"the subscription {capture.subscription_id!r}"
+
+
+def _read_logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
+    token, *others = (
+        TokenLogprob(one.token_id, one.logprob, one.rank, one.text)
+        for one in (message.token, *message.alternatives)
+    )
+    return TokenLogprobs(token, tuple(others))
+
+
+def _read_finished(message: generation_pb2.Finished) -> Finished:
+    stop: str | int | None = None
+    match message.WhichOneof("stop"):
+        case "stop_text":
+            stop = message.stop_text
+        case "stop_token_id":
+            stop = message.stop_token_id
+        case "rule_name":
+            stop = message.rule_name
+        case "watch_label":
+            stop = message.watch_label
+    reason = read_word(types_pb2.FinishReason.DESCRIPTOR, message.reason, "FINISH_REASON_")
+    return Finished(
+        sample=message.sample,
+        reason=cast(FinishReason, reason),
+        stop=stop,
+        first_token_after=message.first_token_after.ToTimedelta().total_seconds(),
+        finished_after=message.finished_after.ToTimedelta().total_seconds(),
+        baseline=message.baseline,
+    )
+
+
+def _read_divergence(message: generation_pb2.Divergence) -> Divergence:
+    return Divergence(
+        sample=message.sample,
+        kl=np.array(message.kl, np.float32),
+        compared=np.array(message.compared, np.float32),
+        baseline_logprobs=np.array(message.baseline_logprobs, np.float32),
+        mean_kl=message.mean_kl,
+    )

@@ -1,0 +1,230 @@
+"""Answers about a request that is not run: what it would do, and how its prompt reads in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rheostat._notebook import table
+from rheostat._points import Site, knows_point, read_site
+from rheostat._positions import read_runs, show_runs, unknown_places
+from rheostat._responses.receipts import Reference, read_reference
+from rheostat_wire.v1 import generation_service_pb2, types_pb2
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A selector, resolved against the prompt and max_tokens."""
+
+    positions: tuple[range, ...]
+    """Positions known in advance, ascending."""
+    token_ids: tuple[int, ...] = ()
+    """Generated tokens with these ids are selected too."""
+    excluded_token_ids: tuple[int, ...] = ()
+    """Generated tokens with these ids are not selected."""
+
+    def __str__(self) -> str:
+        """As "positions 0-4, 7, generated tokens 13 but not 42"."""
+        told = f"positions {show_runs(self.positions)}"
+        if self.token_ids:
+            told += f", generated tokens {', '.join(map(str, self.token_ids))}"
+        if self.excluded_token_ids:
+            told += f" but not {', '.join(map(str, self.excluded_token_ids))}"
+        return told
+
+
+@dataclass(frozen=True)
+class ResolvedIntervention:
+    """One intervention, resolved."""
+
+    origin: str
+    """Where it comes from: "global", "request", "rule"."""
+    index: int
+    """Index in the list there."""
+    op: str
+    """What it does: "add", "norm_add", "ablate", "clamp", "scale", "replace"."""
+    sites: tuple[Site, ...]
+    """Where, by layer, then point."""
+    selection: Selection
+    """On which tokens."""
+    digests: tuple[str, ...]
+    """Digests of its vectors, hex."""
+    doses: Mapping[Site, float]
+    """By site, the norm of what is added: of "add" in the units of the stream, of "norm_add" in
+    norms of the stream. Empty for other ops, whose dose depends on the stream."""
+    rule_name: str = ""
+    """The rule, where ``origin`` is "rule"."""
+    unknown_sites: int = 0
+    """Further sites, at points of a newer server that this client cannot name."""
+
+
+@dataclass(frozen=True)
+class ResolvedCapture:
+    """A capture, resolved."""
+
+    index: int
+    """Index in the request's captures."""
+    sites: tuple[Site, ...]
+    """Where, by layer, then point."""
+    selection: Selection
+    """Which tokens."""
+    payload_bytes: int
+    """Bytes of payload, if every token known in advance is computed."""
+    unknown_sites: int = 0
+    """Further sites, at points of a newer server that this client cannot name."""
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What enters the prefix cache's keys from a position on."""
+
+    position: int
+    """First position."""
+    digest: str
+    """Digest of all that touches this position and those before it, hex."""
+    private: bool
+    """Whether a nonce stands in its place, so that nothing is shared."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a request would do."""
+
+    prompt_token_ids: tuple[int, ...]
+    """The prompt's tokens."""
+    interventions: tuple[ResolvedIntervention, ...]
+    """In the order in which they act."""
+    captures: tuple[ResolvedCapture, ...]
+    """In the request's order."""
+    cache_keys: tuple[CacheKey, ...]
+    """Empty: the engine's own keys throughout."""
+    new_bank_row_count: int
+    """Bank rows that it needs beyond those that equal configurations hold."""
+    global_version: int
+    """Version of the server-wide steering that it would run under."""
+
+    def __str__(self) -> str:
+        """One line per fact."""
+        return "\n".join(["the request would", *(f"  {k}: {v}" for k, v in _told(self))])
+
+    def _repr_html_(self) -> str:
+        return table(("explanation", ""), _told(self))
+
+
+def _told(one: Explanation) -> list[tuple[str, str]]:
+    rows = [("prompt", f"{len(one.prompt_token_ids)} tokens")]
+    for done in one.interventions:
+        unit = " of the stream" if done.op == "norm_add" else ""
+        sites = [
+            f"{site} (dose {done.doses[site]:.3g}{unit})" if site in done.doses else str(site)
+            for site in done.sites
+        ]
+        places = ", ".join([*sites, *unknown_places(done.unknown_sites)])
+        which = Reference(done.origin, done.index, done.op, done.rule_name)
+        rows.append((str(which), f"{places}; {done.selection}"))
+    for capture in one.captures:
+        places = ", ".join([*map(str, capture.sites), *unknown_places(capture.unknown_sites)])
+        rows.append(
+            (
+                f"capture {capture.index}",
+                f"{places}; {capture.selection}; {capture.payload_bytes} bytes",
+            )
+        )
+    for key in one.cache_keys:
+        told = "private" if key.private else key.digest[:12]
+        rows.append((f"cache key from position {key.position}", told))
+    rows.append(("bank rows", f"{one.new_bank_row_count} new"))
+    if one.global_version:
+        rows.append(("server-wide steering", f"version {one.global_version}"))
+    return rows
+
+
+def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explanation:
+    """The explanation of a wire message."""
+    return Explanation(
+        prompt_token_ids=tuple(message.prompt_token_ids.ids),
+        interventions=tuple(_read_intervention(one) for one in message.interventions),
+        captures=tuple(
+            ResolvedCapture(
+                one.capture_index,
+                _known(one.sites),
+                _read_selection(one.selection),
+                one.payload_bytes,
+                len(one.sites) - len(_known(one.sites)),
+            )
+            for one in message.captures
+        ),
+        cache_keys=tuple(
+            CacheKey(one.position, one.digest.hex(), one.private) for one in message.cache_keys
+        ),
+        new_bank_row_count=message.new_bank_row_count,
+        global_version=message.global_version,
+    )
+
+
+def _read_intervention(
+    message: generation_service_pb2.ResolvedIntervention,
+) -> ResolvedIntervention:
+    which = read_reference(message.intervention)
+    return ResolvedIntervention(
+        origin=which.origin,
+        index=which.index,
+        op=which.op,
+        rule_name=which.rule_name,
+        sites=_known(message.sites),
+        unknown_sites=len(message.sites) - len(_known(message.sites)),
+        selection=_read_selection(message.selection),
+        digests=tuple(digest.hex() for digest in message.digests),
+        doses={
+            read_site(dose.site): dose.norm
+            for dose in message.doses
+            if knows_point(dose.site.point)
+        },
+    )
+
+
+def _known(sites: Iterable[types_pb2.Site]) -> tuple[Site, ...]:
+    """Those that this client can name."""
+    return tuple(read_site(site) for site in sites if knows_point(site.point))
+
+
+def _read_selection(message: generation_service_pb2.ResolvedSelection) -> Selection:
+    return Selection(
+        read_runs(message.positions), tuple(message.token_ids), tuple(message.excluded_token_ids)
+    )
+
+
+class TextSpan(NamedTuple):
+    """Code points ``start <= i < end`` of a text."""
+
+    start: int
+    """First."""
+    end: int
+    """One past the last."""
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """Tokens and where they stand in the text."""
+
+    token_ids: tuple[int, ...]
+    """The ids."""
+    text: str
+    """The text that was tokenised: as given, rendered, or decoded."""
+    offsets: tuple[TextSpan, ...]
+    """One per token; empty for special tokens that have no place in the text."""
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """The text of each token."""
+        return tuple(self.text[span.start : span.end] for span in self.offsets)
+
+
+def read_tokenized(message: generation_service_pb2.TokenizeResponse) -> Tokenized:
+    """The tokens of a wire message."""
+    return Tokenized(
+        tuple(message.token_ids.ids),
+        message.text,
+        tuple(map(TextSpan, message.starts, message.ends)),
+    )

@@ -1,0 +1,366 @@
+"""What a server says about itself: its model and what can be done there, and its counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from rheostat._fields import read_word
+from rheostat._notebook import table
+from rheostat._points import Point, Site, knows_point, read_point, show_layers
+from rheostat_wire.v1 import engine_service_pb2, receipt_pb2, tensor_pb2
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Whether something can be done."""
+
+    served: bool
+    """Whether it can."""
+    why_not: str = ""
+    """Where not: why, and what can be done instead."""
+
+
+@dataclass(frozen=True)
+class SiteGroup:
+    """Layers of one point at which the same can be done."""
+
+    point: Point
+    """The point."""
+    layers: tuple[int, ...]
+    """Layers, ascending."""
+    capture: Ability
+    """Whether rows can be captured here."""
+    ops: Mapping[str, Ability]
+    """By op ("add", ...), whether it can be done."""
+    form: str
+    """How the stream is held here: "pair" (branch and residual not yet added) or "single"."""
+    width: int = 0
+    """Values per row here; the number of experts if the point is ``router_logits``."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """How the model runs."""
+
+    vllm_version: str
+    """vLLM's version."""
+    torch_version: str
+    """torch's version."""
+    runner: str
+    """Which of vLLM's model runners: "v1", "v2"."""
+    device: str
+    """"cpu", "cuda"."""
+    tensor_parallel_size: int
+    """Tensor-parallel ranks."""
+    pipeline_parallel_size: int
+    """Pipeline-parallel stages."""
+    compiled: bool
+    """Whether the model is compiled."""
+    variants: tuple[str, ...]
+    """Graph variants."""
+    prefix_caching: bool
+    """Whether prefix caching is on."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be asked for."""
+
+    model_tokens: int
+    """Tokens of prompt and generation together."""
+    running_requests: int
+    """Requests that run at once."""
+    waiting_requests: int
+    """Requests that may wait."""
+    bank_rows: int
+    """Distinct configurations at work at one site at once."""
+    capture_rows_per_step: int
+    """Rows that one step can capture at each site."""
+    tensor_message_bytes: int
+    """Largest message."""
+    vector_bytes: int
+    """Largest vector of an upload."""
+    inline_vector_bytes: int
+    """Largest vector inside a request."""
+    samples: int
+    """Largest ``n``."""
+    logprobs: int
+    """Largest ``logprobs`` and ``prompt_logprobs``."""
+    capacity_wait: float
+    """Seconds that a request waits for bank rows at most, see ``when_full``."""
+    run_bytes: int
+    """Bytes that all runs together may take."""
+    request_buffer_bytes: int
+    """Bytes of one request that may wait for slow readers, sinks and runs."""
+    buffer_bytes: int
+    """Bytes that may wait of all requests together; beyond, those that hold most give way."""
+
+
+@dataclass(frozen=True, repr=False)
+class ModelInfo:
+    """The model that a server runs. ``print`` shows it in words."""
+
+    name: str
+    """Name under which it was loaded."""
+    architecture: str
+    """Class of the model, e.g. "LlamaForCausalLM"."""
+    layer_count: int
+    """Number of decoder blocks."""
+    width: int
+    """Values per row of the residual stream."""
+    vocabulary_size: int
+    """Number of token ids."""
+    dtype: str
+    """Element type of the stream."""
+    sites: tuple[SiteGroup, ...]
+    """Every point, grouped by what can be done there."""
+    has_tokenizer: bool
+    """Whether text can be tokenised."""
+    has_chat_template: bool
+    """Whether messages can be rendered."""
+    lora_names: tuple[str, ...]
+    """Names of loaded adapters."""
+    engine: EngineInfo
+    """How it runs."""
+    limits: Limits
+    """What may be asked for."""
+    build_version: str
+    """The server's version."""
+    api_version: str
+    """The contract's package, "rheostat.v1"."""
+    features: tuple[str, ...] = ()
+    """What the server serves: "steering", "capture", "sinks", ... It refuses the rest."""
+
+    def captured(self, point: Point) -> tuple[int, ...]:
+        """Layers at which rows of this point can be captured, ascending."""
+        served = (group for group in self.sites if group.point is point and group.capture.served)
+        return tuple(sorted(layer for group in served for layer in group.layers))
+
+    def can_capture(self, site: Site) -> bool:
+        """Whether rows can be captured at a site."""
+        return site.layer in self.captured(site.point)
+
+    def __repr__(self) -> str:
+        """Name and size."""
+        return f"ModelInfo({self.name!r}, {self.layer_count} layers, width {self.width})"
+
+    def __str__(self) -> str:
+        """One line per fact."""
+        return "\n".join([self.name, *(f"  {what}: {how}" for what, how in _told(self))])
+
+    def _repr_html_(self) -> str:
+        return table(("model", self.name), _told(self))
+
+
+def _told(model: ModelInfo) -> list[tuple[str, str]]:
+    engine = model.engine
+    rows = [
+        (
+            "model",
+            f"{model.architecture}, {model.layer_count} layers, width {model.width}, "
+            f"{model.vocabulary_size} tokens, {model.dtype}",
+        ),
+        (
+            "engine",
+            f"vLLM {engine.vllm_version} on {engine.device}, runner {engine.runner}, "
+            f"{'compiled' if engine.compiled else 'eager'}, "
+            f"{engine.tensor_parallel_size * engine.pipeline_parallel_size} ranks",
+        ),
+        (
+            "limits",
+            f"{model.limits.model_tokens} tokens, {model.limits.running_requests} requests, "
+            f"{model.limits.bank_rows} bank rows, {model.limits.logprobs} logprobs",
+        ),
+        ("adapters", ", ".join(model.lora_names) or "none"),
+        ("server", f"{model.build_version}, {model.api_version}"),
+        ("features", ", ".join(one.replace("_", " ") for one in model.features) or "not told"),
+    ]
+    for group in model.sites:
+        done = [op for op, ability in group.ops.items() if ability.served]
+        done += ["capture"] if group.capture.served else []
+        told = ", ".join(done) or f"nothing: {group.capture.why_not}"
+        rows.append((f"{group.point} {show_layers(group.layers)}", told))
+    return rows
+
+
+def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
+    """The model of a wire message."""
+    engine, limits = message.engine, message.limits
+    return ModelInfo(
+        name=message.model_name,
+        architecture=message.architecture,
+        layer_count=message.layer_count,
+        width=message.width,
+        vocabulary_size=message.vocabulary_size,
+        dtype=read_word(tensor_pb2.Dtype.DESCRIPTOR, message.dtype, "DTYPE_"),
+        sites=tuple(_read_group(one) for one in message.sites if knows_point(one.point)),
+        has_tokenizer=message.has_tokenizer,
+        has_chat_template=message.has_chat_template,
+        lora_names=tuple(message.lora_names),
+        engine=EngineInfo(
+            vllm_version=engine.vllm_version,
+            torch_version=engine.torch_version,
+            runner=read_word(engine_service_pb2.Runner.DESCRIPTOR, engine.runner, "RUNNER_"),
+            device=engine.device,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            pipeline_parallel_size=engine.pipeline_parallel_size,
+            compiled=engine.compiled,
+            variants=tuple(engine.variants),
+            prefix_caching=engine.prefix_caching,
+        ),
+        limits=Limits(
+            model_tokens=limits.model_tokens,
+            running_requests=limits.running_requests,
+            waiting_requests=limits.waiting_requests,
+            bank_rows=limits.bank_rows,
+            capture_rows_per_step=limits.capture_rows_per_step,
+            tensor_message_bytes=limits.tensor_message_bytes,
+            vector_bytes=limits.vector_bytes,
+            inline_vector_bytes=limits.inline_vector_bytes,
+            samples=limits.samples,
+            logprobs=limits.logprobs,
+            capacity_wait=limits.capacity_wait.ToTimedelta().total_seconds(),
+            run_bytes=limits.run_bytes,
+            request_buffer_bytes=limits.request_buffer_bytes,
+            buffer_bytes=limits.buffer_bytes,
+        ),
+        build_version=message.build_version,
+        api_version=message.api_version,
+        features=tuple(
+            read_word(engine_service_pb2.Feature.DESCRIPTOR, one, "FEATURE_")
+            for one in message.features
+        ),
+    )
+
+
+def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
+    return SiteGroup(
+        point=read_point(message.point),
+        layers=tuple(message.layers),
+        capture=Ability(message.capture.served, message.capture.why_not),
+        ops={
+            read_word(receipt_pb2.Op.DESCRIPTOR, one.op, "OP_"): Ability(
+                one.ability.served, one.ability.why_not
+            )
+            for one in message.ops
+        },
+        form=message.form,
+        width=message.width,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Stats:
+    """A server's counters since its start, and gauges of now."""
+
+    running_request_count: int
+    """Requests that run now."""
+    waiting_request_count: int
+    """Requests that wait now."""
+    admitted_count: int
+    """Requests admitted."""
+    completed_count: int
+    """Requests that ended with a receipt."""
+    aborted_count: int
+    """Requests ended from outside."""
+    refused_count: int
+    """Requests refused before admission."""
+    failed_count: int
+    """Requests that failed after admission."""
+    steps: Mapping[str, int]
+    """Steps by graph variant."""
+    used_bank_row_count: int
+    """Bank rows in use now, at the fullest site."""
+    bank_row_count: int
+    """Bank rows of each site."""
+    captured_row_count: int
+    """Rows captured."""
+    captured_bytes: int
+    """Bytes captured, as they are in the stream."""
+    dropped_row_count: int
+    """Rows that readers have lost, one for each that lost it."""
+    prefix_queried_token_count: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hit_token_count: int
+    """Prompt tokens found there."""
+    vector_count: int
+    """Stored vectors."""
+    uptime: float
+    """Seconds since the start."""
+    leaked_count: int
+    """Held by no request; anything but 0 is a defect."""
+    global_version: int
+    """Version of the server-wide steering; 0: never set."""
+    left_bytes: int
+    """Bytes of captured rows that have left the device: fewer than `captured_bytes` where they were
+    made smaller there."""
+    plain_row_count: int
+    """Rows that left the device whole, since its memory for making them smaller did not suffice."""
+    ring_bytes: int
+    """Device memory of the ring that captured rows pass through."""
+    encode_bytes: int
+    """Device memory for making captured rows smaller."""
+    spooled_row_count: int
+    """Captured rows that wait on the server's disk now."""
+    overrun_row_count: int
+    """Captured rows for which a worker had no room, on the device or on their way to the server."""
+    staging_bytes: int
+    """Host memory of the workers in which captured rows wait for the server."""
+    run_count: int
+    """Stored runs."""
+    run_bytes: int
+    """Bytes that they take, and those that are being made."""
+    request_buffer_bytes: int
+    """Memory of what waits for slow readers of requests, for sinks and for runs."""
+    subscription_buffer_bytes: int
+    """Memory of captured rows that subscribers have not read and acknowledged."""
+
+    def __repr__(self) -> str:
+        """The counters of requests."""
+        told = (
+            f"{self.running_request_count} running, {self.waiting_request_count} waiting, "
+            f"{self.completed_count} completed, {self.failed_count} failed, up {self.uptime:.0f} s"
+        )
+        return f"Stats({told}{f', {self.leaked_count} LEAKED' if self.leaked_count else ''})"
+
+    def __str__(self) -> str:
+        """One line per counter."""
+        return "\n".join(f"{one.name}: {getattr(self, one.name)}" for one in fields(self))
+
+
+def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
+    """The counters of a wire message."""
+    requests = message.requests
+    return Stats(
+        running_request_count=message.running_request_count,
+        waiting_request_count=message.waiting_request_count,
+        admitted_count=requests.admitted_count,
+        completed_count=requests.completed_count,
+        aborted_count=requests.aborted_count,
+        refused_count=requests.refused_count,
+        failed_count=requests.failed_count,
+        steps={one.variant: one.step_count for one in message.steps},
+        used_bank_row_count=message.used_bank_row_count,
+        bank_row_count=message.bank_row_count,
+        captured_row_count=message.captured_row_count,
+        captured_bytes=message.captured_bytes,
+        dropped_row_count=message.dropped_row_count,
+        prefix_queried_token_count=message.prefix_queried_token_count,
+        prefix_hit_token_count=message.prefix_hit_token_count,
+        vector_count=message.vector_count,
+        uptime=message.uptime.ToTimedelta().total_seconds(),
+        leaked_count=message.leaked_count,
+        global_version=message.global_version,
+        left_bytes=message.left_bytes,
+        plain_row_count=message.plain_row_count,
+        ring_bytes=message.ring_bytes,
+        encode_bytes=message.encode_bytes,
+        spooled_row_count=message.spooled_row_count,
+        overrun_row_count=message.overrun_row_count,
+        staging_bytes=message.staging_bytes,
+        run_count=message.run_count,
+        run_bytes=message.run_bytes,
+        request_buffer_bytes=message.request_buffer_bytes,
+        subscription_buffer_bytes=message.subscription_buffer_bytes,
+    )

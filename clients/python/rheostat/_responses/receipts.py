@@ -1,0 +1,299 @@
+"""The receipt: what was really done to a request, as the server wrote it down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rheostat._fields import read_word
+from rheostat._notebook import table
+from rheostat._points import Site, knows_point, read_site
+from rheostat._positions import read_runs, show_points, show_runs, unknown_places
+from rheostat_wire.v1 import receipt_pb2
+
+
+@dataclass(frozen=True)
+class Dose:
+    """How far rows were moved; norms are L2, in float32."""
+
+    norm: float
+    """Mean norm of the change, in the units of the stream."""
+    relative_mean: float | None
+    """Mean of the change's norm over the stream's; None if it was not measured."""
+    relative_max: float | None
+    """Largest of the change's norm over the stream's."""
+
+
+@dataclass(frozen=True)
+class AppliedSite:
+    """An intervention at one site."""
+
+    site: Site
+    """Where."""
+    row_count: int
+    """Rows changed, each computation of a token counted."""
+    dose: Dose | None
+    """How strongly; None if no row was changed or it was not measured."""
+
+
+@dataclass(frozen=True)
+class AppliedRows:
+    """The tokens of one sample on which an intervention acted."""
+
+    sample: int
+    """Sample, from 0."""
+    positions: tuple[range, ...]
+    """Positions that this request computed under it."""
+    cached_positions: tuple[range, ...]
+    """Selected positions whose keys and values an equal request had computed under it before."""
+
+
+@dataclass(frozen=True)
+class AppliedIntervention:
+    """An intervention as it happened."""
+
+    origin: str
+    """Where it came from: "global", "request", "rule", "update", "watch"."""
+    index: int
+    """Index in the list there."""
+    op: str
+    """What it does: "add", "norm_add", "ablate", "clamp", "scale", "replace"."""
+    digests: tuple[str, ...]
+    """Digests of its vectors, hex."""
+    sites: tuple[AppliedSite, ...]
+    """Where it acted, by layer, then point."""
+    rows: tuple[AppliedRows, ...]
+    """On which tokens."""
+    rule_name: str = ""
+    """The rule, where ``origin`` is "rule"."""
+    update_id: int | None = None
+    """The session's update, where ``origin`` is "update"."""
+    unknown_sites: int = 0
+    """Further sites, at points of a newer server that this client cannot name."""
+
+
+@dataclass(frozen=True)
+class CapturedSite:
+    """A capture at one site."""
+
+    site: Site
+    """Where."""
+    row_count: int
+    """Rows handed over, all samples."""
+    dropped_row_count: int
+    """Rows selected and lost."""
+
+
+@dataclass(frozen=True)
+class CaptureReceipt:
+    """A capture as it happened."""
+
+    index: int
+    """Index in the request's captures."""
+    sites: tuple[CapturedSite, ...]
+    """Rows by site, by layer, then point."""
+    run_id: str = ""
+    """Run that the rows were stored in, if they were."""
+    unknown_sites: int = 0
+    """Further sites, at points of a newer server that this client cannot name."""
+
+
+@dataclass(frozen=True, repr=False)
+class Receipt:
+    """What was really done to a request. ``print`` shows it in words."""
+
+    request_id: str
+    """The request."""
+    prompt_token_count: int
+    """Tokens of the prompt."""
+    generated_token_count: int
+    """Tokens generated, all samples together."""
+    interventions: tuple[AppliedIntervention, ...] = ()
+    """Every intervention; one that touched nothing is here with 0 rows."""
+    captures: tuple[CaptureReceipt, ...] = ()
+    """Every capture, in the request's order."""
+    cached_prompt_token_count: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    recomputed_token_count: int = 0
+    """Tokens computed more than once, and cached ones computed for a capture."""
+    preemption_count: int = 0
+    """How often the request was preempted."""
+    global_version: int = 0
+    """Version of the server-wide steering that it ran under."""
+    update_count: int = 0
+    """Changes of its session's steering that were carried out; stopping it is none."""
+
+    def __repr__(self) -> str:
+        """Id, tokens, and how many interventions and captures there were."""
+        parts = [
+            repr(self.request_id),
+            f"{self.prompt_token_count} + {self.generated_token_count} tokens",
+            *_counted(len(self.interventions), "intervention"),
+            *_counted(len(self.captures), "capture"),
+        ]
+        return f"Receipt({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        """One line per fact."""
+        return "\n".join(
+            [f"receipt of {self.request_id}", *(f"  {k}: {v}" for k, v in _told(self))]
+        )
+
+    def _repr_html_(self) -> str:
+        return table(("receipt", self.request_id), _told(self))
+
+
+def _counted(count: int, what: str) -> list[str]:
+    return [f"{count} {what}{'' if count == 1 else 's'}"] if count else []
+
+
+def _told(receipt: Receipt) -> list[tuple[str, str]]:
+    """The receipt as (what, how much)."""
+    rows = [
+        (
+            "tokens",
+            f"{receipt.prompt_token_count} of the prompt "
+            f"({receipt.cached_prompt_token_count} from the cache), "
+            f"{receipt.generated_token_count} generated, "
+            f"{receipt.recomputed_token_count} recomputed, "
+            f"{receipt.preemption_count} preemptions",
+        )
+    ]
+    for done in receipt.interventions:
+        which = Reference(done.origin, done.index, done.op, done.rule_name, done.update_id)
+        rows.append((str(which), _told_intervention(done)))
+    for capture in receipt.captures:
+        lost = sum(site.dropped_row_count for site in capture.sites)
+        count = sum(site.row_count for site in capture.sites)
+        told = f"{count} rows of {_places(capture)}"
+        told += f", {lost} lost" if lost else ""
+        told += f", stored in run {capture.run_id}" if capture.run_id else ""
+        rows.append((f"capture {capture.index}", told))
+    if receipt.global_version and any(one.origin == "global" for one in receipt.interventions):
+        rows.append(("server-wide steering", f"version {receipt.global_version}"))
+    if receipt.update_count:
+        rows.append(("updates", f"{receipt.update_count} carried out"))
+    return rows
+
+
+def _told_intervention(done: AppliedIntervention) -> str:
+    told = f"{sum(site.row_count for site in done.sites)} rows"
+    if places := _places(done):
+        told += f" at {places}"
+    doses = [site.dose for site in done.sites if site.dose is not None]
+    if doses:
+        told += f", dose {_between([dose.norm for dose in doses])}"
+        means = [100 * dose.relative_mean for dose in doses if dose.relative_mean is not None]
+        most = [100 * dose.relative_max for dose in doses if dose.relative_max is not None]
+        if means:
+            told += f" ({_between(means)} % of the stream"
+            told += f", at most {max(most):.3g} %)" if most else ")"
+    samples = Counter((one.positions, one.cached_positions) for one in done.rows)
+    if not any(positions or cached for positions, cached in samples):
+        return told
+    for (positions, cached), count in samples.items():
+        told += f", positions {show_runs(positions)}"
+        told += f" and from the cache {show_runs(cached)}" if cached else ""
+        told += f" in {count} samples" if count > 1 else ""
+    return told
+
+
+def _between(numbers: list[float]) -> str:
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _places(done: AppliedIntervention | CaptureReceipt) -> str:
+    """As "resid_post 2-5, resid_pre 0"."""
+    return ", ".join(
+        [*show_points(one.site for one in done.sites), *unknown_places(done.unknown_sites)]
+    )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Which intervention."""
+
+    origin: str
+    index: int
+    op: str
+    rule_name: str = ""
+    update_id: int | None = None
+
+    def __str__(self) -> str:
+        """As "add (request 0)", "clamp (update 3, 1)"."""
+        of = self.rule_name if self.update_id is None else str(self.update_id)
+        return f"{self.op} ({self.origin} {f'{of}, ' if of else ''}{self.index})"
+
+
+def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
+    """Which intervention a message names."""
+    return Reference(
+        read_word(receipt_pb2.Origin.DESCRIPTOR, message.origin, "ORIGIN_"),
+        message.index,
+        read_word(receipt_pb2.Op.DESCRIPTOR, message.op, "OP_"),
+        message.rule_name,
+        message.update_id or None,
+    )
+
+
+def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
+    """The receipt of a wire message."""
+    return Receipt(
+        request_id=message.request_id,
+        prompt_token_count=message.prompt_token_count,
+        generated_token_count=message.generated_token_count,
+        interventions=tuple(_read_applied(one) for one in message.interventions),
+        captures=tuple(
+            CaptureReceipt(
+                one.capture_index,
+                tuple(
+                    CapturedSite(read_site(site.site), site.row_count, site.dropped_row_count)
+                    for site in one.sites
+                    if knows_point(site.site.point)
+                ),
+                one.run_id,
+                sum(not knows_point(site.site.point) for site in one.sites),
+            )
+            for one in message.captures
+        ),
+        cached_prompt_token_count=message.cached_prompt_token_count,
+        recomputed_token_count=message.recomputed_token_count,
+        preemption_count=message.preemption_count,
+        global_version=message.global_version,
+        update_count=message.update_count,
+    )
+
+
+def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedIntervention:
+    which = read_reference(message.intervention)
+    return AppliedIntervention(
+        origin=which.origin,
+        index=which.index,
+        op=which.op,
+        rule_name=which.rule_name,
+        update_id=which.update_id,
+        digests=tuple(digest.hex() for digest in message.digests),
+        sites=tuple(
+            AppliedSite(
+                read_site(one.site),
+                one.row_count,
+                _read_dose(one.dose) if one.HasField("dose") else None,
+            )
+            for one in message.sites
+            if knows_point(one.site.point)
+        ),
+        unknown_sites=sum(not knows_point(one.site.point) for one in message.sites),
+        rows=tuple(
+            AppliedRows(one.sample, read_runs(one.positions), read_runs(one.cached_positions))
+            for one in message.rows
+        ),
+    )
+
+
+def _read_dose(message: receipt_pb2.Dose) -> Dose:
+    return Dose(
+        message.norm,
+        message.relative_mean if message.HasField("relative_mean") else None,
+        message.relative_max if message.HasField("relative_max") else None,
+    )

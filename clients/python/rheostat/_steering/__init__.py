@@ -1,0 +1,1 @@
+"""Vectors, the interventions that are made of them, and the steering that a request carries."""

@@ -1,0 +1,251 @@
+"""Vectors that the server derived from two sets of prompts, and how well each tells them apart.
+
+The server measures; nothing here does more than choose and show.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from rheostat._errors import Refused, ServerError, invalid
+from rheostat._fields import builds_message, utf8_text, vector_name
+from rheostat._notebook import passage
+from rheostat._points import (
+    Layers,
+    LayersLike,
+    PointLike,
+    PointsLike,
+    Site,
+    layers_of,
+    point_of,
+    points_of,
+    read_point,
+    show_layers,
+    site_set,
+)
+from rheostat._prompts import Prompt, put_prompt
+from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._steering.transfers import Progress
+from rheostat._steering.vectors import Vector
+from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
+
+DeriveMethod: TypeAlias = Literal["difference_of_means", "principal_component"]
+"""How a direction is made of two sets of rows; see ``engine.vectors.derive``."""
+
+_LOG = logging.getLogger("rheostat")
+
+METHODS: dict[DeriveMethod, steering_service_pb2.DeriveMethod.ValueType] = {
+    "difference_of_means": steering_service_pb2.DERIVE_METHOD_DIFFERENCE_OF_MEANS,
+    "principal_component": steering_service_pb2.DERIVE_METHOD_PRINCIPAL_COMPONENT,
+}
+"""Every method, and its value on the wire."""
+
+
+@dataclass(frozen=True)
+class DerivedRow:
+    """What is known of one row of a derived vector."""
+
+    site: Site
+    """Where it was read, and is meant to act."""
+    norm: float
+    """Its L2 norm; 0 if the two sets do not differ."""
+    stream_norm: float
+    """Mean L2 norm of the stream there: what a dose is large or small against."""
+    explained: float
+    """Fraction, 0 to 1, of the differences between the sets that lies along the row."""
+    separation: float | None
+    """Cohen's d of prompts that were held out: how many standard deviations the sets lie apart on a
+    direction made of the others. About 0 or below: it tells nothing of other prompts. None if it
+    is not defined, as with one prompt in a set."""
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """Vectors that the server derived and stored, one per point, and the figures of their rows.
+
+    ``derivation["resid_post"]`` is a point's vector. Printing shows the figures as a table.
+    """
+
+    vectors: tuple[Vector, ...]
+    """Handles, in the order of the points that were asked for."""
+    rows: tuple[DerivedRow, ...]
+    """The figures of every row, by point in the same order, then by layer, ascending."""
+
+    def __getitem__(self, point: PointLike) -> Vector:
+        """The vector of a point. Raises KeyError for one that was not asked for."""
+        wanted = point_of(point)
+        for vector in self.vectors:
+            if vector.points == (wanted,):
+                return vector
+        raise KeyError(point)
+
+    @property
+    def vector(self) -> Vector:
+        """The vector, if one point was asked for. Raises Refused if there are several."""
+        if len(self.vectors) > 1:
+            raise Refused('there is a vector per point: choose one, as derivation["resid_post"]')
+        return self.vectors[0]
+
+    @property
+    def best(self) -> DerivedRow:
+        """The row with the largest separation: where to steer, or to look, first.
+
+        Its site tells the prompts apart best; whether steering there works best is another
+        question, which a sweep over doses answers. Raises Refused if no row has a separation.
+        """
+        found = self._best()
+        if found is None:
+            raise Refused("no row has a separation; give two prompts or more in each set")
+        return found
+
+    def _best(self) -> DerivedRow | None:
+        measured = [
+            (row.separation, -number)
+            for number, row in enumerate(self.rows)
+            if row.separation is not None
+        ]
+        return self.rows[-max(measured)[1]] if measured else None
+
+    def __str__(self) -> str:
+        """A table, with the best row marked."""
+        best = self._best()
+        head = ["site", "norm", "stream", "explained", "separation", ""]
+        lines = [
+            [
+                str(row.site),
+                f"{row.norm:.3g}",
+                f"{row.stream_norm:.3g}",
+                f"{row.explained:.1%}",
+                "-" if row.separation is None else f"{row.separation:.2f}",
+                "best" if row is best else "",
+            ]
+            for row in self.rows
+        ]
+        sizes = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(size) if place in (0, 5) else cell.rjust(size)
+                for place, (cell, size) in enumerate(zip(line, sizes, strict=True))
+            ).rstrip()
+            for line in [head, *lines]
+        )
+
+    def _repr_html_(self) -> str:
+        return passage(str(self))
+
+
+@builds_message
+def derive_request(
+    positive: Iterable[Prompt],
+    negative: Iterable[Prompt],
+    *,
+    points: PointsLike,
+    layers: LayersLike,
+    where: SelectorLike,
+    method: DeriveMethod,
+    name: str | None,
+    description: str,
+    lora: str | None,
+) -> steering_service_pb2.DeriveVectorsRequest:
+    """The request. Raises InvalidRequest for what can be seen to be wrong without the model."""
+    if method not in METHODS:
+        raise invalid(
+            "method", f"methods are {', '.join(METHODS)}, not {method!r}", "REASON_UNKNOWN_ENUM"
+        )
+    request = steering_service_pb2.DeriveVectorsRequest(
+        positive=_prompts(positive, "positive"),
+        negative=_prompts(negative, "negative"),
+        sites=site_set(points_of(points), layers_of(layers)),
+        method=METHODS[method],
+        name="" if name is None else vector_name(name),
+        description=utf8_text(description, "description", "a description"),
+        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+    )
+    if where is not None:
+        every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
+        request.where.CopyFrom(to_wire(selector_of(where)) or every)
+    return request
+
+
+def _prompts(prompts: object, path: str) -> list[types_pb2.Prompt]:
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise invalid(path, "a set is a list of prompts, not a single prompt")
+    found: list[types_pb2.Prompt] = []
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sequence):
+            raise invalid(
+                f"{path}[{number}]", "a prompt is text, token ids or messages, in a list of them"
+            )
+        found.append(types_pb2.Prompt())
+        put_prompt(found[-1], prompt, f"{path}[{number}]")
+    return found
+
+
+class DerivationFold:
+    """From `DeriveVectorsResponse` messages to a `Derivation`."""
+
+    def __init__(self, layers: Layers, progress: Progress | None) -> None:
+        """Of a request for these layers. ``progress`` is called with prompts done and in all."""
+        self._layers = layers
+        self._progress = progress
+        self._derived: steering_service_pb2.DerivedVectors | None = None
+
+    def feed(self, message: steering_service_pb2.DeriveVectorsResponse) -> list[None]:
+        """Take the next event."""
+        match message.WhichOneof("event"):
+            case "progress" if self._progress is not None:
+                told = message.progress
+                self._progress(told.done_prompt_count, told.total_prompt_count)
+            case "derived":
+                self._derived = message.derived
+        return []
+
+    def result(self) -> Derivation:
+        """The vectors, once the stream has ended with OK."""
+        if self._derived is None:
+            raise ServerError("the server ended a derivation without its vectors")
+        return _read_derivation(self._derived, self._layers)
+
+
+def _read_derivation(answer: steering_service_pb2.DerivedVectors, layers: Layers) -> Derivation:
+    """The vectors of a request for these layers."""
+    vectors: list[Vector] = []
+    rows: list[DerivedRow] = []
+    for derived in answer.vectors:
+        point = read_point(derived.point)
+        vectors.append(
+            Vector(
+                derived.digest.hex(),
+                derived.name or None,
+                dtype="float32",
+                points=(point,),
+                layers=layers,
+                # One row is for all layers, so it may act at any of them.
+                row_layers=tuple(row.layer for row in derived.rows)
+                if len(derived.rows) > 1
+                else None,
+            )
+        )
+        rows.extend(
+            DerivedRow(
+                Site(point, row.layer),
+                row.norm,
+                row.stream_norm,
+                row.explained,
+                row.separation if row.HasField("separation") else None,
+            )
+            for row in derived.rows
+        )
+    for vector in vectors:
+        _warn_of_zero(vector, [row for row in rows if row.site.point in (vector.points or ())])
+    return Derivation(tuple(vectors), tuple(rows))
+
+
+def _warn_of_zero(vector: Vector, rows: Sequence[DerivedRow]) -> None:
+    if any(row.norm for row in rows):
+        return
+    where = f"{'+'.join(vector.points or ())} {show_layers([row.site.layer for row in rows])}"
+    _LOG.warning("the two sets do not differ at %s: the vector is zero and steers nothing", where)

@@ -1,0 +1,124 @@
+"""The server-wide steering, read back as the values that it could be set with again."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+from rheostat._errors import ServerError, Unimplemented
+from rheostat._notebook import table
+from rheostat._points import read_site_set
+from rheostat._selectors import from_wire as selector_from_wire
+from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
+from rheostat._steering.vectors import Add, Intervention, Vector
+from rheostat_wire.v1 import steering_pb2, steering_service_pb2, vector_pb2
+
+
+@dataclass(frozen=True)
+class GlobalSteering:
+    """The server-wide steering. ``print`` shows it in words."""
+
+    interventions: tuple[Intervention, ...]
+    """In the order in which they act, before those of a request; vectors by digest."""
+    version: int
+    """0 at the server's start, one more with every change."""
+    set_time: datetime.datetime | None
+    """When it was set, UTC; None for version 0."""
+
+    def __str__(self) -> str:
+        """One line per intervention."""
+        return "\n".join([self._title(), *(f"  {what}: {how}" for what, how in self._told())])
+
+    def _repr_html_(self) -> str:
+        return table((self._title(), ""), self._told())
+
+    def _title(self) -> str:
+        since = "" if self.set_time is None else f", set {self.set_time:%Y-%m-%d %H:%M:%S} UTC"
+        return f"server-wide steering, version {self.version}{since}"
+
+    def _told(self) -> list[tuple[str, str]]:
+        told = [(str(number), str(one)) for number, one in enumerate(self.interventions)]
+        return told or [("interventions", "none")]
+
+
+def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteering:
+    """The server-wide steering of a wire message.
+
+    Raises Unimplemented for what this client cannot hold, as gates and rules: setting what it has
+    read would take them away.
+    """
+    if message.policy.probes or message.policy.rules:
+        raise Unimplemented("the server has probes or rules, which this client does not know")
+    return GlobalSteering(
+        interventions=tuple(
+            _read_intervention(one, f"interventions[{number}]")
+            for number, one in enumerate(message.policy.steering.interventions)
+        ),
+        version=message.version,
+        set_time=(
+            message.set_time.ToDatetime(tzinfo=datetime.UTC)
+            if message.HasField("set_time")
+            else None
+        ),
+    )
+
+
+def _read_intervention(message: steering_pb2.Intervention, path: str) -> Intervention:
+    if message.HasField("gate"):
+        raise Unimplemented(f"{path} of the server has a gate, which this client does not know")
+    where = read_site_set(message.sites)
+    if where is None:
+        raise Unimplemented(f"{path} of the server acts at sites that this client cannot name")
+    points, layers = where
+    return _read_op(message, path).at(
+        points=points, layers=layers, where=selector_from_wire(message.where, f"{path}.where")
+    )
+
+
+def _read_op(message: steering_pb2.Intervention, path: str) -> Intervention:
+    match message.WhichOneof("op"):
+        case "add":
+            add = message.add
+            return Add(_stored(add.vector), add.scale if add.HasField("scale") else 1.0)
+        case "norm_add":
+            norm_add = message.norm_add
+            scale = norm_add.scale if norm_add.HasField("scale") else 1.0
+            return NormAdd(_stored(norm_add.vector), scale)
+        case "ablate":
+            ablate = message.ablate
+            return Ablate(
+                tuple(_stored(one) for one in ablate.directions),
+                ablate.strength if ablate.HasField("strength") else 1.0,
+            )
+        case "clamp":
+            bands = enumerate(message.clamp.bands)
+            return Clamp(tuple(_read_band(one, f"{path}.bands[{i}]") for i, one in bands))
+        case "scale":
+            return Scale(_read_direction(message.scale.read, path), message.scale.factor)
+        case op:
+            raise Unimplemented(f"{path} of the server is {op}, which this client does not know")
+
+
+def _read_band(message: steering_pb2.Band, path: str) -> Band:
+    if message.HasField("write"):
+        raise Unimplemented(f"{path} of the server writes elsewhere, which this client cannot hold")
+    return Band(
+        _read_direction(message.read, path),
+        message.min if message.HasField("min") else None,
+        message.max if message.HasField("max") else None,
+        message.strength if message.HasField("strength") else 1.0,
+    )
+
+
+def _read_direction(read: vector_pb2.Readout, path: str) -> Vector:
+    """The direction along which a coordinate is read."""
+    if read.bias or read.HasField("activation") or read.normalise != vector_pb2.NORMALISE_UNIT:
+        raise Unimplemented(f"{path} of the server reads in a way that this client does not know")
+    return _stored(read.vector)
+
+
+def _stored(ref: vector_pb2.VectorRef) -> Vector:
+    """A handle on what the server holds, which it names by digest."""
+    if ref.WhichOneof("ref") != "digest":
+        raise ServerError("the server sent steering whose vectors are not resolved to digests")
+    return Vector(ref.digest.hex(), row_layers=tuple(ref.row_layers.layers) or None)

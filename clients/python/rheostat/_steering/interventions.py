@@ -1,0 +1,197 @@
+"""Interventions: an op at sites on tokens, as frozen values, and the message that each becomes.
+
+Numbers stay as the caller wrote them until the message is made; there the path of each field is
+known, and what is wrong whatever the model is refused by it.
+
+In formulas x is a row of the stream, [width], in its units; v is a row of a vector, [width], and
+u = v / |v|; norms are L2. The server computes in float32 and rounds once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rheostat._errors import invalid
+from rheostat._points import (
+    Layers,
+)
+from rheostat._steering.vectors import Intervention, Vector, finite, labels, row_ref
+from rheostat_wire.v1 import steering_pb2, vector_pb2
+
+_MOST_DIRECTIONS = 8
+
+
+@dataclass(frozen=True)
+class NormAdd(Intervention):
+    """x + scale * |x| * u: the dose follows the norm that the stream has before this op."""
+
+    vector: Vector
+    """Its direction counts, its norm does not."""
+    scale: float = 1.0
+    """Added norm over the stream's norm: any finite number."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The vector."""
+        return (self.vector,)
+
+    def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
+        return steering_pb2.Intervention(
+            norm_add=steering_pb2.NormAdd(
+                vector=_direction(self.vector, layers, f"{path}.norm_add.vector"),
+                scale=finite(self.scale, f"{path}.norm_add.scale", "scale"),
+            )
+        )
+
+    def _told(self) -> str:
+        return f"norm_add {self.scale:.6g} * {self.vector.label}"
+
+
+@dataclass(frozen=True)
+class Ablate(Intervention):
+    """x - strength * (the orthogonal projection of x on the directions' span)."""
+
+    directions: tuple[Vector, ...]
+    """1 to 8, linearly independent; their norms do not count."""
+    strength: float = 1.0
+    """0 (nothing) to 1 (all)."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The directions."""
+        return self.directions
+
+    def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
+        path = f"{path}.ablate"
+        _few(len(self.directions), f"{path}.directions", "directions")
+        return steering_pb2.Intervention(
+            ablate=steering_pb2.Ablate(
+                directions=[
+                    _direction(one, layers, f"{path}.directions[{number}]")
+                    for number, one in enumerate(self.directions)
+                ],
+                strength=_fraction(self.strength, f"{path}.strength"),
+            )
+        )
+
+    def _told(self) -> str:
+        return f"ablate {labels(self.directions)}{_part(self.strength)}"
+
+
+@dataclass(frozen=True)
+class Band:
+    """Where the coordinate x.u along a direction may lie."""
+
+    direction: Vector
+    """Its norm does not count."""
+    min: float | None = None
+    """Lower bound, in the units of the stream; None: none."""
+    max: float | None = None
+    """Upper bound; None: none. Equal to ``min``: the coordinate is pinned there."""
+    strength: float = 1.0
+    """How much of the way into the band: 0 (nothing) to 1 (all)."""
+
+    def to_wire(self, path: str, layers: Layers) -> steering_pb2.Band:
+        """The message. Raises InvalidRequest for no bound at all, and for min above max."""
+        low = None if self.min is None else finite(self.min, f"{path}.min", "min")
+        high = None if self.max is None else finite(self.max, f"{path}.max", "max")
+        if low is None and high is None:
+            raise invalid(path, "a band needs min, max or both", "REASON_MISSING_FIELD")
+        if low is not None and high is not None and low > high:
+            raise invalid(f"{path}.max", f"max {high:.6g} is below min {low:.6g}")
+        return steering_pb2.Band(
+            read=_along(self.direction, layers, f"{path}.read"),
+            min=low,
+            max=high,
+            strength=_fraction(self.strength, f"{path}.strength"),
+        )
+
+    def __str__(self) -> str:
+        """As "joy to -1..2", "joy to ..2", "joy to 0"."""
+        low, high = ("" if end is None else f"{end:.6g}" for end in (self.min, self.max))
+        told = low if low == high else f"{low}..{high}"
+        return f"{self.direction.label} to {told}{_part(self.strength)}"
+
+
+@dataclass(frozen=True)
+class Clamp(Intervention):
+    """For each band in turn: x + strength * (clip(x.u, min, max) - x.u) * u."""
+
+    bands: tuple[Band, ...]
+    """1 to 8. Of directions that are not orthogonal, only the last is sure to end in its band."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The bands' directions."""
+        return tuple(band.direction for band in self.bands)
+
+    def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
+        path = f"{path}.clamp.bands"
+        _few(len(self.bands), path, "bands")
+        return steering_pb2.Intervention(
+            clamp=steering_pb2.Clamp(
+                bands=[
+                    band.to_wire(f"{path}[{number}]", layers)
+                    for number, band in enumerate(self.bands)
+                ]
+            )
+        )
+
+    def _told(self) -> str:
+        return f"clamp {', '.join(str(band) for band in self.bands)}"
+
+
+@dataclass(frozen=True)
+class Scale(Intervention):
+    """x + (factor - 1) * (x.u) * u."""
+
+    direction: Vector
+    """Its norm does not count."""
+    factor: float
+    """Of the coordinate x.u: 1 changes nothing, 0 ablates, -1 mirrors."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The direction."""
+        return (self.direction,)
+
+    def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
+        return steering_pb2.Intervention(
+            scale=steering_pb2.Scale(
+                read=_along(self.direction, layers, f"{path}.scale.read"),
+                factor=finite(self.factor, f"{path}.scale.factor", "factor"),
+            )
+        )
+
+    def _told(self) -> str:
+        return f"scale {self.direction.label} by {self.factor:.6g}"
+
+
+def _along(vector: Vector, layers: Layers, path: str) -> vector_pb2.Readout:
+    """The coordinate along a direction, whatever its norm."""
+    return vector_pb2.Readout(
+        vector=_direction(vector, layers, f"{path}.vector"), normalise=vector_pb2.NORMALISE_UNIT
+    )
+
+
+def _direction(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
+    """As `row_ref`, if no row that this handle knows is zero."""
+    if vector.rows is not None and not vector.rows.values.any(axis=1).all():
+        raise invalid(path, f"{vector.label} is zero and has no direction", "REASON_ZERO_VECTOR")
+    return row_ref(vector, layers, path)
+
+
+def _fraction(strength: float, path: str) -> float:
+    found = finite(strength, path, "strength")
+    if not 0 <= found <= 1:
+        raise invalid(path, f"a strength is 0 to 1, not {found:.6g}")
+    return found
+
+
+def _few(count: int, path: str, what: str) -> None:
+    if count > _MOST_DIRECTIONS:
+        raise invalid(path, f"{count} {what}; at most {_MOST_DIRECTIONS} go together")
+
+
+def _part(strength: float) -> str:
+    return "" if strength == 1 else f" (strength {strength:.6g})"

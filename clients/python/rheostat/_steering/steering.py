@@ -1,0 +1,153 @@
+"""Steering: the functions that make interventions of vectors, and the list that composes.
+
+Ops act in the order of the list. Nothing that is no vector is taken for one: a name or an array is
+refused with a word on what makes a vector of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias, overload
+
+from rheostat._errors import InvalidRequest, invalid
+from rheostat._fields import builds_message
+from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
+from rheostat._steering.vectors import Add, Intervention, Vector
+from rheostat_wire.v1 import steering_pb2
+
+SteeringLike: TypeAlias = Vector | Intervention | Iterable[Vector | Intervention] | None
+"""One intervention, several, or none; a vector alone is added once."""
+
+_MOST_INTERVENTIONS = 256
+
+
+def norm_add(vector: Vector, scale: float = 1.0) -> NormAdd:
+    """Add a direction in proportion to the stream's norm: x + scale * |x| * v / |v|.
+
+    ``scale`` is the added norm over the norm that x has before; any finite number. ``vector`` has
+    one row, [1, width], or one per layer; no row may be zero.
+    """
+    return NormAdd(_vector("norm_add", vector), scale)
+
+
+def ablate(*directions: Vector, strength: float = 1.0) -> Ablate:
+    """Remove what lies along 1 to 8 directions: x - strength * P x.
+
+    P is the orthogonal projection on the directions' span (directional ablation, Arditi et al.,
+    2024). They need not be orthogonal, but linearly independent. ``strength`` is 0 (nothing) to 1
+    (all).
+    """
+    return Ablate(tuple(_vector("ablate", one) for one in directions), strength)
+
+
+def band(
+    direction: Vector, min: float | None = None, max: float | None = None, strength: float = 1.0
+) -> Band:
+    """Where the coordinate along one direction may lie, for a `clamp` of several.
+
+    As ``clamp(band(joy, min=0), band(fear, max=1))``; the numbers are those of `clamp`.
+    """
+    return Band(_vector("band", direction), min, max, strength)
+
+
+@overload
+def clamp(
+    direction: Vector,
+    /,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    strength: float = 1.0,
+) -> Clamp: ...
+@overload
+def clamp(*bands: Band) -> Clamp: ...
+def clamp(
+    *bands: Vector | Band,
+    min: float | None = None,
+    max: float | None = None,
+    strength: float = 1.0,
+) -> Clamp:
+    """Pull a coordinate of the stream into a band: x + strength * (clip(x.u, min, max) - x.u) * u.
+
+    u is v / |v|, with v a vector of one row, [1, width], or one per layer; no row may be zero.
+    ``min`` and ``max`` are in the units of the stream; at least one is given, and equal ones pin
+    x.u there. ``strength`` is 0 (nothing) to 1 (all the way). Several bands, 1 to 8 made by `band`,
+    act in turn: of directions that are not orthogonal only the last is sure to end in its band.
+    """
+    whole = [one for one in bands if isinstance(one, Band)]
+    if len(whole) == len(bands) > 0 and min is None and max is None and strength == 1:
+        return Clamp(tuple(whole))
+    if len(bands) == 1 and not whole:
+        return Clamp((Band(_vector("clamp", bands[0]), min, max, strength),))
+    raise invalid(
+        "steering",
+        "clamp takes one vector with min and max, or bands alone: "
+        "clamp(band(a, min=0), band(b, max=1))",
+    )
+
+
+def scale(direction: Vector, factor: float) -> Scale:
+    """Multiply a coordinate of the stream: x + (factor - 1) * (x.u) * u, with u = v / |v|.
+
+    ``factor`` is any finite number: 1 changes nothing, 0 ablates, -1 mirrors.
+    """
+    return Scale(_vector("scale", direction), factor)
+
+
+def _vector(op: str, given: object) -> Vector:
+    if isinstance(given, Vector):
+        return given
+    if isinstance(given, Intervention):
+        raise invalid(
+            "steering", f"{op} takes vectors; put .at(...) on what it returns, and leave scales out"
+        )
+    raise _no_vector("steering", op, given)
+
+
+def _no_vector(path: str, what: str, given: object) -> InvalidRequest:
+    """The error for what is no vector; it says what makes one of it."""
+    if isinstance(given, Band):
+        return invalid(path, "a band acts in a clamp: use rheostat.clamp(rheostat.band(...))")
+    if isinstance(given, str):
+        kind, remedy = "a name", f'rheostat.named("{given}", points=..., layers=...)'
+    else:
+        kind, remedy = type(given).__name__, "rheostat.inline(array, points=..., layers=...)"
+    return invalid(path, f"{what} takes vectors, not {kind}: use {remedy}")
+
+
+@builds_message
+def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
+    """The message, in the caller's order; None for none."""
+    if steering is None:
+        return None
+    many = _each(steering)
+    if not many:
+        return None
+    if len(many) > _MOST_INTERVENTIONS:
+        raise invalid(
+            "steering.interventions",
+            f"{len(many)} interventions; at most {_MOST_INTERVENTIONS} go together",
+        )
+    return steering_pb2.Steering(
+        interventions=[
+            one.to_wire(f"steering.interventions[{number}]") for number, one in enumerate(many)
+        ]
+    )
+
+
+def _each(steering: object) -> tuple[Intervention, ...]:
+    """The interventions. Raises InvalidRequest for what is none, saying what makes one of it."""
+    alone = isinstance(steering, Vector | Intervention | str) or hasattr(steering, "__array__")
+    many = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
+    found: list[Intervention] = []
+    for number, one in enumerate(many):
+        if isinstance(one, Vector):
+            found.append(Add(one))
+        elif isinstance(one, Intervention):
+            for vector in one.vectors:
+                if not isinstance(vector, Vector):
+                    raise _no_vector(f"steering[{number}]", "an op", vector)
+            found.append(one)
+        else:
+            raise _no_vector(f"steering[{number}]", "steering", one)
+    return tuple(found)

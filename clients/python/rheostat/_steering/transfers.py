@@ -1,0 +1,94 @@
+"""The messages of an upload, made while gRPC takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Self, TypeAlias
+
+from google.protobuf.message import Message
+
+from rheostat._arrays import VectorData
+from rheostat._errors import DataLoss, ServerError
+from rheostat._steering.vectors import Vector, read_vector
+from rheostat_wire.v1 import steering_service_pb2
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes handed over, bytes in all), for an upload on gRPC's own thread."""
+
+_CHUNK = 1024 * 1024
+
+
+class Pieces:
+    """A vector's header, then its chunks. What ``progress`` raises ends the upload."""
+
+    failure: BaseException | None = None
+    """What ``progress`` raised. gRPC swallows it, so who waits for the answer has to raise it."""
+
+    def __init__(
+        self,
+        header: steering_service_pb2.VectorHeader,
+        data: VectorData,
+        progress: Progress | None,
+    ) -> None:
+        """To be iterated over once."""
+        self._messages = _messages(header, data)
+        self._total = len(data.data)
+        self._sent = 0
+        self._progress = progress
+
+    def __iter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Message:
+        """The next message; before it is made, the last chunk is told."""
+        self._tell()
+        message = next(self._messages)
+        self._sent += len(message.chunk)
+        return message
+
+    def _tell(self) -> None:
+        if self._progress is None or self._sent == 0:
+            return
+        try:
+            self._progress(self._sent, self._total)
+        except BaseException as error:
+            self.failure = error
+            raise RuntimeError("the upload's progress callback raised") from error
+
+
+def _messages(
+    header: steering_service_pb2.VectorHeader, data: VectorData
+) -> Iterator[steering_service_pb2.PutVectorRequest]:
+    yield steering_service_pb2.PutVectorRequest(header=header)
+    for start in range(0, len(data.data), _CHUNK):
+        yield steering_service_pb2.PutVectorRequest(chunk=data.data[start : start + _CHUNK])
+
+
+class DownloadFold:
+    """From `GetVectorResponse` messages to a `Vector` that holds its numbers."""
+
+    def __init__(self) -> None:
+        """An empty one."""
+        self._info: steering_service_pb2.VectorInfo | None = None
+        self._chunks: list[bytes] = []
+
+    def feed(self, message: steering_service_pb2.GetVectorResponse) -> list[None]:
+        """Take the next piece."""
+        if message.WhichOneof("part") == "info":
+            self._info = message.info
+        else:
+            self._chunks.append(message.chunk)
+        return []
+
+    def result(self) -> Vector:
+        """The vector. Raises DataLoss if its bytes do not have its digest."""
+        if self._info is None:
+            raise ServerError("the server sent a vector without a header")
+        vector = read_vector(self._info, b"".join(self._chunks))
+        if vector.rows is not None and vector.rows.digest.hex() != vector.digest:
+            raise DataLoss(
+                f"the bytes that came are not those of {vector.label}",
+                reason="REASON_DIGEST_MISMATCH",
+            )
+        return vector

@@ -1,0 +1,410 @@
+"""Vectors: immutable handles on numbers, by digest, by name or by value.
+
+Arithmetic on a handle never touches the numbers; it makes an `Add` whose scale the server applies.
+"""
+
+from __future__ import annotations
+
+import datetime
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self, TypeVar
+
+import numpy.typing as npt
+
+from rheostat._arrays import ArrayLike, Element, VectorData, read_element, vector_data
+from rheostat._errors import Refused, invalid
+from rheostat._fields import vector_digest, vector_name
+from rheostat._points import (
+    Layers,
+    LayersLike,
+    Point,
+    PointsLike,
+    layers_of,
+    points_of,
+    read_site_set,
+    show_layers,
+    site_set,
+)
+from rheostat._selectors import Selector, SelectorLike, selector_of
+from rheostat._selectors import to_wire as selector_to_wire
+from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.v1 import steering_pb2, steering_service_pb2, vector_pb2
+
+_Default = TypeVar("_Default", tuple[Point, ...], Layers)
+_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
+_ZERO_FLOAT32 = 2.0**-150
+"""Largest number that float32 rounds to 0."""
+
+
+@dataclass(frozen=True, repr=False)
+class Vector:
+    """A vector that requests can steer with; arithmetic on it makes an addition.
+
+    Made by ``engine.vectors.put`` and ``get``, by `inline`, by `named`, or by `load_vector`.
+    """
+
+    digest: str | None
+    """SHA-256 of the content, 64 hex digits; None for a handle that only knows a name."""
+    name: str | None = None
+    """Name on the server, if it has one."""
+    shape: tuple[int, int] | None = None
+    """[rows, width]: one row for all layers or one row per layer; None if not known."""
+    dtype: Element | None = None
+    """Element type; None if not known."""
+    points: tuple[Point, ...] | None = None
+    """Points where it acts unless `at` says otherwise."""
+    layers: Layers | None = None
+    """Layers where it acts unless `at` says otherwise."""
+    rows: VectorData | None = field(default=None, repr=False, compare=False)
+    """The numbers, if this handle holds them."""
+    by_value: bool = False
+    """Whether requests carry the numbers themselves, not the digest."""
+    description: str = field(default="", repr=False, compare=False)
+    """The description, if this handle knows it."""
+    row_layers: tuple[int, ...] | None = None
+    """The layer that each row is for; None where `layers` says it, or one row is for all layers."""
+
+    __array_ufunc__: ClassVar[None] = None
+
+    @property
+    def values(self) -> FloatArray:
+        """The numbers, float32 [rows, width]. Raises Refused for a handle that holds none."""
+        if self.rows is None:
+            raise Refused(
+                f"{self.label} has no numbers in this client; fetch it with engine.vectors.get"
+            )
+        return self.rows.values
+
+    @property
+    def layers_of_rows(self) -> tuple[int, ...]:
+        """The layer that each row is for; empty if one row is for all, or if unknown."""
+        if self.row_layers is not None:
+            return self.row_layers
+        rows = self.shape[0] if self.shape else 1
+        if rows == 1 or self.layers is None:
+            return ()
+        layers = tuple(range(rows)) if self.layers == "all" else tuple(self.layers)
+        return layers if len(layers) == rows else ()
+
+    @property
+    def label(self) -> str:
+        """Name, else the digest's beginning."""
+        return self.name or f"vector {(self.digest or '')[:12]}"
+
+    def at(
+        self,
+        *,
+        points: PointsLike | None = None,
+        layers: LayersLike | None = None,
+        where: SelectorLike = None,
+    ) -> Add:
+        """This vector, added at these points, layers and tokens; the rest stays as it is."""
+        return Add(self).at(points=points, layers=layers, where=where)
+
+    def __mul__(self, scale: float) -> Add:
+        """``scale`` times this vector."""
+        return Add(self) * scale
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Add:
+        """This vector by ``divisor``."""
+        return Add(self) / divisor
+
+    def __neg__(self) -> Add:
+        """Minus this vector."""
+        return -Add(self)
+
+    def __repr__(self) -> str:
+        """Label, element type and shape, and where it acts by default."""
+        parts = [self.label]
+        if self.shape is not None:
+            parts.append(f"{self.dtype} {list(self.shape)}")
+        if self.points is not None:
+            parts.append("+".join(self.points))
+        if self.layers is not None:
+            parts.append(f"layers {show_layers(self.layers)}")
+        return f"Vector({', '.join(parts)})"
+
+    def to_wire(self) -> vector_pb2.VectorRef:
+        """The reference that a request carries."""
+        if self.by_value and self.rows is not None:
+            return vector_pb2.VectorRef(inline=self.rows.to_tensor())
+        if self.digest is not None:
+            return vector_pb2.VectorRef(digest=vector_digest(self.digest))
+        return vector_pb2.VectorRef(name=self.name or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervention(ABC):
+    """One op at the selected rows of some sites. Steering is a list of these."""
+
+    points: tuple[Point, ...] | None = None
+    """Points; None: those that its vectors are meant for."""
+    layers: Layers | None = None
+    """Layers; None: those that its vectors are meant for."""
+    where: Selector = field(default_factory=Selector)
+    """Tokens; every one by default."""
+
+    __array_ufunc__: ClassVar[None] = None
+
+    @property
+    @abstractmethod
+    def vectors(self) -> tuple[Vector, ...]:
+        """Its vectors, in order."""
+
+    @abstractmethod
+    def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
+        """A message that holds the op alone, for a site set of these layers."""
+
+    @abstractmethod
+    def _told(self) -> str:
+        """The op in words."""
+
+    def at(
+        self,
+        *,
+        points: PointsLike | None = None,
+        layers: LayersLike | None = None,
+        where: SelectorLike = None,
+    ) -> Self:
+        """The same at other points, layers or tokens; what is left out stays as it is."""
+        return replace(
+            self,
+            points=self.points if points is None else points_of(points),
+            layers=self.layers if layers is None else layers_of(layers),
+            where=self.where if where is None else selector_of(where),
+        )
+
+    def to_wire(self, path: str) -> steering_pb2.Intervention:
+        """The message; ``path`` names it in errors.
+
+        Raises InvalidRequest if no point or layer is known, if numbers are outside their
+        limits, or if a vector's rows do not match the layers.
+        """
+        if not self.vectors:
+            raise invalid(path, "an op without a vector does nothing", "REASON_MISSING_FIELD")
+        points = self.points or _agreed((one.points for one in self.vectors), f"{path}.sites")
+        layers = self.layers or _agreed((one.layers for one in self.vectors), f"{path}.sites")
+        if points is None or layers is None:
+            raise invalid(
+                f"{path}.sites",
+                f"{labels(self.vectors)} has no default points and layers: "
+                "give them, with .at(points=, layers=)",
+                "REASON_MISSING_FIELD",
+            )
+        message = self._op(path, layers)
+        message.sites.CopyFrom(site_set(points, layers))
+        where = selector_to_wire(self.where)
+        if where is not None:
+            message.where.CopyFrom(where)
+        return message
+
+    def __str__(self) -> str:
+        """What it does, where, and on which tokens."""
+        told = self._told()
+        if self.points is not None and self.layers is not None:
+            told += f" at {'+'.join(self.points)} {show_layers(self.layers)}"
+        return told if self.where == Selector() else f"{told} on {self.where!r}"
+
+
+@dataclass(frozen=True)
+class Add(Intervention):
+    """x + scale * v, as ``4 * vector`` makes it."""
+
+    vector: Vector
+    """v: one row for all layers, or one per layer."""
+    scale: float = 1.0
+    """Any finite number; 0 leaves every bit as it was."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The vector."""
+        return (self.vector,)
+
+    def __mul__(self, scale: float) -> Add:
+        """``scale`` times this."""
+        return replace(self, scale=self.scale * _factor(scale))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Add:
+        """This by ``divisor``."""
+        factor = _factor(divisor)
+        if factor == 0:
+            raise invalid("scale", "a dose cannot be divided by 0")
+        return replace(self, scale=self.scale / factor)
+
+    def __neg__(self) -> Add:
+        """The opposite."""
+        return replace(self, scale=-self.scale)
+
+    def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
+        return steering_pb2.Intervention(
+            add=steering_pb2.Add(
+                vector=row_ref(self.vector, layers, f"{path}.add.vector"),
+                scale=finite(self.scale, f"{path}.add.scale", "scale"),
+            )
+        )
+
+    def _told(self) -> str:
+        return f"add {self.scale:.6g} * {self.vector.label}"
+
+
+def inline(
+    array: ArrayLike | npt.ArrayLike,
+    *,
+    points: PointsLike | None = None,
+    layers: LayersLike | None = None,
+    dtype: Element | None = None,
+) -> Vector:
+    """A vector that travels inside each request, for small or one-off ones.
+
+    ``array`` is [width] or [rows, width]; see ``engine.vectors.put`` for element types.
+    """
+    rows = vector_data(array, dtype)
+    at_points, at_layers = defaults(points, layers)
+    return Vector(
+        rows.digest.hex(), None, rows.shape, rows.element, at_points, at_layers, rows, by_value=True
+    )
+
+
+def named(
+    name: str, *, points: PointsLike | None = None, layers: LayersLike | None = None
+) -> Vector:
+    """The vector that carries ``name`` on the server when a request is admitted.
+
+    If it was stored with as many layers as it has rows, each of ``layers`` takes its own row. The
+    server refuses layers that have none.
+    """
+    if not name:
+        raise invalid("vector.name", "the name is empty", "REASON_MISSING_FIELD")
+    at_points, at_layers = defaults(points, layers)
+    return Vector(None, vector_name(name, "vector.name"), points=at_points, layers=at_layers)
+
+
+def defaults(
+    points: PointsLike | None, layers: LayersLike | None
+) -> tuple[tuple[Point, ...] | None, Layers | None]:
+    """Points and layers that a handle acts at unless told otherwise."""
+    return (
+        None if points is None else points_of(points),
+        None if layers is None else layers_of(layers),
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class VectorInfo:
+    """A stored vector, as the server lists it."""
+
+    vector: Vector
+    """Handle on it."""
+    description: str
+    """What its uploader wrote."""
+    store_time: datetime.datetime
+    """When it was stored, UTC."""
+    request_count: int
+    """Running requests that use it."""
+
+    def __repr__(self) -> str:
+        """Name, digest, shape, where it acts, and its users."""
+        vector = self.vector
+        parts = [repr(vector.name), (vector.digest or "")[:12]]
+        if vector.shape is not None:
+            parts.append(f"{vector.dtype} {list(vector.shape)}")
+        if vector.points is not None and vector.layers is not None:
+            parts.append(f"{'+'.join(vector.points)} {show_layers(vector.layers)}")
+        parts += [f"{self.request_count} users"] if self.request_count else []
+        parts += [repr(self.description)] if self.description else []
+        return f"VectorInfo({', '.join(parts)})"
+
+
+def read_vector(info: steering_service_pb2.VectorInfo, data: bytes | None = None) -> Vector:
+    """The handle on a listed vector; with ``data``, its downloaded elements."""
+    element = read_element(info.dtype)
+    shape = (info.shape[0], info.shape[1])
+    meant_for = read_site_set(info.sites) if info.HasField("sites") else None
+    points, layers = meant_for or (None, None)
+    rows = None if data is None else VectorData(element, shape, data)
+    return Vector(
+        info.digest.hex(), info.name or None, shape, element, points, layers, rows,
+        description=info.description,
+    )  # fmt: skip
+
+
+def read_info(info: steering_service_pb2.VectorInfo) -> VectorInfo:
+    """One entry of a list."""
+    return VectorInfo(
+        read_vector(info),
+        info.description,
+        info.store_time.ToDatetime(tzinfo=datetime.UTC),
+        info.request_count,
+    )
+
+
+def row_ref(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
+    """The reference that takes the vector's row of each of ``layers``.
+
+    Raises InvalidRequest if the vector has several rows and not one for each of the layers.
+    """
+    ref = vector.to_wire()
+    own = vector.layers_of_rows
+    if not own:
+        rows = vector.shape[0] if vector.shape else 1
+        if rows > 1 and layers != "all" and rows != len(layers):
+            raise invalid(
+                path,
+                f"{vector.label} has {rows} rows for {len(layers)} layers ({show_layers(layers)})",
+                "REASON_VECTOR_SHAPE",
+            )
+        return ref
+    if layers != "all" and not set(layers) <= set(own):
+        raise invalid(
+            path,
+            f"{vector.label} has rows for layers {show_layers(own)}, not for all of layers "
+            f"{show_layers(layers)}: choose among the former, or use its rows for other layers "
+            "with dataclasses.replace(vector, row_layers=(...))",
+            "REASON_VECTOR_SHAPE",
+        )
+    # Rows in the order of the layers are what a reference without row_layers means.
+    if vector.row_layers is not None or (layers != vector.layers and tuple(layers) != own):
+        ref.row_layers.layers.extend(own)
+    return ref
+
+
+def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
+    """What all vectors that are meant for somewhere are meant for."""
+    known = [one for one in defaults if one is not None]
+    if any(tuple(one) != tuple(known[0]) for one in known):
+        raise invalid(
+            path,
+            "the vectors are meant for different sites: say which, with .at(points=, layers=)",
+        )
+    return known[0] if known else None
+
+
+def _factor(number: float) -> float:
+    """What a dose is multiplied by or divided by."""
+    try:
+        return float(number)
+    except (TypeError, ValueError):
+        raise invalid("scale", f"a dose is a number, not {number!r}") from None
+
+
+def finite(number: float, path: str, what: str) -> float:
+    """``number``, if float32 can hold it."""
+    try:
+        found = float(number)
+    except (OverflowError, TypeError, ValueError):
+        raise invalid(path, f"the {what} cannot be {number!r}") from None
+    if not abs(found) <= _LARGEST_FLOAT32:
+        raise invalid(path, f"the {what} is not finite", "REASON_NON_FINITE")
+    if 0 < abs(found) <= _ZERO_FLOAT32:
+        raise invalid(path, f"the {what} {found:g} is 0 in float32: write 0, or 1e-45 and above")
+    return found
+
+
+def labels(vectors: Iterable[Vector]) -> str:
+    return ", ".join(vector.label for vector in vectors)

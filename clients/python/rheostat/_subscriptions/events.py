@@ -1,0 +1,164 @@
+"""The events of a subscription, and the check that none is missing or damaged.
+
+Every tensor's checksum is verified. At the end of a request its rows are verified once more: by
+count, and by a checksum over the checksums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._capture.activations import IntArray, Rows
+from rheostat._capture.encodings import Encoding, Numbers
+from rheostat._points import Site
+from rheostat._responses.results import DroppedRows, FinishReason
+from rheostat._subscriptions.payloads import View
+from rheostat_wire.dtypes import FloatArray
+
+
+class Cursor(NamedTuple):
+    """A place in a subscription from which `Engine.resume` continues."""
+
+    subscription_id: str
+    """Id of the subscription."""
+    sequence: int
+    """Number of the last event that shall not come again; 0 if all shall."""
+
+
+class Heartbeat(NamedTuple):
+    """The state of a subscription at the server, sent every 5 seconds without other events."""
+
+    buffered_bytes: int
+    """Bytes that wait for credit or the network."""
+    credit_bytes: int
+    """Bytes that may be sent without further credit."""
+    last_sequence: int
+    """Number of the last event."""
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedRows:
+    """Rows of a request, at sites that share their positions."""
+
+    sequence: int
+    """Number of the event, from 1 on without gaps."""
+    request_id: str
+    """The request."""
+    capture: int
+    """Index of the subscription's capture. Captures that requests send here count after those."""
+    sample: int
+    """Sample, from 0."""
+    baseline: bool
+    """Whether they are of the baseline."""
+    sites: tuple[Site, ...]
+    """Where, by layer, then point."""
+    positions: IntArray
+    """Absolute position of each row, int64 [positions], ascending."""
+    token_ids: IntArray
+    """Input token at each position, int64 [positions]."""
+    shape: tuple[int, ...]
+    """Of `values`: sites, positions, width."""
+    _numbers: Numbers
+
+    @property
+    def values(self) -> FloatArray:
+        """The rows, float32 [sites, positions, width].
+
+        For encoding "rp8" they are projected to ``kept`` numbers. With ``projection=`` they are x·d
+        for each direction d. With ``views=True`` the array is made at the first access, which
+        raises Refused if the rows were acknowledged before.
+        """
+        return self._numbers.values
+
+    @property
+    def elements(self) -> npt.NDArray[np.generic] | None:
+        """With ``views=True``: the elements as they travelled, of `shape`, read-only.
+
+        float32, float16, or uint16 with bfloat16's bits. None without ``views=True``, and for
+        encodings other than "raw". The array is no copy: its content changes once this client, or
+        one that resumed the subscription, has acknowledged the rows. Access then raises Refused.
+        """
+        return self._numbers.elements if isinstance(self._numbers, View) else None
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding in which the rows travelled."""
+        return self._numbers.encoding
+
+    @property
+    def max_error(self) -> FloatArray | None:
+        """Largest error of each row's numbers, float32 [sites, positions]; None: exact.
+
+        NaN for rows that were not finite.
+        """
+        return self._numbers.max_error
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """The same rows, site by site."""
+        return tuple(
+            Rows(
+                self.sample,
+                *site,
+                self.positions,
+                self.token_ids,
+                self.values[number],
+                self.baseline,
+                self.encoding,
+                None if self.max_error is None else self.max_error[number],
+            )
+            for number, site in enumerate(self.sites)
+        )
+
+    def __repr__(self) -> str:
+        """Request, sample, sites and shape."""
+        of = f"{'baseline ' if self.baseline else ''}sample={self.sample}"
+        sites = ", ".join(map(str, self.sites))
+        return (
+            f"CapturedRows({self.sequence}, {self.request_id!r}, {of}, {sites}, "
+            f"shape={list(self.shape)})"
+        )
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A sample that began before the subscription, and from where on its rows come."""
+
+    request_id: str
+    """The request."""
+    sample: int
+    """Sample, from 0."""
+    baseline: bool
+    """Whether it is the sample's baseline."""
+    first_position: int | None
+    """First position whose rows come. None: not known yet or, in `EndOfRequest`, no row came."""
+
+
+@dataclass(frozen=True)
+class EndOfRequest:
+    """The last event of a request: all its rows have come, as the server counted them."""
+
+    sequence: int
+    """Number of the event."""
+    request_id: str
+    """The request."""
+    chunk_count: int
+    """Number of its `CapturedRows` events."""
+    row_count: int
+    """Number of its rows, positions times sites."""
+    dropped_row_count: int
+    """Number of its rows that were lost."""
+    finish_reasons: tuple[FinishReason, ...]
+    """How each sample ended; empty if the subscription ended before the request."""
+    attached: tuple[Attached, ...] = ()
+    """From where on each sample came; empty if the request began after the subscription."""
+    missed_reason: str = ""
+    """Why the request was not captured for the subscription; empty if it was."""
+
+
+SubscriptionEvent: TypeAlias = CapturedRows | DroppedRows | EndOfRequest
+"""The events of a subscription."""
