@@ -143,8 +143,8 @@ def _stored(
         return "bfloat16", _bfloat16(_floats(numbers)).view(np.uint16).astype("<u2")
     element: Element = dtype or ("float16" if numbers.dtype == np.float16 else "float32")
     if element not in STORAGE:
-        known = ", ".join(STORAGE)
-        raise invalid("vector", f"vectors are {known}, not {element}")
+        names = ", ".join(STORAGE)
+        raise invalid("vector", f"vectors are {names}, not {element}")
     with np.errstate(over="ignore"):
         return element, _floats(numbers).astype(STORAGE[element])
 

@@ -271,22 +271,22 @@ def from_rpc(
     code = error.code()
     kind = _BY_CODE.get(code, ServerError)
     details = _Details.of(_status_in(error.trailing_metadata() or ()))
-    said = _in_python(error.details() or f"the call failed with {code.name}")
+    text = _in_python(error.details() or f"the call failed with {code.name}")
     if kind is Unavailable and not details.reason:  # a server of ours gives one
         lost = (
             f"the connection to {target} was lost before the answer had ended; send the request "
             "again once engine.wait_until_ready() has returned"
         )
-        return kind(lost if begun else f"{unanswered(target, said)}; {START_ONE}", details=said)
+        return kind(lost if begun else f"{unanswered(target, text)}; {START_ONE}", details=text)
     if kind is DeadlineExceeded and timeout is not None:
         what = "the answer did not end" if begun else "no answer"
         message = f"{what} within the timeout of {timeout:g} s"
-        return kind(message, reason=details.reason, details=said)
+        return kind(message, reason=details.reason, details=text)
     if details.reason == _WARMING_UP:
-        said += " (engine.wait_until_ready() waits for it)"
+        text += " (engine.wait_until_ready() waits for it)"
     if details.reason == _NO_SUBSCRIPTION and details.names_a_target and details.resource:
-        said += f' (rows go to a sink by to=rheostat.Sink("{details.resource.name}"))'
-    return details.error(kind, said)
+        text += f' (rows go to a sink by to=rheostat.Sink("{details.resource.name}"))'
+    return details.error(kind, text)
 
 
 def from_status(status: status_pb2.Status) -> RheostatError:
@@ -295,14 +295,14 @@ def from_status(status: status_pb2.Status) -> RheostatError:
     return _Details.of(status).error(kind, _in_python(status.message))
 
 
-def unanswered(target: str, said: str) -> str:
+def unanswered(target: str, details: str) -> str:
     """That no server answers at ``target``, and why: ``said`` are gRPC's words."""
-    return f"no server answers at {target}: {cause(said)}"
+    return f"no server answers at {target}: {cause(details)}"
 
 
-def cause(said: str) -> str:
+def cause(details: str) -> str:
     """Why there is no connection, in words, where gRPC's are known."""
-    return next((ours for theirs, ours in _CAUSES if theirs.search(said)), said)
+    return next((ours for theirs, ours in _CAUSES if theirs.search(details)), details)
 
 
 def _argument(path: str) -> str:
@@ -343,7 +343,7 @@ class _Details(NamedTuple):
     @property
     def names_a_target(self) -> bool:
         """Whether it is about where the rows of a request's captures go."""
-        return any(one.path.startswith("captures[") for one in self.violations)
+        return any(violation.path.startswith("captures[") for violation in self.violations)
 
     def error(self, kind: type[RheostatError], message: str) -> RheostatError:
         """The error with these details."""
@@ -358,7 +358,7 @@ class _Details(NamedTuple):
 
     @classmethod
     def of(cls, status: status_pb2.Status) -> _Details:
-        found = cls()
+        details = cls()
         info = error_details_pb2.ErrorInfo()
         fields = error_details_pb2.BadRequest()
         unmet = error_details_pb2.PreconditionFailure()
@@ -366,17 +366,19 @@ class _Details(NamedTuple):
         retry = error_details_pb2.RetryInfo()
         for detail in status.details:
             if detail.Unpack(info) and info.domain == _DOMAIN:
-                found = found._replace(reason=info.reason, metadata=dict(info.metadata))
+                details = details._replace(reason=info.reason, metadata=dict(info.metadata))
             elif detail.Unpack(fields):
                 rows = tuple(Violation(v.field, v.description) for v in fields.field_violations)
-                found = found._replace(violations=found.violations + rows)
+                details = details._replace(violations=details.violations + rows)
             elif detail.Unpack(unmet):
                 rows = tuple(Violation(v.subject, v.description) for v in unmet.violations)
-                found = found._replace(violations=found.violations + rows)
+                details = details._replace(violations=details.violations + rows)
             elif detail.Unpack(resource):
-                found = found._replace(
+                details = details._replace(
                     resource=Resource(resource.resource_type, resource.resource_name)
                 )
             elif detail.Unpack(retry):
-                found = found._replace(retry_after=retry.retry_delay.ToTimedelta().total_seconds())
-        return found
+                details = details._replace(
+                    retry_after=retry.retry_delay.ToTimedelta().total_seconds()
+                )
+        return details

@@ -40,23 +40,23 @@ def whole_number(
 ) -> int:
     """``number``, if it is a whole one from ``least`` to ``most``; ``what`` names it in errors."""
     try:
-        found = index(number)
+        value = index(number)
     except TypeError:
         raise invalid(path, f"{what} is a whole number, not {number!r}") from None
-    if not least <= found <= most:
-        raise invalid(path, f"{what} is {least} to {most}, not {found}", reason)
-    return found
+    if not least <= value <= most:
+        raise invalid(path, f"{what} is {least} to {most}, not {value}", reason)
+    return value
 
 
 def did_you_mean(
-    word: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+    word: str, words: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """As ": did you mean 'layers'?"; empty if nothing known is near.
 
     ``elsewhere`` has words of other libraries and what they are called here.
     """
-    near = [elsewhere[word]] if word in elsewhere else get_close_matches(word, known, 1, 0.7)
-    return f": did you mean {near[0]!r}?" if near else ""
+    matches = [elsewhere[word]] if word in elsewhere else get_close_matches(word, words, 1, 0.7)
+    return f": did you mean {matches[0]!r}?" if matches else ""
 
 
 def utf8_text(value: object, path: str, what: str) -> str:
@@ -86,12 +86,12 @@ def vector_name(name: str, path: str = "name") -> str:
 def vector_digest(digest: str, path: str = "digest") -> bytes:
     """The 32 bytes of ``digest``, 64 hex digits."""
     try:
-        found = bytes.fromhex(digest)
+        data = bytes.fromhex(digest)
     except (TypeError, ValueError):
-        found = b""
-    if len(found) != 32:
+        data = b""
+    if len(data) != 32:
         raise invalid(path, f"a digest is 64 hex digits, not {digest!r}")
-    return found
+    return data
 
 
 def builds_message(
@@ -114,5 +114,5 @@ def builds_message(
 
 def read_word(enum: EnumDescriptor, number: int, prefix: str) -> str:
     """An enum's value as a word: OP_NORM_ADD is "norm_add", one of a newer server's "unknown 9"."""
-    known = enum.values_by_number.get(number)
-    return f"unknown {number}" if known is None else known.name.removeprefix(prefix).lower()
+    value = enum.values_by_number.get(number)
+    return f"unknown {number}" if value is None else value.name.removeprefix(prefix).lower()

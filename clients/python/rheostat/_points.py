@@ -114,27 +114,27 @@ def point_of(name: PointLike) -> Point:
 
 def _advice(name: object) -> str:
     """Our name of a point that is called so elsewhere, else all that there are."""
-    known = [*Point, *_ALIASES]
+    names = [*Point, *_ALIASES]
     for pattern in _ELSEWHERE:
-        found = pattern.fullmatch(name) if isinstance(name, str) else None
-        point = _PARTS.get(found["part"] or "", "") if found else ""
-        if found and point:
-            layer = found.groupdict().get("layer")
+        match = pattern.fullmatch(name) if isinstance(name, str) else None
+        point = _PARTS.get(match["part"] or "", "") if match else ""
+        if match and point:
+            layer = match.groupdict().get("layer")
             return f': write "{point}"' + (f" with layers={int(layer)}" if layer else "")
-    near = get_close_matches(name, known, 1) if isinstance(name, str) else []
-    return f': did you mean "{near[0]}"?' if near else f"; there are {', '.join(known)}"
+    matches = get_close_matches(name, names, 1) if isinstance(name, str) else []
+    return f': did you mean "{matches[0]}"?' if matches else f"; there are {', '.join(names)}"
 
 
 def points_of(points: PointsLike) -> tuple[Point, ...]:
     """One to five different points, in the caller's order."""
     if isinstance(points, str) or not isinstance(points, Iterable):
         points = (points,)
-    found = tuple(point_of(name) for name in points)
-    if not found:
+    many = tuple(point_of(name) for name in points)
+    if not many:
         raise invalid("sites.points", "no point is named", "REASON_MISSING_FIELD")
-    if len(set(found)) < len(found):
-        raise invalid("sites.points", f"a point is named twice: {', '.join(found)}")
-    return found
+    if len(set(many)) < len(many):
+        raise invalid("sites.points", f"a point is named twice: {', '.join(many)}")
+    return many
 
 
 def layers_of(layers: LayersLike) -> Layers:
@@ -146,45 +146,45 @@ def layers_of(layers: LayersLike) -> Layers:
             "sites.layers", f'layers are "all" or numbers, not {layers!r}: {_in_numbers(layers)}'
         )
     if isinstance(layers, range) and layers.step > 0:
-        found: range | tuple[int, ...] = layers
+        numbers: range | tuple[int, ...] = layers
     else:
-        many = layers if isinstance(layers, Iterable) else (layers,)
-        found = tuple(sorted(_layer(layer) for layer in many))
-        if len(set(found)) < len(found):
+        items = layers if isinstance(layers, Iterable) else (layers,)
+        numbers = tuple(sorted(_layer(layer) for layer in items))
+        if len(set(numbers)) < len(numbers):
             raise invalid("sites.layers", "a layer is named twice")
-    if not found:
+    if not numbers:
         raise invalid("sites.layers", "no layer is named")
-    for end in (found[0], found[-1]):
+    for end in (numbers[0], numbers[-1]):
         _layer(end)
-    return found
+    return numbers
 
 
 def _in_numbers(layers: str) -> str:
     """How to write layers that stand in a text, as on the command line."""
-    found = re.fullmatch(r"(\d+)-(\d+)", layers)
-    if found:
-        return f"write range({int(found[1])}, {int(found[2]) + 1})"
+    match = re.fullmatch(r"(\d+)-(\d+)", layers)
+    if match:
+        return f"write range({int(match[1])}, {int(match[2]) + 1})"
     if re.fullmatch(r"\d+(,\s*\d+)*", layers):
-        many = ", ".join(str(int(one)) for one in layers.split(","))
-        return f"write [{many}]" if "," in layers else f"write {many}"
+        numbers = ", ".join(str(int(number)) for number in layers.split(","))
+        return f"write [{numbers}]" if "," in layers else f"write {numbers}"
     return "write 3, [0, 4], range(2, 6), or engine.model().layer_count - 1 for the last"
 
 
 def _layer(number: int) -> int:
     """``number``, if the wire can hold it as a layer, and the one after it as a range's end."""
     try:
-        found = index(number)
+        layer = index(number)
     except TypeError:
         raise invalid("sites.layers", f"layers are whole numbers, not {number!r}") from None
-    if found < 0:
+    if layer < 0:
         raise invalid(
             "sites.layers",
-            f"layers count from 0, not {found}; engine.model().layer_count - 1 is the last",
+            f"layers count from 0, not {layer}; engine.model().layer_count - 1 is the last",
             "REASON_UNKNOWN_LAYER",
         )
-    if found >= UINT32:
-        raise invalid("sites.layers", f"no model has a layer {found}", "REASON_UNKNOWN_LAYER")
-    return found
+    if layer >= UINT32:
+        raise invalid("sites.layers", f"no model has a layer {layer}", "REASON_UNKNOWN_LAYER")
+    return layer
 
 
 def site_set(points: tuple[Point, ...], layers: Layers) -> types_pb2.SiteSet:

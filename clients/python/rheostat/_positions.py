@@ -17,31 +17,33 @@ def show_points(sites: Iterable[Site]) -> list[str]:
     layers: dict[Point, list[int]] = {}
     for site in sites:
         layers.setdefault(site.point, []).append(site.layer)
-    return [f"{point} {show_runs(_runs(numbers))}" for point, numbers in layers.items()]
+    return [f"{point} {show_ranges(_ranges(numbers))}" for point, numbers in layers.items()]
 
 
-def _runs(numbers: list[int]) -> list[range]:
-    runs: list[range] = []
+def _ranges(numbers: list[int]) -> list[range]:
+    ranges: list[range] = []
     for number in sorted(numbers):
-        if runs and runs[-1].stop == number:
-            runs[-1] = range(runs[-1].start, number + 1)
+        if ranges and ranges[-1].stop == number:
+            ranges[-1] = range(ranges[-1].start, number + 1)
         else:
-            runs.append(range(number, number + 1))
-    return runs
+            ranges.append(range(number, number + 1))
+    return ranges
 
 
-def show_runs(runs: Iterable[range]) -> str:
-    """As "0-4, 7"; "none" for no run."""
-    shown = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def show_ranges(ranges: Iterable[range]) -> str:
+    """As "0-4, 7"; "none" for none."""
+    shown = (
+        str(extent[0]) if len(extent) == 1 else f"{extent[0]}-{extent[-1]}" for extent in ranges
+    )
     return ", ".join(shown) or "none"
 
 
-def unknown_places(count: int) -> list[str]:
+def unknown_sites_text(count: int) -> list[str]:
     """What is said of ``count`` sites that this client cannot name, behind those that it can."""
     sites = "site" if count == 1 else "sites"
     return [f"{count} {sites} unknown to this client"] if count else []
 
 
-def read_runs(runs: Iterable[types_pb2.PositionRun]) -> tuple[range, ...]:
-    """Runs of positions as ranges."""
-    return tuple(range(run.start, run.start + run.count) for run in runs)
+def read_ranges(ranges: Iterable[types_pb2.PositionRun]) -> tuple[range, ...]:
+    """The positions of a message as ranges."""
+    return tuple(range(extent.start, extent.start + extent.count) for extent in ranges)

@@ -54,10 +54,12 @@ def put_prompt(
         kinds = "a prompt is text, token ids or messages, not a list of prompts"
         raise invalid(path, _ONE_PROMPT if path == "prompt" else kinds)
     if isinstance(many[0], Mapping):
-        request.chat.messages.extend(_message(one, number) for number, one in enumerate(many))
+        request.chat.messages.extend(
+            _message(message, number) for number, message in enumerate(many)
+        )
         return
     try:
-        request.token_ids.ids.extend(index(one) for one in many)  # type: ignore[arg-type]  # checked
+        request.token_ids.ids.extend(map(index, many))  # type: ignore[arg-type]  # checked
     except (TypeError, ValueError) as error:
         raise invalid(path, f"a prompt is text, token ids or messages: {error}") from None
 
@@ -70,8 +72,8 @@ def _message(message: object, number: int) -> types_pb2.ChatMessage:
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not isinstance(content, str) or not role:
         raise invalid(f"chat.messages[{number}]", "role and content are texts")
-    for name, said in (("role", role), ("content", content)):
-        utf8_text(said, f"chat.messages[{number}].{name}", f"a {name}")
+    for name, text in (("role", role), ("content", content)):
+        utf8_text(text, f"chat.messages[{number}].{name}", f"a {name}")
     return types_pb2.ChatMessage(role=role, content=content)
 
 

@@ -22,7 +22,7 @@ _CALLS = {'"prompt"': "window()", '"generated"': "generated()"}
 """What selects the same as a word, where Python would take two words for texts."""
 
 
-_PLACES = {"last": -1, "first": 0}
+_WORDS = {"last": -1, "first": 0}
 
 
 class _Phase(NamedTuple):
@@ -128,8 +128,8 @@ class Selector:
 
     def __repr__(self) -> str:
         """An expression that selects the same tokens."""
-        included = [str(one) for one in self.include] or ['"all"']
-        parts = [*included, *(str(one) for one in self.exclude)]
+        included = [str(item) for item in self.include] or ['"all"']
+        parts = [*included, *(str(item) for item in self.exclude)]
         if parts[0].startswith('"') and len(parts) > 1:
             parts[1] = _CALLS.get(parts[1], parts[1])
         union = " | ".join(parts[: len(included)])
@@ -159,13 +159,13 @@ def selector_of(where: SelectorLike) -> Selector:
 def _advice(where: object) -> str:
     """What selects the tokens that are probably meant."""
     if isinstance(where, str):
-        at = _PLACES.get(where.removesuffix("_token"))
+        at = _WORDS.get(where.removesuffix("_token"))
         if at is None:
             return f': write rheostat.span("{where}") for the tokens of a text'
         return f": write rheostat.positions({at})"
-    many = where if isinstance(where, list | tuple) else [where]
-    whole = bool(many) and all(type(one) is int for one in many)
-    return f": write rheostat.positions({', '.join(map(str, many))})" if whole else ""
+    positions = where if isinstance(where, list | tuple) else [where]
+    whole = bool(positions) and all(type(position) is int for position in positions)
+    return f": write rheostat.positions({', '.join(map(str, positions))})" if whole else ""
 
 
 def positions(*at: int) -> Selector:
@@ -225,8 +225,11 @@ def token_ids(*ids: int) -> Selector:
     """Every token with one of these ids, in prompt and generation."""
     if not ids:
         raise invalid("where", "no token id is given", "REASON_EMPTY_SELECTOR")
-    many = (whole_number(one, "where", "a token id", reason="REASON_UNKNOWN_TOKEN") for one in ids)
-    return Selector((_TokenIds(tuple(many)),))
+    token_ids = (
+        whole_number(token_id, "where", "a token id", reason="REASON_UNKNOWN_TOKEN")
+        for token_id in ids
+    )
+    return Selector((_TokenIds(tuple(token_ids)),))
 
 
 def span(text: str, occurrence: int | None = None) -> Selector:
@@ -246,8 +249,8 @@ def to_wire(selector: Selector) -> selector_pb2.Selector | None:
     if not selector.include and not selector.exclude:
         return None
     return selector_pb2.Selector(
-        include=[one.to_wire() for one in selector.include],
-        exclude=[one.to_wire() for one in selector.exclude],
+        include=[item.to_wire() for item in selector.include],
+        exclude=[item.to_wire() for item in selector.exclude],
     )
 
 
@@ -257,8 +260,8 @@ def from_wire(message: selector_pb2.Selector, path: str) -> Selector:
     Raises Unimplemented, which names ``path``, for ranges that this client does not know.
     """
     return Selector(
-        tuple(_read_range(one, path) for one in message.include),
-        tuple(_read_range(one, path) for one in message.exclude),
+        tuple(_read_range(item, path) for item in message.include),
+        tuple(_read_range(item, path) for item in message.exclude),
     )
 
 

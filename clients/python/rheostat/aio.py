@@ -19,7 +19,7 @@ from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._capture.runs import RunInfo
 from rheostat._client import calls, run_calls, vector_calls
 from rheostat._client.requests import GenerateOptions, check_options
-from rheostat._client.sessions import Dialogue, SessionEvent, Updates
+from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._connection import readiness
 from rheostat._connection.aio_connection import Connection, Reader, until_none
 from rheostat._connection.channel import UNARY_TIMEOUT
@@ -58,7 +58,7 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
     def __init__(
         self,
         connection: Connection,
-        call: Dialogue[generation_service_pb2.SessionResponse, SessionEvent, Generation],
+        call: SessionCall[generation_service_pb2.SessionResponse, SessionEvent, Generation],
         timeout: float | None,
     ) -> None:
         """Made by `Engine`; starts the call."""
@@ -69,9 +69,9 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
             loop.call_soon_threadsafe(requests.put_nowait, request)
 
         self._updates = Updates(call.start, send)
-        responses = connection.dialogue(call, until_none(requests), timeout)
+        responses = connection.bidi(call, until_none(requests), timeout)
         responses.add_done_callback(lambda _: self._updates.close())
-        super().__init__(connection, responses, call.fold(self._updates), timeout)
+        super().__init__(connection, responses, call.accumulator(self._updates), timeout)
 
     def steer(self, steering: SteeringLike) -> int:
         """Replace the request's steering, as `rheostat.Session.steer`."""
@@ -128,7 +128,7 @@ class Vectors:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
         call, timeout = vector_calls.get_vector(name, digest), self._connection.limit(timeout)
         responses = self._connection.download(call, timeout)
-        return await Reader(self._connection, responses, call.fold(), timeout).result()
+        return await Reader(self._connection, responses, call.accumulator(), timeout).result()
 
     async def derive(
         self,
@@ -159,7 +159,7 @@ class Vectors:
             progress=progress,
         )
         responses = self._connection.download(call, timeout)
-        async with Reader(self._connection, responses, call.fold(), timeout) as reader:
+        async with Reader(self._connection, responses, call.accumulator(), timeout) as reader:
             return await reader.result()
 
     async def set_name(
@@ -185,7 +185,7 @@ class Vectors:
 
     async def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors whose name begins with ``prefix``, by name; "" lists unnamed ones too."""
-        return await self._connection.script(vector_calls.list_vectors(prefix))
+        return await self._connection.paged(vector_calls.list_vectors(prefix))
 
     async def delete(self, name: str) -> str:
         """Delete a name and return its vector's digest. Running requests keep the vector."""
@@ -248,7 +248,7 @@ class Engine:
         check_options("stream", options)
         call = calls.generate(prompt, **options)
         responses = self._connection.download(call, timeout)
-        return Stream(self._connection, responses, call.fold(), timeout)
+        return Stream(self._connection, responses, call.accumulator(), timeout)
 
     def session(
         self,
@@ -308,15 +308,15 @@ class Engine:
 
     async def sinks(self) -> list[SinkInfo]:
         """The server's sinks, by name."""
-        return await self._connection.script(calls.sinks())
+        return await self._connection.paged(calls.sinks())
 
     async def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """What the sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
-        return await self._connection.script(calls.artifacts(request_id, sink_name))
+        return await self._connection.paged(calls.artifacts(request_id, sink_name))
 
     async def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""
-        return await self._connection.script(run_calls.list_runs())
+        return await self._connection.paged(run_calls.list_runs())
 
     async def delete_run(self, run_id: str) -> int:
         """Delete a run, leased or not, and return its bytes. Raises Refused if it is in use."""

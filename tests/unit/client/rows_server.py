@@ -117,7 +117,7 @@ class SyncSubscriber:
 
     def cut(self, subscription: rheostat.Subscription) -> None:
         """Break its connection."""
-        subscription._line._responses.cancel()
+        subscription._worker._responses.cancel()
 
     def end(self) -> None:
         self.engine.close()
@@ -188,7 +188,7 @@ class AioSubscriber:
         return self.thread.run(enter())
 
     def cut(self, subscription: _Driven) -> None:
-        self.thread.do(subscription.inner._line._responses.cancel)
+        self.thread.do(subscription.inner._worker._responses.cancel)
 
     def end(self) -> None:
         self.thread.run(self.engine.close())

@@ -217,10 +217,10 @@ def test_leaving_a_server_that_is_gone_takes_no_time(kind):
 def test_a_call_that_another_took_over_hands_nothing_more_over(running, subscriber):
     first = subscriber.subscribe(capture=ONE, every=True)
     running.generate("a")
-    until(lambda: first._intake._waiting)
+    until(lambda: first._state._queue)
     with subscriber.resume(Cursor(first.id, 0)) as second:
         assert rows_of(until_ends(second)) == expected("a", 0)
-        until(lambda: first._line._over)
+        until(lambda: first._worker._ended)
         with pytest.raises(rheostat.Aborted) as raised:
             next(first)
     assert raised.value.reason == "REASON_SUPERSEDED"

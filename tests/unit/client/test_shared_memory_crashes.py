@@ -43,7 +43,7 @@ if name:
 else:
     capture = rheostat.Capture("resid_post", layers=range(4))
     subscription = engine.subscribe(every=True, capture=capture, **options)
-print(subscription.id, subscription._intake.payloads._mapping.name, flush=True)
+print(subscription.id, subscription._state.payloads._mapping.name, flush=True)
 while ends:
     event = next(subscription)
     if isinstance(event, rheostat.EndOfRequest):
@@ -144,8 +144,8 @@ def test_a_killed_server_is_an_error_and_the_next_one_removes_its_memory(server)
     options = {"shared_memory": True, "views": True, "ack": "manual"}
     with rheostat.connect(server.target) as engine:
         subscription = engine.subscribe(every=True, capture=capture, **options)
-        subscription._intake.patience = 0.5
-        memory = FOLDER / subscription._intake.payloads._mapping.name
+        subscription._state.reconnect_timeout = 0.5
+        memory = FOLDER / subscription._state.payloads._mapping.name
         generate(server, 3)
         events = [next(subscription) for _ in range(2)]
         server.process.kill()

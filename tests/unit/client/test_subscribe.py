@@ -105,12 +105,12 @@ def test_nothing_more_is_sent_while_nothing_is_taken(starter, kind):
         with running.engine.stream([10, 11, 12], request_id="a", max_tokens=9) as stream:
             while not isinstance(next(stream), rheostat.Tokens):
                 pass
-            until(lambda: subscription._intake._held > 0)
+            until(lambda: subscription._state._queued_bytes > 0)
             running.do(hold.set)
             stream.result()
         until(lambda: subscription.last_heartbeat and subscription.last_heartbeat.buffered_bytes)
         beat = subscription.last_heartbeat
-        held = subscription._intake._held
+        held = subscription._state._queued_bytes
         assert 0 < held <= 4 * ROW
         assert (held + beat.credit_bytes, beat.buffered_bytes) == (4 * ROW, 11 * ROW - held)
         assert rows_of(until_ends(subscription)) == expected("a", 0, tokens=9)

@@ -209,7 +209,7 @@ def test_a_refusal_is_not_tried_again(subscriber, server, refusal, code, reason,
 
 
 def test_a_connection_that_stays_broken_is_given_up(subscriber, server, refusal, monkeypatch):
-    monkeypatch.setattr(state, "PATIENCE", 0.3)
+    monkeypatch.setattr(state, "RECONNECT_TIMEOUT", 0.3)
     broken = [[lost(refusal)] for _ in range(50)]
     server.on("Subscribe", Calls([OPENED, FIRST, lost(refusal)], *broken))
     before = time.monotonic()
@@ -242,7 +242,7 @@ def test_a_broken_connection_is_logged_when_it_breaks_and_when_it_is_back(
 def test_a_connection_is_tried_again_for_as_long_as_the_server_waits(
     subscriber, server, refusal, monkeypatch, window, patience
 ):
-    monkeypatch.setattr(state, "PATIENCE", patience)
+    monkeypatch.setattr(state, "RECONNECT_TIMEOUT", patience)
     opened = Response(opened={"subscription_id": "s1", "next_sequence": 1})
     opened.opened.resume_window.FromMilliseconds(int(1000 * window))
     broken = [[lost(refusal)] for _ in range(50)]

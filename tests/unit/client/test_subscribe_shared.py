@@ -268,7 +268,7 @@ def test_memory_that_changed_under_a_reader_is_damage(running, subscriber):
         ready(running, subscription)
         running.generate("a")
         until(lambda: placed(running, subscription))
-        until(lambda: subscription._intake._held)
+        until(lambda: subscription._state._queued_bytes)
         arena = arena_of(running, subscription)
         arena.room(mmap.PAGESIZE, 64)[:] ^= 255
         with pytest.raises(rheostat.DataLoss, match="CRC-32C differs"):

@@ -53,7 +53,7 @@ class Rows:
         return f"Rows({of}, {Site(self.point, self.layer)}, shape={list(self.values.shape)})"
 
 
-class Block(NamedTuple):
+class CapturedTensor(NamedTuple):
     """Rows of sites that share their positions."""
 
     sites: tuple[Site, ...]
@@ -67,28 +67,28 @@ class Block(NamedTuple):
 
 
 def read_captured(message: capture_pb2.Captured) -> list[Rows]:
-    """The rows of a message, per site. Raises as `read_block`."""
-    block = read_block(message)
-    values, error = block.tensor.values, block.tensor.max_error
+    """The rows of a message, per site. Raises as `read_captured_tensor`."""
+    captured = read_captured_tensor(message)
+    values, error = captured.tensor.values, captured.tensor.max_error
     return [
         Rows(
             message.sample,
             site.point,
             site.layer,
-            block.positions,
-            block.token_ids,
+            captured.positions,
+            captured.token_ids,
             values[number],
             message.baseline,
-            block.tensor.encoding,
+            captured.tensor.encoding,
             None if error is None else error[number],
         )
-        for number, site in enumerate(block.sites)
+        for number, site in enumerate(captured.sites)
     ]
 
 
-def read_block(
+def read_captured_tensor(
     message: capture_pb2.Captured, read: Callable[[tensor_pb2.Tensor], Numbers] = read_tensor
-) -> Block:
+) -> CapturedTensor:
     """The rows of a message, whose tensor is read by ``read``.
 
     Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
@@ -103,7 +103,7 @@ def read_block(
             f"captured rows of shape {list(shape)} are labelled with {labels[0]} sites, "
             f"{labels[1]} positions and {len(token_ids)} tokens"
         )
-    return Block(tuple(map(read_site, message.sites)), positions, token_ids, tensor)
+    return CapturedTensor(tuple(map(read_site, message.sites)), positions, token_ids, tensor)
 
 
 def positions_of(runs: Iterable[types_pb2.PositionRun]) -> IntArray:
@@ -204,31 +204,31 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
 
     def _rows(self, point: PointLike, layer: int) -> Rows:
         site = Site(point_of(point), layer)
-        found = self._sites.get(site)
-        if found is None and site.twin is not None:
-            found = self._sites.get(site.twin)
-        if found is None:
+        parts = self._sites.get(site)
+        if parts is None and site.twin is not None:
+            parts = self._sites.get(site.twin)
+        if parts is None:
             raise KeyError(f"no rows of {site}; {self._known()}")
-        if len(found) > 1:
+        if len(parts) > 1:
             kinds = " and ".join(
-                f"{rows.encoding.name} of width {rows.values.shape[1]}" for rows in found
+                f"{rows.encoding.name} of width {rows.values.shape[1]}" for rows in parts
             )
             raise invalid("captures", f"{site} holds rows in {kinds}: read them from the stream")
-        return found[0]
+        return parts[0]
 
     def _known(self) -> str:
         went = f"went to {' and '.join(self._elsewhere)}"
         if not self._asked:
             return f"they {went}" if self._elsewhere else "no capture= was asked for"
-        known = f"there are {', '.join(str(site) for site in self._sites) or 'none at all'}"
-        return f"{known}, and others {went}" if self._elsewhere else known
+        listing = f"there are {', '.join(str(site) for site in self._sites) or 'none at all'}"
+        return f"{listing}, and others {went}" if self._elsewhere else listing
 
     def __repr__(self) -> str:
         """Each site with the shape of its rows."""
         shapes = [
             f"{site}: {list(rows.values.shape)}"
-            for site, found in self._sites.items()
-            for rows in found
+            for site, parts in self._sites.items()
+            for rows in parts
         ]
         return f"Activations({', '.join(shapes)})"
 

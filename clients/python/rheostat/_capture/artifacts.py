@@ -66,12 +66,12 @@ def read_sinks(answer: capture_service_pb2.ListSinksResponse) -> list[SinkInfo]:
     """The sinks, by name."""
     return [
         SinkInfo(
-            one.name,
-            one.plugin_name,
-            tuple(read_word(_LAYOUT, layout, "LAYOUT_") for layout in one.layouts),
-            dict(one.options),
+            sink.name,
+            sink.plugin_name,
+            tuple(read_word(_LAYOUT, layout, "LAYOUT_") for layout in sink.layouts),
+            dict(sink.options),
         )
-        for one in answer.sinks
+        for sink in answer.sinks
     ]
 
 
@@ -79,16 +79,16 @@ def read_artifacts(answer: capture_service_pb2.GetArtifactsResponse) -> list[Art
     """The artefacts, by sink and path."""
     return [
         Artifact(
-            one.ref.sink_name,
-            one.ref.path,
-            one.ref.offset,
-            one.size_bytes,
-            one.media_type,
-            read_word(_STATE, one.state, "ARTIFACT_STATE_"),
-            one.row_count,
-            tuple(map(read_site, one.sites)),
-            one.sha256,
-            one.write_time.ToDatetime(UTC) if one.HasField("write_time") else None,
+            artifact.ref.sink_name,
+            artifact.ref.path,
+            artifact.ref.offset,
+            artifact.size_bytes,
+            artifact.media_type,
+            read_word(_STATE, artifact.state, "ARTIFACT_STATE_"),
+            artifact.row_count,
+            tuple(map(read_site, artifact.sites)),
+            artifact.sha256,
+            artifact.write_time.ToDatetime(UTC) if artifact.HasField("write_time") else None,
         )
-        for one in answer.artifacts
+        for artifact in answer.artifacts
     ]

@@ -148,13 +148,13 @@ class Capture:
         travel inside every request: store those that are used often.
         """
         for name in unknown:
-            names = [one.name for one in fields(self)]
+            names = [argument.name for argument in fields(self)]
             hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
             raise TypeError(f"Capture() has no argument {name!r}{hint}")
         object.__setattr__(self, "points", points_of(points))
         object.__setattr__(self, "layers", layers_of(layers))
         object.__setattr__(self, "where", selector_of(where))
-        object.__setattr__(self, "to", _target_of(to))
+        object.__setattr__(self, "to", _destination_of(to))
         object.__setattr__(self, "encoding", encoding)
         object.__setattr__(self, "kept", kept)
         object.__setattr__(self, "seed", seed)
@@ -194,8 +194,10 @@ class Capture:
         if self.projection:
             path = "captures.projection.readouts.readouts"
             spec.projection.readouts.readouts.extend(
-                vector_pb2.Readout(vector=row_ref(one, self.layers, f"{path}[{number}].vector"))
-                for number, one in enumerate(self.projection)
+                vector_pb2.Readout(
+                    vector=row_ref(direction, self.layers, f"{path}[{number}].vector")
+                )
+                for number, direction in enumerate(self.projection)
             )
         return spec
 
@@ -225,16 +227,16 @@ def captures_of(capture: object) -> list[Capture]:
         return []
     if isinstance(capture, str) or not isinstance(capture, Iterable) or _is_site(capture):
         capture = (capture,)
-    many = list(capture)
-    if len(many) > _MOST_CAPTURES:
-        raise invalid("captures", f"{len(many)} captures; at most {_MOST_CAPTURES} go together")
-    for number, one in enumerate(many):
-        if not isinstance(one, Capture):
-            raise _no_capture(f"captures[{number}]", one)
-    return many
+    captures = list(capture)
+    if len(captures) > _MOST_CAPTURES:
+        raise invalid("captures", f"{len(captures)} captures; at most {_MOST_CAPTURES} go together")
+    for number, item in enumerate(captures):
+        if not isinstance(item, Capture):
+            raise _no_capture(f"captures[{number}]", item)
+    return captures
 
 
-def _target_of(given: object) -> Sink | Run | str | None:
+def _destination_of(given: object) -> Sink | Run | str | None:
     """Where rows go; of a subscription its id."""
     if given is None or isinstance(given, str | Sink | Run):
         return given
@@ -257,25 +259,25 @@ def _directions_of(given: object) -> tuple[Vector, ...]:
     path = "captures.projection"
     if hasattr(given, "__array__"):
         numbers = vector_data(given)
-        many: list[object] = [
+        items: list[object] = [
             inline(row, dtype=numbers.element) for row in np.array(numbers.values)
         ]
     elif isinstance(given, Iterable) and not isinstance(given, str):
-        many = list(given)
+        items = list(given)
     else:
-        many = [given]
-    if len(many) > _MOST_DIRECTIONS:
-        raise invalid(path, f"{len(many)} directions; at most {_MOST_DIRECTIONS} go together")
-    found = []
-    for number, one in enumerate(many):
-        if not isinstance(one, Vector):
+        items = [given]
+    if len(items) > _MOST_DIRECTIONS:
+        raise invalid(path, f"{len(items)} directions; at most {_MOST_DIRECTIONS} go together")
+    directions = []
+    for number, direction in enumerate(items):
+        if not isinstance(direction, Vector):
             raise invalid(
                 f"{path}[{number}]",
-                f"a direction is a vector, not {type(one).__name__}: give vectors, e.g. "
+                f"a direction is a vector, not {type(direction).__name__}: give vectors, e.g. "
                 "rheostat.named(name), or an array [directions, width]",
             )
-        found.append(one)
-    return tuple(found)
+        directions.append(direction)
+    return tuple(directions)
 
 
 def _is_site(given: object) -> bool:
@@ -296,8 +298,8 @@ def _no_capture(path: str, given: object) -> InvalidRequest:
     return invalid(path, f"capture takes captures, not {kind}: use rheostat.Capture({arguments})")
 
 
-def _one_of(known: Mapping[str, Value], word: object, name: str) -> Value:
-    if not isinstance(word, str) or word not in known:
-        words = ", ".join(map(repr, known))
+def _one_of(values: Mapping[str, Value], word: object, name: str) -> Value:
+    if not isinstance(word, str) or word not in values:
+        words = ", ".join(map(repr, values))
         raise invalid(f"captures.{name}", f"{name} is one of {words}, not {word!r}")
-    return known[word]
+    return values[word]

@@ -118,12 +118,12 @@ def decoded_in_place(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
     Another process may write to the payload meanwhile, so a check before reading proves nothing.
     """
     try:
-        found = _read(tensor, payload)
+        numbers = _read(tensor, payload)
     except ServerError:
         checked(tensor, payload)
         raise
     checked(tensor, payload)
-    return found
+    return numbers
 
 
 def checked(tensor: tensor_pb2.Tensor, payload: Payload) -> None:
@@ -149,9 +149,9 @@ def elements(tensor: tensor_pb2.Tensor, payload: Payload) -> npt.NDArray[np.gene
     element, shape = read_element(tensor.dtype), _shape(tensor)
     if tensor.encoding != tensor_pb2.ENCODING_RAW:
         return None
-    found = stored(_sized(payload, payload_size(tensor), tensor), element, shape)
-    found.flags.writeable = False
-    return found
+    array = stored(_sized(payload, payload_size(tensor), tensor), element, shape)
+    array.flags.writeable = False
+    return array
 
 
 def _shape(tensor: tensor_pb2.Tensor) -> tuple[int, ...]:
@@ -206,18 +206,20 @@ def _unpacked(payload: Payload, size: int, element: Element) -> bytes:
 
 
 def _quantization(tensor: tensor_pb2.Tensor, name: EncodingName, last: int) -> Encoding:
-    said = tensor.quantization
+    message = tensor.quantization
     if name == "full8":
         return Encoding(name)
     if name == "rp8":
-        if not (said.kept == last and 1 <= said.kept <= said.width and said.HasField("seed")):
-            raise ServerError(f"rows of {last} numbers are no rp8 of {_described(said)}")
-        return Encoding(name, said.kept, said.width, said.seed)
-    if not (said.width == last and 1 <= said.kept <= said.width):
-        raise ServerError(f"rows of {last} numbers are no topk8 of {_described(said)}")
-    return Encoding(name, said.kept, said.width)
+        if not (
+            message.kept == last and 1 <= message.kept <= message.width and message.HasField("seed")
+        ):
+            raise ServerError(f"rows of {last} numbers are no rp8 of {_described(message)}")
+        return Encoding(name, message.kept, message.width, message.seed)
+    if not (message.width == last and 1 <= message.kept <= message.width):
+        raise ServerError(f"rows of {last} numbers are no topk8 of {_described(message)}")
+    return Encoding(name, message.kept, message.width)
 
 
-def _described(said: tensor_pb2.Quantization) -> str:
-    seed = f"seed {said.seed}" if said.HasField("seed") else "no seed"
-    return f"kept {said.kept}, width {said.width}, {seed}"
+def _described(message: tensor_pb2.Quantization) -> str:
+    seed = f"seed {message.seed}" if message.HasField("seed") else "no seed"
+    return f"kept {message.kept}, width {message.width}, {seed}"

@@ -11,7 +11,7 @@ from google.protobuf import duration_pb2
 
 from rheostat._errors import invalid
 from rheostat._points import Site, knows_point, read_site
-from rheostat._positions import read_runs, show_runs, show_sites
+from rheostat._positions import read_ranges, show_ranges, show_sites
 from rheostat_wire.v1 import capture_pb2, run_pb2
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -63,7 +63,7 @@ class RunInfo:
         """Id, sites, positions, size and lease."""
         return (
             f"RunInfo({self.id!r}, {show_sites(self.sites)}, positions "
-            f"{show_runs(self.positions)}, {self.size_bytes} bytes, leased until "
+            f"{show_ranges(self.positions)}, {self.size_bytes} bytes, leased until "
             f"{self.lease_expire_time:%Y-%m-%d %H:%M:%S %Z})"
         )
 
@@ -96,7 +96,7 @@ def read_run(message: run_pb2.Run) -> RunInfo:
     return RunInfo(
         message.run_id,
         tuple(read_site(site) for site in message.sites if knows_point(site.point)),
-        read_runs(message.positions),
+        read_ranges(message.positions),
         tuple(message.prompt_token_ids.ids),
         message.size_bytes,
         message.create_time.ToDatetime(UTC),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import rheostat
 from rheostat._cli import bench, demo, generate, info, runs, serve, steering, subscribe, vectors
 from rheostat._cli._common import CommandError, Parser
-from rheostat._cli._words import told
+from rheostat._cli._words import error_text
 from rheostat._errors import InvalidRequest, RheostatError
 
 _INTERRUPTED = 130
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except InvalidRequest as error:
-        return _failed(told(error), 2)
+        return _failed(error_text(error), 2)
     except RheostatError as error:
-        return _failed(told(error), 1)
+        return _failed(error_text(error), 1)
     except CommandError as error:
         return _failed(str(error), error.code)
 

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with 2, the cause in one line and where help is in another."""
         self.exit(
-            2, f"{self.prog}: {self._told(message)}\n  {self.prog} --help shows what there is\n"
+            2, f"{self.prog}: {self._message(message)}\n  {self.prog} --help shows what there is\n"
         )
 
     def unknown(self, words: Sequence[str]) -> NoReturn:
@@ -64,16 +64,18 @@ class Parser(argparse.ArgumentParser):
             self.error(f"there is no {flag}{did_you_mean(flag, self._option_string_actions)}")
         self.error(f"too many arguments: {' '.join(words)}")
 
-    def _told(self, message: str) -> str:
-        found = _CHOICE.fullmatch(message)
-        if found is None:
+    def _message(self, message: str) -> str:
+        match = _CHOICE.fullmatch(message)
+        if match is None:
             return message.removeprefix("argument ")
-        what, word, listed = found.groups()
-        known = re.findall(r"[\w-]+", listed)
-        hint = did_you_mean(word, known)
+        what, word, listed = match.groups()
+        choices = re.findall(r"[\w-]+", listed)
+        hint = did_you_mean(word, choices)
         if what in _NAMED:
-            return f"there is no {_NAMED[what]} {word!r}{hint or '; there are ' + ', '.join(known)}"
-        return f"{what} cannot be {word!r}{hint or '; it is one of ' + ', '.join(known)}"
+            return (
+                f"there is no {_NAMED[what]} {word!r}{hint or '; there are ' + ', '.join(choices)}"
+            )
+        return f"{what} cannot be {word!r}{hint or '; it is one of ' + ', '.join(choices)}"
 
 
 def print_help(args: argparse.Namespace) -> int:
@@ -182,15 +184,15 @@ def layers(text: str) -> LayersLike:
     """Layers as typed: "all", "3", "2-5" (5 included) or "0,4,7-9"."""
     if text == "all":
         return "all"
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise argparse.ArgumentTypeError(f'layers are "all", 3, 2-5 or 0,4,7-9, not {text!r}')
-        named = range(int(first), int(last if dash else first) + 1)
-        if not named:
+        layer_range = range(int(first), int(last if dash else first) + 1)
+        if not layer_range:
             raise argparse.ArgumentTypeError(f"{part.strip()} counts down: write {last}-{first}")
-        if len(found) + (named.stop - named.start) > _MOST_LAYERS:
+        if len(numbers) + (layer_range.stop - layer_range.start) > _MOST_LAYERS:
             raise argparse.ArgumentTypeError(f"at most {_MOST_LAYERS} layers go together")
-        found.extend(named)
-    return found
+        numbers.extend(layer_range)
+    return numbers

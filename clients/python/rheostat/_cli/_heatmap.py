@@ -38,8 +38,8 @@ def draw(trace: Trace, model: str, path: Path) -> None:
     )
     for (row, column), value in np.ndenumerate(trace.recovered):
         colour = "white" if value > _DARK else "black"
-        said = f"{round(float(value), 2) + 0.0:g}"  # never "-0"
-        axes.text(column, row, said, ha="center", va="center", color=colour, fontsize=7)
+        label = f"{round(float(value), 2) + 0.0:g}"  # never "-0"
+        axes.text(column, row, label, ha="center", va="center", color=colour, fontsize=7)
     axes.set_xticks(range(columns), trace.pair.pieces, rotation=45, ha="right")
     axes.set_yticks(range(rows), [_row(site) for site in trace.sites])
     axes.set_xlabel("token whose row is replaced (clean/corrupted)")

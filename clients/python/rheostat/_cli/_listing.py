@@ -52,9 +52,9 @@ def plain(value: object) -> Plain:
         case datetime.datetime():
             return value.isoformat()
         case Mapping():
-            return {str(key): plain(one) for key, one in value.items()}
+            return {str(key): plain(element) for key, element in value.items()}
         case list() | tuple():
-            return [plain(one) for one in value]
+            return [plain(element) for element in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+        return {element.name: plain(getattr(value, element.name)) for element in fields(value)}
     return str(value)

@@ -46,7 +46,7 @@ class Typed(NamedTuple):
 def add_ops(parser: argparse.ArgumentParser) -> None:
     """Give a command the flags of all ops."""
     group = parser.add_argument_group("steering", "Ops act in the order given.")
-    for (flag, (metavar, told)), read in zip(_HELP.items(), _READERS, strict=True):
+    for (flag, (metavar, text)), read in zip(_HELP.items(), _READERS, strict=True):
         group.add_argument(
             flag,
             type=read,
@@ -54,7 +54,7 @@ def add_ops(parser: argparse.ArgumentParser) -> None:
             default=[],
             dest="ops",
             metavar=metavar,
-            help=told,
+            help=text,
         )
     group.add_argument(
         "--points", type=points, help="where the ops act (default: the vector's points)"
@@ -101,7 +101,7 @@ def read_ablate(text: str) -> Typed:
 
 def read_clamp(text: str) -> Typed:
     """NAME:BOUNDS[:STRENGTH][,...]."""
-    bands = [_parts(one, 3) for one in text.split(",")]
+    bands = [_parts(band, 3) for band in text.split(",")]
     if any(len(parts) < 2 for parts in bands):
         raise argparse.ArgumentTypeError(
             f"{text!r} has no bounds: MIN..MAX, MIN.., ..MAX or one number"
@@ -112,7 +112,9 @@ def read_clamp(text: str) -> Typed:
     ]
 
     def make(*directions: Vector) -> Clamp:
-        return Clamp(tuple(Band(one, *how) for one, how in zip(directions, limits, strict=True)))
+        return Clamp(
+            tuple(Band(direction, *how) for direction, how in zip(directions, limits, strict=True))
+        )
 
     return Typed(tuple(parts[0] for parts in bands), make)
 

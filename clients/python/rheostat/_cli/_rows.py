@@ -43,19 +43,19 @@ def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None
                 f"{vector.label} acts at {','.join(vector.points)}, not at {','.join(elsewhere)}",
                 2,
             )
-    found = replace(vector, points=points or vector.points, layers=layers or vector.layers)
+    selected = replace(vector, points=points or vector.points, layers=layers or vector.layers)
     if layers is None or vector.layers is None or vector.rows is None or layers == vector.layers:
-        return found
+        return selected
     count = vector.rows.shape[0]
     if vector.layers == "all" and count == 1:
-        return found
+        return selected
     own = _numbers(vector.layers, count)
-    others = layers if layers == "all" else tuple(one for one in layers if one not in own)
+    others = layers if layers == "all" else tuple(layer for layer in layers if layer not in own)
     if layers == "all" or others:
         raise CommandError(
             f"{vector.label} has layers {show_layers(own)}, and not {show_layers(others)}", 2
         )
-    return found if count == 1 else _selected(found, vector.rows, own, layers)
+    return selected if count == 1 else _selected(selected, vector.rows, own, layers)
 
 
 def _selected(

@@ -34,18 +34,18 @@ def stored(engine: Engine, text: str) -> Vector:
                 return info.vector
         raise NotFound(f"no vector is named {text!r}", reason="REASON_NAME_NOT_FOUND")
     listed = [info.vector for info in engine.vectors.list()]
-    found = [vector for vector in listed if vector.name == text] or [
+    matches = [vector for vector in listed if vector.name == text] or [
         vector for vector in listed if (vector.digest or "").startswith(text.lower())
     ]
-    digests = {vector.digest for vector in found}
-    if not found:
+    digests = {vector.digest for vector in matches}
+    if not matches:
         raise NotFound(
             f"no vector is named {text!r} or has a digest that begins so",
             reason="REASON_VECTOR_NOT_FOUND",
         )
     if len(digests) > 1:
         raise CommandError(f"{len(digests)} digests begin with {text}: give more digits", 2)
-    return found[0]
+    return matches[0]
 
 
 def fetched(engine: Engine, text: str) -> Vector:
@@ -73,7 +73,7 @@ def names(engine: Engine, prefix: str) -> dict[str, str]:
     }
 
 
-def tell_moved(before: dict[str, str], vector: Vector) -> None:
+def warn_if_moved(before: dict[str, str], vector: Vector) -> None:
     """Warn if the name of a vector that has been stored was on another one before."""
     digest = before.get(vector.name or "")
     if digest not in (None, vector.digest):

@@ -57,7 +57,7 @@ class Pair(NamedTuple):
     def changed(self) -> list[int]:
         """Positions at which the prompts differ."""
         both = zip(self.clean_run.prompt_token_ids, self.corrupt_run.prompt_token_ids, strict=True)
-        return [number for number, (one, other) in enumerate(both) if one != other]
+        return [number for number, (clean, corrupt) in enumerate(both) if clean != corrupt]
 
 
 class Trace(NamedTuple):
@@ -106,8 +106,10 @@ async def find_pair(engine: aio.Engine, model: ModelInfo) -> Pair:
         if corrupt_run.token_ids == clean_run.token_ids:
             continue
         pieces = tuple(
-            (one or "<start>") if one == two else f"{one}/{two.strip()}"
-            for one, two in zip(clean_tokens.pieces, tokens.pieces, strict=True)
+            (clean_piece or "<start>")
+            if clean_piece == corrupt_piece
+            else f"{clean_piece}/{corrupt_piece.strip()}"
+            for clean_piece, corrupt_piece in zip(clean_tokens.pieces, tokens.pieces, strict=True)
         )
         answers = (clean_run.text.strip(), corrupt_run.text.strip())
         return Pair(clean, corrupt, answers, pieces, clean_run, corrupt_run)
@@ -168,24 +170,24 @@ def _swap(pair: Pair, site: Site, position: int) -> Add:
 def _score(out: Generation, pair: Pair) -> tuple[float, bool]:
     """Difference of ln p of clean and corrupt answer, and whether one of them is but a bound."""
     at = out.logprobs[0]
-    least = min(one.logprob for one in (at.token, *at.alternatives))
+    least = min(token.logprob for token in (at.token, *at.alternatives))
     clean, corrupt = (at.of(answer) for answer in pair.answer_ids)
     score = (least if clean is None else clean) - (least if corrupt is None else corrupt)
     return score, clean is None or corrupt is None
 
 
-def peaks(found: Trace) -> list[str]:
+def peaks(result: Trace) -> list[str]:
     """One line per position that carries at least a third of the answer somewhere."""
     lines = []
-    for position, piece in enumerate(found.pair.pieces):
-        column = found.recovered[:, position]
+    for position, piece in enumerate(result.pair.pieces):
+        column = result.recovered[:, position]
         best = int(column.argmax())
         if column[best] < 1 / 3:
             continue
         strong = np.flatnonzero(column >= column[best] / 2)
-        first, last = found.sites[strong[0]], found.sites[strong[-1]]
+        first, last = result.sites[strong[0]], result.sites[strong[-1]]
         lines.append(
             f"{position} {piece.strip()!r}: {column[best]:.2f} at "
-            f"{found.sites[best]}, at least half of it from {first} to {last}"
+            f"{result.sites[best]}, at least half of it from {first} to {last}"
         )
     return lines

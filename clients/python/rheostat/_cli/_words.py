@@ -18,7 +18,7 @@ _TYPED = {
 """What errors advise to call, and what to type instead."""
 
 
-def told(error: RheostatError) -> str:
+def error_text(error: RheostatError) -> str:
     """The error in one line."""
     message = str(error)
     for call, typed in _TYPED.items():

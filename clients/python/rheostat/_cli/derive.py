@@ -15,7 +15,7 @@ from rheostat._cli._common import (
     warn,
 )
 from rheostat._cli._progress import Phase
-from rheostat._cli._stored import names, tell_moved
+from rheostat._cli._stored import names, warn_if_moved
 from rheostat._positions import show_sites
 from rheostat._steering.derivations import METHODS
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         print("-: not defined; it takes two prompts or more in each set, and sets that differ")
     for vector in derivation.vectors:
         print(f"{vector.digest}  {vector.name or '-'}")
-        tell_moved(before, vector)
+        warn_if_moved(before, vector)
     # The client itself warns of a vector that is zero altogether.
     differing = {row.site.point for row in derivation.rows if row.norm}
     rows = [row.site for row in derivation.rows if not row.norm and row.site.point in differing]
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(path: Path) -> list[str]:
     """The lines of a file that hold something."""
     try:
-        found = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"cannot read {path}: {error}", 2) from error
-    if not found:
+    if not prompts:
         raise CommandError(f"{path} holds no prompt", 2)
-    return found
+    return prompts

@@ -81,24 +81,24 @@ def run(args: argparse.Namespace) -> int:
             out = stream.result()
     if out.baseline is not None:
         print(f"--- baseline\n{out.baseline.text}", flush=True)
-    for line in _told(out, bool(steered)):
+    for line in _summary(out, bool(steered)):
         print(line, file=sys.stderr)
     return 0
 
 
-def _told(out: Generation, steered: bool) -> list[str]:
-    told = [] if out.divergence is None else [_apart(out.divergence)]
+def _summary(out: Generation, steered: bool) -> list[str]:
+    lines = [] if out.divergence is None else [_divergence_text(out.divergence)]
     if steered or out.receipt.interventions:
-        told.append(str(out.receipt))
-    return told
+        lines.append(str(out.receipt))
+    return lines
 
 
-def _apart(found: Divergence) -> str:
-    told = f"KL from the baseline: {found.mean_kl:.3g} nats per token"
-    if len(found.kl) == 0:
-        return told
-    most = int(found.kl.argmax())
+def _divergence_text(divergence: Divergence) -> str:
+    text = f"KL from the baseline: {divergence.mean_kl:.3g} nats per token"
+    if len(divergence.kl) == 0:
+        return text
+    most = int(divergence.kl.argmax())
     return (
-        f"{told}, most {found.kl[most]:.3g} at token {most} of {len(found.kl)}; "
-        f"at least {100 * found.compared.min():.3g} % of the probability was compared"
+        f"{text}, most {divergence.kl[most]:.3g} at token {most} of {len(divergence.kl)}; "
+        f"at least {100 * divergence.compared.min():.3g} % of the probability was compared"
     )

@@ -31,15 +31,15 @@ def run(args: argparse.Namespace) -> int:
         print_json({"model": model, "stats": stats})
     else:
         print(model)
-        print(f"  now: {_told(stats)}")
+        print(f"  now: {_text(stats)}")
     return 0
 
 
-def _told(stats: Stats) -> str:
-    told = (
+def _text(stats: Stats) -> str:
+    text = (
         f"{stats.running_request_count} running, {stats.waiting_request_count} waiting, "
         f"{stats.completed_count} completed, {stats.failed_count} failed, "
         f"{stats.used_bank_row_count} of {stats.bank_row_count} bank rows, "
         f"{stats.vector_count} vectors, up {stats.uptime:.0f} s"
     )
-    return f"{told}, {stats.leaked_count} LEAKED" if stats.leaked_count else told
+    return f"{text}, {stats.leaked_count} LEAKED" if stats.leaked_count else text

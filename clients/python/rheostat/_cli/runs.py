@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from rheostat._capture.runs import RunInfo
 from rheostat._cli._common import Subparsers, add_target, connected
 from rheostat._cli._listing import add_json, print_json, print_table
-from rheostat._positions import show_runs, show_sites
+from rheostat._positions import show_ranges, show_sites
 
 
 def add(commands: Subparsers) -> None:
@@ -70,7 +70,7 @@ def _cells(run: RunInfo, now: datetime) -> tuple[str, ...]:
     return (
         run.id,
         show_sites(run.sites),
-        show_runs(run.positions),
+        show_ranges(run.positions),
         str(run.size_bytes),
         f"{left:.0f} s" if left > 0 else "-",
         " ".join(f"{key}={value}" for key, value in sorted(run.labels.items())),

@@ -216,17 +216,17 @@ def _port(text: str) -> int:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of the server's configuration that the command line sets."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in vars(args).items():
         if name in ("run", "parser") or value is None:
             continue
         if name in ("loras", "sinks"):
-            found[name] = tuple(value)
+            values[name] = tuple(value)
         elif name.endswith("_mib"):
-            found[name.removesuffix("_mib") + "_bytes"] = value * _MIB
+            values[name.removesuffix("_mib") + "_bytes"] = value * _MIB
         else:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def run(args: argparse.Namespace) -> int:

@@ -71,7 +71,7 @@ def run_get(args: argparse.Namespace) -> int:
     with connected(args) as engine:
         steering = engine.steering.get_global()
     if args.json:
-        interventions = [str(one) for one in steering.interventions]
+        interventions = [str(intervention) for intervention in steering.interventions]
         print_json({**vars(steering), "interventions": interventions})
     else:
         print(steering)

@@ -100,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
                 f"{missed} began before the subscription and is not shown: {reason}",
                 file=sys.stderr,
             )
-        for one in subscription.attached:
-            first = "its next step" if one.first_position is None else one.first_position
+        for sample in subscription.attached:
+            first = "its next step" if sample.first_position is None else sample.first_position
             print(
-                f"{one.request_id} began before the subscription and is shown from {first} on",
+                f"{sample.request_id} began before the subscription and is shown from {first} on",
                 file=sys.stderr,
             )
         print(f"subscribed as {subscription.id}; waiting for requests", file=sys.stderr)
@@ -171,7 +171,7 @@ def _where(text: str) -> Selector | str:
     if text in get_args(PhaseName):
         return text
     try:
-        return positions(*(int(one) for one in text.split(",")))
+        return positions(*(int(number) for number in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither prompt, generated, all nor positions such as -1 or 0,5"

@@ -24,7 +24,7 @@ from rheostat._cli._common import (
 from rheostat._cli._listing import add_json, print_json, print_table
 from rheostat._cli._progress import Phase
 from rheostat._cli._rows import check_layers, part
-from rheostat._cli._stored import fetched, names, shown, stored, tell_moved
+from rheostat._cli._stored import fetched, names, shown, stored, warn_if_moved
 from rheostat._files import FORMATS, load_vector, save_vector
 from rheostat._points import show_layers
 from rheostat._steering.vectors import Vector, VectorInfo, defaults, inline
@@ -222,8 +222,8 @@ def _array(path: Path) -> npt.NDArray[np.generic]:
 
 
 def _remedy(path: Path) -> str:
-    known = path.suffix.removeprefix(".") in FORMATS
-    return "; rheostat vectors import reads it" if known else ""
+    importable = path.suffix.removeprefix(".") in FORMATS
+    return "; rheostat vectors import reads it" if importable else ""
 
 
 def _put(args: argparse.Namespace, vector: Vector) -> int:
@@ -239,7 +239,7 @@ def _put(args: argparse.Namespace, vector: Vector) -> int:
                 description=args.description,
                 progress=lambda sent, total: phase.note(f"{sent} of {total} bytes"),
             )
-    tell_moved(before, vector)
+    warn_if_moved(before, vector)
     print(f"{vector.digest}  {name}")
     return 0
 

@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2
 from rheostat._capture.artifacts import Artifact, SinkInfo, read_artifacts, read_sinks
 from rheostat._client import requests
 from rheostat._client.requests import GenerateOptions
-from rheostat._client.sessions import Dialogue, SessionEvent, SessionFold
-from rheostat._connection.calls import PAGE, Download, Script, Unary, every_page
+from rheostat._client.sessions import SessionAccumulator, SessionCall, SessionEvent
+from rheostat._connection.calls import PAGE, DownloadCall, PagedCall, UnaryCall, every_page
 from rheostat._fields import (
     UINT64,
     builds_message,
@@ -23,7 +23,7 @@ from rheostat._fields import (
     whole_number,
 )
 from rheostat._prompts import Prompt
-from rheostat._responses.accumulator import GenerationFold
+from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.explanations import (
     Explanation,
     Tokenized,
@@ -45,35 +45,35 @@ from rheostat_wire.v1 import (
 
 def generate(
     prompt: Prompt, **options: Unpack[GenerateOptions]
-) -> Download[generation_service_pb2.GenerateResponse, Event, Generation]:
+) -> DownloadCall[generation_service_pb2.GenerateResponse, Event, Generation]:
     """Run a request."""
     request = requests.generate_request(prompt, **options)
-    return Download(
+    return DownloadCall(
         "/rheostat.v1.GenerationService/Generate",
         request,
         generation_service_pb2.GenerateResponse,
-        partial(GenerationFold, request),
+        partial(GenerationAccumulator, request),
     )
 
 
 def session(
     prompt: Prompt, **options: Unpack[GenerateOptions]
-) -> Dialogue[generation_service_pb2.SessionResponse, SessionEvent, Generation]:
+) -> SessionCall[generation_service_pb2.SessionResponse, SessionEvent, Generation]:
     """Run a request that can be changed."""
     request = requests.generate_request(prompt, **options)
-    return Dialogue(
+    return SessionCall(
         "/rheostat.v1.GenerationService/Session",
         generation_service_pb2.SessionResponse,
         request,
-        lambda updates: SessionFold(updates, GenerationFold(request)),
+        lambda updates: SessionAccumulator(updates, GenerationAccumulator(request)),
     )
 
 
 def explain(
     prompt: Prompt, **options: Unpack[GenerateOptions]
-) -> Unary[generation_service_pb2.ExplainResponse, Explanation]:
+) -> UnaryCall[generation_service_pb2.ExplainResponse, Explanation]:
     """Ask what a request would do."""
-    return Unary(
+    return UnaryCall(
         "/rheostat.v1.GenerationService/Explain",
         generation_service_pb2.ExplainRequest(request=requests.generate_request(prompt, **options)),
         generation_service_pb2.ExplainResponse,
@@ -81,9 +81,9 @@ def explain(
     )
 
 
-def tokenize(prompt: Prompt) -> Unary[generation_service_pb2.TokenizeResponse, Tokenized]:
+def tokenize(prompt: Prompt) -> UnaryCall[generation_service_pb2.TokenizeResponse, Tokenized]:
     """Tokenise, or decode token ids."""
-    return Unary(
+    return UnaryCall(
         "/rheostat.v1.GenerationService/Tokenize",
         requests.tokenize_request(prompt),
         generation_service_pb2.TokenizeResponse,
@@ -91,9 +91,9 @@ def tokenize(prompt: Prompt) -> Unary[generation_service_pb2.TokenizeResponse, T
     )
 
 
-def model() -> Unary[engine_service_pb2.GetModelResponse, ModelInfo]:
+def model() -> UnaryCall[engine_service_pb2.GetModelResponse, ModelInfo]:
     """The model and what can be done with it."""
-    return Unary(
+    return UnaryCall(
         "/rheostat.v1.EngineService/GetModel",
         engine_service_pb2.GetModelRequest(),
         engine_service_pb2.GetModelResponse,
@@ -101,9 +101,9 @@ def model() -> Unary[engine_service_pb2.GetModelResponse, ModelInfo]:
     )
 
 
-def stats() -> Unary[engine_service_pb2.GetStatsResponse, Stats]:
+def stats() -> UnaryCall[engine_service_pb2.GetStatsResponse, Stats]:
     """Counters and gauges."""
-    return Unary(
+    return UnaryCall(
         "/rheostat.v1.EngineService/GetStats",
         engine_service_pb2.GetStatsRequest(),
         engine_service_pb2.GetStatsResponse,
@@ -111,19 +111,19 @@ def stats() -> Unary[engine_service_pb2.GetStatsResponse, Stats]:
     )
 
 
-def sinks() -> Script[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
+def sinks() -> PagedCall[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
     """The server's sinks, page by page."""
     pages = yield from every_page(
         "/rheostat.v1.CaptureService/ListSinks",
         lambda token: capture_service_pb2.ListSinksRequest(page_size=PAGE, page_token=token),
         capture_service_pb2.ListSinksResponse,
     )
-    return [one for page in pages for one in read_sinks(page)]
+    return [sink for page in pages for sink in read_sinks(page)]
 
 
 def artifacts(
     request_id: str, sink_name: str
-) -> Script[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
+) -> PagedCall[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
     """What sinks wrote for a request, page by page."""
     utf8_text(request_id, "request_id", "a request's id")
     utf8_text(sink_name, "sink_name", "a sink's name")
@@ -134,12 +134,12 @@ def artifacts(
         ),
         capture_service_pb2.GetArtifactsResponse,
     )
-    return [one for page in pages for one in read_artifacts(page)]
+    return [artifact for page in pages for artifact in read_artifacts(page)]
 
 
-def health() -> Unary[health_pb2.HealthCheckResponse, str]:
+def health() -> UnaryCall[health_pb2.HealthCheckResponse, str]:
     """Whether the server admits requests: "SERVING" or the name of another status."""
-    return Unary(
+    return UnaryCall(
         "/grpc.health.v1.Health/Check",
         health_pb2.HealthCheckRequest(),
         health_pb2.HealthCheckResponse,
@@ -150,11 +150,11 @@ def health() -> Unary[health_pb2.HealthCheckResponse, str]:
 @builds_message
 def set_global(
     steering: SteeringLike, expected_version: int | None
-) -> Unary[steering_service_pb2.SetGlobalResponse, int]:
+) -> UnaryCall[steering_service_pb2.SetGlobalResponse, int]:
     """Replace the server-wide steering; gives its version."""
     if expected_version is not None:
         whole_number(expected_version, "expected_version", "a version", most=UINT64)
-    return Unary(
+    return UnaryCall(
         "/rheostat.v1.SteeringService/SetGlobal",
         steering_service_pb2.SetGlobalRequest(
             policy=steering_service_pb2.Policy(
@@ -167,9 +167,9 @@ def set_global(
     )
 
 
-def get_global() -> Unary[steering_service_pb2.GetGlobalResponse, GlobalSteering]:
+def get_global() -> UnaryCall[steering_service_pb2.GetGlobalResponse, GlobalSteering]:
     """The server-wide steering."""
-    return Unary(
+    return UnaryCall(
         "/rheostat.v1.SteeringService/GetGlobal",
         steering_service_pb2.GetGlobalRequest(),
         steering_service_pb2.GetGlobalResponse,

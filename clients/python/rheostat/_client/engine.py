@@ -18,7 +18,7 @@ from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._capture.runs import RunInfo
 from rheostat._client import calls, run_calls
 from rheostat._client.requests import GenerateOptions, check_options
-from rheostat._client.sessions import Dialogue, SessionEvent, Updates
+from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._client.vector_store import Vectors
 from rheostat._connection import readiness
 from rheostat._connection.channel import UNARY_TIMEOUT
@@ -51,16 +51,16 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
     def __init__(
         self,
         connection: Connection,
-        call: Dialogue[generation_service_pb2.SessionResponse, SessionEvent, Generation],
+        call: SessionCall[generation_service_pb2.SessionResponse, SessionEvent, Generation],
         timeout: float | None,
     ) -> None:
         """Made by `Engine`; starts the call."""
         requests: SimpleQueue[generation_service_pb2.SessionRequest | None] = SimpleQueue()
         self._updates = Updates(call.start, requests.put)
-        responses = connection.dialogue(call, iter(requests.get, None), timeout)
+        responses = connection.bidi(call, iter(requests.get, None), timeout)
         if not responses.add_callback(self._updates.close):  # it has ended already
             self._updates.close()
-        super().__init__(connection, responses, call.fold(self._updates), timeout)
+        super().__init__(connection, responses, call.accumulator(self._updates), timeout)
 
     def steer(self, steering: SteeringLike) -> int:
         """Replace the request's own steering, and return the update's id at once.
@@ -154,7 +154,7 @@ class Engine:
         check_options("stream", options)
         call = calls.generate(prompt, **options)
         responses = self._connection.download(call, timeout)
-        return Stream(self._connection, responses, call.fold(), timeout)
+        return Stream(self._connection, responses, call.accumulator(), timeout)
 
     def session(
         self,
@@ -225,15 +225,15 @@ class Engine:
 
     def sinks(self) -> list[SinkInfo]:
         """The server's sinks, by name."""
-        return self._connection.script(calls.sinks())
+        return self._connection.paged(calls.sinks())
 
     def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """What the sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
-        return self._connection.script(calls.artifacts(request_id, sink_name))
+        return self._connection.paged(calls.artifacts(request_id, sink_name))
 
     def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""
-        return self._connection.script(run_calls.list_runs())
+        return self._connection.paged(run_calls.list_runs())
 
     def delete_run(self, run_id: str) -> int:
         """Delete a run, leased or not, and return its bytes. Raises Refused if it is in use."""

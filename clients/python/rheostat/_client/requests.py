@@ -107,14 +107,14 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def check_options(
-    method: str, options: Mapping[str, object], known: type = GenerateOptions
+    method: str, options: Mapping[str, object], options_type: type = GenerateOptions
 ) -> None:
     """Raise TypeError where ``method`` does not have one of the options."""
-    names = known.__annotations__
+    names = options_type.__annotations__
     for name in options:
         if name not in names:
             hint = did_you_mean(name, names, _ELSEWHERE)
-            listed = hint or f"; rheostat.{known.__name__} has {', '.join(names)}"
+            listed = hint or f"; rheostat.{options_type.__name__} has {', '.join(names)}"
             raise TypeError(f"{method}() has no option {name!r}{listed}")
 
 
@@ -178,7 +178,7 @@ def generate_request(
         request_id=request_id or "",
         sampling=_sampling(numbers, stop, stop_token_ids, ignore_eos),
         steering=steering_to_wire(steering),
-        captures=[one.to_wire() for one in captures_of(capture)],
+        captures=[spec.to_wire() for spec in captures_of(capture)],
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         with_baseline=with_baseline,
         labels=None if labels is None else labels_to_wire(labels, "labels"),
@@ -190,14 +190,14 @@ def generate_request(
 
 
 def _when_full(word: str) -> generation_service_pb2.WhenFull.ValueType:
-    found = _WHEN_FULL.get(word)
-    if found is None:
+    value = _WHEN_FULL.get(word)
+    if value is None:
         raise invalid(
             "when_full",
             f"when_full is {' or '.join(map(repr, _WHEN_FULL))}, not {word!r}",
             "REASON_UNKNOWN_ENUM",
         )
-    return found
+    return value
 
 
 @builds_message
@@ -217,17 +217,17 @@ def _sampling(
     """The message; None where everything is left to the defaults."""
     message = generation_pb2.Sampling(
         stop=[
-            utf8_text(one, f"sampling.stop[{number}]", "a stop text")
-            for number, one in enumerate([stop] if isinstance(stop, str) else stop)
+            utf8_text(text, f"sampling.stop[{number}]", "a stop text")
+            for number, text in enumerate([stop] if isinstance(stop, str) else stop)
         ],
         stop_token_ids=[
             whole_number(
-                one,
+                token_id,
                 f"sampling.stop_token_ids[{number}]",
                 "a token id",
                 reason="REASON_UNKNOWN_TOKEN",
             )
-            for number, one in enumerate(stop_token_ids)
+            for number, token_id in enumerate(stop_token_ids)
         ],
         ignore_eos=ignore_eos,
     )

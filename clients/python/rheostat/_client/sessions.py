@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
-from rheostat._connection.calls import Answer, Fold, Result, Step, Talk
+from rheostat._connection.calls import Accumulator, Answer, BidiCall, Result, Step
 from rheostat._errors import NotFound, Refused, RheostatError, from_status
-from rheostat._responses.accumulator import GenerationFold
+from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
 from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2, steering_pb2
@@ -118,44 +118,47 @@ class Updates:
     def unanswered(self) -> list[UpdateRefused]:
         """Refusals of the updates that no answer came to, once each."""
         with self._lock:
-            late, self._unanswered = self._unanswered, []
-        return [UpdateRefused(one, NotFound(_ENDED, reason=_NOT_FOUND)) for one in late]
+            update_ids, self._unanswered = self._unanswered, []
+        return [
+            UpdateRefused(update_id, NotFound(_ENDED, reason=_NOT_FOUND))
+            for update_id in update_ids
+        ]
 
     def _next_id(self) -> int:
         self._last_id += 1
         return self._last_id
 
 
-class SessionFold:
+class SessionAccumulator:
     """From `SessionResponse` messages to events and a `Generation`."""
 
-    def __init__(self, updates: Updates, whole: GenerationFold) -> None:
+    def __init__(self, updates: Updates, whole: GenerationAccumulator) -> None:
         """Answers go to ``updates``, everything else to ``whole``."""
         self._updates = updates
         self._whole = whole
 
-    def feed(self, message: generation_service_pb2.SessionResponse) -> list[SessionEvent]:
+    def add(self, message: generation_service_pb2.SessionResponse) -> list[SessionEvent]:
         """The message's events."""
         match message.WhichOneof("event"):
             case "applied":
-                told = self._updates.answered(message.applied.update_id)
-                return [_read_applied(message.applied)] if told else []
+                is_update = self._updates.answered(message.applied.update_id)
+                return [_read_applied(message.applied)] if is_update else []
             case "refused":
                 self._updates.answered(message.refused.update_id)
                 return [_read_refused(message.refused)]
             case "receipt":
                 self._updates.close()
-                return [*self._updates.unanswered(), *self._whole.feed(message)]
-        return [*self._whole.feed(message)]
+                return [*self._updates.unanswered(), *self._whole.add(message)]
+        return [*self._whole.add(message)]
 
     def result(self) -> Generation:
-        """The whole, once the stream has ended with OK; raises as `GenerationFold.result`."""
+        """The generation, once the stream has ended with OK."""
         return self._whole.result()
 
 
 def _read_applied(message: generation_pb2.UpdateApplied) -> UpdateApplied:
     return UpdateApplied(
-        message.update_id, {one.sample: one.position for one in message.first_positions}
+        message.update_id, {sample.sample: sample.position for sample in message.first_positions}
     )
 
 
@@ -164,8 +167,8 @@ def _read_refused(message: generation_pb2.UpdateRefused) -> UpdateRefused:
 
 
 @dataclass(frozen=True)
-class Dialogue(Talk[Answer], Generic[Answer, Step, Result]):
+class SessionCall(BidiCall[Answer], Generic[Answer, Step, Result]):
     """A talk of which the first request is known."""
 
     start: generation_service_pb2.GenerateRequest
-    fold: Callable[[Updates], Fold[Answer, Step, Result]]
+    accumulator: Callable[[Updates], Accumulator[Answer, Step, Result]]

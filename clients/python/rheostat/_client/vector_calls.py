@@ -8,14 +8,26 @@ from functools import partial
 import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, vector_data, write_element
-from rheostat._connection.calls import PAGE, Download, Script, Unary, Upload, every_page
+from rheostat._connection.calls import (
+    PAGE,
+    DownloadCall,
+    PagedCall,
+    UnaryCall,
+    UploadCall,
+    every_page,
+)
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, vector_digest, vector_name
 from rheostat._points import LayersLike, PointsLike, layers_of, site_set
 from rheostat._prompts import Prompt
 from rheostat._selectors import SelectorLike
-from rheostat._steering.derivations import Derivation, DerivationFold, DeriveMethod, derive_request
-from rheostat._steering.transfers import DownloadFold, Pieces, Progress
+from rheostat._steering.derivations import (
+    Derivation,
+    DerivationAccumulator,
+    DeriveMethod,
+    derive_request,
+)
+from rheostat._steering.transfers import Progress, VectorAccumulator, VectorUpload
 from rheostat._steering.vectors import Vector, VectorInfo, defaults, read_info
 from rheostat_wire.v1 import steering_service_pb2
 
@@ -30,7 +42,7 @@ def put_vector(
     description: str | None,
     dtype: Element | None,
     progress: Progress | None,
-) -> Upload[steering_service_pb2.PutVectorResponse, Vector]:
+) -> UploadCall[steering_service_pb2.PutVectorResponse, Vector]:
     """Store a vector."""
     at_points, at_layers = defaults(points, layers)
     if isinstance(array, Vector):
@@ -57,9 +69,9 @@ def put_vector(
         digest.hex(), name, data.shape, data.element, at_points, at_layers,
         description=description or "",
     )  # fmt: skip
-    return Upload(
+    return UploadCall(
         "/rheostat.v1.SteeringService/PutVector",
-        Pieces(header, data, progress),
+        VectorUpload(header, data, progress),
         steering_service_pb2.PutVectorResponse,
         lambda _: vector,
     )
@@ -68,7 +80,7 @@ def put_vector(
 @builds_message
 def get_vector(
     name: str | None, digest: str | None
-) -> Download[steering_service_pb2.GetVectorResponse, None, Vector]:
+) -> DownloadCall[steering_service_pb2.GetVectorResponse, None, Vector]:
     """Fetch a vector by name or digest."""
     if name is not None and digest is not None:
         raise invalid("digest", "give the vector's name or its digest, not both")
@@ -79,17 +91,17 @@ def get_vector(
         request.digest = vector_digest(digest)
     if name is not None:
         request.name = vector_name(name)
-    return Download(
+    return DownloadCall(
         "/rheostat.v1.SteeringService/GetVector",
         request,
         steering_service_pb2.GetVectorResponse,
-        DownloadFold,
+        VectorAccumulator,
     )
 
 
 def list_vectors(
     prefix: str,
-) -> Script[steering_service_pb2.ListVectorsResponse, list[VectorInfo]]:
+) -> PagedCall[steering_service_pb2.ListVectorsResponse, list[VectorInfo]]:
     """Every stored vector, page by page."""
     utf8_text(prefix, "name_prefix", "a prefix")
     pages = yield from every_page(
@@ -99,7 +111,7 @@ def list_vectors(
         ),
         steering_service_pb2.ListVectorsResponse,
     )
-    return [read_info(one) for page in pages for one in page.vectors]
+    return [read_info(info) for page in pages for info in page.vectors]
 
 
 def derive_vectors(
@@ -114,10 +126,10 @@ def derive_vectors(
     description: str,
     lora: str | None,
     progress: Progress | None,
-) -> Download[steering_service_pb2.DeriveVectorsResponse, None, Derivation]:
+) -> DownloadCall[steering_service_pb2.DeriveVectorsResponse, None, Derivation]:
     """Make vectors of two sets of prompts."""
     at_layers = layers_of(layers)
-    return Download(
+    return DownloadCall(
         "/rheostat.v1.SteeringService/DeriveVectors",
         derive_request(
             positive,
@@ -131,7 +143,7 @@ def derive_vectors(
             lora=lora,
         ),
         steering_service_pb2.DeriveVectorsResponse,
-        partial(DerivationFold, at_layers, progress),
+        partial(DerivationAccumulator, at_layers, progress),
     )
 
 
@@ -144,7 +156,7 @@ def set_name(
     points: PointsLike | None,
     layers: LayersLike | None,
     description: str | None,
-) -> Unary[steering_service_pb2.SetNameResponse, str]:
+) -> UnaryCall[steering_service_pb2.SetNameResponse, str]:
     """Name a stored vector; returns the digest that had the name before, "" for none."""
     at_points, at_layers = defaults(points, layers)
     if isinstance(vector, Vector):
@@ -160,7 +172,7 @@ def set_name(
     )
     if expected is not None:
         request.expected_digest = _digest(expected, "expected") if expected else b""
-    return Unary(
+    return UnaryCall(
         "/rheostat.v1.SteeringService/SetName",
         request,
         steering_service_pb2.SetNameResponse,
@@ -181,9 +193,9 @@ def _digest(vector: Vector | str, path: str) -> bytes:
 
 
 @builds_message
-def delete_name(name: str) -> Unary[steering_service_pb2.DeleteNameResponse, str]:
+def delete_name(name: str) -> UnaryCall[steering_service_pb2.DeleteNameResponse, str]:
     """Delete a name; returns its vector's digest."""
-    return Unary(
+    return UnaryCall(
         "/rheostat.v1.SteeringService/DeleteName",
         steering_service_pb2.DeleteNameRequest(name=vector_name(name)),
         steering_service_pb2.DeleteNameResponse,

@@ -69,7 +69,7 @@ class Vectors:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
         call, timeout = vector_calls.get_vector(name, digest), self._connection.limit(timeout)
         responses = self._connection.download(call, timeout)
-        return Reader(self._connection, responses, call.fold(), timeout).result()
+        return Reader(self._connection, responses, call.accumulator(), timeout).result()
 
     def derive(
         self,
@@ -121,7 +121,7 @@ class Vectors:
             progress=progress,
         )
         responses = self._connection.download(call, timeout)
-        with Reader(self._connection, responses, call.fold(), timeout) as reader:
+        with Reader(self._connection, responses, call.accumulator(), timeout) as reader:
             return reader.result()
 
     def set_name(
@@ -156,7 +156,7 @@ class Vectors:
 
     def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors whose name begins with ``prefix``, by name; "" lists unnamed ones too."""
-        return self._connection.script(vector_calls.list_vectors(prefix))
+        return self._connection.paged(vector_calls.list_vectors(prefix))
 
     def delete(self, name: str) -> str:
         """Delete a name and return its vector's digest. Running requests keep the vector."""

@@ -18,15 +18,15 @@ from google.protobuf.message import Message
 from rheostat import _errors
 from rheostat._connection.aio_status import ServerStatus
 from rheostat._connection.calls import (
+    Accumulator,
     Answer,
-    Download,
-    Fold,
+    BidiCall,
+    DownloadCall,
+    PagedCall,
     Result,
-    Script,
     Step,
-    Talk,
-    Unary,
-    Upload,
+    UnaryCall,
+    UploadCall,
     serialize,
 )
 from rheostat._connection.channel import CLOSED, OPTIONS, checked_target
@@ -72,7 +72,7 @@ class Connection:
         """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
         return self.timeout if timeout is None else timeout
 
-    async def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
+    async def unary(self, call: UnaryCall[Answer, Result], timeout: float | None = None) -> Result:
         """One request, one answer."""
         timeout = self.limit(timeout)
         rpc = self.channel.unary_unary(
@@ -90,17 +90,17 @@ class Connection:
             raise cancelled_here() from None
         return call.read(answer)
 
-    async def script(self, script: Script[Answer, Result]) -> Result:
-        """Unary calls, one after the other."""
+    async def paged(self, calls: PagedCall[Answer, Result]) -> Result:
+        """The calls of a listing, one after the other."""
         try:
-            call = next(script)
+            call = next(calls)
             while True:
-                call = script.send(await self.unary(call))
+                call = calls.send(await self.unary(call))
         except StopIteration as end:
             result: Result = end.value
             return result
 
-    async def upload(self, call: Upload[Answer, Result], timeout: float | None) -> Result:
+    async def upload(self, call: UploadCall[Answer, Result], timeout: float | None) -> Result:
         """Many requests, one answer."""
         timeout = self.limit(timeout)
         rpc = self.channel.stream_unary(
@@ -124,7 +124,7 @@ class Connection:
         raise failure
 
     def download(
-        self, call: Download[Answer, Step, Result], timeout: float | None
+        self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
         """Start a call with many answers. It ends after ``timeout`` seconds; None: never."""
         rpc = self.channel.unary_stream(
@@ -135,9 +135,9 @@ class Connection:
         responses: Responses[Answer] = rpc(call.request, timeout=timeout)
         return responses
 
-    def dialogue(
+    def bidi(
         self,
-        call: Talk[Answer],
+        call: BidiCall[Answer],
         requests: AsyncIterator[Message],
         timeout: float | None,
     ) -> Responses[Answer]:
@@ -213,13 +213,13 @@ class Reader(Generic[Answer, Step, Result]):
         self,
         connection: Connection,
         responses: Responses[Answer],
-        fold: Fold[Answer, Step, Result],
+        accumulator: Accumulator[Answer, Step, Result],
         timeout: float | None,
     ) -> None:
         """Made by `Engine`, of a call that has been started."""
         self._call = responses
         self._responses: AsyncIterator[Answer] = aiter(responses)
-        self._fold = fold
+        self._accumulator = accumulator
         self._waiting: deque[Step] = deque()
         self._target, self._timeout = connection.target, timeout
         self._begun = False
@@ -240,14 +240,14 @@ class Reader(Generic[Answer, Step, Result]):
                     raise
                 raise cancelled_here() from None
             self._begun = True
-            self._waiting.extend(self._fold.feed(message))
+            self._waiting.extend(self._accumulator.add(message))
         return self._waiting.popleft()
 
     async def result(self) -> Result:
         """Read to the end and give the whole, events already read included."""
         async for _ in self:
             pass
-        return self._fold.result()
+        return self._accumulator.result()
 
     def cancel(self) -> None:
         """End the call; the server frees what it held. Does nothing if it has ended."""

@@ -15,20 +15,10 @@ from google.protobuf.message import Message
 from rheostat_wire.v1 import capture_service_pb2, run_service_pb2, steering_service_pb2
 
 Answer = TypeVar("Answer", bound=Message)
-
-
 Result = TypeVar("Result")
-
-
 Step = TypeVar("Step")
-
-
-Taken = TypeVar("Taken", contravariant=True)
-
-
+MessageT = TypeVar("MessageT", contravariant=True)
 Whole = TypeVar("Whole", covariant=True)
-
-
 Page = TypeVar(
     "Page",
     capture_service_pb2.GetArtifactsResponse,
@@ -42,18 +32,18 @@ PAGE = 1000
 """Entries of a page that are asked for: as many as a server gives."""
 
 
-class Fold(Protocol[Taken, Step, Whole]):
-    """What a response stream is folded into."""
+class Accumulator(Protocol[MessageT, Step, Whole]):
+    """Makes events, and one result, of the messages of a response stream."""
 
-    def feed(self, message: Taken, /) -> list[Step]:
-        """Take a message; give its events."""
+    def add(self, message: MessageT, /) -> list[Step]:
+        """The events of the next message."""
 
     def result(self) -> Whole:
-        """All of it, once the stream has ended with OK."""
+        """The result, once the stream has ended with OK."""
 
 
 @dataclass(frozen=True)
-class Unary(Generic[Answer, Result]):
+class UnaryCall(Generic[Answer, Result]):
     """One request, one answer."""
 
     path: str
@@ -73,7 +63,7 @@ class UploadRequests(Protocol):
 
 
 @dataclass(frozen=True)
-class Upload(Generic[Answer, Result]):
+class UploadCall(Generic[Answer, Result]):
     """Many requests, one answer."""
 
     path: str
@@ -83,35 +73,35 @@ class Upload(Generic[Answer, Result]):
 
 
 @dataclass(frozen=True)
-class Download(Generic[Answer, Step, Result]):
+class DownloadCall(Generic[Answer, Step, Result]):
     """One request, many answers."""
 
     path: str
     request: Message
     answer: type[Answer]
-    fold: Callable[[], Fold[Answer, Step, Result]]
+    accumulator: Callable[[], Accumulator[Answer, Step, Result]]
 
 
 @dataclass(frozen=True)
-class Talk(Generic[Answer]):
+class BidiCall(Generic[Answer]):
     """Many requests, many answers."""
 
     path: str
     answer: type[Answer]
 
 
-Script: TypeAlias = Generator[Unary[Answer, Answer], Answer, Result]
-"""Unary calls of which each depends on the answer before: yields calls, is sent answers."""
+PagedCall: TypeAlias = Generator[UnaryCall[Answer, Answer], Answer, Result]
+"""Calls of which each depends on the answer before: it yields calls and is sent answers."""
 
 
 def every_page(
     path: str, request: Callable[[str], Message], answer: type[Page]
-) -> Script[Page, list[Page]]:
+) -> PagedCall[Page, list[Page]]:
     """Every page of a listing, whose requests are made of the pages' tokens."""
     pages: list[Page] = []
     token = ""
     while True:
-        page = yield Unary(path, request(token), answer, lambda page: page)
+        page = yield UnaryCall(path, request(token), answer, lambda page: page)
         pages.append(page)
         token = page.next_page_token
         if not token:

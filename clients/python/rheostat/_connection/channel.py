@@ -72,9 +72,9 @@ def checked_target(target: str) -> str:
     if scheme is not None:
         bare = target[scheme.end() :].rstrip("/")
         raise invalid("target", f"a target has no scheme: write {bare!r}, without {scheme[0]}")
-    found = _HOST_PORT.fullmatch(target)
-    if found is None:
+    match = _HOST_PORT.fullmatch(target)
+    if match is None:
         raise invalid("target", f"target needs a port, e.g. localhost:50051; {target!r} has none")
-    if not 0 < int(found[2]) < 65536:
-        raise invalid("target", f"a target's port is 1 to 65535, not {found[2]}")
+    if not 0 < int(match[2]) < 65536:
+        raise invalid("target", f"a target's port is 1 to 65535, not {match[2]}")
     return target

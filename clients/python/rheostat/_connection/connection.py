@@ -15,15 +15,15 @@ from google.protobuf.message import Message
 
 from rheostat import _errors
 from rheostat._connection.calls import (
+    Accumulator,
     Answer,
-    Download,
-    Fold,
+    BidiCall,
+    DownloadCall,
+    PagedCall,
     Result,
-    Script,
     Step,
-    Talk,
-    Unary,
-    Upload,
+    UnaryCall,
+    UploadCall,
     serialize,
 )
 from rheostat._connection.channel import CLOSED, OPTIONS, checked_target
@@ -65,7 +65,7 @@ class Connection:
         """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
         return self.timeout if timeout is None else timeout
 
-    def unary(self, call: Unary[Answer, Result], timeout: float | None = None) -> Result:
+    def unary(self, call: UnaryCall[Answer, Result], timeout: float | None = None) -> Result:
         """One request, one answer."""
         timeout = self.limit(timeout)
         rpc = self.channel.unary_unary(
@@ -79,17 +79,17 @@ class Connection:
             raise _errors.from_rpc(error, self.target, timeout) from None
         return call.read(answer)
 
-    def script(self, script: Script[Answer, Result]) -> Result:
-        """Unary calls, one after the other."""
+    def paged(self, calls: PagedCall[Answer, Result]) -> Result:
+        """The calls of a listing, one after the other."""
         try:
-            call = next(script)
+            call = next(calls)
             while True:
-                call = script.send(self.unary(call))
+                call = calls.send(self.unary(call))
         except StopIteration as end:
             result: Result = end.value
             return result
 
-    def upload(self, call: Upload[Answer, Result], timeout: float | None) -> Result:
+    def upload(self, call: UploadCall[Answer, Result], timeout: float | None) -> Result:
         """Many requests, one answer."""
         timeout = self.limit(timeout)
         rpc = self.channel.stream_unary(
@@ -106,7 +106,7 @@ class Connection:
         raise failure
 
     def download(
-        self, call: Download[Answer, Step, Result], timeout: float | None
+        self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
         """Start a call with many answers. It ends after ``timeout`` seconds; None: never."""
         rpc = self.channel.unary_stream(
@@ -117,9 +117,9 @@ class Connection:
         responses: Responses[Answer] = rpc(call.request, timeout=timeout)
         return responses
 
-    def dialogue(
+    def bidi(
         self,
-        call: Talk[Answer],
+        call: BidiCall[Answer],
         requests: Iterator[Message],
         timeout: float | None,
     ) -> Responses[Answer]:
@@ -145,12 +145,12 @@ class Reader(Generic[Answer, Step, Result]):
         self,
         connection: Connection,
         responses: Responses[Answer],
-        fold: Fold[Answer, Step, Result],
+        accumulator: Accumulator[Answer, Step, Result],
         timeout: float | None,
     ) -> None:
         """Made by `Engine`, of a call that has been started."""
         self._responses = responses
-        self._fold = fold
+        self._accumulator = accumulator
         self._waiting: deque[Step] = deque()
         self._target, self._timeout = connection.target, timeout
         self._begun = False
@@ -167,14 +167,14 @@ class Reader(Generic[Answer, Step, Result]):
             except grpc.RpcError as error:
                 raise self._failure(error) from None
             self._begun = True
-            self._waiting.extend(self._fold.feed(message))
+            self._waiting.extend(self._accumulator.add(message))
         return self._waiting.popleft()
 
     def result(self) -> Result:
         """Read to the end and give the whole, events already read included."""
         for _ in self:
             pass
-        return self._fold.result()
+        return self._accumulator.result()
 
     def cancel(self) -> None:
         """End the call; the server frees what it held. Does nothing if it has ended."""

@@ -99,9 +99,9 @@ def _format(path: Path, feature: int | None, format: VectorFormat | None) -> Vec
         return format
     if feature is not None or path.is_dir():
         return "sae"
-    for known in FORMATS:
-        if path.suffix == f".{known}":
-            return known
+    for name in FORMATS:
+        if path.suffix == f".{name}":
+            return name
     raise invalid(
         "format",
         f"{path} does not end in .safetensors, .npz or .gguf: say its format, one of "

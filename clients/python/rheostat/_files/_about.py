@@ -51,9 +51,9 @@ def write_about(vector: Vector) -> str:
 def read_about(path: Path, text: str) -> About:
     """What the text of a file says. Raises InvalidRequest for a text of another kind."""
     try:
-        said = json.loads(text)
-        points, layers = said["points"], said["layers"]
-        name, description = said["name"], said["description"]
+        fields = json.loads(text)
+        points, layers = fields["points"], fields["layers"]
+        name, description = fields["name"], fields["description"]
         if not isinstance(name, str | None) or not isinstance(description, str):
             raise TypeError("name and description are texts")
         return About(
@@ -70,10 +70,10 @@ def read_about(path: Path, text: str) -> About:
         ) from error
 
 
-def _layers(said: LayersLike | dict[str, int]) -> LayersLike:
-    if isinstance(said, dict):
-        return range(said["start"], said["stop"], said["step"])
-    return said
+def _layers(layers: LayersLike | dict[str, int]) -> LayersLike:
+    if isinstance(layers, dict):
+        return range(layers["start"], layers["stop"], layers["step"])
+    return layers
 
 
 def numbers_of(path: Path, array: npt.ArrayLike, dtype: Element | None = None) -> VectorData:

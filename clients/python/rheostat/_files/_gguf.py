@@ -60,10 +60,10 @@ def load(path: Path) -> Vector:
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise unreadable(path, error) from error
     if texts["general.architecture"] != _ARCHITECTURE:
-        found = texts["general.architecture"] or "nothing"
+        architecture = texts["general.architecture"] or "nothing"
         raise bad_file(
             path,
-            f"is no control vector, but {found}",
+            f"is no control vector, but {architecture}",
             f'its general.architecture has to be "{_ARCHITECTURE}"',
         )
     rows = _directions(path, reader)
@@ -144,8 +144,8 @@ def save(path: Path, vector: Vector, rows: VectorData, model_hint: str) -> None:
 def _layers(vector: Vector) -> tuple[int, ...]:
     """The layers of a vector that llama.cpp would do the same with."""
     if vector.points != (Point.RESID_POST,):
-        said = "+".join(vector.points) if vector.points else "no point"
-        raise _cannot("points", f"control vectors act at resid_post, and this one at {said}")
+        points = "+".join(vector.points) if vector.points else "no point"
+        raise _cannot("points", f"control vectors act at resid_post, and this one at {points}")
     if vector.layers is None or vector.layers == "all":
         raise _cannot("layers", "control vectors name their layers by number")
     layers = tuple(vector.layers)

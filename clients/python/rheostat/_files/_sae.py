@@ -30,7 +30,7 @@ _HOOK = re.compile(r"blocks\.([0-9]+)\.hook_([a-z_]+)")
 def load(path: Path, feature: int | None) -> Vector:
     """The row of a feature."""
     folder, weights = (path, _weights(path)) if path.is_dir() else (path.parent, path)
-    said = _config(folder / _CONFIG)
+    config = _config(folder / _CONFIG)
     file = TensorFile(weights)
     decoder = file.tensors.get(_DECODER)
     if decoder is None or len(decoder.shape) != 2:
@@ -41,13 +41,13 @@ def load(path: Path, feature: int | None) -> Vector:
             "give the file that SAELens writes",
             "REASON_VECTOR_SHAPE",
         )
-    _check_shape(weights, said, decoder.shape)
+    _check_shape(weights, config, decoder.shape)
     count = decoder.shape[0]
     if feature is None or not 0 <= feature < count:
         raise invalid("feature", f"say which feature to take: {path} has 0 to {count - 1}")
-    hook = said.get("hook_name_out") or said.get("hook_name")
+    hook = config.get("hook_name_out") or config.get("hook_name")
     point, layer = _site(folder / _CONFIG, hook)
-    model = said.get("model_name")
+    model = config.get("model_name")
     description = f"SAE feature {feature} of {hook}" + (f", {model}" if model else "")
     about = About(None, description, (point,), (layer,))
     return vector_of(weights, file.row(_DECODER, feature), about)
@@ -56,31 +56,31 @@ def load(path: Path, feature: int | None) -> Vector:
 def _weights(folder: Path) -> Path:
     if (folder / _WEIGHTS).exists():
         return folder / _WEIGHTS
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
         raise bad_file(
             folder,
-            f"holds no {_WEIGHTS}, and {len(found)} other safetensors files",
+            f"holds no {_WEIGHTS}, and {len(files)} other safetensors files",
             "give the path of the one with the decoder",
         )
-    return found[0]
+    return files[0]
 
 
 def _config(path: Path) -> Mapping[str, object]:
     """The entries of cfg.json; those below "metadata" as if they stood at the top."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-    if not isinstance(said, dict):
+    if not isinstance(config, dict):
         raise bad_file(path, "is no JSON object", "give the cfg.json that SAELens writes")
-    inner = said.get("metadata")
-    return {**(inner if isinstance(inner, dict) else {}), **said}
+    inner = config.get("metadata")
+    return {**(inner if isinstance(inner, dict) else {}), **config}
 
 
-def _check_shape(path: Path, said: Mapping[str, object], shape: tuple[int, ...]) -> None:
-    width = said.get("d_out") if said.get("hook_name_out") else said.get("d_in")
-    expected = (said.get("d_sae", shape[0]), shape[1] if width is None else width)
+def _check_shape(path: Path, config: Mapping[str, object], shape: tuple[int, ...]) -> None:
+    width = config.get("d_out") if config.get("hook_name_out") else config.get("d_in")
+    expected = (config.get("d_sae", shape[0]), shape[1] if width is None else width)
     if expected != shape:
         raise bad_file(
             path,
@@ -91,11 +91,11 @@ def _check_shape(path: Path, said: Mapping[str, object], shape: tuple[int, ...])
 
 
 def _site(path: Path, hook: object) -> tuple[Point, int]:
-    found = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
-    if found is None or found[2] not in set(Point):
+    match = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
+    if match is None or match[2] not in set(Point):
         raise bad_file(
             path,
             f"names the hook {hook!r}" if hook else "names no hook",
             f"rows can be used at blocks.N.hook_ with {', '.join(Point)}",
         )
-    return Point(found[2]), int(found[1])
+    return Point(match[2]), int(match[1])

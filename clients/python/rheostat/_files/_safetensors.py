@@ -44,8 +44,8 @@ def save(path: Path, vector: Vector, rows: VectorData) -> None:
         from safetensors import TensorSpec, serialize
     except ModuleNotFoundError as error:
         raise missing_library(error) from error
-    held = np.frombuffer(rows.data, np.uint8)
+    data = np.frombuffer(rows.data, np.uint8)
     spec = TensorSpec(
-        dtype=rows.element, shape=rows.shape, data_ptr=held.ctypes.data, data_len=held.nbytes
+        dtype=rows.element, shape=rows.shape, data_ptr=data.ctypes.data, data_len=data.nbytes
     )
     path.write_bytes(serialize({_TENSOR: spec}, metadata={KEY: write_about(vector)}))

@@ -56,9 +56,9 @@ class TensorFile:
             raise unreadable(path, error) from error
         self.metadata: Mapping[str, str] = header.pop("__metadata__", {})
         self.tensors: Mapping[str, Tensor] = {
-            name: Tensor(said["dtype"], tuple(said["shape"]), _LENGTH + length + offsets[0])
-            for name, said in header.items()
-            for offsets in (said["data_offsets"],)
+            name: Tensor(entry["dtype"], tuple(entry["shape"]), _LENGTH + length + offsets[0])
+            for name, entry in header.items()
+            for offsets in (entry["data_offsets"],)
         }
 
     def whole(self, name: str) -> VectorData:

@@ -1,8 +1,8 @@
-"""Folding of a response stream: messages in; events out, and one result at the end.
+"""Accumulates a response stream: messages in, events out, and one result at the end.
 
-A fold never does I/O, so the sync and the asyncio client share it whole. It checks what the
-contract promises: a generation ends with its receipt, and every row that the receipt counts came,
-unless it went elsewhere.
+An accumulator never does I/O, so both clients share it. It checks what the contract promises: a
+generation ends with its receipt. Every row that the receipt counts arrived, unless the request sent
+it to a sink, a run or a subscription.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ class _Sample:
         )
 
 
-class GenerationFold:
+class GenerationAccumulator:
     """From messages to events and a `Generation`. The baseline is kept apart throughout."""
 
     def __init__(self, request: generation_service_pb2.GenerateRequest) -> None:
         """An empty one, of this request."""
         self._elsewhere = {
-            number: _target(one)
-            for number, one in enumerate(request.captures)
-            if not one.HasField("inline")
+            number: _destination(capture)
+            for number, capture in enumerate(request.captures)
+            if not capture.HasField("inline")
         }
         self._captures = len(request.captures) > len(self._elsewhere)
         self._with_baseline = request.with_baseline
@@ -99,19 +99,19 @@ class GenerationFold:
         self._received: Counter[tuple[int, Site]] = Counter()
         self._receipt: Receipt | None = None
 
-    def feed(self, message: _Response) -> list[Event]:
+    def add(self, message: _Response) -> list[Event]:
         """The message's events; none for kinds of event that this client does not know."""
         match message.WhichOneof("event"):
             case "started":
-                one = message.started
-                ids = tuple(one.prompt_token_ids.ids)
-                self._started = Started(one.request_id, one.model_name, ids)
+                started = message.started
+                ids = tuple(started.prompt_token_ids.ids)
+                self._started = Started(started.request_id, started.model_name, ids)
                 return [self._started]
             case "prompt_logprobs":
-                told = message.prompt_logprobs
-                tokens = tuple(_read_logprobs(one) for one in told.tokens)
-                self._prompt_logprobs[told.baseline] = tokens
-                return [PromptLogprobs(tokens, told.baseline)]
+                prompt = message.prompt_logprobs
+                tokens = tuple(_read_logprobs(entry) for entry in prompt.tokens)
+                self._prompt_logprobs[prompt.baseline] = tokens
+                return [PromptLogprobs(tokens, prompt.baseline)]
             case "tokens":
                 return [self._tokens(message.tokens)]
             case "captured":
@@ -185,20 +185,21 @@ class GenerationFold:
 
     def _check_rows(self, receipt: Receipt) -> None:
         for capture in receipt.captures:
-            for one in () if capture.index in self._elsewhere else capture.sites:
-                came = self._received[capture.index, one.site]
-                if came != one.row_count:
+            for captured in () if capture.index in self._elsewhere else capture.sites:
+                row_count = self._received[capture.index, captured.site]
+                if row_count != captured.row_count:
                     raise DataLoss(
-                        f"{came} rows of {one.site} came, the receipt counts {one.row_count}",
+                        f"{row_count} rows of {captured.site} came, "
+                        f"the receipt counts {captured.row_count}",
                         reason="REASON_ROWS_LOST",
-                        metadata={"rows": str(one.row_count - came)},
+                        metadata={"rows": str(captured.row_count - row_count)},
                     )
 
     def _sample(self, baseline: bool, number: int) -> _Sample:
         return self._samples.setdefault(_Key(baseline, number), _Sample())
 
     def _tokens(self, message: generation_pb2.Tokens) -> Tokens:
-        logprobs = tuple(_read_logprobs(one) for one in message.logprobs)
+        logprobs = tuple(_read_logprobs(entry) for entry in message.logprobs)
         sample = self._sample(message.baseline, message.sample)
         sample.text.append(message.text)
         sample.token_ids.extend(message.token_ids)
@@ -208,7 +209,7 @@ class GenerationFold:
         )
 
 
-def _target(capture: capture_pb2.CaptureSpec) -> str:
+def _destination(capture: capture_pb2.CaptureSpec) -> str:
     """Where its rows go that do not come back, for people."""
     match capture.WhichOneof("to"):
         case "sink":
@@ -221,8 +222,8 @@ def _target(capture: capture_pb2.CaptureSpec) -> str:
 
 def _read_logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
     token, *others = (
-        TokenLogprob(one.token_id, one.logprob, one.rank, one.text)
-        for one in (message.token, *message.alternatives)
+        TokenLogprob(entry.token_id, entry.logprob, entry.rank, entry.text)
+        for entry in (message.token, *message.alternatives)
     )
     return TokenLogprobs(token, tuple(others))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
-from rheostat._positions import read_runs, show_runs, unknown_places
+from rheostat._positions import read_ranges, show_ranges, unknown_sites_text
 from rheostat._responses.receipts import Reference, read_reference
 from rheostat_wire.v1 import generation_service_pb2, types_pb2
 
@@ -26,12 +26,12 @@ class Selection:
 
     def __str__(self) -> str:
         """As "positions 0-4, 7, generated tokens 13 but not 42"."""
-        told = f"positions {show_runs(self.positions)}"
+        text = f"positions {show_ranges(self.positions)}"
         if self.token_ids:
-            told += f", generated tokens {', '.join(map(str, self.token_ids))}"
+            text += f", generated tokens {', '.join(map(str, self.token_ids))}"
         if self.excluded_token_ids:
-            told += f" but not {', '.join(map(str, self.excluded_token_ids))}"
-        return told
+            text += f" but not {', '.join(map(str, self.excluded_token_ids))}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -106,37 +106,39 @@ class Explanation:
 
     def __str__(self) -> str:
         """One line per fact."""
-        return "\n".join(["the request would", *(f"  {k}: {v}" for k, v in _told(self))])
+        return "\n".join(["the request would", *(f"  {k}: {v}" for k, v in _rows(self))])
 
     def _repr_html_(self) -> str:
-        return table(("explanation", ""), _told(self))
+        return table(("explanation", ""), _rows(self))
 
 
-def _told(one: Explanation) -> list[tuple[str, str]]:
-    rows = [("prompt", f"{len(one.prompt_token_ids)} tokens")]
-    for done in one.interventions:
+def _rows(explanation: Explanation) -> list[tuple[str, str]]:
+    rows = [("prompt", f"{len(explanation.prompt_token_ids)} tokens")]
+    for done in explanation.interventions:
         unit = " of the stream" if done.op == "norm_add" else ""
         sites = [
             f"{site} (dose {done.doses[site]:.3g}{unit})" if site in done.doses else str(site)
             for site in done.sites
         ]
-        places = ", ".join([*sites, *unknown_places(done.unknown_sites)])
+        sites_text = ", ".join([*sites, *unknown_sites_text(done.unknown_sites)])
         which = Reference(done.origin, done.index, done.op, done.rule_name)
-        rows.append((str(which), f"{places}; {done.selection}"))
-    for capture in one.captures:
-        places = ", ".join([*map(str, capture.sites), *unknown_places(capture.unknown_sites)])
+        rows.append((str(which), f"{sites_text}; {done.selection}"))
+    for capture in explanation.captures:
+        sites_text = ", ".join(
+            [*map(str, capture.sites), *unknown_sites_text(capture.unknown_sites)]
+        )
         rows.append(
             (
                 f"capture {capture.index}",
-                f"{places}; {capture.selection}; {capture.payload_bytes} bytes",
+                f"{sites_text}; {capture.selection}; {capture.payload_bytes} bytes",
             )
         )
-    for key in one.cache_keys:
-        told = "private" if key.private else key.digest[:12]
-        rows.append((f"cache key from position {key.position}", told))
-    rows.append(("bank rows", f"{one.new_bank_row_count} new"))
-    if one.global_version:
-        rows.append(("server-wide steering", f"version {one.global_version}"))
+    for key in explanation.cache_keys:
+        key_text = "private" if key.private else key.digest[:12]
+        rows.append((f"cache key from position {key.position}", key_text))
+    rows.append(("bank rows", f"{explanation.new_bank_row_count} new"))
+    if explanation.global_version:
+        rows.append(("server-wide steering", f"version {explanation.global_version}"))
     return rows
 
 
@@ -144,19 +146,21 @@ def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explana
     """The explanation of a wire message."""
     return Explanation(
         prompt_token_ids=tuple(message.prompt_token_ids.ids),
-        interventions=tuple(_read_intervention(one) for one in message.interventions),
+        interventions=tuple(
+            _read_intervention(intervention) for intervention in message.interventions
+        ),
         captures=tuple(
             ResolvedCapture(
-                one.capture_index,
-                _known(one.sites),
-                _read_selection(one.selection),
-                one.payload_bytes,
-                len(one.sites) - len(_known(one.sites)),
+                capture.capture_index,
+                _known(capture.sites),
+                _read_selection(capture.selection),
+                capture.payload_bytes,
+                len(capture.sites) - len(_known(capture.sites)),
             )
-            for one in message.captures
+            for capture in message.captures
         ),
         cache_keys=tuple(
-            CacheKey(one.position, one.digest.hex(), one.private) for one in message.cache_keys
+            CacheKey(key.position, key.digest.hex(), key.private) for key in message.cache_keys
         ),
         new_bank_row_count=message.new_bank_row_count,
         global_version=message.global_version,
@@ -191,7 +195,7 @@ def _known(sites: Iterable[types_pb2.Site]) -> tuple[Site, ...]:
 
 def _read_selection(message: generation_service_pb2.ResolvedSelection) -> Selection:
     return Selection(
-        read_runs(message.positions), tuple(message.token_ids), tuple(message.excluded_token_ids)
+        read_ranges(message.positions), tuple(message.token_ids), tuple(message.excluded_token_ids)
     )
 
 

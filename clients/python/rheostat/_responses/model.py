@@ -147,13 +147,13 @@ class ModelInfo:
 
     def __str__(self) -> str:
         """One line per fact."""
-        return "\n".join([self.name, *(f"  {what}: {how}" for what, how in _told(self))])
+        return "\n".join([self.name, *(f"  {what}: {how}" for what, how in _rows(self))])
 
     def _repr_html_(self) -> str:
-        return table(("model", self.name), _told(self))
+        return table(("model", self.name), _rows(self))
 
 
-def _told(model: ModelInfo) -> list[tuple[str, str]]:
+def _rows(model: ModelInfo) -> list[tuple[str, str]]:
     engine = model.engine
     rows = [
         (
@@ -174,13 +174,16 @@ def _told(model: ModelInfo) -> list[tuple[str, str]]:
         ),
         ("adapters", ", ".join(model.lora_names) or "none"),
         ("server", f"{model.build_version}, {model.api_version}"),
-        ("features", ", ".join(one.replace("_", " ") for one in model.features) or "not told"),
+        (
+            "features",
+            ", ".join(feature.replace("_", " ") for feature in model.features) or "not told",
+        ),
     ]
     for group in model.sites:
         done = [op for op, ability in group.ops.items() if ability.served]
         done += ["capture"] if group.capture.served else []
-        told = ", ".join(done) or f"nothing: {group.capture.why_not}"
-        rows.append((f"{group.point} {show_layers(group.layers)}", told))
+        abilities = ", ".join(done) or f"nothing: {group.capture.why_not}"
+        rows.append((f"{group.point} {show_layers(group.layers)}", abilities))
     return rows
 
 
@@ -194,7 +197,7 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         width=message.width,
         vocabulary_size=message.vocabulary_size,
         dtype=read_word(tensor_pb2.Dtype.DESCRIPTOR, message.dtype, "DTYPE_"),
-        sites=tuple(_read_group(one) for one in message.sites if knows_point(one.point)),
+        sites=tuple(_read_group(group) for group in message.sites if knows_point(group.point)),
         has_tokenizer=message.has_tokenizer,
         has_chat_template=message.has_chat_template,
         lora_names=tuple(message.lora_names),
@@ -228,8 +231,8 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         build_version=message.build_version,
         api_version=message.api_version,
         features=tuple(
-            read_word(engine_service_pb2.Feature.DESCRIPTOR, one, "FEATURE_")
-            for one in message.features
+            read_word(engine_service_pb2.Feature.DESCRIPTOR, feature, "FEATURE_")
+            for feature in message.features
         ),
     )
 
@@ -240,10 +243,10 @@ def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
         layers=tuple(message.layers),
         capture=Ability(message.capture.served, message.capture.why_not),
         ops={
-            read_word(receipt_pb2.Op.DESCRIPTOR, one.op, "OP_"): Ability(
-                one.ability.served, one.ability.why_not
+            read_word(receipt_pb2.Op.DESCRIPTOR, op.op, "OP_"): Ability(
+                op.ability.served, op.ability.why_not
             )
-            for one in message.ops
+            for op in message.ops
         },
         form=message.form,
         width=message.width,
@@ -318,15 +321,15 @@ class Stats:
 
     def __repr__(self) -> str:
         """The counters of requests."""
-        told = (
+        text = (
             f"{self.running_request_count} running, {self.waiting_request_count} waiting, "
             f"{self.completed_count} completed, {self.failed_count} failed, up {self.uptime:.0f} s"
         )
-        return f"Stats({told}{f', {self.leaked_count} LEAKED' if self.leaked_count else ''})"
+        return f"Stats({text}{f', {self.leaked_count} LEAKED' if self.leaked_count else ''})"
 
     def __str__(self) -> str:
         """One line per counter."""
-        return "\n".join(f"{one.name}: {getattr(self, one.name)}" for one in fields(self))
+        return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
@@ -340,7 +343,7 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         aborted_count=requests.aborted_count,
         refused_count=requests.refused_count,
         failed_count=requests.failed_count,
-        steps={one.variant: one.step_count for one in message.steps},
+        steps={variant.variant: variant.step_count for variant in message.steps},
         used_bank_row_count=message.used_bank_row_count,
         bank_row_count=message.bank_row_count,
         captured_row_count=message.captured_row_count,

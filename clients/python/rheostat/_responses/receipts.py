@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rheostat._fields import read_word
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
-from rheostat._positions import read_runs, show_points, show_runs, unknown_places
+from rheostat._positions import read_ranges, show_points, show_ranges, unknown_sites_text
 from rheostat_wire.v1 import receipt_pb2
 
 
@@ -136,18 +136,18 @@ class Receipt:
     def __str__(self) -> str:
         """One line per fact."""
         return "\n".join(
-            [f"receipt of {self.request_id}", *(f"  {k}: {v}" for k, v in _told(self))]
+            [f"receipt of {self.request_id}", *(f"  {k}: {v}" for k, v in _rows(self))]
         )
 
     def _repr_html_(self) -> str:
-        return table(("receipt", self.request_id), _told(self))
+        return table(("receipt", self.request_id), _rows(self))
 
 
 def _counted(count: int, what: str) -> list[str]:
     return [f"{count} {what}{'' if count == 1 else 's'}"] if count else []
 
 
-def _told(receipt: Receipt) -> list[tuple[str, str]]:
+def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     """The receipt as (what, how much)."""
     rows = [
         (
@@ -161,41 +161,43 @@ def _told(receipt: Receipt) -> list[tuple[str, str]]:
     ]
     for done in receipt.interventions:
         which = Reference(done.origin, done.index, done.op, done.rule_name, done.update_id)
-        rows.append((str(which), _told_intervention(done)))
+        rows.append((str(which), _intervention_text(done)))
     for capture in receipt.captures:
         lost = sum(site.dropped_row_count for site in capture.sites)
         count = sum(site.row_count for site in capture.sites)
-        told = f"{count} rows of {_places(capture)}"
-        told += f", {lost} lost" if lost else ""
-        told += f", stored in run {capture.run_id}" if capture.run_id else ""
-        rows.append((f"capture {capture.index}", told))
-    if receipt.global_version and any(one.origin == "global" for one in receipt.interventions):
+        text = f"{count} rows of {_sites_text(capture)}"
+        text += f", {lost} lost" if lost else ""
+        text += f", stored in run {capture.run_id}" if capture.run_id else ""
+        rows.append((f"capture {capture.index}", text))
+    if receipt.global_version and any(
+        intervention.origin == "global" for intervention in receipt.interventions
+    ):
         rows.append(("server-wide steering", f"version {receipt.global_version}"))
     if receipt.update_count:
         rows.append(("updates", f"{receipt.update_count} carried out"))
     return rows
 
 
-def _told_intervention(done: AppliedIntervention) -> str:
-    told = f"{sum(site.row_count for site in done.sites)} rows"
-    if places := _places(done):
-        told += f" at {places}"
+def _intervention_text(done: AppliedIntervention) -> str:
+    text = f"{sum(site.row_count for site in done.sites)} rows"
+    if sites_text := _sites_text(done):
+        text += f" at {sites_text}"
     doses = [site.dose for site in done.sites if site.dose is not None]
     if doses:
-        told += f", dose {_between([dose.norm for dose in doses])}"
+        text += f", dose {_between([dose.norm for dose in doses])}"
         means = [100 * dose.relative_mean for dose in doses if dose.relative_mean is not None]
         most = [100 * dose.relative_max for dose in doses if dose.relative_max is not None]
         if means:
-            told += f" ({_between(means)} % of the stream"
-            told += f", at most {max(most):.3g} %)" if most else ")"
-    samples = Counter((one.positions, one.cached_positions) for one in done.rows)
+            text += f" ({_between(means)} % of the stream"
+            text += f", at most {max(most):.3g} %)" if most else ")"
+    samples = Counter((rows.positions, rows.cached_positions) for rows in done.rows)
     if not any(positions or cached for positions, cached in samples):
-        return told
+        return text
     for (positions, cached), count in samples.items():
-        told += f", positions {show_runs(positions)}"
-        told += f" and from the cache {show_runs(cached)}" if cached else ""
-        told += f" in {count} samples" if count > 1 else ""
-    return told
+        text += f", positions {show_ranges(positions)}"
+        text += f" and from the cache {show_ranges(cached)}" if cached else ""
+        text += f" in {count} samples" if count > 1 else ""
+    return text
 
 
 def _between(numbers: list[float]) -> str:
@@ -203,10 +205,10 @@ def _between(numbers: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _places(done: AppliedIntervention | CaptureReceipt) -> str:
+def _sites_text(done: AppliedIntervention | CaptureReceipt) -> str:
     """As "resid_post 2-5, resid_pre 0"."""
     return ", ".join(
-        [*show_points(one.site for one in done.sites), *unknown_places(done.unknown_sites)]
+        [*show_points(site.site for site in done.sites), *unknown_sites_text(done.unknown_sites)]
     )
 
 
@@ -243,19 +245,19 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
         request_id=message.request_id,
         prompt_token_count=message.prompt_token_count,
         generated_token_count=message.generated_token_count,
-        interventions=tuple(_read_applied(one) for one in message.interventions),
+        interventions=tuple(_read_applied(intervention) for intervention in message.interventions),
         captures=tuple(
             CaptureReceipt(
-                one.capture_index,
+                capture.capture_index,
                 tuple(
                     CapturedSite(read_site(site.site), site.row_count, site.dropped_row_count)
-                    for site in one.sites
+                    for site in capture.sites
                     if knows_point(site.site.point)
                 ),
-                one.run_id,
-                sum(not knows_point(site.site.point) for site in one.sites),
+                capture.run_id,
+                sum(not knows_point(site.site.point) for site in capture.sites),
             )
-            for one in message.captures
+            for capture in message.captures
         ),
         cached_prompt_token_count=message.cached_prompt_token_count,
         recomputed_token_count=message.recomputed_token_count,
@@ -276,17 +278,19 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
         digests=tuple(digest.hex() for digest in message.digests),
         sites=tuple(
             AppliedSite(
-                read_site(one.site),
-                one.row_count,
-                _read_dose(one.dose) if one.HasField("dose") else None,
+                read_site(site.site),
+                site.row_count,
+                _read_dose(site.dose) if site.HasField("dose") else None,
             )
-            for one in message.sites
-            if knows_point(one.site.point)
+            for site in message.sites
+            if knows_point(site.site.point)
         ),
-        unknown_sites=sum(not knows_point(one.site.point) for one in message.sites),
+        unknown_sites=sum(not knows_point(site.site.point) for site in message.sites),
         rows=tuple(
-            AppliedRows(one.sample, read_runs(one.positions), read_runs(one.cached_positions))
-            for one in message.rows
+            AppliedRows(
+                rows.sample, read_ranges(rows.positions), read_ranges(rows.cached_positions)
+            )
+            for rows in message.rows
         ),
     )
 

@@ -37,9 +37,9 @@ class TokenLogprobs(NamedTuple):
 
     def of(self, token_id: int) -> float | None:
         """Log-probability of a token; None if it neither stands there nor is an alternative."""
-        for one in (self.token, *self.alternatives):
-            if one.token_id == token_id:
-                return one.logprob
+        for entry in (self.token, *self.alternatives):
+            if entry.token_id == token_id:
+                return entry.logprob
         return None
 
 
@@ -261,9 +261,9 @@ class Generation(Samples):
         if self.baseline is not None:
             rows += [("baseline", sample.text) for sample in self.baseline.samples]
         rows += [
-            ("divergence", f"sample {one.sample}: mean KL {one.mean_kl:.4g} nats")
-            for one in (sample.divergence for sample in self.samples)
-            if one is not None
+            ("divergence", f"sample {divergence.sample}: mean KL {divergence.mean_kl:.4g} nats")
+            for divergence in (sample.divergence for sample in self.samples)
+            if divergence is not None
         ]
         texts = "".join(passage(sample.text) for sample in self.samples)
         return texts + table(("generation", self.request_id), rows) + self.receipt._repr_html_()

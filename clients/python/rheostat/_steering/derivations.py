@@ -96,10 +96,10 @@ class Derivation:
         Its site tells the prompts apart best; whether steering there works best is another
         question, which a sweep over doses answers. Raises Refused if no row has a separation.
         """
-        found = self._best()
-        if found is None:
+        row = self._best()
+        if row is None:
             raise Refused("no row has a separation; give two prompts or more in each set")
-        return found
+        return row
 
     def _best(self) -> DerivedRow | None:
         measured = [
@@ -173,18 +173,18 @@ def derive_request(
 def _prompts(prompts: object, path: str) -> list[types_pb2.Prompt]:
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise invalid(path, "a set is a list of prompts, not a single prompt")
-    found: list[types_pb2.Prompt] = []
+    messages: list[types_pb2.Prompt] = []
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, Sequence):
             raise invalid(
                 f"{path}[{number}]", "a prompt is text, token ids or messages, in a list of them"
             )
-        found.append(types_pb2.Prompt())
-        put_prompt(found[-1], prompt, f"{path}[{number}]")
-    return found
+        messages.append(types_pb2.Prompt())
+        put_prompt(messages[-1], prompt, f"{path}[{number}]")
+    return messages
 
 
-class DerivationFold:
+class DerivationAccumulator:
     """From `DeriveVectorsResponse` messages to a `Derivation`."""
 
     def __init__(self, layers: Layers, progress: Progress | None) -> None:
@@ -193,12 +193,12 @@ class DerivationFold:
         self._progress = progress
         self._derived: steering_service_pb2.DerivedVectors | None = None
 
-    def feed(self, message: steering_service_pb2.DeriveVectorsResponse) -> list[None]:
+    def add(self, message: steering_service_pb2.DeriveVectorsResponse) -> list[None]:
         """Take the next event."""
         match message.WhichOneof("event"):
             case "progress" if self._progress is not None:
-                told = message.progress
-                self._progress(told.done_prompt_count, told.total_prompt_count)
+                progress = message.progress
+                self._progress(progress.done_prompt_count, progress.total_prompt_count)
             case "derived":
                 self._derived = message.derived
         return []

@@ -27,18 +27,21 @@ class GlobalSteering:
 
     def __str__(self) -> str:
         """One line per intervention."""
-        return "\n".join([self._title(), *(f"  {what}: {how}" for what, how in self._told())])
+        return "\n".join([self._title(), *(f"  {what}: {how}" for what, how in self._rows())])
 
     def _repr_html_(self) -> str:
-        return table((self._title(), ""), self._told())
+        return table((self._title(), ""), self._rows())
 
     def _title(self) -> str:
         since = "" if self.set_time is None else f", set {self.set_time:%Y-%m-%d %H:%M:%S} UTC"
         return f"server-wide steering, version {self.version}{since}"
 
-    def _told(self) -> list[tuple[str, str]]:
-        told = [(str(number), str(one)) for number, one in enumerate(self.interventions)]
-        return told or [("interventions", "none")]
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [
+            (str(number), str(intervention))
+            for number, intervention in enumerate(self.interventions)
+        ]
+        return rows or [("interventions", "none")]
 
 
 def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteering:
@@ -51,8 +54,8 @@ def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteeri
         raise Unimplemented("the server has probes or rules, which this client does not know")
     return GlobalSteering(
         interventions=tuple(
-            _read_intervention(one, f"interventions[{number}]")
-            for number, one in enumerate(message.policy.steering.interventions)
+            _read_intervention(intervention, f"interventions[{number}]")
+            for number, intervention in enumerate(message.policy.steering.interventions)
         ),
         version=message.version,
         set_time=(
@@ -79,20 +82,20 @@ def _read_op(message: steering_pb2.Intervention, path: str) -> Intervention:
     match message.WhichOneof("op"):
         case "add":
             add = message.add
-            return Add(_stored(add.vector), add.scale if add.HasField("scale") else 1.0)
+            return Add(_stored_vector(add.vector), add.scale if add.HasField("scale") else 1.0)
         case "norm_add":
             norm_add = message.norm_add
             scale = norm_add.scale if norm_add.HasField("scale") else 1.0
-            return NormAdd(_stored(norm_add.vector), scale)
+            return NormAdd(_stored_vector(norm_add.vector), scale)
         case "ablate":
             ablate = message.ablate
             return Ablate(
-                tuple(_stored(one) for one in ablate.directions),
+                tuple(_stored_vector(direction) for direction in ablate.directions),
                 ablate.strength if ablate.HasField("strength") else 1.0,
             )
         case "clamp":
             bands = enumerate(message.clamp.bands)
-            return Clamp(tuple(_read_band(one, f"{path}.bands[{i}]") for i, one in bands))
+            return Clamp(tuple(_read_band(band, f"{path}.bands[{i}]") for i, band in bands))
         case "scale":
             return Scale(_read_direction(message.scale.read, path), message.scale.factor)
         case op:
@@ -114,10 +117,10 @@ def _read_direction(read: vector_pb2.Readout, path: str) -> Vector:
     """The direction along which a coordinate is read."""
     if read.bias or read.HasField("activation") or read.normalise != vector_pb2.NORMALISE_UNIT:
         raise Unimplemented(f"{path} of the server reads in a way that this client does not know")
-    return _stored(read.vector)
+    return _stored_vector(read.vector)
 
 
-def _stored(ref: vector_pb2.VectorRef) -> Vector:
+def _stored_vector(ref: vector_pb2.VectorRef) -> Vector:
     """A handle on what the server holds, which it names by digest."""
     if ref.WhichOneof("ref") != "digest":
         raise ServerError("the server sent steering whose vectors are not resolved to digests")

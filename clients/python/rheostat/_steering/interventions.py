@@ -43,7 +43,7 @@ class NormAdd(Intervention):
             )
         )
 
-    def _told(self) -> str:
+    def _text(self) -> str:
         return f"norm_add {self.scale:.6g} * {self.vector.label}"
 
 
@@ -67,14 +67,14 @@ class Ablate(Intervention):
         return steering_pb2.Intervention(
             ablate=steering_pb2.Ablate(
                 directions=[
-                    _direction(one, layers, f"{path}.directions[{number}]")
-                    for number, one in enumerate(self.directions)
+                    _direction(direction, layers, f"{path}.directions[{number}]")
+                    for number, direction in enumerate(self.directions)
                 ],
                 strength=_fraction(self.strength, f"{path}.strength"),
             )
         )
 
-    def _told(self) -> str:
+    def _text(self) -> str:
         return f"ablate {labels(self.directions)}{_part(self.strength)}"
 
 
@@ -109,8 +109,8 @@ class Band:
     def __str__(self) -> str:
         """As "joy to -1..2", "joy to ..2", "joy to 0"."""
         low, high = ("" if end is None else f"{end:.6g}" for end in (self.min, self.max))
-        told = low if low == high else f"{low}..{high}"
-        return f"{self.direction.label} to {told}{_part(self.strength)}"
+        bounds = low if low == high else f"{low}..{high}"
+        return f"{self.direction.label} to {bounds}{_part(self.strength)}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Clamp(Intervention):
             )
         )
 
-    def _told(self) -> str:
+    def _text(self) -> str:
         return f"clamp {', '.join(str(band) for band in self.bands)}"
 
 
@@ -163,7 +163,7 @@ class Scale(Intervention):
             )
         )
 
-    def _told(self) -> str:
+    def _text(self) -> str:
         return f"scale {self.direction.label} by {self.factor:.6g}"
 
 
@@ -182,10 +182,10 @@ def _direction(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRe
 
 
 def _fraction(strength: float, path: str) -> float:
-    found = finite(strength, path, "strength")
-    if not 0 <= found <= 1:
-        raise invalid(path, f"a strength is 0 to 1, not {found:.6g}")
-    return found
+    value = finite(strength, path, "strength")
+    if not 0 <= value <= 1:
+        raise invalid(path, f"a strength is 0 to 1, not {value:.6g}")
+    return value
 
 
 def _few(count: int, path: str, what: str) -> None:

@@ -37,7 +37,7 @@ def ablate(*directions: Vector, strength: float = 1.0) -> Ablate:
     2024). They need not be orthogonal, but linearly independent. ``strength`` is 0 (nothing) to 1
     (all).
     """
-    return Ablate(tuple(_vector("ablate", one) for one in directions), strength)
+    return Ablate(tuple(_vector("ablate", direction) for direction in directions), strength)
 
 
 def band(
@@ -74,10 +74,10 @@ def clamp(
     x.u there. ``strength`` is 0 (nothing) to 1 (all the way). Several bands, 1 to 8 made by `band`,
     act in turn: of directions that are not orthogonal only the last is sure to end in its band.
     """
-    whole = [one for one in bands if isinstance(one, Band)]
-    if len(whole) == len(bands) > 0 and min is None and max is None and strength == 1:
-        return Clamp(tuple(whole))
-    if len(bands) == 1 and not whole:
+    already_bands = [item for item in bands if isinstance(item, Band)]
+    if len(already_bands) == len(bands) > 0 and min is None and max is None and strength == 1:
+        return Clamp(tuple(already_bands))
+    if len(bands) == 1 and not already_bands:
         return Clamp((Band(_vector("clamp", bands[0]), min, max, strength),))
     raise invalid(
         "steering",
@@ -120,17 +120,18 @@ def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
     """The message, in the caller's order; None for none."""
     if steering is None:
         return None
-    many = _each(steering)
-    if not many:
+    interventions = _each(steering)
+    if not interventions:
         return None
-    if len(many) > _MOST_INTERVENTIONS:
+    if len(interventions) > _MOST_INTERVENTIONS:
         raise invalid(
             "steering.interventions",
-            f"{len(many)} interventions; at most {_MOST_INTERVENTIONS} go together",
+            f"{len(interventions)} interventions; at most {_MOST_INTERVENTIONS} go together",
         )
     return steering_pb2.Steering(
         interventions=[
-            one.to_wire(f"steering.interventions[{number}]") for number, one in enumerate(many)
+            intervention.to_wire(f"steering.interventions[{number}]")
+            for number, intervention in enumerate(interventions)
         ]
     )
 
@@ -138,16 +139,16 @@ def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
 def _each(steering: object) -> tuple[Intervention, ...]:
     """The interventions. Raises InvalidRequest for what is none, saying what makes one of it."""
     alone = isinstance(steering, Vector | Intervention | str) or hasattr(steering, "__array__")
-    many = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
-    found: list[Intervention] = []
-    for number, one in enumerate(many):
-        if isinstance(one, Vector):
-            found.append(Add(one))
-        elif isinstance(one, Intervention):
-            for vector in one.vectors:
+    items = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
+    interventions: list[Intervention] = []
+    for number, item in enumerate(items):
+        if isinstance(item, Vector):
+            interventions.append(Add(item))
+        elif isinstance(item, Intervention):
+            for vector in item.vectors:
                 if not isinstance(vector, Vector):
                     raise _no_vector(f"steering[{number}]", "an op", vector)
-            found.append(one)
+            interventions.append(item)
         else:
-            raise _no_vector(f"steering[{number}]", "steering", one)
-    return tuple(found)
+            raise _no_vector(f"steering[{number}]", "steering", item)
+    return tuple(interventions)

@@ -18,7 +18,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 _CHUNK = 1024 * 1024
 
 
-class Pieces:
+class VectorUpload:
     """A vector's header, then its chunks. What ``progress`` raises ends the upload."""
 
     failure: BaseException | None = None
@@ -42,12 +42,12 @@ class Pieces:
 
     def __next__(self) -> Message:
         """The next message; before it is made, the last chunk is told."""
-        self._tell()
+        self._report()
         message = next(self._messages)
         self._sent += len(message.chunk)
         return message
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._progress is None or self._sent == 0:
             return
         try:
@@ -65,7 +65,7 @@ def _messages(
         yield steering_service_pb2.PutVectorRequest(chunk=data.data[start : start + _CHUNK])
 
 
-class DownloadFold:
+class VectorAccumulator:
     """From `GetVectorResponse` messages to a `Vector` that holds its numbers."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class DownloadFold:
         self._info: steering_service_pb2.VectorInfo | None = None
         self._chunks: list[bytes] = []
 
-    def feed(self, message: steering_service_pb2.GetVectorResponse) -> list[None]:
+    def add(self, message: steering_service_pb2.GetVectorResponse) -> list[None]:
         """Take the next piece."""
         if message.WhichOneof("part") == "info":
             self._info = message.info

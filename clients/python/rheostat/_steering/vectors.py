@@ -160,7 +160,7 @@ class Intervention(ABC):
         """A message that holds the op alone, for a site set of these layers."""
 
     @abstractmethod
-    def _told(self) -> str:
+    def _text(self) -> str:
         """The op in words."""
 
     def at(
@@ -186,8 +186,8 @@ class Intervention(ABC):
         """
         if not self.vectors:
             raise invalid(path, "an op without a vector does nothing", "REASON_MISSING_FIELD")
-        points = self.points or _agreed((one.points for one in self.vectors), f"{path}.sites")
-        layers = self.layers or _agreed((one.layers for one in self.vectors), f"{path}.sites")
+        points = self.points or _agreed((vector.points for vector in self.vectors), f"{path}.sites")
+        layers = self.layers or _agreed((vector.layers for vector in self.vectors), f"{path}.sites")
         if points is None or layers is None:
             raise invalid(
                 f"{path}.sites",
@@ -204,10 +204,10 @@ class Intervention(ABC):
 
     def __str__(self) -> str:
         """What it does, where, and on which tokens."""
-        told = self._told()
+        text = self._text()
         if self.points is not None and self.layers is not None:
-            told += f" at {'+'.join(self.points)} {show_layers(self.layers)}"
-        return told if self.where == Selector() else f"{told} on {self.where!r}"
+            text += f" at {'+'.join(self.points)} {show_layers(self.layers)}"
+        return text if self.where == Selector() else f"{text} on {self.where!r}"
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Add(Intervention):
             )
         )
 
-    def _told(self) -> str:
+    def _text(self) -> str:
         return f"add {self.scale:.6g} * {self.vector.label}"
 
 
@@ -376,13 +376,13 @@ def row_ref(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
 
 def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     """What all vectors that are meant for somewhere are meant for."""
-    known = [one for one in defaults if one is not None]
-    if any(tuple(one) != tuple(known[0]) for one in known):
+    given = [default for default in defaults if default is not None]
+    if any(tuple(default) != tuple(given[0]) for default in given):
         raise invalid(
             path,
             "the vectors are meant for different sites: say which, with .at(points=, layers=)",
         )
-    return known[0] if known else None
+    return given[0] if given else None
 
 
 def _factor(number: float) -> float:
@@ -396,14 +396,14 @@ def _factor(number: float) -> float:
 def finite(number: float, path: str, what: str) -> float:
     """``number``, if float32 can hold it."""
     try:
-        found = float(number)
+        value = float(number)
     except (OverflowError, TypeError, ValueError):
         raise invalid(path, f"the {what} cannot be {number!r}") from None
-    if not abs(found) <= _LARGEST_FLOAT32:
+    if not abs(value) <= _LARGEST_FLOAT32:
         raise invalid(path, f"the {what} is not finite", "REASON_NON_FINITE")
-    if 0 < abs(found) <= _ZERO_FLOAT32:
-        raise invalid(path, f"the {what} {found:g} is 0 in float32: write 0, or 1e-45 and above")
-    return found
+    if 0 < abs(value) <= _ZERO_FLOAT32:
+        raise invalid(path, f"the {what} {value:g} is 0 in float32: write 0, or 1e-45 and above")
+    return value
 
 
 def labels(vectors: Iterable[Vector]) -> str:

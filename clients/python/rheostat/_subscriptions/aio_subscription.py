@@ -20,12 +20,12 @@ from rheostat._connection.aio_connection import (
     until_none,
 )
 from rheostat._subscriptions.events import SubscriptionEvent
-from rheostat._subscriptions.reconnect import Breaks
+from rheostat._subscriptions.reconnect import ReconnectPolicy
 from rheostat._subscriptions.requests import SUBSCRIBE
 from rheostat._subscriptions.state import (
-    GOODBYE,
-    Intake,
-    Standing,
+    CLOSE_TIMEOUT,
+    SubscriptionInfo,
+    SubscriptionState,
     closed_error,
     ended_early_error,
     not_opened_error,
@@ -35,7 +35,7 @@ from rheostat_wire.v1 import capture_service_pb2
 _Outgoing: TypeAlias = "asyncio.Queue[capture_service_pb2.SubscribeRequest | None]"
 
 
-class Subscription(Standing):
+class Subscription(SubscriptionInfo):
     """Captured rows of other requests, as `rheostat.Subscription`.
 
         async with engine.subscribe(capture=Capture("resid_post"), every=True) as subscription:
@@ -47,42 +47,42 @@ class Subscription(Standing):
     that closed it early begins another loop, it gets `Refused`.
     """
 
-    def __init__(self, connection: Connection, intake: Intake) -> None:
+    def __init__(self, connection: Connection, state: SubscriptionState) -> None:
         """Made by `Engine`; starts the call."""
-        self._line = line = _Line(connection, intake)
-        super().__init__(intake)
+        self._worker = worker = SubscriptionWorker(connection, state)
+        super().__init__(state)
         loop = asyncio.get_running_loop()
-        weakref.finalize(self, _abandon, loop, line)
-        line.start(loop)
+        weakref.finalize(self, _abandon, loop, worker)
+        worker.start(loop)
 
     def ack(self) -> None:
         """Acknowledge all events that were read, as `rheostat.Subscription.ack`."""
-        self._line.acknowledge()
+        self._worker.acknowledge()
 
     def __aiter__(self) -> Self:
         """The events that have not been read yet."""
-        self._line.check_open()
+        self._worker.check_open()
         return self
 
     async def __anext__(self) -> SubscriptionEvent:
         """The next event; waits for it."""
-        return await self._line.next_event()
+        return await self._worker.next_event()
 
     def finish(self) -> None:
         """Take no further requests, as `rheostat.Subscription.finish`."""
-        self._line.finish()
+        self._worker.finish()
 
     async def close(self) -> None:
         """End the subscription, as `rheostat.Subscription.close`."""
-        await self._line.close()
+        await self._worker.close()
 
     async def leave(self) -> None:
         """Stop reading, so that it can be resumed, as `rheostat.Subscription.leave`."""
-        await self._line.leave()
+        await self._worker.leave()
 
     async def __aenter__(self) -> Self:
         """Itself, once it is open."""
-        await self._line.wait_until_open()
+        await self._worker.wait_until_open()
         return self
 
     async def __aexit__(
@@ -95,9 +95,9 @@ class Subscription(Standing):
         await self.close()
 
 
-def _abandon(loop: asyncio.AbstractEventLoop, line: _Line) -> None:
+def _abandon(loop: asyncio.AbstractEventLoop, worker: SubscriptionWorker) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has been closed, and its calls with it
-        loop.call_soon_threadsafe(line.drop)
+        loop.call_soon_threadsafe(worker.drop)
 
 
 def _task() -> asyncio.Task[object] | None:
@@ -108,12 +108,12 @@ def _task() -> asyncio.Task[object] | None:
         return None
 
 
-class _Line:
+class SubscriptionWorker:
     """The calls of one subscription, one after the other."""
 
-    def __init__(self, connection: Connection, intake: Intake) -> None:
+    def __init__(self, connection: Connection, state: SubscriptionState) -> None:
         self._connection = connection
-        self._intake = intake
+        self._state = state
         self._changed = asyncio.Event()
         self._outgoing: _Outgoing = asyncio.Queue()
         self._responses: Responses[capture_service_pb2.SubscribeResponse] | None = None
@@ -122,13 +122,13 @@ class _Line:
         """Whether the server is to end it."""
         self._leaving = False
         """Whether the server is to end the call alone."""
-        self._unread = False
+        self._stopped = False
         """Whether nothing more is handed over."""
         self._closer: weakref.ref[asyncio.Task[object]] | None = None
         """The task that closed it before its end."""
         self._read = False
         """Whether the reader has seen the end."""
-        self._over = False
+        self._ended = False
         """Whether nothing more comes."""
         self._failure: _errors.RheostatError | None = None
 
@@ -138,18 +138,18 @@ class _Line:
 
     async def _run(self) -> None:
         """Call until it is over."""
-        breaks = Breaks(self._intake, self._connection.target)
+        reconnects = ReconnectPolicy(self._state, self._connection.target)
         failure: _errors.RheostatError | None = ended_early_error()
         try:
-            while not (self._over or self._leaving):
+            while not (self._ended or self._leaving):
                 try:
-                    await self._call(breaks)
+                    await self._call(reconnects)
                 except _errors.RheostatError as error:
-                    if self._connection.closed or not self._intake.id:
+                    if self._connection.closed or not self._state.id:
                         raise
                     if self._leaving:  # another call may have the subscription by now
                         break
-                    await self._wait(breaks.pause(error))
+                    await self._wait(reconnects.pause(error))
             failure = None
         except _errors.RheostatError as error:
             failure = error
@@ -159,23 +159,23 @@ class _Line:
         finally:
             self._end(failure)
 
-    async def _call(self, breaks: Breaks) -> None:
+    async def _call(self, reconnects: ReconnectPolicy) -> None:
         outgoing: _Outgoing = asyncio.Queue()
         self._outgoing = outgoing
-        outgoing.put_nowait(self._intake.hello())
+        outgoing.put_nowait(self._state.opening_request())
         if self._finishing:
             outgoing.put_nowait(None)
-        responses = self._connection.dialogue(SUBSCRIBE, until_none(outgoing), None)
+        responses = self._connection.bidi(SUBSCRIBE, until_none(outgoing), None)
         self._responses = responses
         try:
             async for message in responses:
                 if not message.HasField("opened"):
-                    breaks.mended()
-                self._intake.feed(message)
-                self._tell()
+                    reconnects.on_message()
+                self._state.add(message)
+                self._send_due()
                 self._changed.set()
         except grpc.RpcError as error:
-            begun = bool(self._intake.id)
+            begun = bool(self._state.id)
             raise _errors.from_rpc(error, self._connection.target, None, begun=begun) from None
         except asyncio.CancelledError:
             if task_is_cancelled():
@@ -193,7 +193,7 @@ class _Line:
         timeout = self._connection.timeout
         try:
             async with asyncio.timeout(timeout):
-                while not (self._over or self._intake.id):
+                while not (self._ended or self._state.id):
                     await self._wait(None)
         except TimeoutError:
             self.drop()
@@ -201,34 +201,34 @@ class _Line:
         except asyncio.CancelledError:
             self.drop()
             raise
-        if self._failure is not None and not self._intake.id:
+        if self._failure is not None and not self._state.id:
             raise self._failure
         await self._check_payloads()
 
     async def next_event(self) -> SubscriptionEvent:
         """Hand over the next event; waits for it."""
-        while not self._unread:
+        while not self._stopped:
             await self._check_payloads()
             try:
-                event = self._intake.pop()
+                event = self._state.pop()
             except _errors.RheostatError as error:
                 self._failure = error
-                self._intake.discard()
+                self._state.discard()
                 raise
-            self._tell()
+            self._send_due()
             if event is not None:
                 return event
             if self._failure is not None:
                 raise self._failure
-            if self._over:
+            if self._ended:
                 self._read = True
                 break
-            await self._wait(self._intake.ack_after())
+            await self._wait(self._state.seconds_to_ack())
         raise StopAsyncIteration
 
     async def _check_payloads(self) -> None:
         """Ends it where payloads come in another way than they must."""
-        refusal = self._intake.payloads.refusal if self._intake.id else None
+        refusal = self._state.payloads.refusal if self._state.id else None
         if refusal is not None:
             await self.close()
             raise refusal
@@ -236,9 +236,9 @@ class _Line:
     def acknowledge(self) -> None:
         """All that was handed over has been dealt with."""
         self.check_open()
-        self._intake.deal()
-        self._intake.flush()
-        self._tell()
+        self._state.mark_processed()
+        self._state.flush()
+        self._send_due()
 
     def check_open(self) -> None:
         """Raise Refused in the task that closed it before its end."""
@@ -246,56 +246,56 @@ class _Line:
         if task is not None and self._closer is not None and self._closer() is task:
             raise closed_error() from self._failure
 
-    def _hand_no_more_over(self) -> None:
-        if not (self._unread or self._read):
+    def _stop_delivery(self) -> None:
+        if not (self._stopped or self._read):
             task = _task()
             self._closer = None if task is None else weakref.ref(task)
-        self._unread = True
+        self._stopped = True
 
     def finish(self) -> None:
         """Half-close."""
-        if not (self._finishing or self._over):
-            self._tell()
+        if not (self._finishing or self._ended):
+            self._send_due()
             self._finishing = True
             self._outgoing.put_nowait(None)
 
     async def close(self) -> None:
         """Half-close, and wait until the server has ended it."""
-        self._hand_no_more_over()
-        self._intake.discard()
+        self._stop_delivery()
+        self._state.discard()
         self.finish()
         self._changed.set()
         try:
             if self._task is not None:
-                await asyncio.wait({self._task}, timeout=GOODBYE)
+                await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
         finally:
             self.drop()
 
     async def leave(self) -> None:
         """End the call alone, once the server has taken the acknowledgements."""
-        self._hand_no_more_over()
+        self._stop_delivery()
         try:
-            if self._intake.id and not (self._over or self._finishing or self._leaving):
+            if self._state.id and not (self._ended or self._finishing or self._leaving):
                 self._leaving = True
-                for message in (*self._intake.parting(), None):
+                for message in (*self._state.leave_requests(), None):
                     self._outgoing.put_nowait(message)
-                self._intake.discard()
+                self._state.discard()
                 self._changed.set()
                 if self._task is not None:
-                    await asyncio.wait({self._task}, timeout=GOODBYE)
+                    await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
         finally:
             self.drop()
 
     def drop(self) -> None:
         """End the call at once."""
-        self._hand_no_more_over()
+        self._stop_delivery()
         self._end(None)
 
     def _end(self, failure: _errors.RheostatError | None) -> None:
-        self._over = True
+        self._ended = True
         self._failure = self._failure or failure
         if isinstance(failure, _errors.Aborted):  # what waits here goes to the other call
-            self._intake.discard()
+            self._state.discard()
         if self._responses is not None:
             self._responses.cancel()
         self._outgoing.put_nowait(None)
@@ -308,7 +308,7 @@ class _Line:
             async with asyncio.timeout(timeout):
                 await self._changed.wait()
 
-    def _tell(self) -> None:
-        for message in self._intake.due():
-            if not (self._finishing or self._leaving or self._over):
+    def _send_due(self) -> None:
+        for message in self._state.due_requests():
+            if not (self._finishing or self._leaving or self._ended):
                 self._outgoing.put_nowait(message)

@@ -14,7 +14,7 @@ from typing import cast
 
 import google_crc32c
 
-from rheostat._capture.activations import positions_of, read_block
+from rheostat._capture.activations import positions_of, read_captured_tensor
 from rheostat._capture.encodings import Numbers
 from rheostat._errors import DataLoss, ServerError
 from rheostat._fields import read_word
@@ -24,8 +24,8 @@ from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types
 
 
 @dataclass
-class _Tally:
-    """What came of one request."""
+class _RequestCounts:
+    """Events and rows of one request."""
 
     chunks: int = 0
     rows: int = 0
@@ -33,22 +33,22 @@ class _Tally:
     crc32c: int = 0
 
 
-class Ledger:
-    """Reads events in the order of their numbers, and counts what came of each request."""
+class EventReader:
+    """Reads events in the order of their numbers, and counts the rows of each request."""
 
     def __init__(self, after: int, read: Callable[[int, tensor_pb2.Tensor], Numbers]) -> None:
-        """An empty one; what was numbered up to ``after`` came to somebody else.
+        """Begin after event ``after``; another client read the events up to it.
 
-        ``read`` gives the numbers of an event's tensor.
+        ``read`` returns the numbers of an event's tensor.
         """
-        self._inherited = after > 0
+        self._resumed = after > 0
         self._read = read
-        self._tallies: dict[str, _Tally] = {}
+        self._counts: dict[str, _RequestCounts] = {}
 
     def read(self, message: capture_service_pb2.SubscribeResponse) -> SubscriptionEvent | None:
-        """The event; None for kinds that this client does not know.
+        """The event; None if this client does not know its kind.
 
-        Raises DataLoss if rows are damaged or missing, ServerError for what cannot be read.
+        Raises DataLoss if rows are damaged or missing, ServerError if the message cannot be read.
         """
         match message.WhichOneof("event"):
             case "captured":
@@ -62,26 +62,28 @@ class Ledger:
     def _captured(self, sequence: int, message: capture_pb2.Captured) -> CapturedRows:
         if not message.tensor.HasField("crc32c"):
             raise ServerError("a tensor of a subscription came without its CRC-32C")
-        block = read_block(message, partial(self._read, sequence))
-        tally = self._tally(message.request_id)
-        tally.chunks += 1
-        tally.rows += len(block.sites) * len(block.positions)
-        tally.crc32c = google_crc32c.extend(tally.crc32c, struct.pack("<I", message.tensor.crc32c))
+        captured = read_captured_tensor(message, partial(self._read, sequence))
+        counts = self._counts_of(message.request_id)
+        counts.chunks += 1
+        counts.rows += len(captured.sites) * len(captured.positions)
+        counts.crc32c = google_crc32c.extend(
+            counts.crc32c, struct.pack("<I", message.tensor.crc32c)
+        )
         return CapturedRows(
             sequence,
             message.request_id,
             message.capture_index,
             message.sample,
             message.baseline,
-            block.sites,
-            block.positions,
-            block.token_ids,
+            captured.sites,
+            captured.positions,
+            captured.token_ids,
             tuple(message.tensor.shape),
-            block.tensor,
+            captured.tensor,
         )
 
     def _dropped(self, sequence: int, message: capture_pb2.Dropped) -> DroppedRows:
-        self._tally(message.request_id).dropped += message.row_count
+        self._counts_of(message.request_id).dropped += message.row_count
         return DroppedRows(
             sequence,
             message.request_id,
@@ -93,15 +95,16 @@ class Ledger:
         )
 
     def _end(self, sequence: int, message: capture_service_pb2.EndOfRequest) -> EndOfRequest:
-        came = self._tallies.pop(message.request_id, _Tally())
-        told = _Tally(
+        received = self._counts.pop(message.request_id, _RequestCounts())
+        sent = _RequestCounts(
             message.chunk_count, message.row_count, message.dropped_row_count, message.crc32c
         )
-        if came != told and not (self._inherited and _may_continue(came, told)):
+        if received != sent and not (self._resumed and _may_continue(received, sent)):
             raise DataLoss(
-                f"of {message.request_id} came {_shown(came)}, of {_shown(told)} that were sent",
+                f"of {message.request_id} came {_show_counts(received)}, "
+                f"of {_show_counts(sent)} that were sent",
                 reason="REASON_ROWS_LOST",
-                metadata={"rows": str(max(0, told.rows - came.rows))},
+                metadata={"rows": str(max(0, sent.rows - received.rows))},
             )
         return EndOfRequest(
             sequence,
@@ -109,32 +112,32 @@ class Ledger:
             message.chunk_count,
             message.row_count,
             message.dropped_row_count,
-            tuple(_finish_reason(one) for one in message.finish_reasons),
+            tuple(_finish_reason(reason) for reason in message.finish_reasons),
             to_attached(message.attached),
             message.missed_reason,
         )
 
-    def _tally(self, request_id: str) -> _Tally:
-        return self._tallies.setdefault(request_id, _Tally())
+    def _counts_of(self, request_id: str) -> _RequestCounts:
+        return self._counts.setdefault(request_id, _RequestCounts())
 
 
-def _may_continue(came: _Tally, told: _Tally) -> bool:
-    """Whether the first part of a request may have come before."""
-    before = (told.chunks, told.dropped) != (came.chunks, came.dropped)
+def _may_continue(received: _RequestCounts, sent: _RequestCounts) -> bool:
+    """Whether another client may have read the first events of a request."""
+    before = (sent.chunks, sent.dropped) != (received.chunks, received.dropped)
     return before and all(
         part <= whole
         for part, whole in (
-            (came.chunks, told.chunks),
-            (came.rows, told.rows),
-            (came.dropped, told.dropped),
+            (received.chunks, sent.chunks),
+            (received.rows, sent.rows),
+            (received.dropped, sent.dropped),
         )
     )
 
 
-def _shown(tally: _Tally) -> str:
+def _show_counts(counts: _RequestCounts) -> str:
     return (
-        f"{tally.rows} rows in {tally.chunks} chunks with {tally.dropped} dropped and CRC-32C "
-        f"{tally.crc32c:08x}"
+        f"{counts.rows} rows in {counts.chunks} chunks with {counts.dropped} dropped and CRC-32C "
+        f"{counts.crc32c:08x}"
     )
 
 
@@ -145,13 +148,13 @@ def _finish_reason(number: types_pb2.FinishReason.ValueType) -> FinishReason:
 
 
 def to_attached(messages: Iterable[capture_service_pb2.Attached]) -> tuple[Attached, ...]:
-    """What the server says of samples that began before."""
+    """The samples that began before the subscription."""
     return tuple(
         Attached(
-            one.request_id,
-            one.sample,
-            one.baseline,
-            one.first_position if one.HasField("first_position") else None,
+            sample.request_id,
+            sample.sample,
+            sample.baseline,
+            sample.first_position if sample.HasField("first_position") else None,
         )
-        for one in messages
+        for sample in messages
     )

@@ -31,15 +31,15 @@ class View:
     """A tensor that is decoded where it lies, when it is asked for."""
 
     def __init__(
-        self, tensor: tensor_pb2.Tensor, payload: bytes | Payload, lasts: Callable[[], bool]
+        self, tensor: tensor_pb2.Tensor, payload: bytes | Payload, is_valid: Callable[[], bool]
     ) -> None:
-        """Of a payload that can be read as long as ``lasts``.
+        """A view of a payload that can be read while ``is_valid()``.
 
         Raises ServerError if its parts do not fit, DataLoss if the checksum is wrong.
         """
         self._tensor = tensor
         self._payload = payload
-        self._lasts = lasts
+        self._is_valid = is_valid
         self._decoded: Decoded | None = None
         checked(tensor, payload)
         self._elements = elements(tensor, payload)
@@ -84,7 +84,7 @@ class View:
         return View, (tensor, payload, _always)
 
     def _check(self) -> None:
-        if not self._lasts():
+        if not self._is_valid():
             raise Refused(
                 "these rows were acknowledged, and their memory may hold others: read or copy them "
                 "before, or subscribe without views=True"
@@ -92,7 +92,7 @@ class View:
 
 
 def _always() -> bool:
-    """Whether memory lasts that a view has for itself."""
+    """A view that has its own copy of the payload stays valid."""
     return True
 
 
@@ -140,8 +140,8 @@ class Payloads:
         proof, self._proof = self._proof, None
         return proof
 
-    def read(self, tensor: tensor_pb2.Tensor, lasts: Callable[[], bool]) -> Numbers:
-        """The numbers of a tensor; ``lasts``: whether shared memory still holds it.
+    def read(self, tensor: tensor_pb2.Tensor, is_valid: Callable[[], bool]) -> Numbers:
+        """The numbers of a tensor; ``is_valid``: whether shared memory still has it.
 
         Raises ServerError if its parts do not fit, DataLoss if the checksum is wrong.
         """
@@ -149,7 +149,7 @@ class Payloads:
         if kind == "shm" and self._mapping is not None:
             payload = self._mapping.payload(tensor.shm)
             if self._views:
-                return View(tensor, payload, lasts)
+                return View(tensor, payload, is_valid)
             return decoded_in_place(tensor, payload)
         if kind != "inline":
             raise ServerError("the server sent a tensor that cannot be read here")

@@ -7,7 +7,7 @@ import random
 import time
 
 from rheostat._errors import Cancelled, RheostatError, Unavailable
-from rheostat._subscriptions.state import Intake
+from rheostat._subscriptions.state import SubscriptionState
 
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
@@ -16,44 +16,44 @@ _LOG = logging.getLogger("rheostat")
 """Without a handler of the program's own, Python prints its warnings on stderr."""
 
 
-class Breaks:
-    """How often and how long a connection has been broken, and what follows."""
+class ReconnectPolicy:
+    """Decides whether a broken connection is tried again, and after which pause."""
 
-    def __init__(self, intake: Intake, target: str) -> None:
-        """One that stands, to the server at ``target``, of a subscription that brings this."""
-        self._intake = intake
+    def __init__(self, state: SubscriptionState, target: str) -> None:
+        """For the subscription with this state; its server is at ``target``."""
+        self._state = state
         self._target = target
         self._since: float | None = None
         self._pause = 0.0
 
-    def mended(self) -> None:
-        """Something came."""
+    def on_message(self) -> None:
+        """A message arrived, so the connection works again."""
         if self._since is not None:
             lasted = time.monotonic() - self._since
             _LOG.warning(
-                "subscription %s continues after %.1f s; no event is lost", self._intake.id, lasted
+                "subscription %s continues after %.1f s; no event is lost", self._state.id, lasted
             )
         self._since, self._pause = None, 0.0
 
     def pause(self, error: RheostatError) -> float:
         """Seconds to wait before connecting again.
 
-        Raises the error itself if the server refused, Unavailable if it has lasted too long.
+        Raises ``error`` itself if the server refused the call, Unavailable after the timeout.
         """
         if error.reason or not isinstance(error, Unavailable | Cancelled):
             raise error
-        now, patience = time.monotonic(), self._intake.patience
+        now, timeout = time.monotonic(), self._state.reconnect_timeout
         if self._since is None:
             self._since = now
             _LOG.warning(
                 "the connection to %s was lost; trying for %g s to resume subscription %s",
                 self._target,
-                patience,
-                self._intake.id,
+                timeout,
+                self._state.id,
             )
-        elif now - self._since > patience:
+        elif now - self._since > timeout:
             raise Unavailable(
-                f"could not connect to {self._target} within {patience:g} s; if the server "
+                f"could not connect to {self._target} within {timeout:g} s; if the server "
                 "still runs, continue with engine.resume(subscription.acknowledged)",
                 details=error.details,
             ) from error

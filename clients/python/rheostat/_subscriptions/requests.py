@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 from rheostat._capture.captures import OVERLOADS, CaptureLike, Overload, captures_of
-from rheostat._connection.calls import Talk
+from rheostat._connection.calls import BidiCall
 from rheostat._errors import Refused, invalid
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
 from rheostat._prompts import labels_to_wire
 from rheostat._subscriptions.events import Cursor
 from rheostat._subscriptions.payloads import Payloads
 from rheostat._subscriptions.shared_memory import namespace
-from rheostat._subscriptions.state import CREDIT, Acknowledgement, Intake
+from rheostat._subscriptions.state import DEFAULT_CREDIT, Acknowledgement, SubscriptionState
 from rheostat_wire.v1 import capture_service_pb2
 
 
@@ -68,15 +68,15 @@ def opening(
     every: bool = False,
     overload: Overload | None = None,
     buffer_bytes: int | None = None,
-    credit: int = CREDIT,
+    credit: int = DEFAULT_CREDIT,
     ack: Acknowledgement = "auto",
     shared_memory: bool | None = None,
     views: bool = False,
-) -> Intake:
+) -> SubscriptionState:
     """A new subscription. Raises InvalidRequest for what can be seen to be wrong here."""
     captures = captures_of(capture)
-    for number, one in enumerate(captures):
-        if one.to is not None:
+    for number, spec in enumerate(captures):
+        if spec.to is not None:
             raise invalid(
                 f"open.captures[{number}].subscription_id",
                 "rows of a subscription's captures come here: leave out to=",
@@ -90,7 +90,7 @@ def opening(
             "these requests are selected, but nothing is captured of them: add capture=; if "
             "requests send their rows here themselves, select none",
         )
-    wish = capture_service_pb2.SubscribeOpen(captures=[one.to_spec() for one in captures])
+    message = capture_service_pb2.SubscribeOpen(captures=[spec.to_spec() for spec in captures])
     if labels is not None:
         path = "open.filter.labels.labels"
         texts = labels_to_wire(labels, path)
@@ -100,43 +100,43 @@ def opening(
                 "labels= is empty: name at least one label, or select every request by every=True",
                 "REASON_MISSING_FIELD",
             )
-        wish.filter.labels.labels.update(texts)
+        message.filter.labels.labels.update(texts)
     elif every:
-        wish.filter.every.SetInParent()
+        message.filter.every.SetInParent()
     else:
         # The wire wants a filter, and without specs none selects anything.
         ids = [uuid.uuid4().hex] if requests is None else requests
         path = "open.filter.requests.request_ids"
-        wish.filter.requests.request_ids.extend(
-            utf8_text(one, f"{path}[{number}]", "a request id")
-            for number, one in enumerate([ids] if isinstance(ids, str) else ids)
+        message.filter.requests.request_ids.extend(
+            utf8_text(request_id, f"{path}[{number}]", "a request id")
+            for number, request_id in enumerate([ids] if isinstance(ids, str) else ids)
         )
     if overload is not None:
         if overload not in OVERLOADS:
-            known = ", ".join(map(repr, OVERLOADS))
-            raise invalid("open.overload", f"overload is one of {known}, not {overload!r}")
-        wish.overload = OVERLOADS[overload]
+            policies = ", ".join(map(repr, OVERLOADS))
+            raise invalid("open.overload", f"overload is one of {policies}, not {overload!r}")
+        message.overload = OVERLOADS[overload]
     if buffer_bytes is not None:
-        wish.buffer_bytes = whole_number(
+        message.buffer_bytes = whole_number(
             buffer_bytes, "open.buffer_bytes", "a buffer", least=1, most=UINT64
         )
     payloads = _payloads(shared_memory, views)
     if shared_memory is not False:
-        wish.namespace = namespace()
-        wish.shared_memory = bool(wish.namespace)
-        if shared_memory and not wish.namespace:
+        message.namespace = namespace()
+        message.shared_memory = bool(message.namespace)
+        if shared_memory and not message.namespace:
             raise Refused("this system has no /dev/shm, and thus no shared memory")
-    return Intake(wish, None, credit, ack, payloads)
+    return SubscriptionState(message, None, credit, ack, payloads)
 
 
 def resuming(
     cursor: Cursor,
     *,
-    credit: int = CREDIT,
+    credit: int = DEFAULT_CREDIT,
     ack: Acknowledgement = "auto",
     shared_memory: bool | None = None,
     views: bool = False,
-) -> Intake:
+) -> SubscriptionState:
     """A subscription that somebody had. Raises InvalidRequest for what is no cursor."""
     try:
         name, sequence = cursor
@@ -148,7 +148,7 @@ def resuming(
         sequence, "open.resume.after_sequence", "a sequence number", most=UINT64
     )
     payloads = _payloads(shared_memory, views)
-    return Intake(None, Cursor(name, sequence), credit, ack, payloads)
+    return SubscriptionState(None, Cursor(name, sequence), credit, ack, payloads)
 
 
 def _payloads(shared_memory: bool | None, views: bool) -> Payloads:
@@ -161,5 +161,5 @@ def _payloads(shared_memory: bool | None, views: bool) -> Payloads:
     return Payloads(shared_memory, views)
 
 
-SUBSCRIBE = Talk("/rheostat.v1.CaptureService/Subscribe", capture_service_pb2.SubscribeResponse)
+SUBSCRIBE = BidiCall("/rheostat.v1.CaptureService/Subscribe", capture_service_pb2.SubscribeResponse)
 """Rows of requests that others, or other calls, run."""

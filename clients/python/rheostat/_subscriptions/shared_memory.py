@@ -69,9 +69,9 @@ class Mapping:
 def _mapped(path: Path, size: int) -> mmap.mmap:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or not _HEADER <= size <= found.st_size:
-            raise ValueError(f"it has {found.st_size} bytes, not {size}")
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or not _HEADER <= size <= status.st_size:
+            raise ValueError(f"it has {status.st_size} bytes, not {size}")
         return mmap.mmap(handle, size, access=mmap.ACCESS_READ)
     finally:
         os.close(handle)

@@ -4,7 +4,7 @@ Invariants:
 
 * The reader gets events in the order of their numbers, each once, whatever connections do.
 * Bytes that wait here and bytes that the server may send together never exceed the window.
-* An event is acknowledged only after the reader has dealt with it. After a broken connection the
+* An event is acknowledged only after the reader has processed it. After a broken connection the
   client therefore asks for all events after the last acknowledgement.
 """
 
@@ -25,7 +25,7 @@ from rheostat._errors import (
     invalid,
 )
 from rheostat._fields import whole_number
-from rheostat._subscriptions.event_reader import Ledger, to_attached
+from rheostat._subscriptions.event_reader import EventReader, to_attached
 from rheostat._subscriptions.events import Attached, Cursor, Heartbeat, SubscriptionEvent
 from rheostat._subscriptions.payloads import Payloads
 from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
@@ -33,11 +33,11 @@ from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 Acknowledgement: TypeAlias = Literal["auto", "manual"]
 """When an event is acknowledged: when the next one is read, or by `ack` alone."""
 
-CREDIT = 64 * 1024 * 1024
+DEFAULT_CREDIT = 64 * 1024 * 1024
 """Default for the bytes that may wait in the client."""
-PATIENCE = 60.0
+RECONNECT_TIMEOUT = 60.0
 """Seconds for which the client tries to reconnect if the server gives no resume window."""
-GOODBYE = 5.0
+CLOSE_TIMEOUT = 5.0
 """Seconds that the server has to end a subscription that was closed, or a call that was left."""
 
 _ACK_EVENTS = 64
@@ -50,115 +50,117 @@ _Open = capture_service_pb2.SubscribeOpen
 
 
 class _Progress(NamedTuple):
-    """How far something is."""
+    """A place in the sequence of events, with the totals up to it."""
 
     sequence: int
     bytes: int = 0
-    """Payload of everything up to there."""
+    """Bytes of payload of all events up to it."""
     ended: int = 0
-    """Requests that ended up to there."""
+    """Requests that ended up to it."""
 
 
-class _Arrived(NamedTuple):
-    """What waits here."""
+class _QueuedEvent(NamedTuple):
+    """An event that the program has not read."""
 
     message: capture_service_pb2.SubscribeResponse
     payload: int
-    """Its bytes of payload, which to ask the message for is to copy them."""
+    """Bytes of its payload. They are counted once, because the message copies them when asked."""
 
 
-class Intake:
-    """What one subscription has brought. Not for several threads at a time."""
+class SubscriptionState:
+    """The events and acknowledgements of one subscription. Only one thread uses it at a time."""
 
     def __init__(
         self,
-        wish: _Open | None,
+        request: _Open | None,
         cursor: Cursor | None,
         credit: int,
         ack: Acknowledgement,
         payloads: Payloads,
     ) -> None:
-        """One that has not been opened: a new one by ``wish``, or that of ``cursor``."""
+        """A subscription to open by ``request``, or to resume after ``cursor``."""
         if ack not in ("auto", "manual"):
             raise invalid("ack", f'ack is "auto" or "manual", not {ack!r}')
         self.id = ""
-        """Set once it stands."""
+        """Set once the server has opened it."""
         self.missed: dict[str, str] = {}
         self.attached: tuple[Attached, ...] = ()
         self.last_heartbeat: Heartbeat | None = None
-        self.patience = PATIENCE
-        """Seconds for which the server waits for its client once a connection has broken."""
-        self._wish = wish
+        self.reconnect_timeout = RECONNECT_TIMEOUT
+        """Seconds for which the server waits for its client after a connection broke."""
+        self._open_request = request
         self._name = "" if cursor is None else cursor.subscription_id
         self._window = whole_number(credit, "credit", "the credit", least=1, most=2**62)
         self._automatic = ack == "auto"
         after = 0 if cursor is None else cursor.sequence
         self.payloads = payloads
-        self._ledger = Ledger(after, self._numbers)
-        self._waiting: deque[_Arrived] = deque()
-        self._held = 0
-        """Bytes that wait here."""
-        self._allowed = 0
+        self._reader = EventReader(after, self._numbers)
+        self._queue: deque[_QueuedEvent] = deque()
+        self._queued_bytes = 0
+        """Bytes of payload in `_queue`."""
+        self._credit = 0
         """Bytes that the server may send."""
         self._received = after
-        self._handed = _Progress(after)
-        self._dealt = _Progress(after)
-        self._told = _Progress(after)
-        self._told_at = time.monotonic()
+        self._delivered = _Progress(after)
+        self._processed = _Progress(after)
+        self._acknowledged = _Progress(after)
+        self._acknowledged_at = time.monotonic()
         self._flush = False
-        self._discards = False
-        room = self._window if wish is None else wish.buffer_bytes or self._window
-        self._ack_bytes = min(_ACK_BYTES, room // 8, self._window // 8)
+        self._discarding = False
+        buffer = self._window if request is None else request.buffer_bytes or self._window
+        self._ack_bytes = min(_ACK_BYTES, buffer // 8, self._window // 8)
 
     @property
     def cursor(self) -> Cursor:
-        """After the last event that was handed over."""
-        return Cursor(self._name, self._handed.sequence)
+        """After the last event that the program read."""
+        return Cursor(self._name, self._delivered.sequence)
 
     @property
     def acknowledged(self) -> Cursor:
-        """After the last event that was dealt with."""
-        return Cursor(self._name, self._dealt.sequence)
+        """After the last event that the program processed."""
+        return Cursor(self._name, self._processed.sequence)
 
-    def hello(self) -> _Request:
-        """What a new call says first."""
-        self._allowed = max(0, self._window - self._held)
-        self._told = self._dealt
-        wish = _Open()
+    def opening_request(self) -> _Request:
+        """The first request of a new call."""
+        self._credit = max(0, self._window - self._queued_bytes)
+        self._acknowledged = self._processed
+        request = _Open()
         if self._name:
-            wish.resume.subscription_id = self._name
-            wish.resume.after_sequence = self._dealt.sequence
-        elif self._wish is not None:
-            wish.CopyFrom(self._wish)
-        wish.credit_bytes = self._allowed
-        return _Request(open=wish)
+            request.resume.subscription_id = self._name
+            request.resume.after_sequence = self._processed.sequence
+        elif self._open_request is not None:
+            request.CopyFrom(self._open_request)
+        request.credit_bytes = self._credit
+        return _Request(open=request)
 
-    def feed(self, message: capture_service_pb2.SubscribeResponse) -> None:
-        """Take what came. Raises DataLoss if something is missing before it."""
+    def add(self, message: capture_service_pb2.SubscribeResponse) -> None:
+        """Store a message. Raises DataLoss if an event before it is missing."""
         match message.WhichOneof("event"):
             case "opened":
                 self.id = self._name = message.opened.subscription_id
-                self.missed = {one.request_id: one.reason for one in message.opened.missed}
+                self.missed = {missed.request_id: missed.reason for missed in message.opened.missed}
                 self.attached = to_attached(message.opened.attached)
                 if message.opened.HasField("resume_window"):
-                    self.patience = message.opened.resume_window.ToTimedelta().total_seconds()
+                    self.reconnect_timeout = (
+                        message.opened.resume_window.ToTimedelta().total_seconds()
+                    )
                 self.payloads.begin(message.opened)
             case "heartbeat":
-                beat = message.heartbeat
+                heartbeat = message.heartbeat
                 self.last_heartbeat = Heartbeat(
-                    beat.buffered_bytes, beat.credit_bytes, beat.last_sequence
+                    heartbeat.buffered_bytes, heartbeat.credit_bytes, heartbeat.last_sequence
                 )
                 self._flush = True
                 # A chunk may be larger than the window, and would never come.
-                if not self._held and beat.buffered_bytes > beat.credit_bytes:
+                if not self._queued_bytes and heartbeat.buffered_bytes > heartbeat.credit_bytes:
                     self._window = max(self._window, min(2 * self._window, MESSAGE_BYTES))
             case _ if message.sequence:
-                self._take_in(message)
+                self._enqueue(message)
 
-    def _take_in(self, message: capture_service_pb2.SubscribeResponse) -> None:
+    def _enqueue(self, message: capture_service_pb2.SubscribeResponse) -> None:
         size = _payload(message)
-        self._allowed -= size
-        if message.sequence <= self._received or self._discards:
+        self._credit -= size
+        if message.sequence <= self._received or self._discarding:
             return
         if message.sequence > self._received + 1:
             raise DataLoss(
@@ -166,77 +168,77 @@ class Intake:
                 reason="REASON_ROWS_LOST",
             )
         self._received = message.sequence
-        self._held += size
-        self._waiting.append(_Arrived(message, size))
+        self._queued_bytes += size
+        self._queue.append(_QueuedEvent(message, size))
 
     def pop(self) -> SubscriptionEvent | None:
-        """Hand the next event over; None: there is none yet. Raises as `Ledger.read`."""
+        """The next event; None if none has arrived. Raises as `EventReader.read`."""
         if self._automatic:
-            self.deal()
-        while self._waiting:
-            message, size = self._waiting.popleft()
-            self._held -= size
-            event = self._ledger.read(message)
-            self._handed = _Progress(
+            self.mark_processed()
+        while self._queue:
+            message, size = self._queue.popleft()
+            self._queued_bytes -= size
+            event = self._reader.read(message)
+            self._delivered = _Progress(
                 message.sequence,
-                self._handed.bytes + size,
-                self._handed.ended + message.HasField("end_of_request"),
+                self._delivered.bytes + size,
+                self._delivered.ended + message.HasField("end_of_request"),
             )
             if event is not None:
                 return event
         return None
 
     def _numbers(self, sequence: int, tensor: tensor_pb2.Tensor) -> Numbers:
-        return self.payloads.read(tensor, lambda: sequence > self._dealt.sequence)
+        return self.payloads.read(tensor, lambda: sequence > self._processed.sequence)
 
-    def deal(self) -> None:
-        """All that was handed over has been dealt with."""
-        self._dealt = self._handed
+    def mark_processed(self) -> None:
+        """The program has processed all events that it read."""
+        self._processed = self._delivered
 
     def flush(self) -> None:
-        """Tell the server at once what it may forget."""
+        """Acknowledge at once."""
         self._flush = True
 
-    def parting(self) -> list[_Request]:
-        """What ends a call in such a way that the server still takes the last acknowledgement."""
+    def leave_requests(self) -> list[_Request]:
+        """The last requests of a call: the acknowledgement, and that the client leaves."""
         self.flush()
         leave = _Request(leave=capture_service_pb2.SubscribeLeave())
-        return [one for one in self.due() if one.HasField("ack")] + [leave]
+        return [message for message in self.due_requests() if message.HasField("ack")] + [leave]
 
     def discard(self) -> None:
-        """Hand nothing more over."""
-        self._discards = True
-        self._waiting.clear()
-        self._held = 0
+        """Drop the events that were not read, and all that still arrive."""
+        self._discarding = True
+        self._queue.clear()
+        self._queued_bytes = 0
 
-    def due(self) -> list[_Request]:
-        """What the server is to be told now."""
+    def due_requests(self) -> list[_Request]:
+        """Requests to send now: a proof, an acknowledgement, credit."""
         messages = []
         if (proof := self.payloads.take_proof()) is not None:
             messages.append(_Request(proof=capture_service_pb2.SharedMemoryProof(nonce=proof)))
-        flush, self._flush = self._flush or self.ack_after() == 0, False
-        if flush and self._dealt.sequence > self._told.sequence:
-            self._told, self._told_at = self._dealt, time.monotonic()
-            ack = capture_service_pb2.Ack(sequence=self._told.sequence)
+        flush, self._flush = self._flush or self.seconds_to_ack() == 0, False
+        if flush and self._processed.sequence > self._acknowledged.sequence:
+            self._acknowledged, self._acknowledged_at = self._processed, time.monotonic()
+            ack = capture_service_pb2.Ack(sequence=self._acknowledged.sequence)
             messages.append(_Request(ack=ack))
-        owed = self._window - self._held - self._allowed
-        if owed > 0 and not self._discards and (flush or owed >= self._window // 4):
-            self._allowed += owed
-            messages.append(_Request(credit=capture_service_pb2.Credit(bytes=owed)))
+        refill = self._window - self._queued_bytes - self._credit
+        if refill > 0 and not self._discarding and (flush or refill >= self._window // 4):
+            self._credit += refill
+            messages.append(_Request(credit=capture_service_pb2.Credit(bytes=refill)))
         return messages
 
-    def ack_after(self) -> float | None:
-        """Seconds after which an acknowledgement is due; None: there is nothing to acknowledge."""
-        dealt, told = self._dealt, self._told
-        if dealt.sequence == told.sequence:
+    def seconds_to_ack(self) -> float | None:
+        """Seconds until an acknowledgement must be sent; None: there is nothing to acknowledge."""
+        processed, sent = self._processed, self._acknowledged
+        if processed.sequence == sent.sequence:
             return None
         if (
-            dealt.sequence - told.sequence >= _ACK_EVENTS
-            or dealt.bytes - told.bytes >= self._ack_bytes
-            or dealt.ended > told.ended
+            processed.sequence - sent.sequence >= _ACK_EVENTS
+            or processed.bytes - sent.bytes >= self._ack_bytes
+            or processed.ended > sent.ended
         ):
             return 0
-        return max(0.0, self._told_at + _ACK_SECONDS - time.monotonic())
+        return max(0.0, self._acknowledged_at + _ACK_SECONDS - time.monotonic())
 
 
 def _payload(message: capture_service_pb2.SubscribeResponse) -> int:
@@ -251,19 +253,19 @@ def _payload(message: capture_service_pb2.SubscribeResponse) -> int:
     return len(tensor.inline)
 
 
-class Standing(RowDestination):
+class SubscriptionInfo(RowDestination):
     """The public properties of a subscription, the same in both clients."""
 
-    def __init__(self, intake: Intake) -> None:
-        """Of the subscription with this state."""
-        self._intake = intake
+    def __init__(self, state: SubscriptionState) -> None:
+        """For the subscription with this state."""
+        self._state = state
 
     @property
     def id(self) -> str:
         """Its id, for captures that send their rows here. Raises Refused before it is open."""
-        if not self._intake.id:
+        if not self._state.id:
             raise Refused("the subscription is not open yet: enter it with async with")
-        return self._intake.id
+        return self._state.id
 
     @property
     def attached(self) -> tuple[Attached, ...]:
@@ -271,7 +273,7 @@ class Standing(RowDestination):
 
         Each names the first position from which its rows come.
         """
-        return self._intake.attached
+        return self._state.attached
 
     @property
     def missed(self) -> dict[str, str]:
@@ -279,12 +281,12 @@ class Standing(RowDestination):
 
         At most 1024, by request id.
         """
-        return dict(self._intake.missed)
+        return dict(self._state.missed)
 
     @property
     def inline_reason(self) -> str | None:
         """Why rows come inside messages; None if large chunks come through shared memory."""
-        return self._intake.payloads.inline_reason
+        return self._state.payloads.inline_reason
 
     @property
     def cursor(self) -> Cursor:
@@ -292,17 +294,17 @@ class Standing(RowDestination):
 
         Store it together with your results for that event, and each event counts exactly once.
         """
-        return self._intake.cursor
+        return self._state.cursor
 
     @property
     def acknowledged(self) -> Cursor:
         """Where to resume after the event that was acknowledged last."""
-        return self._intake.acknowledged
+        return self._state.acknowledged
 
     @property
     def last_heartbeat(self) -> Heartbeat | None:
         """The server's last heartbeat: how much is buffered, and how much credit is left."""
-        return self._intake.last_heartbeat
+        return self._state.last_heartbeat
 
 
 def closed_error() -> Refused:

@@ -42,7 +42,7 @@ class Part(NamedTuple):
     length: int
 
 
-class Placed(NamedTuple):
+class ArrayLocation(NamedTuple):
     """Where an array lies; bfloat16 is held as its bits."""
 
     dtype: np.dtype[np.generic]
@@ -55,28 +55,30 @@ class Placed(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def arrays_in(part: Part, format: str, start: str) -> Mapping[str, Placed]:
+def arrays_in(part: Part, format: str, start: str) -> Mapping[str, ArrayLocation]:
     """The arrays of a part whose names begin so. Raises DataLoss if it is not whole."""
     try:
         with part.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < part.offset + part.length:
                 raise ValueError("it is cut short")
-            found = (_safetensors if format == "safetensors" else _npz)(file, part, start)
+            arrays = (_safetensors if format == "safetensors" else _npz)(file, part, start)
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise damaged(part.path, str(error)) from error
     end = part.offset + part.length
-    if any(placed.offset + placed.size > end for placed in found.values()):
+    if any(location.offset + location.size > end for location in arrays.values()):
         raise damaged(part.path, "its arrays end behind it")
-    return found
+    return arrays
 
 
-def read_rows(path: Path, placed: Placed, first: int, count: int) -> npt.NDArray[np.generic]:
+def read_rows(
+    path: Path, location: ArrayLocation, first: int, count: int
+) -> npt.NDArray[np.generic]:
     """Rows of an array, [count, ...]. Raises DataLoss if they are gone."""
-    inner = placed.shape[1:]
+    inner = location.shape[1:]
     size = math.prod(inner)
-    offset = placed.offset + first * size * placed.dtype.itemsize
+    offset = location.offset + first * size * location.dtype.itemsize
     try:
-        return np.fromfile(path, placed.dtype, count * size, offset=offset).reshape(count, *inner)
+        return np.fromfile(path, location.dtype, count * size, offset=offset).reshape(count, *inner)
     except (OSError, ValueError) as error:
         raise damaged(path, str(error)) from error
 
@@ -86,7 +88,7 @@ def damaged(path: Path, why: str) -> DataLoss:
     return DataLoss(f"{path} is damaged ({why}): its rows cannot be read")
 
 
-def _safetensors(file: io.BufferedReader, part: Part, start: str) -> dict[str, Placed]:
+def _safetensors(file: io.BufferedReader, part: Part, start: str) -> dict[str, ArrayLocation]:
     file.seek(part.offset)
     length = int.from_bytes(file.read(_LENGTH), "little")
     if length > part.length:
@@ -94,16 +96,16 @@ def _safetensors(file: io.BufferedReader, part: Part, start: str) -> dict[str, P
     header = json.loads(file.read(length))
     data = part.offset + _LENGTH + length
     return {
-        name: Placed(
-            _DTYPES[said["dtype"]], tuple(said["shape"]), data + int(said["data_offsets"][0])
+        name: ArrayLocation(
+            _DTYPES[entry["dtype"]], tuple(entry["shape"]), data + int(entry["data_offsets"][0])
         )
-        for name, said in header.items()
+        for name, entry in header.items()
         if name.startswith(start)
     }
 
 
-def _npz(file: io.BufferedReader, part: Part, start: str) -> dict[str, Placed]:
-    found = {}
+def _npz(file: io.BufferedReader, part: Part, start: str) -> dict[str, ArrayLocation]:
+    arrays = {}
     with zipfile.ZipFile(_Section(file, part)) as archive:
         for member in archive.infolist():
             if not member.filename.startswith(start):
@@ -114,19 +116,19 @@ def _npz(file: io.BufferedReader, part: Part, start: str) -> dict[str, Placed]:
             local = file.read(_LOCAL_HEADER)
             names = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
             file.seek(names, io.SEEK_CUR)
-            found[member.filename.removesuffix(".npy")] = _npy(file)
-    return found
+            arrays[member.filename.removesuffix(".npy")] = _npy(file)
+    return arrays
 
 
-def _npy(file: io.BufferedReader) -> Placed:
+def _npy(file: io.BufferedReader) -> ArrayLocation:
     magic = file.read(len(_NPY))
     length = int.from_bytes(file.read(2), "little")
     if magic != _NPY:
         raise ValueError("an array in it is of another version")
-    said = ast.literal_eval(file.read(length).decode("latin1"))
-    if said["fortran_order"]:
+    header = ast.literal_eval(file.read(length).decode("latin1"))
+    if header["fortran_order"]:
         raise ValueError("an array in it is in Fortran's order")
-    return Placed(np.dtype(said["descr"]), tuple(said["shape"]), file.tell())
+    return ArrayLocation(np.dtype(header["descr"]), tuple(header["shape"]), file.tell())
 
 
 class _Section(io.RawIOBase):

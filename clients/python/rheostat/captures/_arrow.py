@@ -58,8 +58,8 @@ def _record_batch(batch: RowBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatc
 
     values = np.ascontiguousarray(batch.values).reshape(-1)
     columns = [
-        of_request([one.tag for one in batch.requests]),
-        of_request([one.request_id for one in batch.requests]),
+        of_request([request.tag for request in batch.requests]),
+        of_request([request.request_id for request in batch.requests]),
         pyarrow.array(batch.samples.astype(np.int32)),
         pyarrow.array(batch.baseline),
         pyarrow.array(batch.positions.astype(np.int32)),

@@ -13,7 +13,7 @@ from rheostat._capture.activations import IntArray
 from rheostat._capture.encodings import Encoding, decoded
 from rheostat._errors import invalid
 from rheostat._points import PointLike, Site, point_of
-from rheostat.captures._arrays import Placed, arrays_in, damaged, read_rows
+from rheostat.captures._arrays import ArrayLocation, arrays_in, damaged, read_rows
 from rheostat.captures._manifests import StoredRequest, StoredTable
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import tensor_pb2
@@ -66,8 +66,8 @@ class RowBatch:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which rows."""
+class RowFilter:
+    """Which rows of a request to read."""
 
     point: PointLike
     layer: int
@@ -76,27 +76,27 @@ class Wanted:
     capture_index: int | None
 
 
-def table_of(request: StoredRequest, wanted: Wanted) -> StoredTable | None:
-    """The table that is wanted of a request; None: it has none.
+def table_of(request: StoredRequest, row_filter: RowFilter) -> StoredTable | None:
+    """The table that a filter selects of a request; None: it has none.
 
     Raises InvalidRequest if several captures have the site and none was chosen.
     """
-    found = request.tables_at(wanted.point, wanted.layer)
-    if wanted.capture_index is not None:
-        found = tuple(table for table in found if table.capture_index == wanted.capture_index)
-    if len(found) > 1:
-        site = Site(point_of(wanted.point), wanted.layer)
-        specs = ", ".join(str(table.capture_index) for table in found)
+    tables = request.tables_at(row_filter.point, row_filter.layer)
+    if row_filter.capture_index is not None:
+        tables = tuple(table for table in tables if table.capture_index == row_filter.capture_index)
+    if len(tables) > 1:
+        site = Site(point_of(row_filter.point), row_filter.layer)
+        specs = ", ".join(str(table.capture_index) for table in tables)
         raise invalid(
             "capture_index",
             f"captures {specs} of {request.request_id} all hold rows of {site}: say capture_index=",
         )
-    return found[0] if found else None
+    return tables[0] if tables else None
 
 
-def pieces(request: StoredRequest, wanted: Wanted, at_most: int) -> Iterator[RowBatch]:
+def read_batches(request: StoredRequest, row_filter: RowFilter, at_most: int) -> Iterator[RowBatch]:
     """The rows of a request, never more than ``at_most`` at once."""
-    table = table_of(request, wanted)
+    table = table_of(request, row_filter)
     if table is None:
         return
     arrays = arrays_in(table.part, request.format, f"{table.name}.")
@@ -105,10 +105,10 @@ def pieces(request: StoredRequest, wanted: Wanted, at_most: int) -> Iterator[Row
         samples = _ints(_read(table, arrays, "samples", first, count))
         baseline = _read(table, arrays, "baseline", first, count).astype(np.bool_)
         chosen = np.ones(count, np.bool_)
-        if wanted.sample is not None:
-            chosen &= samples == wanted.sample
-        if wanted.baseline is not None:
-            chosen &= baseline == wanted.baseline
+        if row_filter.sample is not None:
+            chosen &= samples == row_filter.sample
+        if row_filter.baseline is not None:
+            chosen &= baseline == row_filter.baseline
         if not chosen.any():
             continue
         values, error = _values(table, arrays, first, count)
@@ -128,17 +128,17 @@ def pieces(request: StoredRequest, wanted: Wanted, at_most: int) -> Iterator[Row
 def batched(parts: Iterable[RowBatch], size: int) -> Iterator[RowBatch]:
     """The same rows in batches of ``size``; the last one may be smaller."""
     waiting: list[RowBatch] = []
-    held = 0
+    row_count = 0
     for part in parts:
-        while held + len(part) >= size:
-            cut = size - held
+        while row_count + len(part) >= size:
+            cut = size - row_count
             yield joined([*waiting, _sliced(part, 0, cut)])
             part = _sliced(part, cut, len(part))
-            waiting, held = [], 0
+            waiting, row_count = [], 0
         if len(part):
             waiting.append(part)
-            held += len(part)
-    if held:
+            row_count += len(part)
+    if row_count:
         yield joined(waiting)
 
 
@@ -154,15 +154,17 @@ def joined(parts: Sequence[RowBatch]) -> RowBatch:
             f"{one} and {other} hold rows of different widths or encodings: read them by request, "
             "or keep them under different tags",
         )
-    requests = tuple(dict.fromkeys(_key(one) for part in parts for one in part.requests))
-    place = {key: index for index, key in enumerate(requests)}
-    by_key = {_key(one): one for part in parts for one in part.requests}
+    requests = tuple(dict.fromkeys(_key(request) for part in parts for request in part.requests))
+    indices = {key: index for index, key in enumerate(requests)}
+    by_key = {_key(request): request for part in parts for request in part.requests}
     errors = [part.max_error for part in parts if part.max_error is not None]
     return RowBatch(
         tuple(by_key[key] for key in requests),
         np.concatenate(
             [
-                np.array([place[_key(one)] for one in part.requests], np.int64)[part.request_index]
+                np.array([indices[_key(request)] for request in part.requests], np.int64)[
+                    part.request_index
+                ]
                 for part in parts
             ]
         ),
@@ -196,12 +198,12 @@ def _sliced(batch: RowBatch, first: int, end: int) -> RowBatch:
 
 
 def _read(
-    table: StoredTable, arrays: Mapping[str, Placed], column: str, first: int, count: int
+    table: StoredTable, arrays: Mapping[str, ArrayLocation], column: str, first: int, count: int
 ) -> npt.NDArray[np.generic]:
-    placed = arrays.get(f"{table.name}.{column}")
-    if placed is None or placed.shape[:1] != (table.rows,):
+    location = arrays.get(f"{table.name}.{column}")
+    if location is None or location.shape[:1] != (table.rows,):
         raise damaged(table.part.path, f"it lacks {column} of {table.name}")
-    return read_rows(table.part.path, placed, first, count)
+    return read_rows(table.part.path, location, first, count)
 
 
 def _ints(numbers: npt.NDArray[np.generic]) -> IntArray:
@@ -209,7 +211,7 @@ def _ints(numbers: npt.NDArray[np.generic]) -> IntArray:
 
 
 def _values(
-    table: StoredTable, arrays: Mapping[str, Placed], first: int, count: int
+    table: StoredTable, arrays: Mapping[str, ArrayLocation], first: int, count: int
 ) -> tuple[FloatArray, FloatArray | None]:
     """Rows as float32, and their errors."""
     name, element = table.encoding.name, _element(table)
@@ -220,17 +222,17 @@ def _values(
         (rows,) = parts
         return widened(rows.tobytes(), element, (count, table.width)), None
     numbers = table.encoding.kept if name == "rp8" else table.width
-    said = tensor_pb2.Quantization(kept=table.encoding.kept or 0, width=table.width)
+    quantization = tensor_pb2.Quantization(kept=table.encoding.kept or 0, width=table.width)
     if name == "rp8":
-        said.seed = table.encoding.seed or 0
+        quantization.seed = table.encoding.seed or 0
     tensor = tensor_pb2.Tensor(
         dtype=write_element(element),
         shape=(count, numbers or 0),
         encoding=_ENCODINGS[name],
-        quantization=None if name == "full8" else said,
+        quantization=None if name == "full8" else quantization,
     )
-    found = decoded(tensor, b"".join(part.tobytes() for part in parts))
-    return found.values, found.max_error
+    result = decoded(tensor, b"".join(part.tobytes() for part in parts))
+    return result.values, result.max_error
 
 
 def _element(table: StoredTable) -> Element:

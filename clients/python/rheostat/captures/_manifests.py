@@ -18,7 +18,7 @@ Ending: TypeAlias = Literal["complete", "partial", "aborted"]
 """How the rows of a request ended."""
 
 _SCHEMA = "rheostat.captured.v1"
-_PIECE = 4 << 20
+_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class StoredRequest:
         """The tables of a site, under either of its names; one per capture."""
         site = Site(point_of(point), layer)
         for name in (site, site.twin):
-            found = tuple(one for one in self.tables if (one.point, one.layer) == name)
-            if found:
-                return found
+            tables = tuple(table for table in self.tables if (table.point, table.layer) == name)
+            if tables:
+                return tables
         return ()
 
     def verify(self) -> None:
@@ -86,45 +86,47 @@ class StoredRequest:
 
 
 def _digest(part: Part) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     left = part.length
     try:
         with part.path.open("rb") as file:
             file.seek(part.offset)
-            while left and (data := file.read(min(left, _PIECE))):
-                found.update(data)
+            while left and (data := file.read(min(left, _READ_BYTES))):
+                digest.update(data)
                 left -= len(data)
     except OSError as error:
         raise damaged(part.path, error.strerror or str(error)) from error
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def read_manifest(data: bytes, path: Path) -> StoredRequest:
     """The request of a manifest in the file ``path``. Raises DataLoss for anything else."""
     try:
-        said = json.loads(data)
-        if said["schema"] != _SCHEMA:
-            raise ValueError(f"its schema is {said['schema']}, not {_SCHEMA}")
-        parts = [_part(file, path) for file in said["files"]]
+        manifest = json.loads(data)
+        if manifest["schema"] != _SCHEMA:
+            raise ValueError(f"its schema is {manifest['schema']}, not {_SCHEMA}")
+        parts = [_part(file, path) for file in manifest["files"]]
         return StoredRequest(
-            said["request_id"],
-            said["tag"],
-            said["model"],
-            dict(said["labels"]),
-            said["state"],
-            said["dropped_rows"],
-            tuple(said["finish_reasons"]),
-            tuple(said["prompt_token_ids"]),
-            said["started_at"],
-            said["finished_at"],
-            said["layout"],
-            said["format"],
+            manifest["request_id"],
+            manifest["tag"],
+            manifest["model"],
+            dict(manifest["labels"]),
+            manifest["state"],
+            manifest["dropped_rows"],
+            tuple(manifest["finish_reasons"]),
+            tuple(manifest["prompt_token_ids"]),
+            manifest["started_at"],
+            manifest["finished_at"],
+            manifest["layout"],
+            manifest["format"],
             tuple(
                 table
-                for part, file in zip(parts, said["files"], strict=True)
+                for part, file in zip(parts, manifest["files"], strict=True)
                 for table in _tables(file, part)
             ),
-            tuple((part, file["sha256"]) for part, file in zip(parts, said["files"], strict=True)),
+            tuple(
+                (part, file["sha256"]) for part, file in zip(parts, manifest["files"], strict=True)
+            ),
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataLoss(f"{path} holds a manifest that cannot be read ({error})") from error
@@ -138,17 +140,17 @@ def _part(file: dict[str, Any], path: Path) -> Part:
 
 
 def _tables(file: dict[str, Any], part: Part) -> Iterator[StoredTable]:
-    for said in file["tables"]:
-        kept, name = said.get("kept"), said["encoding"]
-        width = said["width"] if name in ("rp8", "topk8") else None
+    for table in file["tables"]:
+        kept, name = table.get("kept"), table["encoding"]
+        width = table["width"] if name in ("rp8", "topk8") else None
         yield StoredTable(
-            said["capture_index"],
-            Point(said["point"]),
-            said["layer"],
-            said["rows"],
-            said["dtype"],
-            said["width"],
-            Encoding(name, kept, width, said.get("seed")),
-            said["name"],
+            table["capture_index"],
+            Point(table["point"]),
+            table["layer"],
+            table["rows"],
+            table["dtype"],
+            table["width"],
+            Encoding(name, kept, width, table.get("seed")),
+            table["name"],
             part,
         )

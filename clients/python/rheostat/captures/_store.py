@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from rheostat._errors import NotFound, Resource, invalid
 from rheostat._points import Point, PointLike, Site, point_of
 from rheostat.captures import _arrow
-from rheostat.captures._batches import RowBatch, Wanted, batched, joined, pieces
+from rheostat.captures._batches import RowBatch, RowFilter, batched, joined, read_batches
 from rheostat.captures._manifests import StoredRequest, read_manifest
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> St
     if tag is not None and not _TAG.fullmatch(tag):
         raise invalid("tag", f'"{tag}" cannot be a tag, which is {_TAG.pattern}')
     stored = StoredCaptures(path, tag)
-    if not any(stored.holds(one) for one in StoredCaptures(path, None).tags):
+    if not any(stored.holds(tag_name) for tag_name in StoredCaptures(path, None).tags):
         _check_outermost(path)
     if tag is not None and not stored.tags:
         there = ", ".join(StoredCaptures(path, None).tags)
@@ -87,9 +87,9 @@ class StoredCaptures:
         for tag in self.tags:
             folder = self.root / tag / _REQUESTS
             for name in _names(folder):
-                found = _own(folder / name)
-                if found is not None:
-                    yield found
+                request = _read_own(folder / name)
+                if request is not None:
+                    yield request
             for index in self._indexes(tag):
                 for line in _lines(index):
                     yield read_manifest(line, index)
@@ -100,9 +100,9 @@ class StoredCaptures:
         start = f'{{"request_id": "{request_id}"'.encode()
         for tag in self.tags:
             if name and "/" not in name:
-                found = _own(self.root / tag / _REQUESTS / name)
-                if found is not None:
-                    return found
+                request = _read_own(self.root / tag / _REQUESTS / name)
+                if request is not None:
+                    return request
             for index in self._indexes(tag):
                 for line in _lines(index):
                     if line.startswith(start):
@@ -135,17 +135,17 @@ class StoredCaptures:
         several have the site. Raises NotFound if there are none, InvalidRequest if several
         captures have the site and none was chosen, DataLoss for a damaged file.
         """
-        wanted = Wanted(point, layer, sample, baseline, capture_index)
+        row_filter = RowFilter(point, layer, sample, baseline, capture_index)
         request = self[request_id]
-        found = list(pieces(request, wanted, _AT_ONCE))
-        if not found:
+        batches = list(read_batches(request, row_filter, _AT_ONCE))
+        if not batches:
             site = Site(point_of(point), layer)
             raise _not_found(
                 f"the request {request_id} has no such rows of {site}; "
-                f"there are {_shown(request.sites)}",
+                f"there are {_show_sites(request.sites)}",
                 request_id,
             )
-        return joined(found)
+        return joined(batches)
 
     def rows(
         self,
@@ -165,21 +165,21 @@ class StoredCaptures:
         """
         if batch < 1:
             raise invalid("batch", "a batch has at least one row")
-        wanted = Wanted(point, layer, sample, baseline, capture_index)
-        return batched(self._pieces(wanted, batch), batch)
+        row_filter = RowFilter(point, layer, sample, baseline, capture_index)
+        return batched(self._read_batches(row_filter, batch), batch)
 
-    def _pieces(self, wanted: Wanted, at_most: int) -> Iterator[RowBatch]:
+    def _read_batches(self, row_filter: RowFilter, at_most: int) -> Iterator[RowBatch]:
         others: dict[tuple[Point, int], None] = {}
-        known = False
+        has_site = False
         for request in self:
-            known = known or bool(request.tables_at(wanted.point, wanted.layer))
-            if not known:
+            has_site = has_site or bool(request.tables_at(row_filter.point, row_filter.layer))
+            if not has_site:
                 others.update(dict.fromkeys(request.sites))
-            yield from pieces(request, wanted, at_most)
-        if others and not known:
-            site = Site(point_of(wanted.point), wanted.layer)
+            yield from read_batches(request, row_filter, at_most)
+        if others and not has_site:
+            site = Site(point_of(row_filter.point), row_filter.layer)
             raise _not_found(
-                f"{self.root} has no rows of {site}; there are {_shown(others)}", str(site)
+                f"{self.root} has no rows of {site}; there are {_show_sites(others)}", str(site)
             )
 
     def verify(self) -> int:
@@ -234,7 +234,7 @@ def _not_found(message: str, name: str) -> NotFound:
     )
 
 
-def _shown(sites: Iterable[tuple[Point, int]]) -> str:
+def _show_sites(sites: Iterable[tuple[Point, int]]) -> str:
     return ", ".join(str(Site(*site)) for site in sites) or "none at all"
 
 
@@ -246,7 +246,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if _is_folder(folder) else []
 
 
-def _own(folder: Path) -> StoredRequest | None:
+def _read_own(folder: Path) -> StoredRequest | None:
     path = folder / _MANIFEST
     try:
         return read_manifest(path.read_bytes(), path)
