@@ -17,7 +17,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -91,6 +91,7 @@ class _StandIn:
     def __init__(self) -> None:
         self.waiting: Callable[[], int] = lambda: 0
         self._deliver: Callable[[Event], None] = lambda event: None
+        self._running: dict[str, asyncio.Task[None]] = {}
         self._rows = np.random.default_rng(0).integers(0, 1 << 16, (_PROMPT, _WIDTH), np.uint16)
         self.info = ModelInfo(
             name="stand-in",
@@ -127,7 +128,19 @@ class _StandIn:
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         self._deliver = deliver
 
-    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def add_request(
+        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
+    ) -> None:
+        name = job.plan.request_id
+        self._running[name] = task = asyncio.create_task(self._generate(job, receive))
+        task.add_done_callback(lambda _: self._running.pop(name))
+
+    async def abort(self, plan_ids: Sequence[str]) -> None:
+        for plan_id in plan_ids:
+            if plan_id in self._running:
+                self._running[plan_id].cancel()
+
+    async def _generate(self, job: Job, receive: Callable[[Delta], None]) -> None:
         name, end = job.plan.request_id, len(job.prompt)
         self._deliver(Installed(name, ""))
         start = 0
@@ -141,7 +154,7 @@ class _StandIn:
                     self._deliver(Rows(name, sites, positions, data))
             start, end = end, end + 1
             last = step == job.sampling.max_tokens - 1
-            yield Delta(token_ids=(7,), ending=Ending.LENGTH if last else None)
+            receive(Delta(token_ids=(7,), ending=Ending.LENGTH if last else None))
             await asyncio.sleep(0)
             while self.waiting() > _BACKLOG:
                 await asyncio.sleep(0.004)

@@ -28,7 +28,7 @@ from rheostat_engine.events import (
     Report,
     Rows,
 )
-from rheostat_engine.front_end import prepare_front_end, stop_front_end
+from rheostat_engine.front_end import prepare_front_end, receive_outputs, stop_front_end
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.pieces import TooMuch
 from rheostat_engine.plan import EXTRA_ARG, Plan
@@ -91,6 +91,7 @@ __all__ = [
     "engine_kwargs",
     "prepare_front_end",
     "recapture",
+    "receive_outputs",
     "site_count",
     "stop_front_end",
 ]

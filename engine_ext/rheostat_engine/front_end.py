@@ -1,9 +1,11 @@
-"""Prepares the process of an `AsyncLLM` before it is made, and before it is shut down."""
+"""The adapters of the process that has an `AsyncLLM`, for processes that may lack vLLM."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rheostat_engine.adapters.output_handler import OutputReader
+    from rheostat_engine.adapters.outputs import Collector, Receive
 
 
 def prepare_front_end() -> None:
@@ -23,3 +25,12 @@ async def stop_front_end(llm: "OutputReader") -> None:
     from rheostat_engine.adapters.output_handler import stop_output_handler
 
     await stop_output_handler(llm)
+
+
+def receive_outputs(
+    collector: "Collector", receive: "Receive", fail: Callable[[Exception], None]
+) -> None:
+    """Calls a function with each output of a request; see `adapters.outputs`."""
+    from rheostat_engine.adapters import outputs
+
+    outputs.receive_outputs(collector, receive, fail)

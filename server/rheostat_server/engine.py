@@ -360,8 +360,7 @@ class EngineHost:
 
     async def _settle(self, flight: Flight) -> None:
         """Gives back what a request held once the engine has let go of it."""
-        tasks = [life.task for life in flight.lives if life.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await flight.stopped()
         held = [life for life in flight.lives if life.plan_id in self._routes]
         await asyncio.gather(*(until_released(life, self.worker_stats) for life in held))
         flight.close_outlets()

@@ -1,4 +1,4 @@
-"""A running request: the tasks of its samples, and one queue of everything that they produce.
+"""A running request: its samples, and one queue of everything that they produce.
 
 Invariant: nothing is put into the queue after an error or `close`.
 """
@@ -7,8 +7,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -88,6 +87,11 @@ class Flight:
             *(self._samples(Role.BASELINE, admitted.baseline.plan) if admitted.baseline else ()),
         ]
         self._closed = False
+        self._backend: Backend | None = None
+        self._starting: set[asyncio.Task[None]] = set()
+        """Tasks that give samples to the engine."""
+        self._aborting: set[asyncio.Task[None]] = set()
+        """Tasks that abort samples in the engine."""
 
     @property
     def own(self) -> list[Life]:
@@ -107,9 +111,11 @@ class Flight:
     @property
     def settled(self) -> bool:
         """Whether the engine has released the started samples, and no rows are being written."""
-        return not self.outlets.writing and all(
-            life.task is None or (life.task.done() and life.released.is_set())
-            for life in self.lives
+        return (
+            not self._starting
+            and not self._aborting
+            and not self.outlets.writing
+            and all(life.released.is_set() for life in self.lives if life.started)
         )
 
     @property
@@ -122,7 +128,7 @@ class Flight:
     @property
     def touches_kv(self) -> bool:
         """Whether a sample was started whose interventions change its KV cache."""
-        return any(life.task is not None and life.job.plan.touches_kv for life in self.lives)
+        return any(life.started and life.job.plan.touches_kv for life in self.lives)
 
     @property
     def rooms(self) -> list[Room]:
@@ -144,13 +150,20 @@ class Flight:
 
     def start(self, backend: Backend, lives: Sequence[Life], *, epoch: int) -> None:
         """Starts samples. Their KV blocks are cached under `epoch`; see `Plan.epoch`."""
-        at_once = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
-        for index, life in enumerate(lives):
-            if self._closed:
+        if self._closed:
+            for life in lives:
                 life.released.set()
-            else:
-                life.job = replace(life.job, plan=replace(life.job.plan, epoch=epoch))
-                life.task = asyncio.create_task(self._pump(life, backend, index // at_once))
+            return
+        for life in lives:
+            life.job = replace(life.job, plan=replace(life.job.plan, epoch=epoch))
+            life.started = True
+        self._backend = backend
+        _keep(self._starting, self._start(backend, lives))
+
+    async def stopped(self) -> None:
+        """Returns once no more samples start, and the engine has been told of those that end."""
+        while tasks := self._starting | self._aborting:
+            await asyncio.wait(tasks)
 
     async def next(self) -> Item | Notice | Sign:
         """Waits for the next message of the queue.
@@ -159,9 +172,11 @@ class Flight:
             RheostatError: the request has failed.
         """
         item = await self.queue.get()
+        if isinstance(item, Item):
+            return item
         if isinstance(item, RheostatError):
             raise item
-        if not isinstance(item, Item | Sign):
+        if not isinstance(item, Sign):
             self.unanswered -= 1
         return item
 
@@ -236,24 +251,26 @@ class Flight:
     def abort(self) -> None:
         """Ends every sample that still runs, as aborted."""
         self.aborted = True
-        for life in self.lives:
-            if not life.ended:
-                life.ended = True
-                life.ending = Ending.ABORTED
-                life.known.set()
-                if life.task is not None:
-                    life.task.cancel()
-                self._put(Item(life, Delta(ending=Ending.ABORTED)))
+        running = [life for life in self.lives if not life.ended]
+        for life in running:
+            life.ended = True
+            life.ending = Ending.ABORTED
+            life.known.set()
+            self._put(Item(life, Delta(ending=Ending.ABORTED)))
+        self._abort(running)
 
     def close(self) -> None:
         """Stops the samples. Nothing more is put into the queue."""
+        if not self._closed:
+            # A sample may have ended here while the engine still runs it.
+            self._abort(
+                [life for life in self.lives if not life.ended or not life.released.is_set()]
+            )
         self._closed = True
         self.inline.close()
         self.outlets.drop_runs()
         for life in self.lives:
             life.known.set()
-            if life.task is not None:
-                life.task.cancel()
 
     def _drop(self, life: Life, report: Report) -> None:
         """Fails the request because a report of the engine could not be handled.
@@ -306,30 +323,74 @@ class Flight:
         if not self._closed:
             self.queue.put(item)
 
-    async def _pump(self, life: Life, backend: Backend, wait: int) -> None:
-        """Runs a sample, after `wait` iterations of the event loop."""
-        try:
-            for _ in range(wait):
+    async def _start(self, backend: Backend, lives: Sequence[Life]) -> None:
+        """Gives samples to the engine, some in each iteration of the event loop."""
+        at_once = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
+        for index, life in enumerate(lives):
+            if index and index % at_once == 0:
                 await asyncio.sleep(0)
-            async with aclosing(backend.generate(life.job)) as deltas:
-                async for delta in deltas:
-                    life.heard = True
-                    life.ended = delta.ending is not None
-                    life.ending = delta.ending
-                    if life.role is not Role.SCORE:
-                        life.tokens += delta.token_ids
-                        self.outlets.extend(life.track, delta.token_ids)
-                    self._put(Item(life, delta))
-            if not life.ended:
-                raise Defect("the engine ended a sample without saying why")
-        except RheostatError as error:
-            self.fail(error)
-        except Exception as error:  # the task ends here, so any error must fail the request
-            _LOG.error("sample %s failed", life.plan_id, exc_info=error)
-            self.fail(Defect("the engine could not run the request"))
-        finally:
+            if self._closed or life.ended:
+                continue
+            try:
+                await backend.add_request(
+                    life.job, partial(self._receive, life), partial(self._fail_sample, life)
+                )
+            except Exception as error:  # the task ends here, so any error must fail the request
+                self._fail_sample(life, error)
+
+    def _abort(self, lives: Sequence[Life]) -> None:
+        """Makes the engine abort samples.
+
+        The tasks that start samples are cancelled first, so that none starts after its abort.
+        """
+        for task in self._starting:
+            task.cancel()
+        ids = [life.plan_id for life in lives if life.started]
+        if ids and self._backend is not None:
+            _keep(self._aborting, self._abort_in(self._backend, ids))
+
+    async def _abort_in(self, backend: Backend, plan_ids: Sequence[str]) -> None:
+        try:
+            await backend.abort(plan_ids)
+        except Exception as error:  # the request has ended for its client, so only the log remains
+            _LOG.error("samples %s were not aborted", ", ".join(plan_ids), exc_info=error)
+        self._close_outlets()
+
+    def _receive(self, life: Life, delta: Delta) -> None:
+        """Takes a delta of a sample from the engine."""
+        if life.ended:
+            return
+        life.heard = True
+        if life.role is not Role.SCORE:
+            # Also after a failure, because the receivers of rows count those of all known tokens.
+            life.tokens += delta.token_ids
+            self.outlets.extend(life.track, delta.token_ids)
+        if self._closed:
+            return
+        if delta.ending is not None:
+            life.ended = True
+            life.ending = delta.ending
+        self.queue.put_delta(life, delta)
+        if life.ended:
             life.known.set()
             self._close_outlets()
+
+    def _fail_sample(self, life: Life, error: Exception) -> None:
+        """Fails the request because the engine cannot run a sample."""
+        if self._closed or life.ended:
+            return
+        if isinstance(error, RheostatError):
+            self.fail(error)
+        else:
+            _LOG.error("sample %s failed", life.plan_id, exc_info=error)
+            self.fail(Defect("the engine could not run the request"))
+
+
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
+    """Runs work in a task, which the set holds until the task is done."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def _reason(life: Life, *, failed: bool) -> types_pb2.FinishReason.ValueType:

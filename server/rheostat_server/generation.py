@@ -6,7 +6,7 @@ reason, the request is aborted in the engine.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 
 from rheostat_engine import Installed, Plan, Released
 from rheostat_server.admission import Admitted
@@ -99,6 +99,8 @@ class _Stream:
             for life in flight.lives
         }
         self._scores: dict[Life, Score] = {}
+        self._open: dict[Life, Sample | Score] = dict(self._samples)
+        """The sequences that may still produce something."""
         self._admitted = admitted
         self._flight = flight
         self._host = host
@@ -118,22 +120,24 @@ class _Stream:
 
     async def responses(self) -> AsyncIterator[Response | Notice]:
         """Every message between Started and Receipt."""
-        while self._flight.unanswered or self._open():
+        flight = self._flight
+        while flight.unanswered or self._open:
             item = await self._next()
             if isinstance(item, Item):
                 for response in self._take(item):
                     yield response
-                if item.life in self._scores and self._scores[item.life].done:
-                    found = await self._scores[item.life].divergence(self._admitted.prompt_len)
+                score = self._scores.get(item.life)
+                if score is not None and score.done:
+                    found = await score.divergence(self._admitted.prompt_len)
                     if found is not None:
                         yield Response(divergence=found)
             elif not isinstance(item, Sign):
                 yield item
             # Rows take turns with tokens. If they waited until the queue is empty, rows of many
             # samples would never leave, and the request would fail as if its reader were slow.
-            while (rows := self._flight.inline.take()) is not None:
+            while (rows := flight.inline.take()) is not None:
                 yield await self._rows(rows)
-                if len(self._flight.queue):
+                if len(flight.queue):
                     break
         async for remaining in self._rest():
             yield remaining
@@ -152,55 +156,59 @@ class _Stream:
             if not isinstance(item, Item | Sign):
                 yield item
 
-    def _open(self) -> list[Life]:
-        """The sequences that may still produce something."""
-        tracks: dict[Life, Sample | Score] = {**self._samples, **self._scores}
-        return [life for life, track in tracks.items() if not track.done]
-
     async def _next(self) -> Item | Notice | Sign:
         """Waits for the next item. Once all samples have ended, the wait has a limit.
 
         Samples that were aborted before they were scheduled get no report. All of them share one
         wait, because their reports would come within the same time.
         """
-        waiting = self._open()
-        if self._flight.unanswered or not all(life.ended for life in waiting):
-            return await self._flight.next()
-        silent = [life for life in waiting if self._flight.never_scheduled(life)]
+        flight = self._flight
+        if flight.unanswered:
+            return await flight.next()
+        for life in self._open:
+            if not life.ended:
+                return await flight.next()
+        silent = [life for life in self._open if flight.never_scheduled(life)]
         try:
             async with asyncio.timeout(self._silence if silent else RELEASE_GRACE):
-                return await self._flight.next()
+                return await flight.next()
         except TimeoutError as error:
             if not silent:
                 raise Defect("the engine did not report the request's end") from error
             self._silence = 0.0
             return Item(silent[0], _never_ran(silent[0].job.plan))
 
-    def _take(self, item: Item) -> Iterator[Response]:
-        """Yields the responses of an item.
+    def _take(self, item: Item) -> Iterable[Response]:
+        """The responses of an item.
 
-        It yields one at a time, because tokens that were held back count in the request's memory
-        until they are sent.
+        Responses of tokens that were held back are made one at a time, because these tokens count
+        in the request's memory until they are sent.
         """
         life, what = item
         if life in self._scores:
             self._scores[life].take(what)
-            return
+            self._remove_done(life)
+            return ()
         sample = self._samples[life]
-        if isinstance(what, Released):
-            sample.released = what
-            return
-        if isinstance(what, Installed):
-            sample.installed = True
-        elif isinstance(what, Delta):
+        if isinstance(what, Delta):
             if not self._held_back and self._may_go(life):
-                yield from self._said(life, what)
-                return
+                return self._said(life, what)
             held = self._held_back.get(life)
             if held is None:
                 held = self._held_back[life] = WaitingDeltas(self._flight.queue.meter)
             held.add(what)
-        yield from self._release_held()
+        elif isinstance(what, Released):
+            sample.released = what
+            self._remove_done(life)
+            return ()
+        elif isinstance(what, Installed):
+            sample.installed = True
+        return self._release_held() if self._held_back else ()
+
+    def _remove_done(self, life: Life) -> None:
+        """Removes a sequence that can produce nothing more."""
+        if life in self._open and self._open[life].done:
+            del self._open[life]
 
     def _may_go(self, life: Life) -> bool:
         """Whether a sample's tokens may be sent now; see `_held_back`."""
@@ -215,13 +223,16 @@ class _Stream:
                 for delta in self._held_back.pop(life).take_all():
                     yield from self._said(life, delta)
 
-    def _said(self, life: Life, delta: Delta) -> Iterator[Response]:
-        """Yields the responses of a delta, then the responses that follow a sample's end."""
-        self._prompt_logprobs_due.discard(life.role)
+    def _said(self, life: Life, delta: Delta) -> list[Response]:
+        """The responses of a delta, then the responses that follow a sample's end."""
+        if self._prompt_logprobs_due:
+            self._prompt_logprobs_due.discard(life.role)
         sample = self._samples[life]
-        yield from sample.take(delta)
+        responses = sample.take(delta)
         if sample.ended:
-            yield from self._compare(life, sample)
+            responses += self._compare(life, sample)
+            self._remove_done(life)
+        return responses
 
     def _compare(self, life: Life, sample: Sample) -> list[Response]:
         """Starts scoring an ended sample with the baseline, if the request asks for it."""
@@ -231,7 +242,7 @@ class _Stream:
         reader = scoring_life(self._flight, baseline, sample)
         if reader is None:
             return [Response(divergence=generation_pb2.Divergence(sample=sample.index))]
-        self._scores[reader] = Score(sample, reader)
+        self._scores[reader] = self._open[reader] = Score(sample, reader)
         self._host.launch(self._flight, reader)
         return []
 

@@ -3,7 +3,7 @@
 `VllmBackend` implements `Backend` in a server; tests implement it with a script.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -24,8 +24,7 @@ class Ending(Enum):
     ABORTED = "abort"
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """Tokens that one or several steps added to a sample."""
 
     token_ids: tuple[int, ...] = ()
@@ -126,11 +125,30 @@ class Backend(Protocol):
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         """Delivers every event, and once the reason if the engine dies, on the running loop."""
 
-    def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-        """Runs a sample. Closing the generator aborts it.
+    async def add_request(
+        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """Starts a sample. Returns once the request has been sent to the engine.
+
+        The backend calls `receive` and `fail` on the running loop, and from nowhere else. It does
+        not wait between them. Neither may raise an error or call `abort`.
+
+        Args:
+            job: the sample.
+            receive: is called with each delta, in order. The last delta has an ending.
+            fail: is called in place of the last delta if the sample cannot go on. The engine may
+                still run the sample. The error is `EngineLost` if the engine is gone.
 
         Raises:
             EngineLost: the engine is gone.
+            Exception: the engine refuses the request.
+        """
+
+    async def abort(self, plan_ids: Sequence[str]) -> None:
+        """Aborts samples. Returns once the engine has been told.
+
+        Ids of samples that have ended, or that were never added, are ignored. `receive` may be
+        called once more, with a delta that says so.
         """
 
     async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:

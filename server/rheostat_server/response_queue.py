@@ -3,6 +3,9 @@
 Invariants: whatever concerns one sample comes out in the order in which it went in. Tokens that
 wait merge into fewer messages, and each message has a bounded size. The waiting tokens count in
 the memory of the request. When that is full the request fails, because tokens may not be lost.
+
+A reader that waits gets an entry directly, so that a token of a quick reader is neither stored nor
+counted.
 """
 
 import asyncio
@@ -51,22 +54,25 @@ class Sign(Enum):
     """Captured rows can leave; see `Flight.inline`."""
 
 
+Entry = Item | Notice | Sign | RheostatError
+
+
 class _Merged:
     """Deltas of a sample that will be one message."""
 
     __slots__ = ("_ending", "_first", "_logprobs", "_stop", "_texts", "_token_ids", "weight")
 
-    def __init__(self, delta: Delta) -> None:
-        """Begins with one delta."""
-        self.weight = weight(delta)
+    def __init__(self, delta: Delta, weight: int) -> None:
+        """Begins with one delta, of `weight` bytes."""
+        self.weight = weight
         self._first = delta
         self._ending: Ending | None = None
         self._texts: list[str] = []
         """Empty until a second delta comes: with a quick reader none does."""
 
-    def add(self, delta: Delta) -> bool:
-        """Takes another delta; False: it must begin a message of its own."""
-        heavier = self.weight + weight(delta) - _DELTA_BYTES
+    def add(self, delta: Delta, weight: int) -> bool:
+        """Takes another delta, of `weight` bytes; False: it must begin a message of its own."""
+        heavier = self.weight + weight - _DELTA_BYTES
         first = self._first
         if heavier > _MESSAGE_BYTES or delta.prompt_logprobs:
             return False
@@ -111,13 +117,15 @@ class WaitingDeltas:
 
     def add(self, delta: Delta) -> bool:
         """Adds a delta. Returns whether it begins a message of its own."""
-        last = self._merged[-1] if self._merged and not self._sealed else None
-        before = 0 if last is None else last.weight
-        if last is not None and last.add(delta):
-            self._meter.add_tokens(last.weight - before)
-            return False
-        self._merged.append(_Merged(delta))
-        self._meter.add_tokens(self._merged[-1].weight)
+        size = weight(delta)
+        if self._merged and not self._sealed:
+            last = self._merged[-1]
+            before = last.weight
+            if last.add(delta, size):
+                self._meter.add_tokens(last.weight - before)
+                return False
+        self._merged.append(_Merged(delta, size))
+        self._meter.add_tokens(size)
         self._sealed = False
         return True
 
@@ -151,10 +159,11 @@ class ResponseQueue:
         """Counts the memory of tokens that wait, also of those that the reader holds back."""
         self._share = share
         self._on_full = on_full
-        self._entries: deque[Life | Item | Notice | Sign | RheostatError] = deque()
+        self._entries: deque[Life | Entry] = deque()
         """A sample stands for the next message of its deltas."""
         self._deltas: dict[Life, WaitingDeltas] = {}
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[Entry] | None = None
+        """Set while the reader waits for an entry."""
         share.add(self)
 
     @property
@@ -191,29 +200,44 @@ class ResponseQueue:
         """Number of messages and events that wait."""
         return len(self._entries)
 
-    def put(self, entry: Item | Notice | Sign | RheostatError) -> None:
+    def put(self, entry: Entry) -> None:
         """Adds an entry, or merges its tokens into the last message of the sample."""
         if not isinstance(entry, Item):
             self._append(entry)
         elif isinstance(entry.what, Delta):
-            deltas = self._deltas.get(entry.life)
-            if deltas is None:
-                deltas = self._deltas[entry.life] = WaitingDeltas(self.meter)
-            if deltas.add(entry.what):
-                self._append(entry.life)
-            self._share.check()
+            self.put_delta(entry.life, entry.what)
         else:
             if entry.life in self._deltas:
                 self._deltas[entry.life].seal()
             self._append(entry)
 
-    async def get(self) -> Item | Notice | Sign | RheostatError:
+    def put_delta(self, life: Life, delta: Delta) -> None:
+        """Adds a delta of a sample, or merges it into the sample's last message."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(Item(life, delta))
+            return
+        deltas = self._deltas.get(life)
+        if deltas is None:
+            deltas = self._deltas[life] = WaitingDeltas(self.meter)
+        if deltas.add(delta):
+            self._entries.append(life)
+        self._share.check()
+
+    async def get(self) -> Entry:
         """Removes and returns the first entry; waits for one if there is none."""
-        while not self._entries:
-            self._news.clear()
-            await self._news.wait()
-        entry = self._entries.popleft()
-        return Item(entry, self._deltas[entry].take()) if isinstance(entry, Life) else entry
+        if self._entries:
+            entry = self._entries.popleft()
+            return Item(entry, self._deltas[entry].take()) if isinstance(entry, Life) else entry
+        reader: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+        self._reader = reader
+        try:
+            return await reader
+        except asyncio.CancelledError:
+            if reader.done() and not reader.cancelled():
+                self._entries.appendleft(reader.result())  # the next call returns it
+            raise
+        finally:
+            self._reader = None
 
     def close(self) -> None:
         """Discards all but an error, and counts no memory any more. Only an error may be added."""
@@ -223,9 +247,11 @@ class ResponseQueue:
         self.meter.close()
         self._on_full = lambda _: None  # it refers to the request, which refers to this queue
 
-    def _append(self, entry: Life | Item | Notice | Sign | RheostatError) -> None:
-        self._entries.append(entry)
-        self._news.set()
+    def _append(self, entry: Entry) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(entry)
+        else:
+            self._entries.append(entry)
 
 
 def weight(delta: Delta) -> int:

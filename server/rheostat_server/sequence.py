@@ -59,8 +59,11 @@ class Life:
         self.job = job
         self.role = role
         self.sample = sample
+        self.track = Track(sample, role is Role.BASELINE)
+        """The name of its tokens and rows within the request."""
         self.amendments: list[Amendment] = []
-        self.task: asyncio.Task[None] | None = None
+        self.started = False
+        """Whether the engine gets it."""
         self.ended = False
         self.ending: Ending | None = None
         """How it ended, once it has."""
@@ -110,8 +113,3 @@ class Life:
     def let_go(self) -> None:
         """The engine holds it no more: nothing becomes of changes that wait."""
         self.answer(Attached(self.plan_id, self.changes, OPEN_END, ""))
-
-    @property
-    def track(self) -> Track:
-        """Whose tokens it generates."""
-        return Track(self.sample, self.role is Role.BASELINE)

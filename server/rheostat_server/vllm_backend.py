@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -16,6 +16,7 @@ from rheostat_engine import (
     Plan,
     StagingError,
     WorkerChannel,
+    receive_outputs,
     stop_front_end,
 )
 from rheostat_server.allocator import keep_freed_memory
@@ -30,7 +31,7 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.vectors import Vector
 from rheostat_server.vllm_engine import LoadedEngine, load_engine, remove_channel, what_happened
-from rheostat_server.vllm_outputs import TokenTexts, delta_of
+from rheostat_server.vllm_outputs import DeltaReader, TokenTexts
 from rheostat_server.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -161,24 +162,33 @@ class VllmBackend:
             raise EngineFailed(f"the engine died after its first requests: {error}") from error
         self._counter.reset()
 
-    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-        """Runs a sample."""
+    async def add_request(
+        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """Starts a sample."""
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        outputs = self._llm.generate(
-            tokens_input(list(job.prompt)),
-            self._sampling_params(job),
-            job.plan.request_id,
-            lora_request=self._lora(job.lora),
-        )
+        def failed(error: Exception) -> None:
+            fail(self._lost_engine() if isinstance(error, EngineDeadError) else error)
+
         try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield await delta_of(job, output, self._texts)
+            collector = await self._llm.add_request(
+                job.plan.request_id,
+                tokens_input(list(job.prompt)),
+                self._sampling_params(job),
+                lora_request=self._lora(job.lora),
+            )
         except EngineDeadError as error:
-            self._lost(_LOST)
-            raise EngineLost(_LOST) from error
+            raise self._lost_engine() from error
+        receive_outputs(collector, DeltaReader(job, self._texts, receive, failed).put, failed)
+
+    async def abort(self, plan_ids: Sequence[str]) -> None:
+        """Aborts samples."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        with suppress(EngineDeadError):
+            await self._llm.abort(plan_ids)
 
     async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
         """Builds a part of a plan's tables between two steps."""
@@ -275,6 +285,11 @@ class VllmBackend:
         except EngineLost as error:
             self._lost(error.message)
             raise
+
+    def _lost_engine(self) -> EngineLost:
+        """Reports that the engine is gone, and returns the error for a sample."""
+        self._lost(_LOST)
+        return EngineLost(_LOST)
 
     async def _watch_engine(self) -> None:
         while not self._llm.errored:

@@ -1,7 +1,9 @@
 """What vLLM says of a sample, in the server's words."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from rheostat_server.errors import Defect
@@ -49,12 +51,64 @@ class TokenTexts:
         return text
 
 
-async def delta_of(job: Job, output: "RequestOutput", text_of: TextOf) -> Delta:
-    """What an output of vLLM's says of a sample."""
-    entries = len(output.prompt_logprobs or ()) * ((job.sampling.prompt_logprobs or 0) + 1)
-    if entries > _LOGPROB_ENTRIES:
-        return await asyncio.to_thread(_delta, job, output, text_of)
-    return _delta(job, output, text_of)
+class DeltaReader:
+    """Turns the outputs of a sample into deltas, in order.
+
+    Long log-probabilities of a prompt are read on a thread. Outputs that come meanwhile wait.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        text_of: TextOf,
+        receive: Callable[[Delta], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """Makes the reader of a sample that has no outputs.
+
+        Args:
+            job: the sample.
+            text_of: gives the texts of tokens.
+            receive: is called with each delta.
+            fail: is called if an output cannot be read on a thread.
+        """
+        self._job = job
+        self._text_of = text_of
+        self._receive = receive
+        self._fail = fail
+        self._waiting: deque[RequestOutput] | None = None
+        """Outputs that wait for `_reading`; None if there is no such task."""
+        self._reading: asyncio.Task[None] | None = None
+
+    def put(self, output: "RequestOutput") -> None:
+        """Reads an output.
+
+        Raises:
+            Defect: the engine gave the sample up.
+        """
+        if self._waiting is not None:
+            self._waiting.append(output)
+        elif output.prompt_logprobs and self._is_long(output):
+            self._waiting = deque([output])
+            self._reading = asyncio.create_task(self._read_waiting())
+        else:
+            self._receive(_delta(self._job, output, self._text_of))
+
+    def _is_long(self, output: "RequestOutput") -> bool:
+        alternatives = self._job.sampling.prompt_logprobs or 0
+        return len(output.prompt_logprobs or ()) * (alternatives + 1) > _LOGPROB_ENTRIES
+
+    async def _read_waiting(self) -> None:
+        assert self._waiting is not None
+        try:
+            while self._waiting:
+                output = self._waiting.popleft()
+                read = partial(_delta, self._job, output, self._text_of)
+                self._receive(await asyncio.to_thread(read) if self._is_long(output) else read())
+        except Exception as error:  # the task ends here, so any error must fail the sample
+            self._fail(error)
+        finally:
+            self._waiting = None
 
 
 def _delta(job: Job, output: "RequestOutput", text_of: TextOf) -> Delta:
@@ -76,7 +130,7 @@ def _delta(job: Job, output: "RequestOutput", text_of: TextOf) -> Delta:
         token_ids=token_ids,
         text=completion.text,
         logprobs=readings,
-        prompt_logprobs=_prompt_readings(job, output, text_of),
+        prompt_logprobs=_prompt_readings(job, output, text_of) if output.prompt_logprobs else None,
         cached_tokens=output.num_cached_tokens or 0,
         ending=ending,
         stop=completion.stop_reason,

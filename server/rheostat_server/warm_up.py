@@ -36,7 +36,7 @@ from rheostat_engine import (
     Site,
 )
 from rheostat_server.errors import EngineFailed, EngineLost, RheostatError
-from rheostat_server.host import Backend, Job
+from rheostat_server.host import Backend, Delta, Job
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sampling import SamplingSettings
 from rheostat_server.tensors import FloatType
@@ -224,8 +224,7 @@ class _WarmUp:
         if job.has_plan:
             self._released[plan_id] = asyncio.Event()
         try:
-            async for _ in backend.generate(job):
-                pass
+            await self._until_ended(job)
             if job.has_plan:
                 await self._until_released(plan_id)
         except (EngineLost, TimeoutError) as error:
@@ -234,6 +233,29 @@ class _WarmUp:
             if request.name == "greedy":
                 raise self._failed(request.name, error) from error
             self._errors.append(f"requests of this kind fail: {request.name}: {error}")
+
+    async def _until_ended(self, job: Job) -> None:
+        """Runs a sample to its end.
+
+        Raises:
+            Exception: the engine cannot run it.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def receive(delta: Delta) -> None:
+            if delta.ending is not None and not ended.done():
+                ended.set_result(None)
+
+        def fail(error: Exception) -> None:
+            if not ended.done():
+                ended.set_exception(error)
+
+        try:
+            await self._backend.add_request(job, receive, fail)
+            await ended
+        except asyncio.CancelledError:
+            await self._backend.abort([job.plan.request_id])
+            raise
 
     async def _until_released(self, plan_id: str) -> None:
         """Returns once the workers have released the request.

@@ -177,7 +177,8 @@ class Share:
 
     def check(self) -> None:
         """Frees bytes above the limits. To be called after rows or tokens were added."""
-        if self.used > self.limit and (over := self._over) > 0:
+        # `used` is at most the weight. Most calls need only this comparison.
+        if self.meter.weight > self.limit < self.used and (over := self._over) > 0:
             self.give_up(over, self._why)
         if self._budget is not None:
             self._budget.check()

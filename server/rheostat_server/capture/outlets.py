@@ -54,7 +54,7 @@ class Outlets:
 
     def extend(self, track: Track, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated."""
-        for tap in self._each():
+        for tap, _ in self._taps:
             tap.extend(track, token_ids)
 
     def feed(self, track: Track, rows: Rows) -> None:

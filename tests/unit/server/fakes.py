@@ -188,6 +188,8 @@ class ScriptedBackend:
     deliver: Callable[[Event], None] = print
     lost: Callable[[str], None] = print
     dead: bool = False
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Tasks of the samples that it runs, by the ids of their plans."""
 
     def tokenizer(self) -> Tokenizer | None:
         return self.text
@@ -195,7 +197,36 @@ class ScriptedBackend:
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         self.deliver, self.lost = deliver, lost
 
+    async def add_request(
+        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
+    ) -> None:
+        plan_id = job.plan.request_id
+        task = asyncio.create_task(self._run(self.generate(job), receive, fail))
+        self.tasks[plan_id] = task
+        task.add_done_callback(lambda _: self.tasks.pop(plan_id, None))
+
+    async def abort(self, plan_ids: Sequence[str]) -> None:
+        running = [self.tasks[plan_id] for plan_id in plan_ids if plan_id in self.tasks]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    async def _run(
+        self,
+        deltas: AsyncGenerator[Delta, None],
+        receive: Callable[[Delta], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    receive(delta)
+        except Exception as error:
+            fail(error)
+
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        """The script of a sample."""
         self.jobs.append(job)
         if self.broken is not None:
             raise self.broken

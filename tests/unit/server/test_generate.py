@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 import grpc
@@ -31,7 +31,7 @@ from .messages import (
     tensor,
     window,
 )
-from .streams import captured, kinds, settled, tokens
+from .streams import captured, kinds, settled, tokens, until
 
 PRE, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_POST
 Sampling = generation_pb2.Sampling
@@ -264,3 +264,44 @@ async def test_samples_of_a_long_prompt_start_in_different_iterations_of_the_eve
     running.backend.starts.clear()
     await rest(running.client.generation.Generate(request(text="ab", sampling=sampling)))
     assert len(set(running.backend.starts)) == 2, "a short prompt needs no pauses"
+
+
+class Gated(ScriptedBackend):
+    """Takes a request only once a gate is open."""
+
+    def __init__(self, **script: object) -> None:
+        super().__init__(**script)
+        self.gate = asyncio.Event()
+        self.asked = 0
+
+    async def add_request(
+        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
+    ) -> None:
+        self.asked += 1
+        await self.gate.wait()
+        await super().add_request(job, receive, fail)
+
+
+async def test_a_sample_does_not_start_after_its_client_has_left(starter) -> None:
+    running = await starter(Gated())
+    call = running.client.generation.Generate(request())
+    await until(lambda: running.backend.asked == 1)
+    call.cancel()
+    await settled(running)
+    running.backend.gate.set()
+    await asyncio.sleep(0.05)
+    assert running.backend.jobs == []
+
+
+async def test_a_request_that_the_engine_refuses_fails_alone(starter) -> None:
+    class Refuses(ScriptedBackend):
+        async def add_request(self, job: Job, receive, fail) -> None:
+            if job.plan.request_id.startswith("bad"):
+                raise ValueError("no such head")
+            await super().add_request(job, receive, fail)
+
+    running = await starter(Refuses())
+    refusal = await running.client.refusal(request(request_id="bad"))
+    assert refusal.brief[1] == "REASON_INTERNAL"
+    assert "no such head" not in refusal.message
+    assert kinds(await running.client.generate(request()))[-1] == "receipt"

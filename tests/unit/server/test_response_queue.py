@@ -147,3 +147,33 @@ async def test_what_is_taken_after_the_end_counts_nowhere() -> None:
     held.take()
     held.add(delta(1, 5, 3))
     assert (budget.meter.token_bytes, share.meter.token_bytes) == (0, 0)
+
+
+async def test_a_reader_that_waits_gets_a_token_at_once() -> None:
+    budget = Budget(1 << 20, 1 << 20, slack=0)
+    queue = ResponseQueue(budget.share(), lambda _: None)
+    one, (first, second, third) = life(0), (delta(count, 1, None) for count in range(3))
+    reading = asyncio.ensure_future(queue.get())
+    await asyncio.sleep(0)
+    queue.put(Item(one, first))
+    assert (len(queue), budget.meter.token_bytes) == (0, 0)
+    for later in (second, third):
+        queue.put(Item(one, later))
+    assert len(queue) == 1, "tokens that come before the reader runs merge"
+    assert budget.meter.token_bytes > 0
+    assert await reading == Item(one, first)
+    assert (await queue.get()).what.token_ids == (1, 2)
+    assert budget.meter.token_bytes == 0
+
+
+async def test_a_reader_that_stops_waiting_when_an_entry_comes_loses_nothing() -> None:
+    queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None)
+    one, (first, second) = life(0), (delta(count, 1, None) for count in range(2))
+    reading = asyncio.ensure_future(queue.get())
+    await asyncio.sleep(0)
+    queue.put(Item(one, first))
+    queue.put(Item(one, second))
+    reading.cancel()
+    await asyncio.wait({reading})
+    assert reading.cancelled()
+    assert [await queue.get() for _ in range(2)] == [Item(one, first), Item(one, second)]

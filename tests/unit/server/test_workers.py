@@ -215,10 +215,60 @@ async def test_many_prompt_logprobs_are_written_off_the_loop(
         return Delta(text="x")
 
     monkeypatch.setattr(vllm_outputs, "_delta", delta)
+    deltas, errors = [], []
     job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
-    output = SimpleNamespace(prompt_logprobs=[None] * entries)
-    assert await vllm_outputs.delta_of(job, output, str) == Delta(text="x")
+    outputs = vllm_outputs.DeltaReader(job, str, deltas.append, errors.append)
+    outputs.put(SimpleNamespace(prompt_logprobs=[None] * entries))
+    await until(lambda: bool(deltas))
+    assert (deltas, errors) == ([Delta(text="x")], [])
     assert (threads != [threading.get_ident()]) == off_the_loop
+
+
+@dataclass
+class Output:
+    """An output of vLLM's, as far as `DeltaReader` looks at it."""
+
+    text: str
+    prompt_logprobs: list[None] | None = None
+
+
+async def test_outputs_wait_for_the_log_probabilities_before_them(monkeypatch) -> None:
+    def delta(job, output: Output, text_of) -> Delta:
+        if output.prompt_logprobs:
+            written.wait(10)
+        return Delta(text=output.text)
+
+    written = threading.Event()
+    monkeypatch.setattr(vllm_outputs, "_delta", delta)
+    deltas: list[Delta] = []
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
+    reader = vllm_outputs.DeltaReader(job, str, deltas.append, print)
+    reader.put(Output("a", [None] * 5000))
+    reader.put(Output("b"))
+    await asyncio.sleep(0.01)
+    reader.put(Output("c"))
+    assert deltas == []
+    written.set()
+    await until(lambda: len(deltas) == 3)
+    reader.put(Output("d"))
+    assert [one.text for one in deltas] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("entries", [1, 5000])
+async def test_an_output_that_cannot_be_read_fails_its_sample(monkeypatch, entries: int) -> None:
+    def delta(job, output: Output, text_of) -> Delta:
+        raise Defect("the engine gave the request up")
+
+    monkeypatch.setattr(vllm_outputs, "_delta", delta)
+    errors: list[Exception] = []
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
+    reader = vllm_outputs.DeltaReader(job, str, print, errors.append)
+    try:
+        reader.put(Output("a", [None] * entries))
+    except Defect as error:
+        errors.append(error)
+    await until(lambda: bool(errors))
+    assert [str(one) for one in errors] == ["the engine gave the request up"]
 
 
 def test_the_text_of_a_token_is_decoded_once() -> None:
