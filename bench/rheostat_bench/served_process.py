@@ -210,6 +210,15 @@ def cpu_elsewhere() -> float:
     return (user + nice + system + sum(interrupts) - own) / ticks
 
 
+def cpu_stolen() -> float:
+    """Seconds of CPU that the host gave to other machines although this one wanted them.
+
+    Only differences of two calls mean something. Zero on hosts that do not report it.
+    """
+    steal = Path("/proc/stat").read_text().partition("\n")[0].split()[8]
+    return int(steal) / os.sysconf("SC_CLK_TCK")
+
+
 def _cpu_ticks(pid: int) -> int:
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

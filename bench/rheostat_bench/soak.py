@@ -48,6 +48,7 @@ from rheostat_bench.served_process import (
     Handles,
     Memory,
     cpu_elsewhere,
+    cpu_stolen,
     faults,
     handles,
     memory_options,
@@ -316,12 +317,15 @@ def main() -> None:
         with served_process(str(model), log, options(scratch)) as server:
             facts, info = _facts(server.target)
             served = Served(server.target, log, server.pid, facts)
-            idle, began, others = server.memory(), time.monotonic(), cpu_elsewhere()
+            idle, began = server.memory(), time.monotonic()
+            others, stolen = cpu_elsewhere(), cpu_stolen()
             server.take_peak()
             found = soak(
                 served, arguments.calls, arguments.seed, first=arguments.first, verbose=True
             )
-            elsewhere = (cpu_elsewhere() - others) / (time.monotonic() - began)
+            seconds = time.monotonic() - began
+            elsewhere = (cpu_elsewhere() - others) / seconds
+            stolen = (cpu_stolen() - stolen) / seconds
             peak = server.take_peak()
         if found.faults:
             shutil.copy(log, arguments.out / "soak.log")
@@ -332,6 +336,7 @@ def main() -> None:
         **described(Model("tiny-36", model, "float32", "dummy"), info.engine.runner),
         "cores": os.cpu_count(),
         "cores_elsewhere": elsewhere,
+        "cores_stolen": stolen,
         "calls": found.outcome.calls,
         "first": arguments.first,
         "seed": arguments.seed,
