@@ -26,6 +26,7 @@ _SECONDS = _Bounds(0, 7 * 24 * 3600)
 
 _BOUNDS = {
     "port": _Bounds(0, 65535),
+    "front_ends": _Bounds(0, 256),
     "maximum_concurrent_rpcs": _COUNT,
     "max_model_len": _COUNT,
     "max_num_seqs": _COUNT,
@@ -65,6 +66,10 @@ class ServerConfig:
 
     port: int = 50051
     """Port to listen on; 0 lets the system choose."""
+
+    front_ends: int | None = None
+    """Processes that speak gRPC with clients; 0: the server's own process does. None: by cores, see
+    `serve.front_end_count`."""
 
     maximum_concurrent_rpcs: int = 2048
     """Calls that run at a time, those of EngineService apart. More are refused unread."""

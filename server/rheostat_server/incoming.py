@@ -148,10 +148,10 @@ class _Reads:
 
 
 class Reads(Protocol):
-    """The method of gRPC's context that reads messages, as bytes."""
+    """The method of a call that reads messages; see `Call`."""
 
-    async def read(self) -> object:
-        """The next message, or `grpc.aio.EOF`."""
+    async def read(self) -> bytes | None:
+        """The next message; None once the client has closed its side of the stream."""
 
 
 class Calls:
@@ -290,11 +290,11 @@ class Incoming:
         self._calls.give_back(self._first + self._last)
         self._first = self._last = 0
 
-    async def first(self, context: Reads, reader: "Reader[Request]", most: int) -> Request | None:
+    async def first(self, call: Reads, reader: "Reader[Request]", most: int) -> Request | None:
         """Reads the first message; None if the client has closed its side of the stream.
 
         Args:
-            context: gRPC's context of the call.
+            call: the call.
             reader: decodes the bytes.
             most: bytes of the largest message that is allowed.
 
@@ -305,39 +305,39 @@ class Incoming:
             QueueFull: there is no room for it, or other calls wait to be read.
         """
         async with self._calls.reads.turn():
-            data = await context.read()
-        if not isinstance(data, bytes):
+            data = await call.read()
+        if data is None:
             return None
         self._first = self._taken(data, most)
         walk = await self._calls.walked(data, reader)
         self._first += self._taken_by_fields(walk)
         return await self._calls.decoded(data, reader, walk)
 
-    async def only(self, context: Reads, reader: "Reader[Request]", most: int) -> Request:
+    async def only(self, call: Reads, reader: "Reader[Request]", most: int) -> Request:
         """Reads the message of a call that has exactly one.
 
         Raises:
             MissingField: the client sent none.
             RheostatError: as `first`.
         """
-        request = await self.first(context, reader, most)
+        request = await self.first(call, reader, most)
         if request is None:
             raise MissingField("the call ended without a request")
         return request
 
     async def each(
-        self, context: Reads, reader: "Reader[Request]", most: int
+        self, call: Reads, reader: "Reader[Request]", most: int
     ) -> AsyncGenerator[Request, None]:
         """Reads the messages of a stream. Raises as `first`."""
-        message = await self.first(context, reader, most)
+        message = await self.first(call, reader, most)
         while message is not None:
             yield message
             message = None  # frees the message as soon as the handler has dropped it
-            message = await self._next(context, reader, most)
+            message = await self._next(call, reader, most)
 
-    async def _next(self, context: Reads, reader: "Reader[Request]", most: int) -> Request | None:
-        data = await context.read()
-        if not isinstance(data, bytes):
+    async def _next(self, call: Reads, reader: "Reader[Request]", most: int) -> Request | None:
+        data = await call.read()
+        if data is None:
             return None
         self._calls.give_back(self._last)
         self._last = 0

@@ -5,8 +5,8 @@ Invariant: health says SERVING exactly while `host` would not raise and requests
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
-from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rheostat_server.capture.counts import Drained
@@ -24,11 +24,14 @@ LOST_GRACE = 5.0
 class Readiness:
     """State of a server: warming up, serving, draining or lost."""
 
-    def __init__(self, services: tuple[str, ...]) -> None:
-        """A server that warms up; `services` are the full names that health tells apart."""
-        self.health = health.aio.HealthServicer()
+    def __init__(self, set_health: Callable[[int], Awaitable[None]]) -> None:
+        """A server that warms up.
+
+        Args:
+            set_health: sets what health checks answer: a `HealthCheckResponse.ServingStatus`.
+        """
         self.ended = asyncio.Event()
-        self._services = ("", *services)
+        self._set = set_health
         self._host: EngineHost | None = None
         self._losing: asyncio.Task[None] | None = None
         self._drains: set[asyncio.Task[Drained]] = set()
@@ -110,7 +113,3 @@ class Readiness:
         await self._set(HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(LOST_GRACE)
         self.end()
-
-    async def _set(self, status: int) -> None:
-        for service in self._services:
-            await self.health.set(service, status)

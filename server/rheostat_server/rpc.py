@@ -1,7 +1,8 @@
 """The boundary of all rpcs: reads requests, writes responses, and turns exceptions into statuses.
 
-Every rpc of `rheostat.v1` passes through `ErrorInterceptor`. A `RheostatError` becomes its status
-with details. Any other exception becomes INTERNAL with a generic text, and is logged.
+Every call of `rheostat.v1` passes through `Rpcs.answer`, whichever process speaks gRPC for it. A
+`RheostatError` becomes its status with details. Any other exception becomes INTERNAL with a generic
+text, and is logged.
 
 Why streams are written here: a handler's generator is closed at once when its client disconnects.
 Why requests are decoded here: gRPC would answer an invalid message with UNKNOWN and a Python repr.
@@ -11,16 +12,9 @@ import asyncio
 import inspect
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    ExitStack,
-    aclosing,
-    asynccontextmanager,
-)
-from functools import partial
-from typing import NoReturn, TypeVar, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, aclosing, asynccontextmanager
+from typing import TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -33,15 +27,15 @@ from rheostat_server.errors import (
     NotImplementedHere,
     RheostatError,
 )
+from rheostat_server.front_ends.call import Call
 from rheostat_server.incoming import Calls, Incoming, Reader
 from rheostat_server.interruption import Interruption
 from rheostat_server.limits import (
     CONTROL_MESSAGE_BYTES,
-    STATUS_SECONDS,
     SUBSCRIBE_OPEN_BYTES,
     TENSOR_MESSAGE_BYTES,
 )
-from rheostat_server.status import DETAILS_KEY, to_status
+from rheostat_server.status import to_status
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,169 +59,144 @@ _INSTEAD = {
 _LOGGED = 400
 """Characters of a refusal's text in the log; clients choose parts of it."""
 
-Request = TypeVar("Request")
-Response = TypeVar("Response")
+Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 Context = grpc.aio.ServicerContext[Message, Message]
-AnyContext = grpc.aio.ServicerContext[Request, Response]
-Unary = Callable[[Request, AnyContext[Request, Response]], Awaitable[Response]]
-Stream = Callable[[Request, AnyContext[Request, Response]], AsyncGenerator[Response, None]]
-Begun = Callable[[AnyContext[Request, Response], Incoming], AbstractAsyncContextManager[Request]]
+"""The second argument of every behaviour. It is None: behaviours know nothing of the transport."""
 
-Place = Callable[[], AbstractContextManager[Incoming]]
-"""Counts a call while the context lasts; see `Calls.begun`."""
+Service = TypeVar("Service")
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps exceptions of all handlers of our services."""
+class Rpcs:
+    """The methods of all services, which answer calls."""
 
     def __init__(self, calls: Calls) -> None:
-        """An interceptor that counts in `calls`."""
+        """No methods yet. `calls` counts the calls that run."""
         self._calls = calls
+        self._methods: dict[str, _Method] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails],
-            Awaitable["grpc.RpcMethodHandler[Request, Response] | None"],
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[Request, Response] | None":
-        """Wraps the handler of a call."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or not method.startswith(_OURS):
-            return handler
-        return _wrapped(method, handler, self._calls)
+    def add_service(
+        self, add_to_server: Callable[[Service, grpc.aio.Server], None], service: Service
+    ) -> None:
+        """Adds the methods of a service.
+
+        Args:
+            add_to_server: the generated `add_..._to_server` function of the service.
+            service: what implements it.
+        """
+        add_to_server(service, cast(grpc.aio.Server, self))
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Does nothing: `add_registered_method_handlers` gets the same handlers by name."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Adds methods by name, as generated functions do."""
+        for name, handler in handlers.items():
+            path = f"/{service}/{name}"
+            self._methods[path] = _Method(path, handler)
+
+    async def answer(self, path: str, call: Call) -> None:
+        """Answers a call to its end.
+
+        Args:
+            path: the full name of its method, which must be one of `rheostat.v1`.
+            call: the call.
+
+        Raises:
+            AbortError, CancelledError: see `Call.fail`.
+        """
+        with ExitStack() as held:  # a call keeps its place while its status is on its way
+            try:
+                method = self._methods[path]
+                method.check_served()
+                place = self._calls.begun(control=path.startswith(_CONTROL))
+                await method.answer(call, held.enter_context(place))
+                return
+            except Exception as error:  # the boundary: whatever it is, the wire gets a status
+                status = _status(path, error)
+            await call.fail(status)
 
 
-def _wrapped(
-    method: str, handler: "grpc.RpcMethodHandler[Request, Response]", calls: Calls
-) -> "grpc.RpcMethodHandler[Request, Response]":
-    """Wraps a handler, which then receives its requests as a stream of bytes; see `incoming`."""
-    reader = Reader(handler.request_deserializer or cast(Callable[[bytes], Request], bytes))
-    encode = handler.response_serializer
-    control = method.startswith(_CONTROL)
-    most = _LARGEST.get(method, CONTROL_MESSAGE_BYTES if control else TENSOR_MESSAGE_BYTES)
-    behaviour = (
-        handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
-    )
+class _Method:
+    """A method of a service."""
+
+    def __init__(self, path: str, handler: Handler) -> None:
+        """Reads what a generated `add_..._to_server` function says of the method."""
+        self._path = path
+        self._request_streaming = handler.request_streaming
+        self._behaviour = cast(
+            Callable[[object, None], object],
+            handler.unary_unary
+            or handler.stream_unary
+            or handler.unary_stream
+            or handler.stream_stream,
+        )
+        responses = inspect.isasyncgenfunction(self._behaviour)
+        self._responses = cast(
+            Callable[[object, None], AsyncGenerator[object, None]],
+            self._behaviour if responses else self._only_response,
+        )
+        # Generated methods, which nothing implements, are not asynchronous as ours are.
+        self._served = responses or inspect.iscoroutinefunction(self._behaviour)
+        self._reader = Reader(handler.request_deserializer or bytes)
+        self._encode = handler.response_serializer or cast(Callable[[object], bytes], bytes)
+        control = path.startswith(_CONTROL)
+        self._most = _LARGEST.get(path, CONTROL_MESSAGE_BYTES if control else TENSOR_MESSAGE_BYTES)
+
+    def check_served(self) -> None:
+        """Raises NotImplementedHere if nothing implements the method."""
+        if not self._served:
+            name = self._path.removeprefix(_OURS)
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise NotImplementedHere(f"{name} is not served yet{instead}")
+
+    async def answer(self, call: Call, incoming: Incoming) -> None:
+        """Answers a call, unless it fails.
+
+        Raises:
+            Exception: the call has failed.
+        """
+        async with (
+            self._request(call, incoming) as request,
+            aclosing(self._responses(request, None)) as responses,
+        ):
+            interruption = Interruption()
+            begun = False
+            async for response in responses:
+                message = self._encode(response)
+                if not begun:
+                    await call.send_headers()
+                    begun = True
+                with interruption.writing():
+                    await call.write(message)
 
     @asynccontextmanager
-    async def begun(
-        context: AnyContext[Request, Response], incoming: Incoming
-    ) -> AsyncIterator[Request]:
+    async def _request(self, call: Call, incoming: Incoming) -> AsyncIterator[object]:
         """The behaviour's argument: the message, or an iterator of messages."""
         try:
-            async with _deadline(context):
-                if not handler.request_streaming:
-                    yield await incoming.only(context, reader, most)
+            async with _deadline(call):
+                if not self._request_streaming:
+                    yield await incoming.only(call, self._reader, self._most)
                     return
-                async with aclosing(incoming.each(context, reader, most)) as messages:
-                    yield cast(Request, messages)
+                async with aclosing(incoming.each(call, self._reader, self._most)) as messages:
+                    yield messages
         finally:
             incoming.release()
 
-    place = partial(calls.begun, control=control)
-    if handler.response_streaming:
-        many = _stream(method, cast(Stream[Request, Response], behaviour), begun, place)
-        return grpc.stream_stream_rpc_method_handler(many, None, encode)
-    one = _unary(method, cast(Unary[Request, Response], behaviour), begun, place)
-    return grpc.stream_unary_rpc_method_handler(one, None, encode)
-
-
-def _unary(
-    method: str,
-    behaviour: Unary[Request, Response],
-    begun: Begun[Request, Response],
-    place: Place,
-) -> Callable[[object, AnyContext[Request, Response]], Awaitable[Response]]:
-    async def answer(context: AnyContext[Request, Response], incoming: Incoming) -> Response:
-        async with begun(context, incoming) as request:
-            return await behaviour(request, context)
-
-    async def handle(_: object, context: AnyContext[Request, Response]) -> Response:
-        with ExitStack() as held:  # a call keeps its place while its status is on its way
-            try:
-                _check_served(method, inspect.iscoroutinefunction(behaviour))
-                return await answer(context, held.enter_context(place()))
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:  # the boundary: whatever it is, the wire gets a status
-                status = _status(method, error)
-            return await _abort(context, status)
-
-    return handle
-
-
-def _stream(
-    method: str,
-    behaviour: Stream[Request, Response],
-    begun: Begun[Request, Response],
-    place: Place,
-) -> Callable[[object, AnyContext[Request, Response]], Awaitable[None]]:
-    async def answer(context: AnyContext[Request, Response], incoming: Incoming) -> None:
-        async with (
-            begun(context, incoming) as request,
-            aclosing(behaviour(request, context)) as messages,
-        ):
-            interruption = Interruption()
-            begun_writing = False
-            async for message in messages:
-                if not begun_writing:
-                    # gRPC would send the headers with the first message. While headers are being
-                    # sent, gRPC cannot end a call with an error.
-                    await _sent(context.send_initial_metadata(()))
-                    begun_writing = True
-                with interruption.writing():
-                    await _sent(context.write(message))
-
-    async def handle(_: object, context: AnyContext[Request, Response]) -> None:
-        with ExitStack() as held:  # a call keeps its place while its status is on its way
-            try:
-                _check_served(method, inspect.isasyncgenfunction(behaviour))
-                await answer(context, held.enter_context(place()))
-                return
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:  # the boundary: whatever it is, the wire gets a status
-                status = _status(method, error)
-            await _abort(context, status)
-
-    return handle
-
-
-async def _sent(sending: Awaitable[None]) -> None:
-    """Waits until headers, a message or a status are sent.
-
-    Raises:
-        CancelledError: the client has disconnected. In most cases gRPC raises this error itself.
-            If a message waits for room in the connection, gRPC raises `InternalError` instead.
-    """
-    try:
-        await sending
-    except grpc.aio.InternalError as error:
-        raise asyncio.CancelledError from error
+    async def _only_response(self, request: object, context: None) -> AsyncGenerator[object, None]:
+        """Yields the response of a method that has exactly one."""
+        yield await cast(Awaitable[object], self._behaviour(request, context))
 
 
 @asynccontextmanager
-async def _deadline(context: AnyContext[Request, Response]) -> AsyncIterator[None]:
+async def _deadline(call: Call) -> AsyncIterator[None]:
     """Cancels the body when the caller's deadline passes, and raises DeadlinePassed."""
-    remaining = context.time_remaining()
     try:
-        async with asyncio.timeout(remaining) as limit:
+        async with asyncio.timeout(call.time_remaining()) as limit:
             yield
     except TimeoutError as error:
         if not limit.expired():
             raise
         raise DeadlinePassed("the call's deadline passed") from error
-
-
-def _check_served(method: str, served: bool) -> None:
-    """Raises NotImplementedHere for generated methods, which are not asynchronous as ours are."""
-    if not served:
-        name = method.removeprefix(_OURS)
-        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise NotImplementedHere(f"{name} is not served yet{instead}")
 
 
 def _status(method: str, error: Exception) -> status_pb2.Status:
@@ -243,29 +212,6 @@ def _status(method: str, error: Exception) -> status_pb2.Status:
             metadata={"incident": incident},
         )
     )
-
-
-async def _abort(context: AnyContext[Request, Response], status: status_pb2.Status) -> NoReturn:
-    """Ends a call with a status.
-
-    The caller's frame must hold no request, and must not be handling an exception. gRPC keeps the
-    exception of `abort` until a garbage collection, with all its frames and its context.
-
-    The wait for a client that does not read ends after `STATUS_SECONDS`. gRPC keeps the status, so
-    the client still receives it when it reads.
-
-    Raises:
-        CancelledError: the client has disconnected, or does not read.
-    """
-    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    details = ((DETAILS_KEY, status.SerializeToString()),)
-    sending = context.abort(code, status.message, trailing_metadata=details)
-    try:
-        async with asyncio.timeout(STATUS_SECONDS):
-            await _sent(sending)
-    except TimeoutError:
-        raise asyncio.CancelledError from None
-    raise AssertionError("gRPC's abort always raises")
 
 
 def _one_line(text: str) -> str:

@@ -10,16 +10,12 @@ import contextlib
 import gc
 import logging
 import multiprocessing
+import os
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-
-import grpc
-import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from rheostat_server.capture.spool import Spool
 from rheostat_server.config import ServerConfig, check_config
@@ -31,14 +27,15 @@ from rheostat_server.errors import (
     ServerFailed,
     SinksFailed,
 )
+from rheostat_server.front_ends.grpc_server import GrpcServer, in_grpc_notation
+from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.host import Backend
 from rheostat_server.incoming import Calls
-from rheostat_server.limits import LOOKAHEAD_BYTES, TENSOR_MESSAGE_BYTES
 from rheostat_server.loras import read_loras
 from rheostat_server.open_files import raise_descriptor_limit
 from rheostat_server.prompts import Prompts
 from rheostat_server.readiness import Readiness
-from rheostat_server.rpc import ErrorInterceptor
+from rheostat_server.rpc import Rpcs
 from rheostat_server.services.capture import CaptureService
 from rheostat_server.services.engine import EngineService
 from rheostat_server.services.generation import GenerationService
@@ -50,52 +47,16 @@ from rheostat_server.vector_files import VectorFiles
 from rheostat_server.vllm_backend import start_backend
 from rheostat_server.vllm_engine import model_path
 from rheostat_wire.v1 import (
-    capture_service_pb2,
     capture_service_pb2_grpc,
-    engine_service_pb2,
     engine_service_pb2_grpc,
-    generation_service_pb2,
     generation_service_pb2_grpc,
-    monitor_service_pb2,
     monitor_service_pb2_grpc,
-    patch_service_pb2,
     patch_service_pb2_grpc,
-    run_service_pb2,
     run_service_pb2_grpc,
-    steering_service_pb2,
     steering_service_pb2_grpc,
 )
 
 _LOG = logging.getLogger(__name__)
-
-_SERVICES = tuple(
-    module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in (
-        (engine_service_pb2, "EngineService"),
-        (generation_service_pb2, "GenerationService"),
-        (steering_service_pb2, "SteeringService"),
-        (capture_service_pb2, "CaptureService"),
-        (run_service_pb2, "RunService"),
-        (patch_service_pb2, "PatchService"),
-        (monitor_service_pb2, "MonitorService"),
-    )
-)
-
-_OPTIONS = (
-    ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", -1),
-    # By default gRPC receives some MiB of each call ahead of reads, and more on fast networks.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
-    # Without this a second server could listen on the same port and take half of the calls.
-    ("grpc.so_reuseport", 0),
-    # Calls may be silent for long: let clients ping as often as they like.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-)
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -107,6 +68,13 @@ request, the loop then waits for this interval. On two busy cores, a health chec
 that reconnect took up to 98 ms with Python's default of 5 ms. With this interval it takes 42 ms,
 and a token costs the same.
 """
+
+_FRONT_END_CORES = 8
+"""On a machine with fewer cores the server speaks gRPC itself, unless it is told otherwise."""
+
+_CORES_PER_FRONT_END = 4
+_MOST_FRONT_ENDS = 8
+"""Without a flag, a server has one front end for so many cores, and at most so many front ends."""
 
 _LAST_CALLS = 5.0
 """Seconds that calls have to finish after the engine has drained."""
@@ -124,13 +92,17 @@ class RunningServer:
 
     def __init__(self, config: ServerConfig) -> None:
         """The server does not listen yet."""
-        self.readiness = Readiness(_SERVICES)
         self.port = config.port
         self._config = config
         self._calls = Calls(config.maximum_concurrent_rpcs)
-        self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(self._calls)], options=_OPTIONS
+        self._rpcs = Rpcs(self._calls)
+        count = front_end_count(config)
+        self.grpc: GrpcServer | FrontEnds = (
+            FrontEnds(count, self._rpcs.answer) if count else GrpcServer(self._rpcs.answer)
         )
+        """Speaks gRPC with clients, in this process or in others."""
+        self.readiness = Readiness(self.grpc.set_health)
+        self._add_services()
         self._backend: Backend | None = None
         self._prompts: Prompts | None = None
         self._files: VectorFiles | None = None
@@ -144,41 +116,39 @@ class RunningServer:
         Raises:
             PortInUse: the address cannot be listened on.
         """
-        address = _address(self._config.host, self._config.port)
         _check_address(self._config.host, self._config.port)
-        try:
-            self.port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise PortInUse(f"cannot listen on {address}: it is in use or not allowed") from error
-        server = self._server
-        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
-            EngineService(self.readiness), server
-        )
-        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationService(self.readiness), server
-        )
-        steering_service_pb2_grpc.add_SteeringServiceServicer_to_server(
-            SteeringService(self.readiness), server
-        )
-        capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(
-            CaptureService(self.readiness), server
-        )
-        run_service_pb2_grpc.add_RunServiceServicer_to_server(RunService(self.readiness), server)
-        # The rpcs of these services are not served yet. The interceptor refuses their generated
-        # methods by name.
-        patch_service_pb2_grpc.add_PatchServiceServicer_to_server(
-            patch_service_pb2_grpc.PatchServiceServicer(), server
-        )
-        monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server(
-            monitor_service_pb2_grpc.MonitorServiceServicer(), server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self.readiness.health, server)
-        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
         await self.readiness.warm_up()
-        await server.start()
-        listening = _address(self._config.host, self.port)
-        _LOG.info("listening on %s, loading %s", listening, self._config.model)
+        self.port = await self.grpc.start(self._config.host, self._config.port)
+        _LOG.info(
+            "listening on %s, loading %s",
+            in_grpc_notation(self._config.host, self.port),
+            self._config.model,
+        )
+
+    def _add_services(self) -> None:
+        readiness, add = self.readiness, self._rpcs.add_service
+        add(engine_service_pb2_grpc.add_EngineServiceServicer_to_server, EngineService(readiness))
+        add(
+            generation_service_pb2_grpc.add_GenerationServiceServicer_to_server,
+            GenerationService(readiness),
+        )
+        add(
+            steering_service_pb2_grpc.add_SteeringServiceServicer_to_server,
+            SteeringService(readiness),
+        )
+        add(
+            capture_service_pb2_grpc.add_CaptureServiceServicer_to_server, CaptureService(readiness)
+        )
+        add(run_service_pb2_grpc.add_RunServiceServicer_to_server, RunService(readiness))
+        # The rpcs of these services are not served yet. They are refused by name.
+        add(
+            patch_service_pb2_grpc.add_PatchServiceServicer_to_server,
+            patch_service_pb2_grpc.PatchServiceServicer(),
+        )
+        add(
+            monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server,
+            monitor_service_pb2_grpc.MonitorServiceServicer(),
+        )
 
     async def load(self, bring_up: BackendFactory) -> None:
         """Loads the model and serves.
@@ -213,7 +183,7 @@ class RunningServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_CALLS):
                 await self._calls.until_none()
-        await self._server.stop(_LAST_WORDS)
+        await self.grpc.stop(_LAST_WORDS)
         if self._prompts is not None:
             self._prompts.close()
         if self._host is not None:
@@ -229,11 +199,6 @@ class RunningServer:
         if self._files is not None:
             self._files.close()
         _LOG.info("ended")
-
-
-def _address(host: str, port: int) -> str:
-    """The address in gRPC's notation."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check_address(host: str, port: int) -> None:
@@ -255,7 +220,15 @@ def _check_address(host: str, port: int) -> None:
                 probe.bind(address)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise PortInUse(f"cannot listen on {_address(host, port)}: {why}") from error
+        raise PortInUse(f"cannot listen on {in_grpc_notation(host, port)}: {why}") from error
+
+
+def front_end_count(config: ServerConfig) -> int:
+    """The number of processes that speak gRPC for the server; 0: the server does it itself."""
+    if config.front_ends is not None:
+        return config.front_ends
+    cores = len(os.sched_getaffinity(0))
+    return 0 if cores < _FRONT_END_CORES else min(_MOST_FRONT_ENDS, cores // _CORES_PER_FRONT_END)
 
 
 def check_start(config: ServerConfig) -> None:

@@ -27,9 +27,6 @@ from rheostat_server.errors import (
 DOMAIN = "rheostat.dev"
 """Domain of every ErrorInfo."""
 
-DETAILS_KEY = "grpc-status-details-bin"
-"""Key of the trailing metadata that holds the status."""
-
 # Statuses travel as headers, of which gRPC takes 8 KiB in all. There a byte of the message becomes
 # three if it has to be escaped, and details grow by a third. A message is in up to three details.
 _MESSAGE_BYTES = 512

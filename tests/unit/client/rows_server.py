@@ -77,7 +77,7 @@ class RowsServer:
 
     def crash(self) -> None:
         """End every call and close the port, without a word to anybody."""
-        self._thread.run(self._server._server.stop(0))
+        self._thread.run(self._server.grpc.stop(0))
 
     def stop(self) -> None:
         self.engine.close()

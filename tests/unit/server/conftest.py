@@ -1,5 +1,6 @@
 """A server with a scripted engine, on a loopback port."""
 
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from rheostat_wire.v1 import (
 )
 
 from .fakes import ScriptedBackend
+
+FRONT_ENDS = int(os.environ.get("RHEOSTAT_TEST_FRONT_ENDS", "0"))
+"""Front ends of every server. All tests pass with any number, but one start takes a second."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,8 @@ async def starter() -> AsyncIterator[Starter]:
             async def bring_up(_: ServerConfig) -> Backend:
                 return backend
 
-            settings = ServerConfig(**{"model": "toy", "port": 0, "drain_grace": 5.0, **config})
+            defaults = {"model": "toy", "port": 0, "drain_grace": 5.0, "front_ends": FRONT_ENDS}
+            settings = ServerConfig(**{**defaults, **config})
             server = await start(settings, bring_up)
             stack.push_async_callback(server.stop, 0)
             channel = grpc.aio.insecure_channel(

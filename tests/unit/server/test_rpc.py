@@ -5,24 +5,29 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import pairwise
 
 import grpc
 import grpc.aio
 import pytest
 
-from rheostat_server import rpc
 from rheostat_server.errors import ResponseOverflow, RheostatError
+from rheostat_server.front_ends import call, remote_call
+from rheostat_server.front_ends.grpc_server import GrpcServer
+from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.incoming import Calls
 from rheostat_server.interruption import interrupter
 from rheostat_server.limits import LARGE_MESSAGE_BYTES
-from rheostat_server.rpc import ErrorInterceptor
+from rheostat_server.rpc import Rpcs
 
 from .conftest import rest
 from .streams import until
 
-METHOD = "/rheostat.v1.Toy/Stream"
+METHOD = "/rheostat.v1.GenerationService/Generate"
+
+
+Serving = Callable[[grpc.GenericRpcHandler, Calls], AbstractAsyncContextManager[str]]
 
 
 class Endless(grpc.GenericRpcHandler):
@@ -43,16 +48,23 @@ class Endless(grpc.GenericRpcHandler):
             raise
 
 
-@asynccontextmanager
-async def serving(handler: grpc.GenericRpcHandler, calls: Calls) -> AsyncIterator[str]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(calls)])
-    server.add_generic_rpc_handlers((handler,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
+@pytest.fixture(params=[0, 1], ids=["no front end", "one front end"])
+def serving(request: pytest.FixtureRequest) -> Serving:
+    """Serves a toy method in place of Generate, in this process or with a front end."""
+
+    @asynccontextmanager
+    async def serve(handler: grpc.GenericRpcHandler, calls: Calls) -> AsyncIterator[str]:
+        rpcs = Rpcs(calls)
+        service, _, name = METHOD.removeprefix("/").partition("/")
+        rpcs.add_registered_method_handlers(service, {name: handler.service(None)})
+        server = FrontEnds(1, rpcs.answer) if request.param else GrpcServer(rpcs.answer)
+        port = await server.start("127.0.0.1", 0)
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(0)
+
+    return serve
 
 
 def hang_up(target: str, *, cancel: bool) -> None:
@@ -68,7 +80,7 @@ def hang_up(target: str, *, cancel: bool) -> None:
 
 @pytest.mark.parametrize("cancel", [True, False])
 async def test_a_client_that_goes_away_during_a_write_is_no_incident(
-    caplog: pytest.LogCaptureFixture, cancel: bool
+    serving: Serving, caplog: pytest.LogCaptureFixture, cancel: bool
 ) -> None:
     handler, calls = Endless(), Calls(100)
     with caplog.at_level(logging.DEBUG, logger="rheostat_server"):
@@ -119,7 +131,9 @@ def send(target: str, size: int, go: threading.Event) -> bytes:
         return answer
 
 
-async def test_no_two_large_messages_are_parsed_in_one_iteration_of_the_event_loop() -> None:
+async def test_no_two_large_messages_are_parsed_in_one_iteration_of_the_event_loop(
+    serving: Serving,
+) -> None:
     handler, go, size = Parsing(), threading.Event(), LARGE_MESSAGE_BYTES + 1
     async with serving(handler, Calls(100)) as target:
         calls = [asyncio.create_task(asyncio.to_thread(send, target, size, go)) for _ in range(4)]
@@ -163,7 +177,7 @@ class Interrupted(grpc.GenericRpcHandler):
 @pytest.mark.parametrize("messages", [1, 2, 5])
 @pytest.mark.parametrize("size", [10, 10_000_000])
 async def test_a_call_whose_client_does_not_read_can_be_ended_with_an_error(
-    messages: int, size: int
+    serving: Serving, messages: int, size: int
 ) -> None:
     handler, calls = Interrupted(messages, size), Calls(8)
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -183,9 +197,11 @@ async def test_a_call_whose_client_does_not_read_can_be_ended_with_an_error(
 
 
 async def test_a_failed_call_whose_client_does_not_read_keeps_its_place_for_a_while(
+    serving: Serving,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rpc, "STATUS_SECONDS", 2.0)
+    for module in (call, remote_call):
+        monkeypatch.setattr(module, "STATUS_SECONDS", 2.0)
     handler, calls = Interrupted(1, 10_000_000), Calls(1)
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     async with (
@@ -204,7 +220,7 @@ async def test_a_failed_call_whose_client_does_not_read_keeps_its_place_for_a_wh
         assert caught.value.details() == "too slow"
 
 
-async def test_large_messages_take_at_most_half_of_the_event_loops_time() -> None:
+async def test_large_messages_take_at_most_half_of_the_event_loops_time(serving: Serving) -> None:
     handler, go, size = Parsing(), threading.Event(), LARGE_MESSAGE_BYTES + 1
     slow, spans = 0.05, []
 

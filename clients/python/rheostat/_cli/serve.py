@@ -56,6 +56,14 @@ used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
     flag(text, "--port", "port to listen on; 0 takes any free port", type=_port, metavar="PORT")
     flag(
         text,
+        "--front-ends",
+        "processes that speak gRPC with clients; 0: the server's own process does",
+        default="one for every 4 cores, at most 8; 0 on fewer than 8 cores",
+        type=int,
+        metavar="PROCESSES",
+    )
+    flag(
+        text,
         "--maximum-concurrent-rpcs",
         "calls that run at the same time; more are refused",
         type=int,

@@ -1,0 +1,130 @@
+"""The gRPC server of a process, which passes calls of `rheostat.v1` to whoever answers them."""
+
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rheostat_server.errors import PortInUse
+from rheostat_server.front_ends.call import Call, Context, GrpcCall
+from rheostat_server.limits import LOOKAHEAD_BYTES, TENSOR_MESSAGE_BYTES
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    engine_service_pb2,
+    generation_service_pb2,
+    monitor_service_pb2,
+    patch_service_pb2,
+    run_service_pb2,
+    steering_service_pb2,
+)
+
+_FILES: tuple[FileDescriptor, ...] = (
+    engine_service_pb2.DESCRIPTOR,
+    generation_service_pb2.DESCRIPTOR,
+    steering_service_pb2.DESCRIPTOR,
+    capture_service_pb2.DESCRIPTOR,
+    run_service_pb2.DESCRIPTOR,
+    patch_service_pb2.DESCRIPTOR,
+    monitor_service_pb2.DESCRIPTOR,
+)
+
+_DESCRIPTORS = [service for file in _FILES for service in file.services_by_name.values()]
+
+SERVICES = tuple(service.full_name for service in _DESCRIPTORS)
+"""Full names of the services of `rheostat.v1`."""
+
+PATHS = frozenset(
+    f"/{service.full_name}/{method.name}" for service in _DESCRIPTORS for method in service.methods
+)
+"""Full names of their methods."""
+
+HEALTH_NAMES = ("", *SERVICES)
+"""Names by which clients ask for the health of the server."""
+
+Answer = Callable[[str, Call], Awaitable[None]]
+"""Answers a call of the method with this full name to its end."""
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # By default gRPC receives some MiB of each call ahead of reads, and more on fast networks.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+    # Calls may be silent for long: let clients ping as often as they like.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+
+
+class GrpcServer:
+    """A gRPC server with the services of `rheostat.v1`, health and reflection."""
+
+    def __init__(self, answer: Answer, *, share_port: bool = False) -> None:
+        """The server does not listen yet.
+
+        Args:
+            answer: answers the calls of `rheostat.v1`.
+            share_port: whether other processes may listen on the same port. If they may not, a
+                second server on the port fails instead of taking half of the calls.
+        """
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", int(share_port))))
+        self._server.add_generic_rpc_handlers((_Handlers(answer),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens, and begins to accept calls; returns the port.
+
+        Raises:
+            PortInUse: the address is in use or not allowed.
+        """
+        address = in_grpc_notation(host, port)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise PortInUse(f"cannot listen on {address}: it is in use or not allowed") from error
+        await self._server.start()
+        return port
+
+    async def set_health(self, status: int) -> None:
+        """Sets what health checks answer for the server and all its services."""
+        for name in HEALTH_NAMES:
+            await self._health.set(name, status)
+
+    async def stop(self, grace: float) -> None:
+        """Accepts no more calls, and ends those that run after `grace` seconds."""
+        await self._server.stop(grace)
+
+
+def in_grpc_notation(host: str, port: int) -> str:
+    """An address as gRPC writes it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    """Finds the handler of each method of `rheostat.v1`."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._handlers = {path: _handler(path, answer) for path in PATHS}
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
+        return self._handlers.get(handler_call_details.method)
+
+
+def _handler(path: str, answer: Answer) -> "grpc.RpcMethodHandler[bytes, bytes]":
+    """A handler that streams bytes in both directions, which suits every kind of method."""
+
+    async def handle(_: object, context: Context) -> None:
+        await answer(path, GrpcCall(context))
+
+    return grpc.stream_stream_rpc_method_handler(handle, None, None)

@@ -1,0 +1,257 @@
+"""Starts front ends, answers their calls, and replaces those that die.
+
+A front end that dies takes its own calls with it. Its clients see UNAVAILABLE, and the tasks that
+answer its calls are cancelled as if each client had disconnected. Nobody else notices.
+"""
+
+import asyncio
+import logging
+import socket
+import sys
+from contextlib import suppress
+
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from rheostat_server.errors import PortInUse
+from rheostat_server.front_ends.grpc_server import Answer, in_grpc_notation
+from rheostat_server.front_ends.records import (
+    Kind,
+    RecordConnection,
+    read_call_body,
+    seconds_body,
+)
+from rheostat_server.front_ends.remote_call import RemoteCall
+
+_LOG = logging.getLogger(__name__)
+
+_START_SECONDS = 60.0
+"""Seconds that a front end has to listen."""
+
+_RESTART_SECONDS = 1.0
+"""Seconds before a front end that could not be replaced at once is tried again."""
+
+_STOP_SECONDS = 5.0
+"""Seconds after the end of its calls within which a front end must end."""
+
+_SOCKET_BYTES = 4 << 20
+"""Bytes that the kernel may hold of what the two sides tell each other, if it allows as much."""
+
+
+class FrontEnds:
+    """The front ends of a server."""
+
+    def __init__(self, count: int, answer: Answer) -> None:
+        """Starts nothing yet.
+
+        Args:
+            count: number of processes.
+            answer: answers the calls of their clients.
+        """
+        self._count = count
+        self._answer = answer
+        self._host, self._port = "", 0
+        self._reserved: socket.socket | None = None
+        self._health = int(HealthCheckResponse.NOT_SERVING)
+        self._front_ends: list[_FrontEnd] = []
+        self._keeping: list[asyncio.Task[None]] = []
+
+    async def start(self, host: str, port: int) -> int:
+        """Starts the processes; returns the port when all of them listen on it.
+
+        Raises:
+            PortInUse: one cannot listen.
+        """
+        self._reserved = _reserve(host, port)
+        self._host, self._port = host, self._reserved.getsockname()[1]
+        self._front_ends = [self._new() for _ in range(self._count)]
+        try:
+            await asyncio.gather(*(one.start() for one in self._front_ends))
+        except BaseException:
+            await self.stop(0)
+            raise
+        self._keeping = [asyncio.create_task(self._keep(index)) for index in range(self._count)]
+        return self._port
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The ids of the processes."""
+        return [one.process_id for one in self._front_ends]
+
+    async def set_health(self, status: int) -> None:
+        """Sets what health checks answer for the server and all its services."""
+        self._health = status
+        for one in self._front_ends:
+            one.set_health(status)
+
+    async def stop(self, grace: float) -> None:
+        """Ends the processes, which end the calls that run after `grace` seconds."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*(one.stop(grace) for one in self._front_ends))
+        if self._reserved is not None:
+            self._reserved.close()
+
+    def _new(self) -> "_FrontEnd":
+        return _FrontEnd(self._host, self._port, self._answer)
+
+    async def _keep(self, index: int) -> None:
+        """Replaces a front end whenever it dies."""
+        while True:
+            code = await self._front_ends[index].ended()
+            _LOG.error(
+                "front end %d has ended with exit status %d, and its calls with it; another starts",
+                index,
+                code,
+            )
+            while True:
+                started = self._new()
+                try:
+                    await started.start()
+                except (PortInUse, OSError) as error:
+                    _LOG.error("front end %d cannot start: %s", index, error)
+                    await started.stop(0)
+                    await asyncio.sleep(_RESTART_SECONDS)
+                except BaseException:
+                    await started.stop(0)
+                    raise
+                else:
+                    break
+            self._front_ends[index] = started
+            started.set_health(self._health)
+
+
+class _FrontEnd:
+    """One process, and the calls that it has passed on."""
+
+    def __init__(self, host: str, port: int, answer: Answer) -> None:
+        self._host = host
+        self._port = port
+        self._answer = answer
+        self._connection = RecordConnection(self._receive, self._lost)
+        self._process: asyncio.subprocess.Process | None = None
+        self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why it cannot listen; empty if it listens."""
+        self._calls: dict[int, tuple[RemoteCall, asyncio.Task[None]]] = {}
+
+    @property
+    def process_id(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Starts the process; returns when it listens.
+
+        Raises:
+            PortInUse: it cannot listen.
+        """
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rheostat_server.front_ends.process",
+                f"--fd={theirs.fileno()}",
+                f"--host={self._host}",
+                f"--port={self._port}",
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: self._connection, sock=ours)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                why = await self._listening
+        except TimeoutError:
+            why = f"a front end did not listen within {_START_SECONDS:g} s"
+        if why:
+            raise PortInUse(why)
+
+    async def ended(self) -> int:
+        """Waits for the end of the process; returns its exit status."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    def set_health(self, status: int) -> None:
+        self._connection.send(Kind.HEALTH, body=bytes([status]))
+
+    async def stop(self, grace: float) -> None:
+        """Ends the process; kills it if it does not end."""
+        if self._process is None:
+            return
+        self._connection.send(Kind.STOP, body=seconds_body(grace))
+        try:
+            async with asyncio.timeout(grace + _STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    def _receive(self, kind: Kind, number: int, body: bytes) -> None:
+        if kind is Kind.BEGIN:
+            self._begin(number, body)
+        elif kind is Kind.LISTENING:
+            self._listens("")
+        elif kind is Kind.NOT_LISTENING:
+            self._listens(body.decode(errors="replace"))
+        elif (begun := self._calls.get(number)) is not None:
+            call, task = begun
+            call.receive(kind, body)
+            if kind is Kind.DONE:
+                del self._calls[number]
+                if not call.ended:
+                    task.cancel()  # the client has disconnected
+
+    def _begin(self, number: int, body: bytes) -> None:
+        path, remaining = read_call_body(body)
+
+        def send(kind: Kind, body: bytes) -> None:
+            self._connection.send(kind, number, body)
+
+        call = RemoteCall(send, remaining)
+        task = asyncio.create_task(_answered(self._answer, path, call))
+        self._calls[number] = call, task
+
+    def _listens(self, why: str) -> None:
+        if not self._listening.done():
+            self._listening.set_result(why)
+
+    def _lost(self) -> None:
+        self._listens("the front end has ended")
+        for call, task in self._calls.values():
+            call.receive(Kind.DONE, b"")
+            task.cancel()
+        self._calls.clear()
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address and does not listen.
+
+    Front ends can listen there beside it, and nobody else can take the port when they restart. If
+    `port` is 0, it finds a free port for all front ends.
+
+    Raises:
+        PortInUse: the address cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        reserved = socket.socket(family, kind, protocol)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise PortInUse(f"cannot listen on {in_grpc_notation(host, port)}: {why}") from error
+    return reserved
+
+
+async def _answered(answer: Answer, path: str, call: RemoteCall) -> None:
+    """Answers a call. The front end learns of its end, however it comes."""
+    try:
+        await answer(path, call)
+    finally:
+        call.end()
