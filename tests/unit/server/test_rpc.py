@@ -13,7 +13,6 @@ import grpc.aio
 import pytest
 
 from rheostat_server.errors import ResponseOverflow, RheostatError
-from rheostat_server.front_ends import call, remote_call
 from rheostat_server.front_ends.grpc_server import GrpcServer
 from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.incoming import Calls
@@ -200,8 +199,8 @@ async def test_a_failed_call_whose_client_does_not_read_keeps_its_place_for_a_wh
     serving: Serving,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (call, remote_call):
-        monkeypatch.setattr(module, "STATUS_SECONDS", 2.0)
+    for name in ("call", "remote_call"):
+        monkeypatch.setattr(f"rheostat_server.front_ends.{name}.STATUS_SECONDS", 2.0)
     handler, calls = Interrupted(1, 10_000_000), Calls(1)
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     async with (

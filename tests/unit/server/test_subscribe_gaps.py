@@ -6,7 +6,6 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat_server import rpc
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.spool import Spool
 from rheostat_server.errors import CaptureOverflow, Defect
@@ -154,7 +153,8 @@ async def test_a_slow_sink_keeps_no_room_of_the_engine(starter, monkeypatch, lea
 async def test_a_call_whose_client_does_not_read_gives_its_place_back(
     starter, monkeypatch, how
 ) -> None:
-    monkeypatch.setattr(rpc, "STATUS_SECONDS", 0.1)
+    for name in ("call", "remote_call"):
+        monkeypatch.setattr(f"rheostat_server.front_ends.{name}.STATUS_SECONDS", 0.1)
     running = await starter(
         Paced(info=replace(INFO, model_tokens=8192), sites=sites_with(capture_rows=1 << 20)),
         maximum_concurrent_rpcs=2,
