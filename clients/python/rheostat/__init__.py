@@ -23,10 +23,9 @@ from rheostat._capture.captures import Capture, Sink
 from rheostat._capture.encodings import Encoding
 from rheostat._capture.projections import back_projected, projection_matrix
 from rheostat._capture.runs import Run, RunInfo
-from rheostat._client.engine import Engine, Session, Steering, Stream, connect
+from rheostat._client.engine import Engine, Session, Steering, Stream, Vectors, connect
 from rheostat._client.requests import GenerateOptions
 from rheostat._client.sessions import SessionEvent, UpdateApplied, UpdateRefused
-from rheostat._client.vector_store import Vectors
 from rheostat._errors import (
     Aborted,
     AlreadyExists,

@@ -1,19 +1,18 @@
-"""The asyncio client: `rheostat.connect`, awaited. `_calls` defines what its calls mean.
+"""The asyncio client: `rheostat.connect`, awaited. `_client.calls` defines what its calls mean.
 
-A client belongs to the event loop in which it makes its first call.
+A client belongs to the event loop in which it makes its first call. ``tools/generate`` makes the
+synchronous client, ``_client/engine.py``, of this module.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Generic, Self, Unpack
 
-import grpc
 import numpy.typing as npt
 
-from rheostat import _errors
 from rheostat._arrays import ArrayLike, Element
 from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._capture.runs import RunInfo
@@ -21,9 +20,10 @@ from rheostat._client import calls, run_calls, vector_calls
 from rheostat._client.requests import GenerateOptions, check_options
 from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._connection import readiness
-from rheostat._connection.aio_connection import Connection, Reader, until_none
+from rheostat._connection.aio_connection import Connection, Responses, sleep
+from rheostat._connection.calls import Accumulator, Answer, Result, Step
 from rheostat._connection.channel import UNARY_TIMEOUT
-from rheostat._errors import RheostatError
+from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._responses.explanations import Explanation, Tokenized
@@ -43,16 +43,64 @@ from rheostat_wire.v1 import generation_service_pb2
 
 __all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
 
+_NAME = "aio.Engine"
+
+
+class Reader(Generic[Answer, Step, Result]):
+    """A response stream while it is read: events as they come, then the whole."""
+
+    def __init__(
+        self, responses: Responses[Answer], accumulator: Accumulator[Answer, Step, Result]
+    ) -> None:
+        """Made by `Engine`, of a call that has been started."""
+        self._responses = responses
+        self._accumulator = accumulator
+        self._events: deque[Step] = deque()
+
+    def __aiter__(self) -> Self:
+        """The events that have not been read yet."""
+        return self
+
+    async def __anext__(self) -> Step:
+        """The next event; waits for it."""
+        while not self._events:
+            self._events.extend(self._accumulator.add(await anext(self._responses)))
+        return self._events.popleft()
+
+    async def result(self) -> Result:
+        """Read to the end and give the whole, events already read included."""
+        async for _ in self:
+            pass
+        return self._accumulator.result()
+
+    def cancel(self) -> None:
+        """End the call; the server frees its resources. Does nothing if it has ended already."""
+        self._responses.cancel()
+
+    async def __aenter__(self) -> Self:
+        """Itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Cancel the call if it has not ended."""
+        self.cancel()
+
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
     """A generation while it runs: an iterator of events; ``result()`` gives the `Generation`."""
 
 
 class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
-    """A `Stream` whose steering can be replaced while it runs, as `rheostat.Session`.
+    """A `Stream` whose steering can be replaced while it runs, also by other threads.
 
-    `steer`, `stop` and `cancel` are not awaited: they queue an update, and events answer it. Other
-    threads may call `steer` and `stop`. Open a session while its event loop runs.
+    One event, `UpdateApplied` or `UpdateRefused`, answers each call of `steer`, before the
+    `Receipt`. In `rheostat.aio`, `steer`, `stop` and `cancel` are not awaited, and a session is
+    opened while its event loop runs.
     """
 
     def __init__(
@@ -62,33 +110,39 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
         timeout: float | None,
     ) -> None:
         """Made by `Engine`; starts the call."""
-        requests: asyncio.Queue[generation_service_pb2.SessionRequest | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        responses = connection.bidi(call, timeout)
+        self._updates = Updates(call.start, responses.send)
+        responses.on_end(self._updates.close)
+        super().__init__(responses, call.accumulator(self._updates))
 
-        def send(request: generation_service_pb2.SessionRequest | None) -> None:
-            loop.call_soon_threadsafe(requests.put_nowait, request)
-
-        self._updates = Updates(call.start, send)
-        responses = connection.bidi(call, until_none(requests), timeout)
-        responses.add_done_callback(lambda _: self._updates.close())
-        super().__init__(connection, responses, call.accumulator(self._updates), timeout)
+    async def __anext__(self) -> SessionEvent:
+        """The next event; waits for it."""
+        try:
+            return await super().__anext__()
+        except RheostatError:
+            self._updates.close()
+            raise
 
     def steer(self, steering: SteeringLike) -> int:
-        """Replace the request's steering, as `rheostat.Session.steer`."""
+        """Replace the request's own steering, and return the update's id at once.
+
+        The update acts from the server's next step on, never before the first generated token.
+        ``None`` or ``[]`` leaves only the server-wide steering. An event answers the update. Raises
+        InvalidRequest for errors that the client can see, and Refused if the request has ended.
+        """
         return self._updates.steer(steering)
 
     def stop(self) -> None:
-        """End the request, as `rheostat.Session.stop`."""
+        """End the request with the finish reason "aborted". The receipt still comes.
+
+        Does nothing if the request has ended already.
+        """
         self._updates.stop()
 
     def cancel(self) -> None:
         """End the call; the server frees its resources. Does nothing if it has ended already."""
         self._updates.close()
         super().cancel()
-
-    def _failure(self, error: grpc.RpcError) -> RheostatError:
-        self._updates.close()
-        return super()._failure(error)
 
 
 class Vectors:
@@ -110,7 +164,23 @@ class Vectors:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Vector:
-        """As `rheostat.Vectors.put`; ``progress`` is called on the event loop."""
+        """Store a vector and return its handle. Equal numbers are stored once.
+
+        ``array`` is [width], one row for every layer, or [layers, width], one row per layer: a
+        numpy array, a torch tensor or anything with ``__array__``. float32, float16 and bfloat16
+        are kept, other numbers are rounded to float32. ``dtype`` converts; ``dtype="bfloat16"``
+        reads uint16 as bits.
+
+        The handle acts at ``points`` and ``layers`` by default. With ``name`` and both given, the
+        server keeps them for other clients. If another vector has the name, the name moves to this
+        one. A vector without a name may be evicted when no request uses it. A `Vector` that holds
+        its numbers, for instance from `load_vector`, supplies the name, description, points and
+        layers that are not given.
+
+        Raises InvalidRequest for another rank and for elements that are not finite. ``progress`` is
+        called on a thread of gRPC, in `rheostat.aio` on the event loop. Its exceptions end the
+        upload and are raised unchanged.
+        """
         call = vector_calls.put_vector(
             array,
             points=points,
@@ -128,7 +198,7 @@ class Vectors:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
         call, timeout = vector_calls.get_vector(name, digest), self._connection.limit(timeout)
         responses = self._connection.download(call, timeout)
-        return await Reader(self._connection, responses, call.accumulator(), timeout).result()
+        return await Reader(responses, call.accumulator()).result()
 
     async def derive(
         self,
@@ -145,7 +215,28 @@ class Vectors:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Derivation:
-        """As `rheostat.Vectors.derive`; ``progress`` is called on the event loop."""
+        """Make and store vectors that separate two sets of prompts, and say how well they do.
+
+        The server runs every prompt and captures it at the points and layers, on the tokens
+        ``where`` (default: the last prompt token), averaged per prompt. A vector has one row per
+        layer, by ``method``:
+
+        * "difference_of_means": the mean of the positive prompts less the mean of the negative ones
+          (Rimsky et al., 2023).
+        * "principal_component": the first principal component of the pairwise differences, of norm
+          1 (Zou et al., 2023). The sets pair up in order.
+
+        With several points there is one vector per point, and "/resid_pre" etc. is appended to
+        ``name``. A vector without a name may be evicted.
+
+        To steer at the best layer alone, take its row:
+        ``derived.vector.at(layers=derived.best.site.layer)``.
+
+        ``progress`` is called with the number of prompts that have run and the number of all
+        prompts; its exceptions end the call and are raised unchanged. ``timeout`` is in seconds;
+        None waits without limit. If a prompt cannot run, InvalidRequest names it
+        (``positive[3].text``).
+        """
         call = vector_calls.derive_vectors(
             positive,
             negative,
@@ -159,7 +250,7 @@ class Vectors:
             progress=progress,
         )
         responses = self._connection.download(call, timeout)
-        async with Reader(self._connection, responses, call.accumulator(), timeout) as reader:
+        async with Reader(responses, call.accumulator()) as reader:
             return await reader.result()
 
     async def set_name(
@@ -172,7 +263,16 @@ class Vectors:
         layers: LayersLike | None = None,
         description: str | None = None,
     ) -> str:
-        """As `rheostat.Vectors.set_name`."""
+        """Name a stored vector, and return the digest that had the name before, "" for none.
+
+        ``vector`` and ``expected`` are handles or digests. If another vector has the name, the name
+        moves, and no numbers are sent. Running requests keep the vector that they started with.
+
+        ``expected`` is the vector that should have the name now, "" for none. If that is not so,
+        Refused is raised with REASON_NAME_CONFLICT. ``points``, ``layers`` and ``description`` are
+        stored with the name; those that are neither given nor part of the handle stay unchanged.
+        Raises NotFound if ``vector`` is not stored.
+        """
         call = vector_calls.set_name(
             name,
             vector,
@@ -200,7 +300,12 @@ class Steering:
         self._connection = connection
 
     async def set_global(self, steering: SteeringLike, expected_version: int | None = None) -> int:
-        """Replace it as a whole and return its new version, as `rheostat.Steering.set_global`."""
+        """Replace it as a whole, for requests admitted from now on, and return its new version.
+
+        ``None`` or ``[]`` clears it. If ``expected_version`` is given and another version is in
+        force, Refused is raised with reason "REASON_VERSION_CONFLICT"; ``metadata["version"]`` is
+        the version in force.
+        """
         return await self._connection.unary(calls.set_global(steering, expected_version))
 
     async def get_global(self) -> GlobalSteering:
@@ -211,7 +316,7 @@ class Steering:
 class Engine:
     """A connection to a Rheostat server. All its errors are `RheostatError`.
 
-    Use it with ``async with`` or close it. It connects with the first call.
+    Use it as a context manager or close it. It connects with the first call.
     """
 
     vectors: Vectors
@@ -232,7 +337,12 @@ class Engine:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Run a request to its end, as `rheostat.Engine.generate`."""
+        """Run a request to its end. ``options`` are those of `GenerateOptions`.
+
+        The client sets no option that you leave out. By default the server samples at temperature
+        1 until an end token or the context's end, so give ``max_tokens``, and ``temperature=0`` for
+        the most likely text. ``timeout`` is in seconds; None waits without limit.
+        """
         check_options("generate", options)
         async with self.stream(prompt, timeout=timeout, **options) as stream:
             return await stream.result()
@@ -248,7 +358,7 @@ class Engine:
         check_options("stream", options)
         call = calls.generate(prompt, **options)
         responses = self._connection.download(call, timeout)
-        return Stream(self._connection, responses, call.accumulator(), timeout)
+        return Stream(responses, call.accumulator())
 
     def session(
         self,
@@ -262,15 +372,25 @@ class Engine:
         return Session(self._connection, calls.session(prompt, **options), timeout)
 
     def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
-        """Subscribe to rows of other clients' requests, as `rheostat.Engine.subscribe`.
+        """Subscribe to captured rows of other clients' requests, or of other calls of this one.
 
-        Call it while the event loop runs. The subscription is open once ``async with`` has entered.
+        ``options`` are those of `SubscribeOptions`. Requests that begin from now on are captured
+        whole, requests that run already from their next step on. Requests that have ended are not
+        captured; a subscription that names such a request waits for a new one of that id.
+
+        The subscription that is returned is open. In `rheostat.aio` it opens when it is entered
+        with ``async with``, and the method is called while the event loop runs.
         """
         check_options("subscribe", options, SubscribeOptions)
         return Subscription(self._connection, subscribe_requests.opening(**options))
 
     def resume(self, cursor: Cursor, **options: Unpack[ResumeOptions]) -> Subscription:
-        """Continue a subscription after ``cursor``, as `rheostat.Engine.resume`."""
+        """Continue a subscription after ``cursor``, if its client left it or is gone.
+
+        Iterating continues with the event after the cursor. Raises NotFound if the server has ended
+        the subscription, and OutOfRange if that event was acknowledged before;
+        ``metadata["oldest"]`` is then the number of the first event that can still be read.
+        """
         check_options("resume", options, ResumeOptions)
         return Subscription(self._connection, subscribe_requests.resuming(cursor, **options))
 
@@ -290,17 +410,21 @@ class Engine:
         return await self._connection.unary(calls.tokenize(prompt))
 
     async def wait_until_ready(self, timeout: float | None = readiness.READY_TIMEOUT) -> None:
-        """Wait until the server's health is SERVING, as `rheostat.Engine.wait_until_ready`."""
+        """Wait until the server takes requests (its health is SERVING), while it loads its model.
+
+        Raises DeadlineExceeded if it does not within ``timeout`` seconds (None waits without
+        limit), and Unavailable if no server answers for 10 seconds in a row.
+        """
         wait = readiness.Wait(self._connection.target, timeout)
         while True:
             try:
                 health = await self._connection.unary(calls.health(), wait.patience())
-            except (_errors.Unavailable, _errors.DeadlineExceeded) as error:
+            except (Unavailable, DeadlineExceeded) as error:
                 wait.unanswered(error)
             else:
                 if wait.ready(health):
                     return
-            await asyncio.sleep(readiness.POLL)
+            await sleep(readiness.POLL)
 
     async def model(self) -> ModelInfo:
         """The model, its sites and what can be done there."""
@@ -349,9 +473,14 @@ class Engine:
 
     def __repr__(self) -> str:
         """The target."""
-        return f"aio.Engine({self._connection.target!r})"
+        return f"{_NAME}({self._connection.target!r})"
 
 
 def connect(target: str, *, timeout: float | None = UNARY_TIMEOUT) -> Engine:
-    """An asyncio client of the server at ``target``, "host:port"; see `rheostat.connect`."""
+    """A client of the server at ``target``, "host:port". Raises InvalidRequest for another form.
+
+    ``timeout``, in seconds, limits calls that run no prompt and have no timeout of their own, for
+    instance those that put and get vectors. None sets no limit. Calls that run prompts have their
+    own ``timeout``.
+    """
     return Engine(target, timeout=timeout)

@@ -1,4 +1,4 @@
-"""The synchronous client. It carries calls; `_calls` defines what they send and mean.
+"""The synchronous client, made by tools/generate: edit rheostat/aio.py instead.
 
 It runs on gRPC's own threads, so it works inside a running event loop, as in a notebook, and may be
 shared between threads.
@@ -6,35 +6,89 @@ shared between threads.
 
 from __future__ import annotations
 
-import time
-from queue import SimpleQueue
+from collections import deque
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Generic, Self, Unpack
 
-import grpc
+import numpy.typing as npt
 
-from rheostat import _errors
+from rheostat._arrays import ArrayLike, Element
 from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._capture.runs import RunInfo
-from rheostat._client import calls, run_calls
+from rheostat._client import calls, run_calls, vector_calls
 from rheostat._client.requests import GenerateOptions, check_options
 from rheostat._client.sessions import SessionCall, SessionEvent, Updates
-from rheostat._client.vector_store import Vectors
 from rheostat._connection import readiness
+from rheostat._connection.connection import Connection, Responses, sleep
+from rheostat._connection.calls import Accumulator, Answer, Result, Step
 from rheostat._connection.channel import UNARY_TIMEOUT
-from rheostat._connection.connection import Connection, Reader
-from rheostat._errors import RheostatError
+from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable
+from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._responses.explanations import Explanation, Tokenized
 from rheostat._responses.model import ModelInfo, Stats
 from rheostat._responses.results import Event, Generation
+from rheostat._selectors import SelectorLike
+from rheostat._steering.derivations import Derivation, DeriveMethod
 from rheostat._steering.global_steering import GlobalSteering
 from rheostat._steering.steering import SteeringLike
+from rheostat._steering.transfers import Progress
+from rheostat._steering.vectors import Vector, VectorInfo
 from rheostat._subscriptions import requests as subscribe_requests
+from rheostat._subscriptions.subscription import Subscription
 from rheostat._subscriptions.events import Cursor
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
-from rheostat._subscriptions.subscription import Subscription
 from rheostat_wire.v1 import generation_service_pb2
+
+__all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
+
+_NAME = "Engine"
+
+
+class Reader(Generic[Answer, Step, Result]):
+    """A response stream while it is read: events as they come, then the whole."""
+
+    def __init__(
+        self, responses: Responses[Answer], accumulator: Accumulator[Answer, Step, Result]
+    ) -> None:
+        """Made by `Engine`, of a call that has been started."""
+        self._responses = responses
+        self._accumulator = accumulator
+        self._events: deque[Step] = deque()
+
+    def __iter__(self) -> Self:
+        """The events that have not been read yet."""
+        return self
+
+    def __next__(self) -> Step:
+        """The next event; waits for it."""
+        while not self._events:
+            self._events.extend(self._accumulator.add(next(self._responses)))
+        return self._events.popleft()
+
+    def result(self) -> Result:
+        """Read to the end and give the whole, events already read included."""
+        for _ in self:
+            pass
+        return self._accumulator.result()
+
+    def cancel(self) -> None:
+        """End the call; the server frees its resources. Does nothing if it has ended already."""
+        self._responses.cancel()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Cancel the call if it has not ended."""
+        self.cancel()
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
@@ -45,7 +99,8 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
     """A `Stream` whose steering can be replaced while it runs, also by other threads.
 
     One event, `UpdateApplied` or `UpdateRefused`, answers each call of `steer`, before the
-    `Receipt`.
+    `Receipt`. In `rheostat.aio`, `steer`, `stop` and `cancel` are not awaited, and a session is
+    opened while its event loop runs.
     """
 
     def __init__(
@@ -55,12 +110,18 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
         timeout: float | None,
     ) -> None:
         """Made by `Engine`; starts the call."""
-        requests: SimpleQueue[generation_service_pb2.SessionRequest | None] = SimpleQueue()
-        self._updates = Updates(call.start, requests.put)
-        responses = connection.bidi(call, iter(requests.get, None), timeout)
-        if not responses.add_callback(self._updates.close):  # it has ended already
+        responses = connection.bidi(call, timeout)
+        self._updates = Updates(call.start, responses.send)
+        responses.on_end(self._updates.close)
+        super().__init__(responses, call.accumulator(self._updates))
+
+    def __next__(self) -> SessionEvent:
+        """The next event; waits for it."""
+        try:
+            return super().__next__()
+        except RheostatError:
             self._updates.close()
-        super().__init__(connection, responses, call.accumulator(self._updates), timeout)
+            raise
 
     def steer(self, steering: SteeringLike) -> int:
         """Replace the request's own steering, and return the update's id at once.
@@ -83,9 +144,152 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
         self._updates.close()
         super().cancel()
 
-    def _failure(self, error: grpc.RpcError) -> RheostatError:
-        self._updates.close()
-        return super()._failure(error)
+
+class Vectors:
+    """The server's store of vectors."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Made by `Engine`."""
+        self._connection = connection
+
+    def put(
+        self,
+        array: ArrayLike | npt.ArrayLike | Vector,
+        *,
+        points: PointsLike | None = None,
+        layers: LayersLike | None = None,
+        name: str | None = None,
+        description: str | None = None,
+        dtype: Element | None = None,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> Vector:
+        """Store a vector and return its handle. Equal numbers are stored once.
+
+        ``array`` is [width], one row for every layer, or [layers, width], one row per layer: a
+        numpy array, a torch tensor or anything with ``__array__``. float32, float16 and bfloat16
+        are kept, other numbers are rounded to float32. ``dtype`` converts; ``dtype="bfloat16"``
+        reads uint16 as bits.
+
+        The handle acts at ``points`` and ``layers`` by default. With ``name`` and both given, the
+        server keeps them for other clients. If another vector has the name, the name moves to this
+        one. A vector without a name may be evicted when no request uses it. A `Vector` that holds
+        its numbers, for instance from `load_vector`, supplies the name, description, points and
+        layers that are not given.
+
+        Raises InvalidRequest for another rank and for elements that are not finite. ``progress`` is
+        called on a thread of gRPC, in `rheostat.aio` on the event loop. Its exceptions end the
+        upload and are raised unchanged.
+        """
+        call = vector_calls.put_vector(
+            array,
+            points=points,
+            layers=layers,
+            name=name,
+            description=description,
+            dtype=dtype,
+            progress=progress,
+        )
+        return self._connection.upload(call, timeout)
+
+    def get(
+        self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
+    ) -> Vector:
+        """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
+        call, timeout = vector_calls.get_vector(name, digest), self._connection.limit(timeout)
+        responses = self._connection.download(call, timeout)
+        return Reader(responses, call.accumulator()).result()
+
+    def derive(
+        self,
+        positive: Iterable[Prompt],
+        negative: Iterable[Prompt],
+        *,
+        points: PointsLike,
+        layers: LayersLike,
+        where: SelectorLike = None,
+        method: DeriveMethod = "difference_of_means",
+        name: str | None = None,
+        description: str = "",
+        lora: str | None = None,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> Derivation:
+        """Make and store vectors that separate two sets of prompts, and say how well they do.
+
+        The server runs every prompt and captures it at the points and layers, on the tokens
+        ``where`` (default: the last prompt token), averaged per prompt. A vector has one row per
+        layer, by ``method``:
+
+        * "difference_of_means": the mean of the positive prompts less the mean of the negative ones
+          (Rimsky et al., 2023).
+        * "principal_component": the first principal component of the pairwise differences, of norm
+          1 (Zou et al., 2023). The sets pair up in order.
+
+        With several points there is one vector per point, and "/resid_pre" etc. is appended to
+        ``name``. A vector without a name may be evicted.
+
+        To steer at the best layer alone, take its row:
+        ``derived.vector.at(layers=derived.best.site.layer)``.
+
+        ``progress`` is called with the number of prompts that have run and the number of all
+        prompts; its exceptions end the call and are raised unchanged. ``timeout`` is in seconds;
+        None waits without limit. If a prompt cannot run, InvalidRequest names it
+        (``positive[3].text``).
+        """
+        call = vector_calls.derive_vectors(
+            positive,
+            negative,
+            points=points,
+            layers=layers,
+            where=where,
+            method=method,
+            name=name,
+            description=description,
+            lora=lora,
+            progress=progress,
+        )
+        responses = self._connection.download(call, timeout)
+        with Reader(responses, call.accumulator()) as reader:
+            return reader.result()
+
+    def set_name(
+        self,
+        name: str,
+        vector: Vector | str,
+        *,
+        expected: Vector | str | None = None,
+        points: PointsLike | None = None,
+        layers: LayersLike | None = None,
+        description: str | None = None,
+    ) -> str:
+        """Name a stored vector, and return the digest that had the name before, "" for none.
+
+        ``vector`` and ``expected`` are handles or digests. If another vector has the name, the name
+        moves, and no numbers are sent. Running requests keep the vector that they started with.
+
+        ``expected`` is the vector that should have the name now, "" for none. If that is not so,
+        Refused is raised with REASON_NAME_CONFLICT. ``points``, ``layers`` and ``description`` are
+        stored with the name; those that are neither given nor part of the handle stay unchanged.
+        Raises NotFound if ``vector`` is not stored.
+        """
+        call = vector_calls.set_name(
+            name,
+            vector,
+            expected=expected,
+            points=points,
+            layers=layers,
+            description=description,
+        )
+        return self._connection.unary(call)
+
+    def list(self, prefix: str = "") -> list[VectorInfo]:
+        """Stored vectors whose name begins with ``prefix``, by name; "" lists unnamed ones too."""
+        return self._connection.paged(vector_calls.list_vectors(prefix))
+
+    def delete(self, name: str) -> str:
+        """Delete a name and return its vector's digest. Running requests keep the vector."""
+        return self._connection.unary(vector_calls.delete_name(name))
 
 
 class Steering:
@@ -154,7 +358,7 @@ class Engine:
         check_options("stream", options)
         call = calls.generate(prompt, **options)
         responses = self._connection.download(call, timeout)
-        return Stream(self._connection, responses, call.accumulator(), timeout)
+        return Stream(responses, call.accumulator())
 
     def session(
         self,
@@ -173,6 +377,9 @@ class Engine:
         ``options`` are those of `SubscribeOptions`. Requests that begin from now on are captured
         whole, requests that run already from their next step on. Requests that have ended are not
         captured; a subscription that names such a request waits for a new one of that id.
+
+        The subscription that is returned is open. In `rheostat.aio` it opens when it is entered
+        with ``async with``, and the method is called while the event loop runs.
         """
         check_options("subscribe", options, SubscribeOptions)
         return Subscription(self._connection, subscribe_requests.opening(**options))
@@ -212,12 +419,12 @@ class Engine:
         while True:
             try:
                 health = self._connection.unary(calls.health(), wait.patience())
-            except (_errors.Unavailable, _errors.DeadlineExceeded) as error:
+            except (Unavailable, DeadlineExceeded) as error:
                 wait.unanswered(error)
             else:
                 if wait.ready(health):
                     return
-            time.sleep(readiness.POLL)
+            sleep(readiness.POLL)
 
     def model(self) -> ModelInfo:
         """The model, its sites and what can be done there."""
@@ -266,7 +473,7 @@ class Engine:
 
     def __repr__(self) -> str:
         """The target."""
-        return f"Engine({self._connection.target!r})"
+        return f"{_NAME}({self._connection.target!r})"
 
 
 def connect(target: str, *, timeout: float | None = UNARY_TIMEOUT) -> Engine:

@@ -1,4 +1,4 @@
-"""How the asyncio client carries calls: as `_connection` does, awaited.
+"""How the asyncio client carries calls: as `connection` does, awaited.
 
 A connection belongs to the event loop in which it makes its first call.
 """
@@ -6,10 +6,8 @@ A connection belongs to the event loop in which it makes its first call.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Self
 
 import grpc
 import grpc.aio
@@ -18,7 +16,6 @@ from google.protobuf.message import Message
 from rheostat import _errors
 from rheostat._connection.aio_status import ServerStatus
 from rheostat._connection.calls import (
-    Accumulator,
     Answer,
     BidiCall,
     DownloadCall,
@@ -29,32 +26,90 @@ from rheostat._connection.calls import (
     UploadCall,
     serialize,
 )
-from rheostat._connection.channel import CLOSED, OPTIONS, checked_target
+from rheostat._connection.channel import OPTIONS, ConnectionBase
 
-_Message = TypeVar("_Message", covariant=True)
-
-
-class Responses(Protocol[_Message]):
-    """A running call: its messages, and its end."""
-
-    def __aiter__(self) -> AsyncIterator[_Message]: ...
-    def cancel(self) -> bool: ...
-    def add_done_callback(self, callback: Callable[[object], None]) -> None: ...
+sleep = asyncio.sleep
+"""Waits for some seconds, as `connection.sleep` does."""
 
 
-class Connection:
-    """A channel, and how each shape of call goes over it. Raises `RheostatError` alone."""
+class Responses(Generic[Answer]):
+    """The answers of a running call."""
+
+    def __init__(
+        self,
+        call: grpc.aio.UnaryStreamCall[Message, Answer]
+        | grpc.aio.StreamStreamCall[Message, Answer],
+        target: str,
+        timeout: float | None,
+    ) -> None:
+        self._call = call
+        self._answers = aiter(call)
+        self._target = target
+        self._timeout = timeout
+        self._begun = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Answer:
+        """The next answer; waits for it."""
+        try:
+            answer = await anext(self._answers)
+        except grpc.aio.AioRpcError as error:
+            failure = await self._failure(error)
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            raise cancelled_here() from None
+        else:
+            self._begun = True
+            return answer
+        if failure is None:
+            raise StopAsyncIteration
+        raise _errors.from_rpc(failure, self._target, self._timeout, begun=self._begun)
+
+    async def _failure(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
+        """The error with which the server ended the call; None if it ended the call with OK."""
+        return error
+
+    def cancel(self) -> None:
+        """End the call. Does nothing if it has ended."""
+        self._call.cancel()
+
+
+class BidiResponses(Responses[Answer]):
+    """The answers of a call that takes further requests while it runs."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[Message, Answer],
+        requests: asyncio.Queue[Message | None],
+        target: str,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(call, target, timeout)
+        self._loop = asyncio.get_running_loop()
+        self._requests = requests
+        self._status = ServerStatus(call)
+
+    async def _failure(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
+        return await self._status.behind(error)
+
+    def send(self, request: Message | None) -> None:
+        """Send a request; None: no further one follows. Any thread may call this."""
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the call has ended."""
+        self._call.add_done_callback(lambda _: callback())
+
+
+class Connection(ConnectionBase):
+    """A channel, and how each kind of call is carried by it. Raises `RheostatError` alone."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
-        self.target = checked_target(target)
-        self.timeout = timeout
+        super().__init__(target, timeout)
         self._channel: grpc.aio.Channel | None = None
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -62,15 +117,10 @@ class Connection:
 
         Raises Refused once it has been closed.
         """
-        if self._closed:
-            raise _errors.Refused(CLOSED)
+        self.check_open()
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
         return self._channel
-
-    def limit(self, timeout: float | None) -> float | None:
-        """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
-        return self.timeout if timeout is None else timeout
 
     async def unary(self, call: UnaryCall[Answer, Result], timeout: float | None = None) -> Result:
         """One request, one answer."""
@@ -85,7 +135,7 @@ class Connection:
         except grpc.RpcError as error:
             raise _errors.from_rpc(error, self.target, timeout) from None
         except asyncio.CancelledError:
-            if task_is_cancelled():
+            if _task_is_cancelled():
                 raise
             raise cancelled_here() from None
         return call.read(answer)
@@ -116,7 +166,7 @@ class Connection:
             ended = await status.behind(error) or error
             failure = call.requests.failure or _errors.from_rpc(ended, self.target, timeout)
         except asyncio.CancelledError:
-            if task_is_cancelled():
+            if _task_is_cancelled():
                 raise
             failure = call.requests.failure or cancelled_here()
         else:
@@ -132,139 +182,38 @@ class Connection:
             request_serializer=serialize,
             response_deserializer=call.answer.FromString,
         )
-        responses: Responses[Answer] = rpc(call.request, timeout=timeout)
-        return responses
+        return Responses(rpc(call.request, timeout=timeout), self.target, timeout)
 
-    def bidi(
-        self,
-        call: BidiCall[Answer],
-        requests: AsyncIterator[Message],
-        timeout: float | None,
-    ) -> Responses[Answer]:
-        """As `download`, of a call that takes further requests while it runs."""
+    def bidi(self, call: BidiCall[Answer], timeout: float | None) -> BidiResponses[Answer]:
+        """As `download`, for a call that takes further requests while it runs."""
+        requests: asyncio.Queue[Message | None] = asyncio.Queue()
         rpc = self.channel.stream_stream(
             call.path,
             request_serializer=serialize,
             response_deserializer=call.answer.FromString,
         )
-        return _Answers(rpc(requests, timeout=timeout))
+        running = rpc(_until_none(requests), timeout=timeout)
+        return BidiResponses(running, requests, self.target, timeout)
 
     async def close(self) -> None:
         """End the channel and every call on it."""
-        self._closed = True
+        self.closed = True
         if self._channel is not None:
             await self._channel.close()
 
 
-class _Answers(Generic[Answer]):
-    """The answers of a call that takes further requests, up to the status that the server sent."""
-
-    def __init__(self, call: grpc.aio.StreamStreamCall[Message, Answer]) -> None:
-        self._call = call
-        self._answers = aiter(call)
-        self._status = ServerStatus(call)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Answer:
-        try:
-            return await anext(self._answers)
-        except grpc.aio.AioRpcError as error:
-            failure = await self._status.behind(error)
-        if failure is None:
-            raise StopAsyncIteration
-        raise failure
-
-    def cancel(self) -> bool:
-        return self._call.cancel()
-
-    def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        self._call.add_done_callback(callback)
-
-
-class _Queue(Protocol):
-    """Messages to come."""
-
-    async def get(self) -> Message | None: ...
-
-
-async def until_none(requests: _Queue) -> AsyncIterator[Message]:
-    """What is put into a queue, until None is."""
+async def _until_none(requests: asyncio.Queue[Message | None]) -> AsyncIterator[Message]:
+    """The requests of a queue up to the first None."""
     while (request := await requests.get()) is not None:
         yield request
 
 
-def task_is_cancelled() -> bool:
+def _task_is_cancelled() -> bool:
     """Whether a CancelledError is meant for this task; else a call of it was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def cancelled_here() -> _errors.Cancelled:
-    """The error of a call that was cancelled and no task."""
+    """The error of a call that was cancelled although its task was not."""
     return _errors.Cancelled("the call was cancelled here")
-
-
-class Reader(Generic[Answer, Step, Result]):
-    """A response stream while it is read: events as they come, then the whole."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        responses: Responses[Answer],
-        accumulator: Accumulator[Answer, Step, Result],
-        timeout: float | None,
-    ) -> None:
-        """Made by `Engine`, of a call that has been started."""
-        self._call = responses
-        self._responses: AsyncIterator[Answer] = aiter(responses)
-        self._accumulator = accumulator
-        self._waiting: deque[Step] = deque()
-        self._target, self._timeout = connection.target, timeout
-        self._begun = False
-
-    def __aiter__(self) -> Self:
-        """The events that have not been read yet."""
-        return self
-
-    async def __anext__(self) -> Step:
-        """The next event; waits for it."""
-        while not self._waiting:
-            try:
-                message = await anext(self._responses)
-            except grpc.RpcError as error:
-                raise self._failure(error) from None
-            except asyncio.CancelledError:
-                if task_is_cancelled():
-                    raise
-                raise cancelled_here() from None
-            self._begun = True
-            self._waiting.extend(self._accumulator.add(message))
-        return self._waiting.popleft()
-
-    async def result(self) -> Result:
-        """Read to the end and give the whole, events already read included."""
-        async for _ in self:
-            pass
-        return self._accumulator.result()
-
-    def cancel(self) -> None:
-        """End the call; the server frees what it held. Does nothing if it has ended."""
-        self._call.cancel()
-
-    def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:
-        return _errors.from_rpc(error, self._target, self._timeout, begun=self._begun)
-
-    async def __aenter__(self) -> Self:
-        """Itself."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Cancel what has not ended."""
-        self.cancel()

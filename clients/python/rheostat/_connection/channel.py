@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 
-from rheostat._errors import invalid
+from rheostat._errors import Refused, invalid
 
 MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message, either way."""
-CLOSED = "this client has been closed; rheostat.connect makes another"
-"""What calls on a closed client are told."""
+_CLOSED = "this client has been closed; rheostat.connect makes another"
 UNARY_TIMEOUT = 60.0
 """Seconds that calls which run no prompt may take, unless told otherwise."""
 
@@ -78,3 +77,21 @@ def checked_target(target: str) -> str:
     if not 0 < int(match[2]) < 65536:
         raise invalid("target", f"a target's port is 1 to 65535, not {match[2]}")
     return target
+
+
+class ConnectionBase:
+    """The server and the timeout of a connection, and whether it is closed."""
+
+    def __init__(self, target: str, timeout: float | None) -> None:
+        self.target = checked_target(target)
+        self.timeout = timeout
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raise Refused if the connection was closed."""
+        if self.closed:
+            raise Refused(_CLOSED)
+
+    def limit(self, timeout: float | None) -> float | None:
+        """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
+        return self.timeout if timeout is None else timeout

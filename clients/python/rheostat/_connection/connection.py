@@ -1,13 +1,13 @@
-"""How the synchronous client carries calls: a channel, and readers of the streams that answer.
+"""How the synchronous client carries calls: over a channel.
 
-Whatever fails here is raised as a `RheostatError`.
+All failures are raised as `RheostatError`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from queue import SimpleQueue
 from typing import Generic, Protocol, Self, TypeVar
 
 import grpc
@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 
 from rheostat import _errors
 from rheostat._connection.calls import (
-    Accumulator,
     Answer,
     BidiCall,
     DownloadCall,
@@ -26,13 +25,16 @@ from rheostat._connection.calls import (
     UploadCall,
     serialize,
 )
-from rheostat._connection.channel import CLOSED, OPTIONS, checked_target
+from rheostat._connection.channel import OPTIONS, ConnectionBase
+
+sleep = time.sleep
+"""Waits for some seconds, as `aio_connection.sleep` does."""
 
 _Message = TypeVar("_Message", covariant=True)
 
 
-class Responses(Protocol[_Message]):
-    """A running call: its messages, and its end."""
+class _RunningCall(Protocol[_Message]):
+    """What gRPC returns for a call with many answers."""
 
     def __iter__(self) -> Iterator[_Message]: ...
     def __next__(self) -> _Message: ...
@@ -40,30 +42,67 @@ class Responses(Protocol[_Message]):
     def add_callback(self, callback: Callable[[], None]) -> bool: ...
 
 
-class Connection:
-    """A channel, and how each shape of call goes over it."""
+class Responses(Generic[Answer]):
+    """The answers of a running call."""
+
+    def __init__(self, call: _RunningCall[Answer], target: str, timeout: float | None) -> None:
+        self._call = call
+        self._target = target
+        self._timeout = timeout
+        self._begun = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Answer:
+        """The next answer; waits for it."""
+        try:
+            answer = next(self._call)
+        except grpc.RpcError as error:
+            raise _errors.from_rpc(error, self._target, self._timeout, begun=self._begun) from None
+        self._begun = True
+        return answer
+
+    def cancel(self) -> None:
+        """End the call. Does nothing if it has ended."""
+        self._call.cancel()
+
+
+class BidiResponses(Responses[Answer]):
+    """The answers of a call that takes further requests while it runs."""
+
+    def __init__(
+        self,
+        call: _RunningCall[Answer],
+        requests: SimpleQueue[Message | None],
+        target: str,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(call, target, timeout)
+        self._requests = requests
+
+    def send(self, request: Message | None) -> None:
+        """Send a request; None: no further one follows. Any thread may call this."""
+        self._requests.put(request)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the call has ended."""
+        if not self._call.add_callback(callback):  # it has ended already
+            callback()
+
+
+class Connection(ConnectionBase):
+    """A channel, and how each kind of call is carried by it."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
-        self.target = checked_target(target)
-        self.timeout = timeout
+        super().__init__(target, timeout)
         self._channel = grpc.insecure_channel(target, options=OPTIONS)
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     @property
     def channel(self) -> grpc.Channel:
         """Raises Refused once it has been closed."""
-        if self._closed:
-            raise _errors.Refused(CLOSED)
+        self.check_open()
         return self._channel
-
-    def limit(self, timeout: float | None) -> float | None:
-        """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
-        return self.timeout if timeout is None else timeout
 
     def unary(self, call: UnaryCall[Answer, Result], timeout: float | None = None) -> Result:
         """One request, one answer."""
@@ -114,84 +153,20 @@ class Connection:
             request_serializer=serialize,
             response_deserializer=call.answer.FromString,
         )
-        responses: Responses[Answer] = rpc(call.request, timeout=timeout)
-        return responses
+        return Responses(rpc(call.request, timeout=timeout), self.target, timeout)
 
-    def bidi(
-        self,
-        call: BidiCall[Answer],
-        requests: Iterator[Message],
-        timeout: float | None,
-    ) -> Responses[Answer]:
-        """As `download`, of a call that takes further requests while it runs."""
+    def bidi(self, call: BidiCall[Answer], timeout: float | None) -> BidiResponses[Answer]:
+        """As `download`, for a call that takes further requests while it runs."""
+        requests: SimpleQueue[Message | None] = SimpleQueue()
         rpc = self.channel.stream_stream(
             call.path,
             request_serializer=serialize,
             response_deserializer=call.answer.FromString,
         )
-        responses: Responses[Answer] = rpc(requests, timeout=timeout)
-        return responses
+        running = rpc(iter(requests.get, None), timeout=timeout)
+        return BidiResponses(running, requests, self.target, timeout)
 
     def close(self) -> None:
         """End the channel and every call on it."""
-        self._closed = True
+        self.closed = True
         self._channel.close()
-
-
-class Reader(Generic[Answer, Step, Result]):
-    """A response stream while it is read: events as they come, then the whole."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        responses: Responses[Answer],
-        accumulator: Accumulator[Answer, Step, Result],
-        timeout: float | None,
-    ) -> None:
-        """Made by `Engine`, of a call that has been started."""
-        self._responses = responses
-        self._accumulator = accumulator
-        self._waiting: deque[Step] = deque()
-        self._target, self._timeout = connection.target, timeout
-        self._begun = False
-
-    def __iter__(self) -> Self:
-        """The events that have not been read yet."""
-        return self
-
-    def __next__(self) -> Step:
-        """The next event; waits for it."""
-        while not self._waiting:
-            try:
-                message = next(self._responses)
-            except grpc.RpcError as error:
-                raise self._failure(error) from None
-            self._begun = True
-            self._waiting.extend(self._accumulator.add(message))
-        return self._waiting.popleft()
-
-    def result(self) -> Result:
-        """Read to the end and give the whole, events already read included."""
-        for _ in self:
-            pass
-        return self._accumulator.result()
-
-    def cancel(self) -> None:
-        """End the call; the server frees what it held. Does nothing if it has ended."""
-        self._responses.cancel()
-
-    def _failure(self, error: grpc.RpcError) -> _errors.RheostatError:
-        return _errors.from_rpc(error, self._target, self._timeout, begun=self._begun)
-
-    def __enter__(self) -> Self:
-        """Itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Cancel what has not ended."""
-        self.cancel()
