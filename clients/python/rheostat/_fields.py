@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
 from operator import index
 from types import MappingProxyType
-from typing import ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.message import Message
 
 from rheostat._errors import InvalidRequest, invalid
 
@@ -116,3 +118,9 @@ def read_word(enum: EnumDescriptor, number: int, prefix: str) -> str:
     """An enum's value as a word: OP_NORM_ADD is "norm_add", one of a newer server's "unknown 9"."""
     value = enum.values_by_number.get(number)
     return f"unknown {number}" if value is None else value.name.removeprefix(prefix).lower()
+
+
+def equal_fields(kind: type, message: Message) -> dict[str, Any]:
+    """The numbers and texts of a message that a dataclass has under the same names."""
+    values = ((field.name, getattr(message, field.name, None)) for field in fields(kind))
+    return {name: value for name, value in values if isinstance(value, bool | int | float | str)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict, Unpack, cast
 
 from rheostat._capture.captures import CaptureLike, captures_of
 from rheostat._errors import invalid
@@ -118,69 +118,33 @@ def check_options(
             raise TypeError(f"{method}() has no option {name!r}{listed}")
 
 
-_SamplingNumber: TypeAlias = Literal[
+_SAMPLING_NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "n", "logprobs",
     "prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty",
-]  # fmt: skip
+)  # fmt: skip
+"""Options that are fields of the same name on the wire."""
 
 
 @builds_message
 def generate_request(
-    prompt: Prompt,
-    *,
-    steering: SteeringLike = None,
-    capture: CaptureLike = None,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float | None = None,
-    seed: int | None = None,
-    n: int | None = None,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    min_tokens: int | None = None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
-    ignore_eos: bool = False,
-    request_id: str | None = None,
-    with_baseline: bool = False,
-    lora: str | None = None,
-    labels: Mapping[str, str] | None = None,
-    when_full: WhenFull | None = None,
+    prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> generation_service_pb2.GenerateRequest:
     """The request. Raises InvalidRequest for what can be seen to be wrong without the model."""
-    numbers: dict[_SamplingNumber, float | None] = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "seed": seed,
-        "n": n,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-    }
+    request_id, lora = options.get("request_id"), options.get("lora")
     if request_id is not None and not (
         isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)
     ):
         raise invalid("request_id", "a request id is 1 to 128 of [A-Za-z0-9._:-]")
     if lora == "":
         raise invalid("lora", "the adapter's name is empty")
+    labels, when_full = options.get("labels"), options.get("when_full")
     request = generation_service_pb2.GenerateRequest(
         request_id=request_id or "",
-        sampling=_sampling(numbers, stop, stop_token_ids, ignore_eos),
-        steering=steering_to_wire(steering),
-        captures=[spec.to_wire() for spec in captures_of(capture)],
+        sampling=_sampling(options),
+        steering=steering_to_wire(options.get("steering")),
+        captures=[spec.to_wire() for spec in captures_of(options.get("capture"))],
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
-        with_baseline=with_baseline,
+        with_baseline=options.get("with_baseline", False),
         labels=None if labels is None else labels_to_wire(labels, "labels"),
         return_prompt_token_ids=True,
         when_full=None if when_full is None else _when_full(when_full),
@@ -208,13 +172,9 @@ def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
     return request
 
 
-def _sampling(
-    numbers: Mapping[_SamplingNumber, float | None],
-    stop: str | Sequence[str],
-    stop_token_ids: Sequence[int],
-    ignore_eos: bool,
-) -> generation_pb2.Sampling | None:
+def _sampling(options: GenerateOptions) -> generation_pb2.Sampling | None:
     """The message; None where everything is left to the defaults."""
+    stop = options.get("stop", ())
     message = generation_pb2.Sampling(
         stop=[
             utf8_text(text, f"sampling.stop[{number}]", "a stop text")
@@ -227,11 +187,12 @@ def _sampling(
                 "a token id",
                 reason="REASON_UNKNOWN_TOKEN",
             )
-            for number, token_id in enumerate(stop_token_ids)
+            for number, token_id in enumerate(options.get("stop_token_ids", ()))
         ],
-        ignore_eos=ignore_eos,
+        ignore_eos=options.get("ignore_eos", False),
     )
-    for name, number in numbers.items():
+    for name in _SAMPLING_NUMBERS:
+        number = cast("float | None", options.get(name))
         if number is None:
             continue
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from rheostat._fields import read_word
+from rheostat._fields import equal_fields, read_word
 from rheostat._notebook import table
 from rheostat._points import Point, Site, knows_point, read_point, show_layers
 from rheostat_wire.v1 import engine_service_pb2, receipt_pb2, tensor_pb2
@@ -202,31 +202,15 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         has_chat_template=message.has_chat_template,
         lora_names=tuple(message.lora_names),
         engine=EngineInfo(
-            vllm_version=engine.vllm_version,
-            torch_version=engine.torch_version,
-            runner=read_word(engine_service_pb2.Runner.DESCRIPTOR, engine.runner, "RUNNER_"),
-            device=engine.device,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            pipeline_parallel_size=engine.pipeline_parallel_size,
-            compiled=engine.compiled,
-            variants=tuple(engine.variants),
-            prefix_caching=engine.prefix_caching,
+            **{
+                **equal_fields(EngineInfo, engine),
+                "runner": read_word(engine_service_pb2.Runner.DESCRIPTOR, engine.runner, "RUNNER_"),
+                "variants": tuple(engine.variants),
+            }
         ),
         limits=Limits(
-            model_tokens=limits.model_tokens,
-            running_requests=limits.running_requests,
-            waiting_requests=limits.waiting_requests,
-            bank_rows=limits.bank_rows,
-            capture_rows_per_step=limits.capture_rows_per_step,
-            tensor_message_bytes=limits.tensor_message_bytes,
-            vector_bytes=limits.vector_bytes,
-            inline_vector_bytes=limits.inline_vector_bytes,
-            samples=limits.samples,
-            logprobs=limits.logprobs,
+            **equal_fields(Limits, limits),
             capacity_wait=limits.capacity_wait.ToTimedelta().total_seconds(),
-            run_bytes=limits.run_bytes,
-            request_buffer_bytes=limits.request_buffer_bytes,
-            buffer_bytes=limits.buffer_bytes,
         ),
         build_version=message.build_version,
         api_version=message.api_version,
@@ -334,36 +318,9 @@ class Stats:
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
     """The counters of a wire message."""
-    requests = message.requests
     return Stats(
-        running_request_count=message.running_request_count,
-        waiting_request_count=message.waiting_request_count,
-        admitted_count=requests.admitted_count,
-        completed_count=requests.completed_count,
-        aborted_count=requests.aborted_count,
-        refused_count=requests.refused_count,
-        failed_count=requests.failed_count,
+        **equal_fields(Stats, message),
+        **equal_fields(Stats, message.requests),
         steps={variant.variant: variant.step_count for variant in message.steps},
-        used_bank_row_count=message.used_bank_row_count,
-        bank_row_count=message.bank_row_count,
-        captured_row_count=message.captured_row_count,
-        captured_bytes=message.captured_bytes,
-        dropped_row_count=message.dropped_row_count,
-        prefix_queried_token_count=message.prefix_queried_token_count,
-        prefix_hit_token_count=message.prefix_hit_token_count,
-        vector_count=message.vector_count,
         uptime=message.uptime.ToTimedelta().total_seconds(),
-        leaked_count=message.leaked_count,
-        global_version=message.global_version,
-        left_bytes=message.left_bytes,
-        plain_row_count=message.plain_row_count,
-        ring_bytes=message.ring_bytes,
-        encode_bytes=message.encode_bytes,
-        spooled_row_count=message.spooled_row_count,
-        overrun_row_count=message.overrun_row_count,
-        staging_bytes=message.staging_bytes,
-        run_count=message.run_count,
-        run_bytes=message.run_bytes,
-        request_buffer_bytes=message.request_buffer_bytes,
-        subscription_buffer_bytes=message.subscription_buffer_bytes,
     )
