@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Generic, Self, Unpack
 
 import numpy.typing as npt
@@ -81,12 +80,7 @@ class Reader(Generic[Answer, Step, Result]):
         """Itself."""
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """Cancel the call if it has not ended."""
         self.cancel()
 
@@ -462,12 +456,7 @@ class Engine:
         """Itself."""
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """Close."""
         await self.close()
 

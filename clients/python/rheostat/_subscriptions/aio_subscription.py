@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from types import TracebackType
 from typing import Self
 
 from rheostat._connection.aio_connection import Connection, cancelled_here
@@ -72,12 +71,7 @@ class Subscription(SubscriptionInfo):
         await self._worker.wait_until_open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """Close, as `rheostat.Subscription` does, also if the task is cancelled."""
         await self.close()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from rheostat._connection.connection import Connection
@@ -95,12 +94,7 @@ class Subscription(SubscriptionInfo):
         """Itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close, also after an error. A subscription that was left or lost can still be resumed."""
         self.close()
 
