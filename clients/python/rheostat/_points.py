@@ -129,12 +129,12 @@ def points_of(points: PointsLike) -> tuple[Point, ...]:
     """One to five different points, in the caller's order."""
     if isinstance(points, str) or not isinstance(points, Iterable):
         points = (points,)
-    many = tuple(point_of(name) for name in points)
-    if not many:
+    chosen = tuple(point_of(name) for name in points)
+    if not chosen:
         raise invalid("sites.points", "no point is named", "REASON_MISSING_FIELD")
-    if len(set(many)) < len(many):
-        raise invalid("sites.points", f"a point is named twice: {', '.join(many)}")
-    return many
+    if len(set(chosen)) < len(chosen):
+        raise invalid("sites.points", f"a point is named twice: {', '.join(chosen)}")
+    return chosen
 
 
 def layers_of(layers: LayersLike) -> Layers:

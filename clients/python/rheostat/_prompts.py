@@ -47,19 +47,19 @@ def put_prompt(
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Iterable):
         kind = type(prompt).__name__
         raise invalid(path, f"a prompt is text, token ids or messages, not {kind}")
-    many = list(prompt)
-    if not many:
+    items = list(prompt)
+    if not items:
         raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
-    if isinstance(many[0], str | list | tuple):
+    if isinstance(items[0], str | list | tuple):
         kinds = "a prompt is text, token ids or messages, not a list of prompts"
         raise invalid(path, _ONE_PROMPT if path == "prompt" else kinds)
-    if isinstance(many[0], Mapping):
+    if isinstance(items[0], Mapping):
         request.chat.messages.extend(
-            _message(message, number) for number, message in enumerate(many)
+            _message(message, number) for number, message in enumerate(items)
         )
         return
     try:
-        request.token_ids.ids.extend(map(index, many))  # type: ignore[arg-type]  # checked
+        request.token_ids.ids.extend(map(index, items))  # type: ignore[arg-type]  # checked
     except (TypeError, ValueError) as error:
         raise invalid(path, f"a prompt is text, token ids or messages: {error}") from None
 

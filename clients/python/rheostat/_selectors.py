@@ -128,8 +128,8 @@ class Selector:
 
     def __repr__(self) -> str:
         """An expression that selects the same tokens."""
-        included = [str(item) for item in self.include] or ['"all"']
-        parts = [*included, *(str(item) for item in self.exclude)]
+        included = [str(token_range) for token_range in self.include] or ['"all"']
+        parts = [*included, *(str(token_range) for token_range in self.exclude)]
         if parts[0].startswith('"') and len(parts) > 1:
             parts[1] = _CALLS.get(parts[1], parts[1])
         union = " | ".join(parts[: len(included)])
@@ -249,8 +249,8 @@ def to_wire(selector: Selector) -> selector_pb2.Selector | None:
     if not selector.include and not selector.exclude:
         return None
     return selector_pb2.Selector(
-        include=[item.to_wire() for item in selector.include],
-        exclude=[item.to_wire() for item in selector.exclude],
+        include=[token_range.to_wire() for token_range in selector.include],
+        exclude=[token_range.to_wire() for token_range in selector.exclude],
     )
 
 
@@ -260,8 +260,8 @@ def from_wire(message: selector_pb2.Selector, path: str) -> Selector:
     Raises Unimplemented, which names ``path``, for ranges that this client does not know.
     """
     return Selector(
-        tuple(_read_range(item, path) for item in message.include),
-        tuple(_read_range(item, path) for item in message.exclude),
+        tuple(_read_range(token_range, path) for token_range in message.include),
+        tuple(_read_range(token_range, path) for token_range in message.exclude),
     )
 
 

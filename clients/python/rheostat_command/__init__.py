@@ -15,12 +15,12 @@ _INTERRUPTED = 130
 
 def main() -> int:
     """Run the command line and give its exit code."""
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored
-    if heard:
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored
+    if raises:
         signal.signal(signal.SIGINT, _end)
     from rheostat._cli import main as command
 
-    if heard:
+    if raises:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command()
 

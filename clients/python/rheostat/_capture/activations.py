@@ -172,8 +172,8 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
 
     def layers(self, point: PointLike) -> tuple[int, ...]:
         """Layers captured under this point's name, ascending."""
-        wanted = point_of(point)
-        return tuple(site.layer for site in self._sites if site.point is wanted)
+        chosen = point_of(point)
+        return tuple(site.layer for site in self._sites if site.point is chosen)
 
     def stack(self, point: PointLike) -> FloatArray:
         """All layers of a point, float32 [layers, rows, width], in the order of `layers`.
@@ -233,8 +233,8 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         return f"Activations({', '.join(shapes)})"
 
 
-def _order(item: tuple[Site, list[Rows]]) -> tuple[int, int]:
-    site, _ = item
+def _order(parts: tuple[Site, list[Rows]]) -> tuple[int, int]:
+    site, _ = parts
     return site.layer, list(Point).index(site.point)
 
 

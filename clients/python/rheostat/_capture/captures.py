@@ -77,7 +77,9 @@ class Sink:
 
     def to_wire(self) -> capture_pb2.SinkTarget:
         """The target."""
-        target = capture_pb2.SinkTarget(sink_name=utf8_text(self.name, "captures", "a sink's name"))
+        message = capture_pb2.SinkTarget(
+            sink_name=utf8_text(self.name, "captures", "a sink's name")
+        )
         if not isinstance(self.options, Mapping):
             given = type(self.options).__name__
             raise invalid(
@@ -85,13 +87,15 @@ class Sink:
                 f'options are a dict of strings, e.g. {{"format": "npz"}}, not {given}',
             )
         if self.tag is not None:
-            target.tag = utf8_text(self.tag, "captures", "a tag")
+            message.tag = utf8_text(self.tag, "captures", "a tag")
         if self.layout is not None:
-            target.layout = _one_of(_LAYOUTS, self.layout, "layout")
+            message.layout = _one_of(_LAYOUTS, self.layout, "layout")
         for name, value in self.options.items():
             path = "captures"
-            target.options[utf8_text(name, path, "an option")] = utf8_text(value, path, "an option")
-        return target
+            message.options[utf8_text(name, path, "an option")] = utf8_text(
+                value, path, "an option"
+            )
+        return message
 
 
 @dataclass(frozen=True, init=False)

@@ -30,12 +30,12 @@ class Run:
     def to_wire(self) -> capture_pb2.RunTarget:
         """The target."""
         path = "captures.run"
-        target = capture_pb2.RunTarget(
+        message = capture_pb2.RunTarget(
             run_id="" if self.id is None else valid_run_id(self.id, path)
         )
         if self.lease is not None:
-            target.lease.CopyFrom(lease_duration(self.lease, f"{path}.lease"))
-        return target
+            message.lease.CopyFrom(lease_duration(self.lease, f"{path}.lease"))
+        return message
 
 
 @dataclass(frozen=True, repr=False)

@@ -23,7 +23,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 """Where a command registers itself."""
 
 DEFAULT_TARGET = "localhost:50051"
-"""Where ``rheostat serve`` listens unless told otherwise."""
+"""Where ``rheostat serve`` listens by default."""
 TARGET_VARIABLE = "RHEOSTAT_TARGET"
 """The environment variable that names a server, so that no command needs ``--target``."""
 

@@ -37,10 +37,10 @@ def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None
     points and layers than its own.
     """
     if points is not None and vector.points is not None:
-        elsewhere = [point for point in points if point not in vector.points]
-        if elsewhere:
+        foreign = [point for point in points if point not in vector.points]
+        if foreign:
             raise CommandError(
-                f"{vector.label} acts at {','.join(vector.points)}, not at {','.join(elsewhere)}",
+                f"{vector.label} acts at {','.join(vector.points)}, not at {','.join(foreign)}",
                 2,
             )
     selected = replace(vector, points=points or vector.points, layers=layers or vector.layers)
@@ -50,10 +50,12 @@ def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None
     if vector.layers == "all" and count == 1:
         return selected
     own = _numbers(vector.layers, count)
-    others = layers if layers == "all" else tuple(layer for layer in layers if layer not in own)
-    if layers == "all" or others:
+    other_layers = (
+        layers if layers == "all" else tuple(layer for layer in layers if layer not in own)
+    )
+    if layers == "all" or other_layers:
         raise CommandError(
-            f"{vector.label} has layers {show_layers(own)}, and not {show_layers(others)}", 2
+            f"{vector.label} has layers {show_layers(own)}, and not {show_layers(other_layers)}", 2
         )
     return selected if count == 1 else _selected(selected, vector.rows, own, layers)
 

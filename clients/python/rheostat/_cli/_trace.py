@@ -97,8 +97,8 @@ async def find_pair(engine: aio.Engine, model: ModelInfo) -> Pair:
     clean = SENTENCE.format(SUBJECT)
     clean_run = await run(clean)
     clean_tokens = await engine.tokenize(clean)
-    for other in OTHERS:
-        corrupt = SENTENCE.format(other)
+    for other_subject in OTHERS:
+        corrupt = SENTENCE.format(other_subject)
         tokens = await engine.tokenize(corrupt)
         if len(tokens.token_ids) != len(clean_tokens.token_ids):
             continue
@@ -179,7 +179,7 @@ def _score(out: Generation, pair: Pair) -> tuple[float, bool]:
 def peaks(result: Trace) -> list[str]:
     """One line per position that carries at least a third of the answer somewhere."""
     lines = []
-    for position, piece in enumerate(result.pair.pieces):
+    for position, token in enumerate(result.pair.pieces):
         column = result.recovered[:, position]
         best = int(column.argmax())
         if column[best] < 1 / 3:
@@ -187,7 +187,7 @@ def peaks(result: Trace) -> list[str]:
         strong = np.flatnonzero(column >= column[best] / 2)
         first, last = result.sites[strong[0]], result.sites[strong[-1]]
         lines.append(
-            f"{position} {piece.strip()!r}: {column[best]:.2f} at "
+            f"{position} {token.strip()!r}: {column[best]:.2f} at "
             f"{result.sites[best]}, at least half of it from {first} to {last}"
         )
     return lines

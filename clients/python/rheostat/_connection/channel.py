@@ -15,7 +15,7 @@ MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message, either way."""
 _CLOSED = "this client has been closed; rheostat.connect makes another"
 UNARY_TIMEOUT = 60.0
-"""Seconds that calls which run no prompt may take, unless told otherwise."""
+"""Seconds that calls which run no prompt may take by default."""
 
 _RESOLVERS = re.compile(r"(dns|unix|unix-abstract|vsock|xds):\D|ipv[46]:")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

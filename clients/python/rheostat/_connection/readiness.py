@@ -14,7 +14,7 @@ POLL = 0.5
 UNREACHABLE = 10.0
 """Seconds in a row for which nothing may answer at the target."""
 READY_TIMEOUT = 600.0
-"""Seconds to wait unless told otherwise."""
+"""Seconds to wait by default."""
 _ANSWER = 5.0
 
 

@@ -1,4 +1,4 @@
-"""What stands beside the numbers in files of our own: name, description, points and layers.
+"""The text beside the numbers in files that Rheostat writes: name, description, points, layers.
 
 One JSON object, the same in every format that can hold text. Layers keep their form: "all", a list,
 or a range as {"start", "stop", "step"}.
@@ -19,7 +19,7 @@ from rheostat._points import Layers, LayersLike, Point, layers_of, points_of
 from rheostat._steering.vectors import Vector
 
 KEY = "rheostat_vector"
-"""Where the text stands in a file."""
+"""The key of the text in a file."""
 
 
 class About(NamedTuple):

@@ -38,11 +38,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Raises InvalidRequest if it cannot be written.
     """
-    place = Path(os.path.realpath(path))
-    part = place.with_name(f".{place.name}.{uuid4().hex}.part")
+    real_path = Path(os.path.realpath(path))
+    part = real_path.with_name(f".{real_path.name}.{uuid4().hex}.part")
     try:
         yield part
-        os.replace(part, place)
+        os.replace(part, real_path)
     except OSError as error:
         raise bad_file(
             path, f"cannot be written ({error.strerror or error})", "is there a folder for it?"

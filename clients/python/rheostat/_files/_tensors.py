@@ -29,7 +29,7 @@ _DTYPES: dict[str, np.dtype[np.generic]] = {
 
 
 class Tensor(NamedTuple):
-    """Where a tensor stands in its file."""
+    """The place of a tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -84,7 +84,7 @@ class CacheKey:
     digest: str
     """Digest of all that touches this position and those before it, hex."""
     private: bool
-    """Whether a nonce stands in its place, so that nothing is shared."""
+    """Whether a nonce replaces the digest, so that no request shares it."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,17 @@ class Explanation:
 
 def _rows(explanation: Explanation) -> list[tuple[str, str]]:
     rows = [("prompt", f"{len(explanation.prompt_token_ids)} tokens")]
-    for done in explanation.interventions:
-        unit = " of the stream" if done.op == "norm_add" else ""
+    for resolved in explanation.interventions:
+        unit = " of the stream" if resolved.op == "norm_add" else ""
         sites = [
-            f"{site} (dose {done.doses[site]:.3g}{unit})" if site in done.doses else str(site)
-            for site in done.sites
+            f"{site} (dose {resolved.doses[site]:.3g}{unit})"
+            if site in resolved.doses
+            else str(site)
+            for site in resolved.sites
         ]
-        sites_text = ", ".join([*sites, *unknown_sites_text(done.unknown_sites)])
-        which = Reference(done.origin, done.index, done.op, done.rule_name)
-        rows.append((str(which), f"{sites_text}; {done.selection}"))
+        sites_text = ", ".join([*sites, *unknown_sites_text(resolved.unknown_sites)])
+        reference = Reference(resolved.origin, resolved.index, resolved.op, resolved.rule_name)
+        rows.append((str(reference), f"{sites_text}; {resolved.selection}"))
     for capture in explanation.captures:
         sites_text = ", ".join(
             [*map(str, capture.sites), *unknown_sites_text(capture.unknown_sites)]
@@ -170,12 +172,12 @@ def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explana
 def _read_intervention(
     message: generation_service_pb2.ResolvedIntervention,
 ) -> ResolvedIntervention:
-    which = read_reference(message.intervention)
+    reference = read_reference(message.intervention)
     return ResolvedIntervention(
-        origin=which.origin,
-        index=which.index,
-        op=which.op,
-        rule_name=which.rule_name,
+        origin=reference.origin,
+        index=reference.index,
+        op=reference.op,
+        rule_name=reference.rule_name,
         sites=_known(message.sites),
         unknown_sites=len(message.sites) - len(_known(message.sites)),
         selection=_read_selection(message.selection),

@@ -180,9 +180,9 @@ def _rows(model: ModelInfo) -> list[tuple[str, str]]:
         ),
     ]
     for group in model.sites:
-        done = [op for op, ability in group.ops.items() if ability.served]
-        done += ["capture"] if group.capture.served else []
-        abilities = ", ".join(done) or f"nothing: {group.capture.why_not}"
+        served = [op for op, ability in group.ops.items() if ability.served]
+        served += ["capture"] if group.capture.served else []
+        abilities = ", ".join(served) or f"nothing: {group.capture.why_not}"
         rows.append((f"{group.point} {show_layers(group.layers)}", abilities))
     return rows
 

@@ -159,9 +159,11 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
             f"{receipt.preemption_count} preemptions",
         )
     ]
-    for done in receipt.interventions:
-        which = Reference(done.origin, done.index, done.op, done.rule_name, done.update_id)
-        rows.append((str(which), _intervention_text(done)))
+    for applied in receipt.interventions:
+        reference = Reference(
+            applied.origin, applied.index, applied.op, applied.rule_name, applied.update_id
+        )
+        rows.append((str(reference), _intervention_text(applied)))
     for capture in receipt.captures:
         lost = sum(site.dropped_row_count for site in capture.sites)
         count = sum(site.row_count for site in capture.sites)
@@ -178,11 +180,11 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     return rows
 
 
-def _intervention_text(done: AppliedIntervention) -> str:
-    text = f"{sum(site.row_count for site in done.sites)} rows"
-    if sites_text := _sites_text(done):
+def _intervention_text(applied: AppliedIntervention) -> str:
+    text = f"{sum(site.row_count for site in applied.sites)} rows"
+    if sites_text := _sites_text(applied):
         text += f" at {sites_text}"
-    doses = [site.dose for site in done.sites if site.dose is not None]
+    doses = [site.dose for site in applied.sites if site.dose is not None]
     if doses:
         text += f", dose {_between([dose.norm for dose in doses])}"
         means = [100 * dose.relative_mean for dose in doses if dose.relative_mean is not None]
@@ -190,7 +192,7 @@ def _intervention_text(done: AppliedIntervention) -> str:
         if means:
             text += f" ({_between(means)} % of the stream"
             text += f", at most {max(most):.3g} %)" if most else ")"
-    samples = Counter((rows.positions, rows.cached_positions) for rows in done.rows)
+    samples = Counter((rows.positions, rows.cached_positions) for rows in applied.rows)
     if not any(positions or cached for positions, cached in samples):
         return text
     for (positions, cached), count in samples.items():
@@ -205,10 +207,13 @@ def _between(numbers: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _sites_text(done: AppliedIntervention | CaptureReceipt) -> str:
+def _sites_text(applied: AppliedIntervention | CaptureReceipt) -> str:
     """As "resid_post 2-5, resid_pre 0"."""
     return ", ".join(
-        [*show_points(site.site for site in done.sites), *unknown_sites_text(done.unknown_sites)]
+        [
+            *show_points(site.site for site in applied.sites),
+            *unknown_sites_text(applied.unknown_sites),
+        ]
     )
 
 
@@ -268,13 +273,13 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
 
 
 def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedIntervention:
-    which = read_reference(message.intervention)
+    reference = read_reference(message.intervention)
     return AppliedIntervention(
-        origin=which.origin,
-        index=which.index,
-        op=which.op,
-        rule_name=which.rule_name,
-        update_id=which.update_id,
+        origin=reference.origin,
+        index=reference.index,
+        op=reference.op,
+        rule_name=reference.rule_name,
+        update_id=reference.update_id,
         digests=tuple(digest.hex() for digest in message.digests),
         sites=tuple(
             AppliedSite(

@@ -31,12 +31,12 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities at one token."""
 
     token: TokenLogprob
-    """The token that stands there."""
+    """The token at this position."""
     alternatives: tuple[TokenLogprob, ...]
     """The most likely ones, best first."""
 
     def of(self, token_id: int) -> float | None:
-        """Log-probability of a token; None if it neither stands there nor is an alternative."""
+        """Log-probability of a token; None if it is neither the token nor an alternative."""
         for entry in (self.token, *self.alternatives):
             if entry.token_id == token_id:
                 return entry.logprob

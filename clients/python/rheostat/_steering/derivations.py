@@ -1,6 +1,6 @@
-"""Vectors that the server derived from two sets of prompts, and how well each tells them apart.
+"""Vectors that the server derived from two sets of prompts, and how well each separates the sets.
 
-The server measures; nothing here does more than choose and show.
+The server measures them. This module only chooses and shows.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class DerivedRow:
     """Fraction, 0 to 1, of the differences between the sets that lies along the row."""
     separation: float | None
     """Cohen's d of prompts that were held out: how many standard deviations the sets lie apart on a
-    direction made of the others. About 0 or below: it tells nothing of other prompts. None if it
-    is not defined, as with one prompt in a set."""
+    direction made of the others. About 0 or below: it does not carry over to other prompts. None if
+    it is not defined, as with one prompt in a set."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Derivation:
 
     def __getitem__(self, point: PointLike) -> Vector:
         """The vector of a point. Raises KeyError for one that was not asked for."""
-        wanted = point_of(point)
+        chosen = point_of(point)
         for vector in self.vectors:
-            if vector.points == (wanted,):
+            if vector.points == (chosen,):
                 return vector
         raise KeyError(point)
 
@@ -93,7 +93,7 @@ class Derivation:
     def best(self) -> DerivedRow:
         """The row with the largest separation: where to steer, or to look, first.
 
-        Its site tells the prompts apart best; whether steering there works best is another
+        Its site separates the prompts best; whether steering there works best is another
         question, which a sweep over doses answers. Raises Refused if no row has a separation.
         """
         row = self._best()
@@ -127,8 +127,8 @@ class Derivation:
         sizes = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
         return "\n".join(
             "  ".join(
-                cell.ljust(size) if place in (0, 5) else cell.rjust(size)
-                for place, (cell, size) in enumerate(zip(line, sizes, strict=True))
+                cell.ljust(size) if column_index in (0, 5) else cell.rjust(size)
+                for column_index, (cell, size) in enumerate(zip(line, sizes, strict=True))
             ).rstrip()
             for line in [head, *lines]
         )

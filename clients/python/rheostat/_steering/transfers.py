@@ -41,7 +41,7 @@ class VectorUpload:
         return self
 
     def __next__(self) -> Message:
-        """The next message; before it is made, the last chunk is told."""
+        """The next message. Before it is made, ``progress`` is called for the last chunk."""
         self._report()
         message = next(self._messages)
         self._sent += len(message.chunk)

@@ -288,7 +288,7 @@ def named(
 def defaults(
     points: PointsLike | None, layers: LayersLike | None
 ) -> tuple[tuple[Point, ...] | None, Layers | None]:
-    """Points and layers that a handle acts at unless told otherwise."""
+    """Points and layers at which a handle acts by default."""
     return (
         None if points is None else points_of(points),
         None if layers is None else layers_of(layers),

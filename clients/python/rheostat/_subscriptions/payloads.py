@@ -121,22 +121,22 @@ class Payloads:
     def begin(self, opened: capture_service_pb2.SubscribeOpened) -> None:
         """A call begins: finds out how its payloads come."""
         self.inline_reason = self._proof = None
-        named = opened.shared_memory
+        memory = opened.shared_memory
         if self._wanted is False:
             self.inline_reason = "shared_memory=False"
         elif not opened.HasField("shared_memory"):
             self.inline_reason = opened.inline_reason or "the subscription began without it"
         else:
             try:
-                if self._mapping is None or self._mapping.name != named.name:
-                    self._mapping = Mapping(named)
+                if self._mapping is None or self._mapping.name != memory.name:
+                    self._mapping = Mapping(memory)
             except Refused as error:
                 self.inline_reason = error.message
             else:
                 self._proof = self._mapping.nonce
 
     def take_proof(self) -> bytes | None:
-        """What the server is to be told once in a call."""
+        """The proof to send to the server, once in a call."""
         proof, self._proof = self._proof, None
         return proof
 

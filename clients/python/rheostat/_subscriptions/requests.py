@@ -53,7 +53,7 @@ class SubscribeOptions(ResumeOptions, total=False):
     overload: Overload | None
     """When this client is too slow for the server's buffer: "fail" ends the subscription, and a
     request that sends rows here; "drop_oldest" and "drop_newest" lose rows, which `DroppedRows`
-    tells; "spill" lets rows wait on the server's disk, if it has a spool. Default: "fail"."""
+    names; "spill" lets rows wait on the server's disk, if it has a spool. Default: "fail"."""
     buffer_bytes: int | None
     """Bytes that the server holds, what is not acknowledged included; at least one position of
     ``capture``. Default: a sixteenth of what it has for all subscriptions."""

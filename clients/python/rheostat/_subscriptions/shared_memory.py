@@ -41,16 +41,16 @@ def namespace() -> str:
 class Mapping:
     """An object that is mapped."""
 
-    def __init__(self, named: capture_service_pb2.SharedMemory) -> None:
+    def __init__(self, memory: capture_service_pb2.SharedMemory) -> None:
         """The object of this name. Raises Refused if it cannot be read here."""
-        if named.namespace != namespace():
+        if memory.namespace != namespace():
             raise Refused("the server is on another host, or has another /dev/shm")
-        if not _NAME.fullmatch(named.name):
+        if not _NAME.fullmatch(memory.name):
             raise Refused("the server names no object of shared memory")
-        self.name = named.name
-        self._size = named.size_bytes
+        self.name = memory.name
+        self._size = memory.size_bytes
         try:
-            self._memory = _mapped(FOLDER / named.name, named.size_bytes)
+            self._memory = _mapped(FOLDER / memory.name, memory.size_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise Refused(f"the server's shared memory cannot be read here: {error}") from error
         begin = self._memory[:_HEADER]

@@ -1,4 +1,4 @@
-"""What stands in manifests: requests, their tables, and where these lie."""
+"""The content of manifests: requests, their tables, and the files of these."""
 
 from __future__ import annotations
 
