@@ -115,7 +115,7 @@ def server(
 ) -> Iterator[Server]:
     """The server of nearly all tests."""
     folders = [f"--sink=disk=filesystem:root={sink_root}", f"--spool={spool}"]
-    options = ["--capture-mib", "64", "--resume-window", "15", *folders]
+    options = ["--capture-mib", "64", "--resume-window", "15", "--front-ends", "0", *folders]
     with serving(tmp_path_factory.mktemp("server"), *options) as one:
         yield one
 
@@ -133,13 +133,14 @@ def small_server(
 ) -> Iterator[Server]:
     """A server with the smallest bank that can be asked for, little KV, and two adapters.
 
-    Its steps take so few tokens that longer prompts are cut in pieces.
+    Its steps take so few tokens that longer prompts are cut in pieces. Two front ends speak gRPC for
+    it; `server` speaks gRPC itself.
     """
     options = [f"--lora={name}={path}" for name, path in adapters.items()]
     folder = tmp_path_factory.mktemp("small")
     memory = ["--bank-mib=1", "--capture-mib=16", "--kv-cache-memory-mib=6"]
     memory.append("--max-num-batched-tokens=160")
-    with serving(folder, *memory, *options) as one:
+    with serving(folder, *memory, *options, "--front-ends=2") as one:
         yield one
 
 
