@@ -126,9 +126,8 @@ class _Stream:
             if isinstance(item, Item):
                 for response in self._take(item):
                     yield response
-                score = self._scores.get(item.life)
-                if score is not None and score.done:
-                    found = await score.divergence(self._admitted.prompt_len)
+                if item.life in self._scores and self._scores[item.life].done:
+                    found = await self._scores[item.life].divergence(self._admitted.prompt_len)
                     if found is not None:
                         yield Response(divergence=found)
             elif not isinstance(item, Sign):
@@ -212,7 +211,7 @@ class _Stream:
 
     def _may_go(self, life: Life) -> bool:
         """Whether a sample's tokens may be sent now; see `_held_back`."""
-        if life.role in self._prompt_logprobs_due and life.sample > 0:
+        if self._prompt_logprobs_due and life.sample > 0 and life.role in self._prompt_logprobs_due:
             return False
         return self._samples[life].installed or self._flight.never_scheduled(life)
 

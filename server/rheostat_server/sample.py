@@ -104,8 +104,10 @@ class Sample:
             self.cached_tokens = delta.cached_tokens
         response = Response()
         message = response.tokens
-        message.sample = self.index
-        message.baseline = self._baseline
+        if self.index:
+            message.sample = self.index
+        if self._baseline:
+            message.baseline = True
         message.offset = len(self.tokens)
         message.token_ids.extend(delta.token_ids)
         message.text = delta.text
