@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy.typing as npt
@@ -18,18 +18,18 @@ from rheostat._connection.calls import (
 )
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, vector_digest, vector_name
-from rheostat._points import LayersLike, PointsLike, layers_of, site_set
-from rheostat._prompts import Prompt
-from rheostat._selectors import SelectorLike
+from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
+from rheostat._prompts import Prompt, put_prompt
+from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.derivations import (
+    METHODS,
     Derivation,
     DerivationAccumulator,
     DeriveMethod,
-    derive_request,
 )
 from rheostat._steering.transfers import Progress, VectorAccumulator, VectorUpload
 from rheostat._steering.vectors import Vector, VectorInfo, defaults, read_info
-from rheostat_wire.v1 import steering_service_pb2
+from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
 
 
 @builds_message
@@ -114,6 +114,7 @@ def list_vectors(
     return [read_info(info) for page in pages for info in page.vectors]
 
 
+@builds_message
 def derive_vectors(
     positive: Iterable[Prompt],
     negative: Iterable[Prompt],
@@ -128,23 +129,43 @@ def derive_vectors(
     progress: Progress | None,
 ) -> DownloadCall[steering_service_pb2.DeriveVectorsResponse, None, Derivation]:
     """Make vectors of two sets of prompts."""
+    if method not in METHODS:
+        raise invalid(
+            "method", f"methods are {', '.join(METHODS)}, not {method!r}", "REASON_UNKNOWN_ENUM"
+        )
     at_layers = layers_of(layers)
+    request = steering_service_pb2.DeriveVectorsRequest(
+        positive=_prompts(positive, "positive"),
+        negative=_prompts(negative, "negative"),
+        sites=site_set(points_of(points), at_layers),
+        method=METHODS[method],
+        name="" if name is None else vector_name(name),
+        description=utf8_text(description, "description", "a description"),
+        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+    )
+    if where is not None:
+        every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
+        request.where.CopyFrom(to_wire(selector_of(where)) or every)
     return DownloadCall(
         "/rheostat.v1.SteeringService/DeriveVectors",
-        derive_request(
-            positive,
-            negative,
-            points=points,
-            layers=at_layers,
-            where=where,
-            method=method,
-            name=name,
-            description=description,
-            lora=lora,
-        ),
+        request,
         steering_service_pb2.DeriveVectorsResponse,
         partial(DerivationAccumulator, at_layers, progress),
     )
+
+
+def _prompts(prompts: object, path: str) -> list[types_pb2.Prompt]:
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise invalid(path, "a set is a list of prompts, not a single prompt")
+    messages: list[types_pb2.Prompt] = []
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sequence):
+            raise invalid(
+                f"{path}[{number}]", "a prompt is text, token ids or messages, in a list of them"
+            )
+        messages.append(types_pb2.Prompt())
+        put_prompt(messages[-1], prompt, f"{path}[{number}]")
+    return messages
 
 
 @builds_message

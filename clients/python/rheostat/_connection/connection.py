@@ -107,11 +107,7 @@ class Connection(ConnectionBase):
     def unary(self, call: UnaryCall[Answer, Result], timeout: float | None = None) -> Result:
         """One request, one answer."""
         timeout = self.limit(timeout)
-        rpc = self.channel.unary_unary(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
+        rpc = self.channel.unary_unary(call.path, serialize, call.answer.FromString)
         try:
             answer = rpc(call.request, timeout=timeout)
         except grpc.RpcError as error:
@@ -131,11 +127,7 @@ class Connection(ConnectionBase):
     def upload(self, call: UploadCall[Answer, Result], timeout: float | None) -> Result:
         """Many requests, one answer."""
         timeout = self.limit(timeout)
-        rpc = self.channel.stream_unary(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
+        rpc = self.channel.stream_unary(call.path, serialize, call.answer.FromString)
         try:
             answer = rpc(call.requests, timeout=timeout)
         except grpc.RpcError as error:
@@ -148,21 +140,13 @@ class Connection(ConnectionBase):
         self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
         """Start a call with many answers. It ends after ``timeout`` seconds; None: never."""
-        rpc = self.channel.unary_stream(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
+        rpc = self.channel.unary_stream(call.path, serialize, call.answer.FromString)
         return Responses(rpc(call.request, timeout=timeout), self.target, timeout)
 
     def bidi(self, call: BidiCall[Answer], timeout: float | None) -> BidiResponses[Answer]:
         """As `download`, for a call that takes further requests while it runs."""
         requests: SimpleQueue[Message | None] = SimpleQueue()
-        rpc = self.channel.stream_stream(
-            call.path,
-            request_serializer=serialize,
-            response_deserializer=call.answer.FromString,
-        )
+        rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
         running = rpc(iter(requests.get, None), timeout=timeout)
         return BidiResponses(running, requests, self.target, timeout)
 

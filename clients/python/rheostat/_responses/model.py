@@ -191,15 +191,12 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
     """The model of a wire message."""
     engine, limits = message.engine, message.limits
     return ModelInfo(
+        **{
+            **equal_fields(ModelInfo, message),
+            "dtype": read_word(tensor_pb2.Dtype.DESCRIPTOR, message.dtype, "DTYPE_"),
+        },
         name=message.model_name,
-        architecture=message.architecture,
-        layer_count=message.layer_count,
-        width=message.width,
-        vocabulary_size=message.vocabulary_size,
-        dtype=read_word(tensor_pb2.Dtype.DESCRIPTOR, message.dtype, "DTYPE_"),
         sites=tuple(_read_group(group) for group in message.sites if knows_point(group.point)),
-        has_tokenizer=message.has_tokenizer,
-        has_chat_template=message.has_chat_template,
         lora_names=tuple(message.lora_names),
         engine=EngineInfo(
             **{
@@ -212,8 +209,6 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
             **equal_fields(Limits, limits),
             capacity_wait=limits.capacity_wait.ToTimedelta().total_seconds(),
         ),
-        build_version=message.build_version,
-        api_version=message.api_version,
         features=tuple(
             read_word(engine_service_pb2.Feature.DESCRIPTOR, feature, "FEATURE_")
             for feature in message.features

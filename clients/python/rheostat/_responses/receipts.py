@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from rheostat._fields import read_word
+from rheostat._fields import equal_fields, read_word
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_points, show_ranges, unknown_sites_text
@@ -247,9 +247,7 @@ def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
 def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
     """The receipt of a wire message."""
     return Receipt(
-        request_id=message.request_id,
-        prompt_token_count=message.prompt_token_count,
-        generated_token_count=message.generated_token_count,
+        **equal_fields(Receipt, message),
         interventions=tuple(_read_applied(intervention) for intervention in message.interventions),
         captures=tuple(
             CaptureReceipt(
@@ -264,11 +262,6 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
             )
             for capture in message.captures
         ),
-        cached_prompt_token_count=message.cached_prompt_token_count,
-        recomputed_token_count=message.recomputed_token_count,
-        preemption_count=message.preemption_count,
-        global_version=message.global_version,
-        update_count=message.update_count,
     )
 
 

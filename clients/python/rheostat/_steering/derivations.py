@@ -6,31 +6,23 @@ The server measures them. This module only chooses and shows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from rheostat._errors import Refused, ServerError, invalid
-from rheostat._fields import builds_message, utf8_text, vector_name
+from rheostat._errors import Refused, ServerError
 from rheostat._notebook import passage
 from rheostat._points import (
     Layers,
-    LayersLike,
     PointLike,
-    PointsLike,
     Site,
-    layers_of,
     point_of,
-    points_of,
     read_point,
     show_layers,
-    site_set,
 )
-from rheostat._prompts import Prompt, put_prompt
-from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.transfers import Progress
 from rheostat._steering.vectors import Vector
-from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
+from rheostat_wire.v1 import steering_service_pb2
 
 DeriveMethod: TypeAlias = Literal["difference_of_means", "principal_component"]
 """How a direction is made of two sets of rows; see ``engine.vectors.derive``."""
@@ -135,53 +127,6 @@ class Derivation:
 
     def _repr_html_(self) -> str:
         return passage(str(self))
-
-
-@builds_message
-def derive_request(
-    positive: Iterable[Prompt],
-    negative: Iterable[Prompt],
-    *,
-    points: PointsLike,
-    layers: LayersLike,
-    where: SelectorLike,
-    method: DeriveMethod,
-    name: str | None,
-    description: str,
-    lora: str | None,
-) -> steering_service_pb2.DeriveVectorsRequest:
-    """The request. Raises InvalidRequest for what can be seen to be wrong without the model."""
-    if method not in METHODS:
-        raise invalid(
-            "method", f"methods are {', '.join(METHODS)}, not {method!r}", "REASON_UNKNOWN_ENUM"
-        )
-    request = steering_service_pb2.DeriveVectorsRequest(
-        positive=_prompts(positive, "positive"),
-        negative=_prompts(negative, "negative"),
-        sites=site_set(points_of(points), layers_of(layers)),
-        method=METHODS[method],
-        name="" if name is None else vector_name(name),
-        description=utf8_text(description, "description", "a description"),
-        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
-    )
-    if where is not None:
-        every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
-        request.where.CopyFrom(to_wire(selector_of(where)) or every)
-    return request
-
-
-def _prompts(prompts: object, path: str) -> list[types_pb2.Prompt]:
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise invalid(path, "a set is a list of prompts, not a single prompt")
-    messages: list[types_pb2.Prompt] = []
-    for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, Sequence):
-            raise invalid(
-                f"{path}[{number}]", "a prompt is text, token ids or messages, in a list of them"
-            )
-        messages.append(types_pb2.Prompt())
-        put_prompt(messages[-1], prompt, f"{path}[{number}]")
-    return messages
 
 
 class DerivationAccumulator:
