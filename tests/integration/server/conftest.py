@@ -133,8 +133,8 @@ def small_server(
 ) -> Iterator[Server]:
     """A server with the smallest bank that can be asked for, little KV, and two adapters.
 
-    Its steps take so few tokens that longer prompts are cut in pieces. Two front ends speak gRPC for
-    it; `server` speaks gRPC itself.
+    Its steps take so few tokens that longer prompts are cut in pieces. Two front ends speak gRPC
+    for it; `server` speaks gRPC itself.
     """
     options = [f"--lora={name}={path}" for name, path in adapters.items()]
     folder = tmp_path_factory.mktemp("small")
