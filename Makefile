@@ -2,6 +2,7 @@
 PYTHON ?= python3
 MODEL ?= demo
 BIN := .venv/bin
+THROUGH_FRONT_ENDS := generate session subscribe slow_readers trouble
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -36,11 +37,14 @@ types: setup ## mypy --strict on all packages
 
 unit: setup ## Tests without an engine
 	$(BIN)/pytest tests/unit
+	RHEOSTAT_TEST_FRONT_ENDS=1 $(BIN)/pytest $(THROUGH_FRONT_ENDS:%=tests/unit/server/test_%.py)
 
 integration: setup ## Tests on the real vLLM engine
 	$(BIN)/pytest tests/integration
 
-soak: setup ## Over an hour: hostile calls, rows compared with a replay, longer property tests
+soak: setup ## Hours: hostile calls, rows compared with a replay, front ends killed, properties
+	RHEOSTAT_TEST_ROUNDS=100 $(BIN)/pytest tests/unit/server/test_front_ends.py --timeout 600
+	RHEOSTAT_TEST_FRONT_ENDS=1 $(BIN)/pytest tests/unit/server
 	RHEOSTAT_EXAMPLES=10 $(BIN)/pytest tests/unit -m hypothesis
 	$(BIN)/rheostat bench soak --out build/soak
 	$(BIN)/python -m tests.soak.replay --seeds 12
