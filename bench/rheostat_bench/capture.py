@@ -36,12 +36,11 @@ from rheostat_bench.machine import (
 )
 from rheostat_bench.shapes import SHAPES
 from rheostat_engine import Capture, ModelSites, Plan
-from rheostat_engine.core.delivery import Frame
-from rheostat_engine.core.outlet import Group, Outlet
-from rheostat_engine.core.ring import Fence
-from rheostat_engine.core.staging import StagingArea
-from rheostat_engine.events import RowsHead
-from rheostat_engine.staging import StagingReader
+from rheostat_engine.channel.events import RowsHead
+from rheostat_engine.channel.staging import StagingReader
+from rheostat_engine.worker.transport.event_sender import Fence, Frame
+from rheostat_engine.worker.transport.row_sender import Group, RowSender
+from rheostat_engine.worker.transport.staging_area import StagingArea
 
 _MIB = 1 << 20
 ALONE = 512
@@ -102,8 +101,8 @@ class _Sent:
 
     def send(self, frame: Frame) -> None:
         head = frame.head
-        if isinstance(head, RowsHead) and head.place is not None:
-            with self._reader.taken(head.place):
+        if isinstance(head, RowsHead) and head.staging_range is not None:
+            with self._reader.taken(head.staging_range):
                 pass
 
     def close(self) -> None:
@@ -126,13 +125,13 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
             return None
 
         area = StagingArea(2 * size, rows.device)
-        outlet = Outlet(_Sent(area), rows.device, area, scratch=1)  # type: ignore[arg-type]  # all of it that is used
+        row_sender = RowSender(_Sent(area), rows.device, area, scratch=1)  # type: ignore[arg-type]  # all of it that is used
         head = RowsHead(0, "", width, [], b"", b"", b"", b"")
 
         def through(
-            outlet: Outlet = outlet, head: RowsHead = head, rows: torch.Tensor = rows
+            row_sender: RowSender = row_sender, head: RowsHead = head, rows: torch.Tensor = rows
         ) -> Fence | None:
-            return outlet.send_rows(head, rows, [Group(None, len(rows))])
+            return row_sender.send_rows(head, rows, [Group(None, len(rows))])
 
         def beside(through: Callable[[], Fence | None] = through) -> Fence | None:
             torch.matmul(a, a, out=product)
@@ -144,7 +143,7 @@ def copies(width: int, dtype: torch.dtype) -> Copies:
             ("the outlet, busy device", beside),
         ):
             found[name][str(size)] = _rate(one, size)
-        outlet.close()
+        row_sender.close()
     return found
 
 
@@ -163,7 +162,7 @@ def token_delays(width: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for in_flight in (0, 1, 2, 4):
         area = StagingArea(2 * rows.nbytes, rows.device)
-        outlet = Outlet(_Sent(area), rows.device, area, scratch=1, in_flight=in_flight)  # type: ignore[arg-type]  # all of it that is used
+        row_sender = RowSender(_Sent(area), rows.device, area, scratch=1, in_flight=in_flight)  # type: ignore[arg-type]  # all of it that is used
         head = RowsHead(0, "", width, [], b"", b"", b"", b"")
         delays, rates = [], []
         for _ in range(_STEPS):
@@ -171,7 +170,7 @@ def token_delays(width: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
             for _ in range(4):
                 torch.matmul(a, a, out=product)
             begun = time.perf_counter()
-            fence = outlet.send_rows(head, rows, [Group(None, len(rows))])
+            fence = row_sender.send_rows(head, rows, [Group(None, len(rows))])
             time.sleep(0.001)  # the sampler's turn; by then the outlet has launched what it may
             computed.record()
             stream.wait_event(computed)
@@ -184,7 +183,7 @@ def token_delays(width: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
             delays.append((time.perf_counter() - over) * 1e3)
             fence.synchronize()
             rates.append(rows.nbytes / (time.perf_counter() - begun) / 1e9)
-        outlet.close()
+        row_sender.close()
         found[str(in_flight)] = {
             "median_ms": statistics.median(delays),
             "most_ms": max(delays),
@@ -320,7 +319,7 @@ def main() -> None:
             1,
             options,
             capture_bytes=4 << 30,
-            pieces_in_flight=[UNPACED],
+            copies_in_flight=[UNPACED],
         )
         found = measure(engines, arguments.repeats)
         table = summary(found)

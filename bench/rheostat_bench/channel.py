@@ -26,10 +26,10 @@ import torch
 
 from rheostat_bench.summaries import Figures
 from rheostat_engine import EngineSettings, Event, Rows, WorkerChannel
-from rheostat_engine.core.delivery import Delivery, Frame
-from rheostat_engine.core.outlet import Group, Outlet
-from rheostat_engine.core.staging import StagingArea
-from rheostat_engine.events import InstalledHead, RowsHead
+from rheostat_engine.channel.events import InstalledHead, RowsHead
+from rheostat_engine.worker.transport.event_sender import EventSender, Frame
+from rheostat_engine.worker.transport.row_sender import Group, RowSender
+from rheostat_engine.worker.transport.staging_area import StagingArea
 from rheostat_server.allocator import keep_freed_memory
 
 _SPAWNED = multiprocessing.get_context("spawn")
@@ -93,18 +93,18 @@ def _stage(address: str, told: Connection) -> None:
     """A worker with a staging area."""
     cpu = torch.device("cpu")
     area = StagingArea(_WAITING, cpu)
-    outlet = Outlet(Delivery(address), cpu, area, scratch=1)
+    row_sender = RowSender(EventSender(address), cpu, area, scratch=1)
     rows = _rows()
     for head in _installed():
-        outlet.send(Frame(head))
+        row_sender.send(Frame(head))
     told.send(area.report(0))
     while (load := told.recv()) is not None:
         head, groups = load.head(), [Group(None, load.rows)]
         for _ in range(load.frames):
-            while outlet.free_bytes < load.rows * _ROW:
+            while row_sender.free_bytes < load.rows * _ROW:
                 time.sleep(0.0002)
-            outlet.send_rows(head, rows[: load.rows], groups)
-    outlet.close()
+            row_sender.send_rows(head, rows[: load.rows], groups)
+    row_sender.close()
 
 
 class _Received:

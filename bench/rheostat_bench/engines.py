@@ -92,7 +92,7 @@ class Engines:
         options: dict[str, Any],
         *,
         capture_bytes: int = CAPTURE_BYTES,
-        pieces_in_flight: Sequence[int] = (),
+        copies_in_flight: Sequence[int] = (),
     ) -> None:
         """Starts them all.
 
@@ -103,7 +103,7 @@ class Engines:
             starts: how many of each kind.
             options: vLLM's arguments, the same for all.
             capture_bytes: memory of the ring that captured rows pass through.
-            pieces_in_flight: a setting of further engines with sites, which come after `starts`.
+            copies_in_flight: a setting of further engines with sites, which come after `starts`.
         """
         from vllm import LLM
 
@@ -113,7 +113,7 @@ class Engines:
         self._releases = _Releases()
         self.stock: list[LLM] = []
         self.sited: list[LLM] = []
-        count = starts + len(pieces_in_flight)
+        count = starts + len(copies_in_flight)
         for start in range(count):
             if start < starts:
                 self.stock.append(LLM(model=str(model), **options))
@@ -121,7 +121,7 @@ class Engines:
                 channel=f"ipc://{scratch}/channel-{start}", capture_bytes=capture_bytes
             )
             if start >= starts:
-                settings = replace(settings, pieces_in_flight=pieces_in_flight[start - starts])
+                settings = replace(settings, copies_in_flight=copies_in_flight[start - starts])
             channel = WorkerChannel(settings, ranks=1)
             channel.start(loop, self._releases)
             extension = engine_kwargs(settings, device=device)

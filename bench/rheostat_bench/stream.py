@@ -160,7 +160,7 @@ class _StandIn:
                 await asyncio.sleep(0.004)
         self._deliver(Released(name, (), True, {}, 0, 0, (0, start)))
 
-    async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
+    async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:
         return True, ""
 
     async def forget(self, names: Sequence[str]) -> bool:

@@ -3,22 +3,7 @@
 Importing this package imports neither torch nor vLLM; the workers load the parts that do.
 """
 
-from rheostat_engine.acts import (
-    OPEN_END,
-    Act,
-    Band,
-    Capture,
-    Condition,
-    Kind,
-    Spans,
-    TokenSet,
-)
-from rheostat_engine.amend import amend, recapture
-from rheostat_engine.block_keys import BlockKeys, SteeredBlocks
-from rheostat_engine.capacity import Capacity, CapacityLedger, Shortage, capture_need
-from rheostat_engine.channel import WorkerChannel
-from rheostat_engine.composition import MAX_STEPS, MAX_TOKEN_SETS
-from rheostat_engine.events import (
+from rheostat_engine.channel.events import (
     Attached,
     Dose,
     Dropped,
@@ -28,32 +13,47 @@ from rheostat_engine.events import (
     Report,
     Rows,
 )
+from rheostat_engine.channel.staging import StagingError
+from rheostat_engine.channel.worker_channel import WorkerChannel
 from rheostat_engine.front_end import prepare_front_end, receive_outputs, stop_front_end
 from rheostat_engine.model_sites import ModelSites
-from rheostat_engine.pieces import TooMuch
-from rheostat_engine.plan import EXTRA_ARG, Plan
-from rheostat_engine.points import ROUTERS, Point, Site, site_count
-from rheostat_engine.row_forms import Coding, Directions, RowForm
-from rheostat_engine.settings import EngineSettings, engine_kwargs
-from rheostat_engine.staging import StagingError
-from rheostat_engine.tables import (
-    MAX_CAPTURE_EFFORT,
-    MAX_EFFORT,
-    MAX_PIECES,
-    STEP_EFFORT,
+from rheostat_engine.plan.acts import (
+    OPEN_END,
+    Act,
+    Band,
+    Capture,
+    Condition,
+    Kind,
+    Spans,
+    TokenSet,
+)
+from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
+from rheostat_engine.plan.capacity import Capacity, CapacityLedger, Shortage, capture_need
+from rheostat_engine.plan.composition import MAX_STEPS, MAX_TOKEN_SETS
+from rheostat_engine.plan.intervals import PlanTooLarge
+from rheostat_engine.plan.plan import EXTRA_ARG, Plan
+from rheostat_engine.plan.points import ROUTERS, Point, Site, site_count
+from rheostat_engine.plan.row_encodings import Codec, Directions, RowEncoding
+from rheostat_engine.plan.tables import (
+    MAX_CAPTURE_COST,
+    MAX_INTERVALS,
+    MAX_PLAN_COST,
+    STEP_COST,
     CaptureNeed,
 )
+from rheostat_engine.plan.updates import update_captures, update_steering
+from rheostat_engine.settings import EngineSettings, engine_kwargs
 
 __all__ = [
     "EXTRA_ARG",
-    "MAX_CAPTURE_EFFORT",
-    "MAX_EFFORT",
-    "MAX_PIECES",
+    "MAX_CAPTURE_COST",
+    "MAX_INTERVALS",
+    "MAX_PLAN_COST",
     "MAX_STEPS",
     "MAX_TOKEN_SETS",
     "OPEN_END",
     "ROUTERS",
-    "STEP_EFFORT",
+    "STEP_COST",
     "Act",
     "Attached",
     "Band",
@@ -62,7 +62,7 @@ __all__ = [
     "CapacityLedger",
     "Capture",
     "CaptureNeed",
-    "Coding",
+    "Codec",
     "Condition",
     "Directions",
     "Dose",
@@ -73,10 +73,11 @@ __all__ = [
     "Kind",
     "ModelSites",
     "Plan",
+    "PlanTooLarge",
     "Point",
     "Released",
     "Report",
-    "RowForm",
+    "RowEncoding",
     "Rows",
     "Shortage",
     "Site",
@@ -84,14 +85,13 @@ __all__ = [
     "StagingError",
     "SteeredBlocks",
     "TokenSet",
-    "TooMuch",
     "WorkerChannel",
-    "amend",
     "capture_need",
     "engine_kwargs",
     "prepare_front_end",
-    "recapture",
     "receive_outputs",
     "site_count",
     "stop_front_end",
+    "update_captures",
+    "update_steering",
 ]

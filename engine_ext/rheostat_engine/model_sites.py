@@ -1,15 +1,15 @@
-"""What the loaded model offers: its sites, and for those that it lacks, why.
+"""The sites of the loaded model, and the reasons why it lacks others.
 
-Invariant: a site is served on every rank that holds its layer or refused by name; no rank may
-disagree about the model's shape.
+Invariant: a site is served on every rank that has its layer, or refused by name. All ranks must
+agree about the model's shape.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from rheostat_engine.capacity import Capacity
-from rheostat_engine.points import Point, Site
+from rheostat_engine.plan.capacity import Capacity
+from rheostat_engine.plan.points import Point, Site
 
 NO_MIXTURE = "the layer has no mixture of experts"
 
@@ -31,24 +31,24 @@ class ModelSites:
     refused: Mapping[Point, str]
     """Points of the stream that this model lacks, with the reason."""
     capacity: Capacity
-    """What the engine can hold at the same time."""
+    """The resources of the engine."""
     world_size: int
     """Worker processes that report."""
     experts: Mapping[int, int] = field(default_factory=dict)
-    """From how many experts a layer's router chooses, by layer; only where that can be read."""
+    """Number of experts of a layer's router, by layer; only for routers that are served."""
     unrouted: Mapping[int, str] = field(default_factory=dict)
-    """Why the router of a layer with a mixture of experts can't be read."""
-    block_forms: Mapping[int, str] = field(default_factory=dict)
+    """Why the router of a layer with a mixture of experts is not served, by layer."""
+    block_layouts: Mapping[int, str] = field(default_factory=dict)
     """How the block of each layer holds the stream: "pair" or "single"."""
     variants: tuple[str, ...] = ()
-    """Names by which the workers count their steps."""
+    """Names of the step counters of the workers."""
 
     def width_of(self, site: Site) -> int:
-        """How many values a row of a served site has."""
+        """The values of a row of a served site."""
         return self.experts[site.layer] if site.point is Point.ROUTER_LOGITS else self.width
 
     def supports(self, site: Site) -> str | None:
-        """None where the site is served, otherwise why it isn't."""
+        """None if the site is served, else the reason why it is not."""
         if not 0 <= site.layer < self.num_layers:
             return f"layer {site.layer} is not one of the model's {self.num_layers} layers"
         if site.point is Point.ROUTER_LOGITS:
@@ -57,16 +57,16 @@ class ModelSites:
             return self.unrouted.get(site.layer, NO_MIXTURE)
         return self.refused.get(site.point)
 
-    def form_of(self, site: Site) -> str:
-        """How the stream is held at a site; empty for a router, which holds no stream."""
-        return "" if site.point is Point.ROUTER_LOGITS else self.block_forms.get(site.layer, "")
+    def layout_of(self, site: Site) -> str:
+        """How the stream is held at a site; empty for a router, which has no stream."""
+        return "" if site.point is Point.ROUTER_LOGITS else self.block_layouts.get(site.layer, "")
 
     @classmethod
     def from_reports(cls, reports: Sequence[Mapping[str, object]]) -> "ModelSites":
-        """Merges what each worker says of itself.
+        """Merges the answers of all workers to `rheostat_describe`.
 
         Raises:
-            ValueError: the workers don't speak of the same model.
+            ValueError: the workers describe different models.
         """
         first = reports[0]
         for key in ("architecture", "num_layers", "width", "dtype", "runner"):
@@ -87,18 +87,18 @@ class ModelSites:
             world_size=sum(1 for r in reports if r["reports"]),
             experts=cast(dict[int, int], _by_layer(reports, "experts")),
             unrouted=cast(dict[int, str], _by_layer(reports, "unrouted")),
-            block_forms=cast(dict[int, str], _by_layer(reports, "block_forms")),
+            block_layouts=cast(dict[int, str], _by_layer(reports, "block_layouts")),
             variants=tuple(cast(Sequence[str], first["variants"])),
         )
 
 
 def _by_layer(reports: Sequence[Mapping[str, object]], key: str) -> dict[int, object]:
-    found: dict[int, object] = {}
+    merged: dict[int, object] = {}
     for report in reports:
         values = cast(Mapping[int, object], report[key])
-        found |= {int(layer): value for layer, value in values.items()}
-    return dict(sorted(found.items()))
+        merged |= {int(layer): value for layer, value in values.items()}
+    return dict(sorted(merged.items()))
 
 
 def _least(capacities: Sequence[Mapping[str, int]]) -> Capacity:
-    return Capacity(**{key: min(one[key] for one in capacities) for key in capacities[0]})
+    return Capacity(**{key: min(capacity[key] for capacity in capacities) for key in capacities[0]})

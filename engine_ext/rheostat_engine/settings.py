@@ -1,17 +1,17 @@
-"""What the server tells the workers, and how it travels.
+"""The settings that the server passes to the workers.
 
-Invariant: the settings ride in vLLM's `additional_config`, which enters vLLM's compile hash; a
-graph that was compiled without our sites is therefore never loaded in place of one with them.
+Invariant: the settings are vLLM's `additional_config`, which enters vLLM's compile hash. A graph
+that was compiled without our sites is therefore never loaded instead of a graph with them.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from rheostat_engine.capacity import Capacity
+from rheostat_engine.plan.capacity import Capacity
 
 _MIB = 1 << 20
 _SITE_PROGRAM = 5
-"""Rises whenever what we put into the compiled graph changes."""
+"""Must rise whenever our part of the compiled graph changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +21,35 @@ class EngineSettings:
     channel: str
     """ZeroMQ address that the server binds and every worker connects to."""
     bank_bytes: int = 256 * _MIB
-    """Device memory for rows that are added; a quarter of it holds the other ops' directions."""
+    """Device memory for rows that are added; a quarter of it is for directions of other ops."""
     capture_bytes: int = 512 * _MIB
-    """Device memory for the ring that captured rows pass through."""
+    """Device memory for the ring of captured rows."""
     encode_bytes: int = 128 * _MIB
-    """Device memory for the forms in which captured rows leave: three quarters at most hold what
-    rows are multiplied with, a quarter the work on them. Taken as it is needed."""
+    """Device memory for encoding captured rows: up to three quarters for the matrices of encodings,
+    a quarter for intermediate results. Allocated when it is needed."""
     staging_bytes: int = 1024 * _MIB
-    """Host memory, pinned on CUDA, in which the captured rows of each worker that reports wait for
-    the server; never less than the ring's."""
-    pieces_in_flight: int = 2
-    """Pieces of 16 MiB of captured rows that may be copied off the device at once; 0: all of a
-    step's. The sampled tokens of a step wait for those that are under way."""
+    """Host memory, pinned on CUDA, in which the captured rows of each reporting worker wait for the
+    server; at least the size of the ring."""
+    copies_in_flight: int = 2
+    """Chunks of 16 MiB of captured rows that may be copied off the device at once; 0: no limit. The
+    sampled tokens of a step wait for these copies."""
     slots: int = 4096
-    """How many distinct configurations may be in use at once."""
+    """Distinct configurations that may be in use at once."""
     steps: int = 65536
-    """How many steps all programs together may have that do more than add."""
+    """Steps of all programs that do more than add."""
     token_rules: int = 32
-    """How many distinct rules about token ids may be in use at once."""
+    """Distinct rules about token ids that may be in use at once."""
 
     def compute_hash(self) -> str:
-        """What vLLM's compile cache must tell apart.
+        """Our part of the key of vLLM's compile cache.
 
-        No setting is part of it: the op's inputs have the stream's shape and the step's, which
-        vLLM's own hash holds, and what the settings size is behind the op.
+        No setting is part of it. The op's inputs have the shapes of the stream and the step, which
+        are in vLLM's own hash, and the compiled code does not see the buffers that settings size.
         """
         return f"rheostat sites {_SITE_PROGRAM}"
 
     def capacity(self, *, width: int, itemsize: int) -> Capacity:
-        """What fits into that memory.
+        """The resources that fit into this memory.
 
         Args:
             width: W.
@@ -68,10 +68,10 @@ class EngineSettings:
 
     @classmethod
     def from_config(cls, additional_config: object) -> "EngineSettings":
-        """The settings that a worker finds as its `additional_config`.
+        """The settings from a worker's `additional_config`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: `additional_config` has another type.
         """
         if isinstance(additional_config, cls):
             return additional_config

@@ -169,7 +169,7 @@ class ServerConfig:
 
     capacity_wait: float = 30.0
     """Seconds that a request waits for what others hold before it is refused: bank rows,
-    directions, slots, steps, token rules, ruled pieces, captured rows per step."""
+    directions, slots, steps, token rules, ruled intervals, captured rows per step."""
 
     drain_grace: float = 30.0
     """Seconds that running requests get to finish when the server is told to end."""

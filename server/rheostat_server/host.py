@@ -151,13 +151,13 @@ class Backend(Protocol):
         called once more, with a delta that says so.
         """
 
-    async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
+    async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:
         """Builds a part of a plan's tables between two steps.
 
         Args:
             name: the name of the preparation, for `forget`.
             plan: the packed plan; None if an earlier call with this name passed it.
-            effort: the most that is built.
+            plan_cost: the most that is built.
 
         Returns:
             Whether every worker has built everything, and the error of a worker that cannot.

@@ -243,7 +243,7 @@ OBSERVER_SPANS = 1024
 """Most spans of positions that a subscription may capture of a request. With more it misses the
 request, because they would cut the request's own plan into as many pieces."""
 
-OBSERVERS_EFFORT = 400
+OBSERVERS_COST = 400
 """Most that all subscriptions that observe a request may add to the effort of its captures, about
 one for each different combination of captures. The most fragmented miss the request."""
 

@@ -113,7 +113,7 @@ class Line:
         """
         if self._tickets:
             lacking = self.ledger.lacks(room.plan)
-            del lacking["pieces"]  # every new plan has some of its own
+            del lacking["intervals"]  # every new plan has some of its own
             if room.plan.captures or lacking.total():
                 raise _no_room(None)
         shortage = self._admit([room], prompt_len, held)
@@ -215,7 +215,9 @@ def _enter(
     """Enters all rooms or none; says what is missing, and which ids entered."""
     entered: list[str] = []
     for plan, runs in rooms:
-        shortage = ledger.admit(plan, prompt_len=prompt_len, max_step_tokens=step_tokens, runs=runs)
+        shortage = ledger.admit(
+            plan, prompt_len=prompt_len, max_step_tokens=step_tokens, samples=runs
+        )
         if shortage is not None:
             for plan_id in entered:
                 ledger.release(plan_id)

@@ -100,7 +100,7 @@ def _alike(sites: ModelSites, point: Point) -> dict[_Alike, list[int]]:
         site = Site(point, layer)
         refusal = sites.supports(site) or ""
         width = 0 if point is Point.ROUTER_LOGITS and refusal else sites.width_of(site)
-        found.setdefault(_Alike(refusal, width, sites.form_of(site)), []).append(layer)
+        found.setdefault(_Alike(refusal, width, sites.layout_of(site)), []).append(layer)
     return found
 
 

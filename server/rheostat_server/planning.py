@@ -8,12 +8,12 @@ only adds up arrays.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rheostat_engine import MAX_EFFORT, Act, Condition, Plan, Spans, TooMuch
+from rheostat_engine import MAX_PLAN_COST, Act, Condition, Plan, PlanTooLarge, Spans
 from rheostat_server import checks
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
-from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_EFFORT, REQUEST_RANGES
+from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_COST, REQUEST_RANGES
 from rheostat_server.offload import offload
 from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
@@ -92,16 +92,16 @@ async def observe(
 def _affordable(
     plan: Plan, captures: Sequence[ResolvedCapture], observing: Sequence[Wish]
 ) -> tuple[Plan, Sequence[Wish]]:
-    """The plan with captures for as many observers as fit the limits of effort and pieces."""
-    most = plan.packed_captures.effort + OBSERVERS_EFFORT
+    """The plan with captures for as many observers as fit the limits of cost and intervals."""
+    most = plan.packed_captures.plan_cost + OBSERVERS_COST
     kept = sorted(observing, key=_spans)
     while kept:
         beside = [one for wish in kept for one in wish.beside]
         try:
             together = plan.with_captures(engine_captures([*captures, *beside]))
-            if together.packed_captures.effort <= most:
+            if together.packed_captures.plan_cost <= most:
                 return together, kept
-        except TooMuch:  # the same as too dear
+        except PlanTooLarge:  # the same as too dear
             pass
         kept = kept[: len(kept) // 2]
     return plan, ()
@@ -125,22 +125,22 @@ def selection_work(selection: Selection) -> int:
 
 
 def plan_work(plan: Plan) -> int:
-    """Bytes that looking through a plan's pieces counts for; see `offload`."""
+    """Bytes that looking through a plan's intervals counts for; see `offload`."""
     acting = sum(_work(act.spans, act.conditions) for act in plan.acts)
     return acting + sum(_work(one.spans, ()) for one in plan.captures)
 
 
 def check_affordable(spent: int, plan: Plan) -> int:
-    """The effort of a session that carries out one more plan, which is packed.
+    """The cost of a session that carries out one more plan, which is packed.
 
     Raises:
         InvalidValue: it is too much.
     """
-    total = spent + plan.packed_acts.effort
-    if total > MAX_EFFORT:
+    total = spent + plan.packed_acts.plan_cost
+    if total > MAX_PLAN_COST:
         raise InvalidValue(
             f"together with what the session did before: {_TOO_MUCH}. It costs {total}; at most "
-            f"{MAX_EFFORT} is allowed",
+            f"{MAX_PLAN_COST} is allowed",
             field="steering",
         )
     return total
@@ -213,7 +213,7 @@ def _packs(plan: Plan) -> bool:
 
 def _why_not(error: ValueError) -> str:
     """The error text for a plan that cannot be packed."""
-    return f"{_TOO_MUCH}. {error}" if isinstance(error, TooMuch) else str(error)
+    return f"{_TOO_MUCH}. {error}" if isinstance(error, PlanTooLarge) else str(error)
 
 
 def _work(spans: Spans, conditions: Sequence[Condition]) -> int:

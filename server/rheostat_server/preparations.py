@@ -19,14 +19,14 @@ import logging
 from collections import deque
 from dataclasses import dataclass, replace
 
-from rheostat_engine import STEP_EFFORT, Plan
+from rheostat_engine import STEP_COST, Plan
 from rheostat_server.errors import Defect, EngineLost, RheostatError
 from rheostat_server.host import Backend
 from rheostat_server.line import Line
 
 _LOG = logging.getLogger(__name__)
 
-SMALL_EFFORT = 100
+SMALL_PLAN_COST = 100
 """Effort of a plan that a worker builds in the step that schedules the request: about 2 ms."""
 
 _IDLE = 0.25
@@ -101,10 +101,10 @@ class Preparations:
         """
         if plan.acts and self._timer is None:
             self._look_later()
-        if plan.effort <= SMALL_EFFORT:
+        if plan.plan_cost <= SMALL_PLAN_COST:
             return None
-        sealed = plan.packed_acts.sealed, plan.packed_captures.sealed
-        acts, captures = (b"" if one is None else one.digest for one in sealed)
+        encoded = plan.packed_acts.encoded, plan.packed_captures.encoded
+        acts, captures = (b"" if one is None else one.digest for one in encoded)
         key = acts, captures
         one = self._held.get(key)
         if one is None:
@@ -134,7 +134,7 @@ class Preparations:
         name = f"prepared {next(self._numbers)}"
         # The request's own entry holds all that this one needs, so that it always fits.
         entry = replace(plan, request_id=name)
-        self._line.ledger.admit(entry, prompt_len=1, max_step_tokens=1, runs=0)
+        self._line.ledger.admit(entry, prompt_len=1, max_step_tokens=1, samples=0)
         ready = asyncio.get_running_loop().create_future()
         one = self._held[key] = Preparation(key, name, entry, ready)
         self._building.append(one)
@@ -189,7 +189,7 @@ class Preparations:
         one = self._building.popleft()
         plan, one.plan = one.plan, None
         self._building.append(one)
-        done, error = await self._backend.prepare(one.name, plan, STEP_EFFORT)
+        done, error = await self._backend.prepare(one.name, plan, STEP_COST)
         if not done and not error:
             return
         if one in self._building:  # otherwise all its requests have ended

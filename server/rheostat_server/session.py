@@ -215,7 +215,7 @@ class _Control:
         await offload(sums_work(interventions), check_sums, interventions, kind)
         compiled = await compile_plan(flight.plan_id(f"update{update.number}"), interventions, ())
         length = admitted.prompt_len
-        spent = check_affordable(self._spent or admitted.plan.packed_acts.effort, compiled.plan)
+        spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, compiled.plan)
         plan = compiled.plan
         room = Room(plan, len(flight.own))
         held: list[str] = []

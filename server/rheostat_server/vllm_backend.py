@@ -190,25 +190,25 @@ class VllmBackend:
         with suppress(EngineDeadError):
             await self._llm.abort(plan_ids)
 
-    async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
+    async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:
         """Builds a part of a plan's tables between two steps."""
         wire = None if plan is None else plan.to_wire()
         answers = cast(
-            list[tuple[bool, str]], await self._call("rheostat_prepare", name, wire, effort)
+            list[tuple[bool, str]], await self._call("rheostat_prepare", name, wire, plan_cost)
         )
         errors = [error for _, error in answers if error]
         return all(done for done, _ in answers), errors[0] if errors else ""
 
     async def forget(self, names: Sequence[str]) -> bool:
         """Releases preparations by name, and a part of the tables that no request uses."""
-        return any(cast(list[bool], await self._call("rheostat_forget", list(names))))
+        return any(cast(list[bool], await self._call("rheostat_release", list(names))))
 
     async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
         """Replaces the acts of a running sample from its next step on."""
         wire = replace(plan, request_id=plan_id).to_wire()
         answers = cast(
             list[dict[str, object]],
-            await self._call("rheostat_update", plan_id, wire, not_before),
+            await self._call("rheostat_update_steering", plan_id, wire, not_before),
         )
         for answer in answers:
             if answer["error"]:
@@ -223,7 +223,7 @@ class VllmBackend:
         changed = [change for change in changes.values() if change is not None]
         spans = sum(len(one.spans) for change in changed for one in change.captures)
         wires = await offload(spans * _SPAN_BYTES, _recaptures, changes)
-        await self._call("rheostat_recapture", wires)
+        await self._call("rheostat_update_captures", wires)
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
         """Hands vectors to every worker."""

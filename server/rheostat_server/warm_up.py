@@ -23,7 +23,7 @@ from rheostat_engine import (
     Band,
     CapacityLedger,
     Capture,
-    Coding,
+    Codec,
     Directions,
     Event,
     Installed,
@@ -32,7 +32,7 @@ from rheostat_engine import (
     Plan,
     Point,
     Released,
-    RowForm,
+    RowEncoding,
     Site,
 )
 from rheostat_server.errors import EngineFailed, EngineLost, RheostatError
@@ -147,11 +147,13 @@ def _plans(sites: ModelSites, vector: bytes, step_tokens: int) -> Iterator[tuple
     kept = max(1, sites.width // 8)
     forms = {
         "captured rows": None,
-        "captured rows as float16": RowForm(Coding.CAST, "float16"),
-        "captured rows as full8": RowForm(Coding.FULL8),
-        "captured rows as rp8": RowForm(Coding.RP8, kept=kept),
-        "captured rows as topk8": RowForm(Coding.TOPK8, kept=kept),
-        "projected rows": RowForm(Coding.CAST, "float32", directions=Directions((vector,), (0,))),
+        "captured rows as float16": RowEncoding(Codec.CAST, "float16"),
+        "captured rows as full8": RowEncoding(Codec.FULL8),
+        "captured rows as rp8": RowEncoding(Codec.RP8, kept=kept),
+        "captured rows as topk8": RowEncoding(Codec.TOPK8, kept=kept),
+        "projected rows": RowEncoding(
+            Codec.CAST, "float32", directions=Directions((vector,), (0,))
+        ),
     }
     for name, form in forms.items():
         yield name, Plan("", (), (Capture(stream, _EVERYWHERE, form),))

@@ -75,7 +75,7 @@ def check_attached(
             plan = four.plans.get(number)
             stepped.begin(names[number], prompt, plan, skip_reading_prefix_cache=True, **sampling)
     stepped.step(STEPS)
-    stepped.recapture(1, {names[number]: complete[number] for number in four.plans})
+    stepped.update_captures(1, {names[number]: complete[number] for number in four.plans})
     outcomes = stepped.finish()
     late = [trimmed(outcomes[name], experts) for name in names]
     results: dict[str, Verdict] = {}

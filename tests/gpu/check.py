@@ -99,9 +99,9 @@ STARTS = {"starts-small": "qwen3", "starts-moe": "qwen3_moe"}
 
 def check_kernels() -> Lines:
     """The compiled kernel against its plain twin, on random programs."""
-    from rheostat_engine.core.buffers import SiteBuffers
     from rheostat_engine.sites.kernels import launch_site
     from rheostat_engine.sites.reference import run_site
+    from rheostat_engine.worker.state.buffers import SiteBuffers
 
     results: dict[str, Verdict] = {}
     tokens, width = 97, 2560
@@ -119,7 +119,7 @@ def check_kernels() -> Lines:
             made = SiteBuffers(
                 code=torch.randint(-62, 8, (tokens,), dtype=torch.int32),
                 cap_row=torch.where(torch.arange(tokens) % 3 == 0, torch.arange(tokens), 0).int(),
-                cell=torch.randint(0, 40, (tokens,), dtype=torch.int32),
+                dose_slot=torch.randint(0, 40, (tokens,), dtype=torch.int32),
                 rows=torch.randn(8, width, dtype=dtype),
                 directions=torch.nn.functional.normalize(torch.randn(8, width)),
                 ints=ints,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.events import Dose
+from rheostat_engine.channel.events import Dose
 
 Float = npt.NDArray[np.floating]
 

@@ -15,30 +15,31 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from rheostat_engine.adapters.blocks import find_blocks, layer_count
-from rheostat_engine.adapters.names import name_of
 from rheostat_engine.adapters.probing import contextual, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
 from rheostat_engine.adapters.routers import Routers, find_routers
-from rheostat_engine.capacity import Capacity
-from rheostat_engine.core.bank import Bank
-from rheostat_engine.core.buffers import Buffers
-from rheostat_engine.core.captures import Captures
-from rheostat_engine.core.delivery import Delivery
-from rheostat_engine.core.doses import Doses
-from rheostat_engine.core.expand import Compact, Expander
-from rheostat_engine.core.forms import Forms
-from rheostat_engine.core.outlet import Outlet
-from rheostat_engine.core.places import Places
-from rheostat_engine.core.rules import TokenRules
-from rheostat_engine.core.runtime import SiteRuntime
-from rheostat_engine.core.staging import StagingArea
-from rheostat_engine.core.steering import Steering
-from rheostat_engine.points import ROUTERS
+from rheostat_engine.adapters.runner import name_of
+from rheostat_engine.plan.capacity import Capacity
+from rheostat_engine.plan.points import ROUTERS
 from rheostat_engine.settings import EngineSettings
-from rheostat_engine.sites.forms import BlockForm, SiteError
+from rheostat_engine.sites.block_layout import BlockLayout, SiteError
 from rheostat_engine.sites.install import install
 from rheostat_engine.sites.op import bind
 from rheostat_engine.sites.probe import probe
+from rheostat_engine.worker.capture.captures import Captures
+from rheostat_engine.worker.expander import Expander
+from rheostat_engine.worker.instructions import Compact
+from rheostat_engine.worker.runtime import SiteRuntime
+from rheostat_engine.worker.state.buffers import Buffers
+from rheostat_engine.worker.state.site_slots import SiteSlots
+from rheostat_engine.worker.steering.bank import Bank
+from rheostat_engine.worker.steering.doses import Doses
+from rheostat_engine.worker.steering.steering import Steering
+from rheostat_engine.worker.steering.token_rules import TokenRules
+from rheostat_engine.worker.transport.event_sender import EventSender
+from rheostat_engine.worker.transport.row_encodings import RowEncodings
+from rheostat_engine.worker.transport.row_sender import RowSender
+from rheostat_engine.worker.transport.staging_area import StagingArea
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,11 +54,11 @@ class Assembled:
     """Reason by point of the stream that the model lacks."""
     routers: Routers
     """Of this rank's part of the model."""
-    block_forms: dict[int, str]
+    block_layouts: dict[int, str]
     """How each block of this rank holds the stream, by layer: "pair" or "single"."""
     num_layers: int
     reports: bool
-    """Whether this rank speaks to the server."""
+    """Whether this rank reports to the server."""
 
 
 def assemble(
@@ -68,9 +69,9 @@ def assemble(
     Args:
         model: loaded, not compiled.
         config: the engine's configuration.
-        device: the model's.
+        device: the device of the model.
         tokens: the most tokens of a forward pass, padding included.
-        rank: this worker's.
+        rank: this worker's rank.
 
     Raises:
         SiteError: the model or the configuration can't be served.
@@ -82,31 +83,31 @@ def assemble(
     dtype = cast(torch.dtype, config.model_config.dtype)
     blocks = find_blocks(model, config)
     with contextual(config):
-        forms = probe(
+        layouts = probe(
             blocks,
             width,
             lambda: run_once(model, config, device),
             rank=get_tensor_model_parallel_rank(),
         )
         routers = find_routers(blocks, config, width, lambda: run_once(model, config, device))
-    places = Places(layers, routers=bool(routers.experts))
+    site_slots = SiteSlots(layers, routers=bool(routers.experts))
     capacity = settings.capacity(width=width, itemsize=dtype.itemsize)
-    bank = Bank(sites=places.count, capacity=capacity, width=width, dtype=dtype, device=device)
+    bank = Bank(sites=site_slots.count, capacity=capacity, width=width, dtype=dtype, device=device)
     vocabulary = config.model_config.get_vocab_size()
-    rules = TokenRules(capacity.token_rules, capacity.ruled_pieces, vocabulary, device)
-    doses = Doses(places.count, device)
+    rules = TokenRules(capacity.token_rules, capacity.ruled_intervals, vocabulary, device)
+    doses = Doses(site_slots.count, device)
     buffers = Buffers(
         tokens=tokens,
         rows=bank.programs.rows,
         directions=bank.programs.directions,
         ints=bank.programs.ints,
         floats=bank.programs.floats,
-        doses=doses.cells,
+        doses=doses.dose_slots,
         ring=torch.zeros(capacity.capture_rows + 1, width, dtype=dtype, device=device),
     )
-    installed = install(blocks, forms, buffers, width=width, entry=get_pp_group().is_first_rank)
+    installed = install(blocks, layouts, buffers, width=width, entry=get_pp_group().is_first_rank)
     bind(buffers)
-    routed = routers.install(buffers, lambda layer: places.of(ROUTERS + layer))
+    routed = routers.install(buffers, lambda layer: site_slots.of(ROUTERS + layer))
     expected = frozenset([*(site.index for site in installed), *routed])
     _verify(buffers, expected, lambda: run_once(model, config, device))
     expander = Expander(buffers, bank.code_of, rules, tokens)
@@ -116,27 +117,27 @@ def assemble(
         nothing = expander.instructions(_nothing(), torch.zeros(0))
         warm_up(buffers, nothing, narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
-    steering = Steering(bank, rules, doses, places)
-    outlet, captures = None, None
+    steering = Steering(bank, rules, doses, site_slots)
+    row_sender, captures = None, None
     if reports:
         scratch = settings.encode_bytes // 4
-        outlet = Outlet(
-            Delivery(settings.channel),
+        row_sender = RowSender(
+            EventSender(settings.channel),
             device,
             StagingArea(max(settings.staging_bytes, buffers.ring.nbytes), device),
             scratch=scratch,
-            in_flight=settings.pieces_in_flight,
+            in_flight=settings.copies_in_flight,
         )
         captures = Captures(
             buffers.ring,
-            outlet,
-            Forms(
+            row_sender,
+            RowEncodings(
                 width=width,
                 itemsize=dtype.itemsize,
                 vectors=steering.vectors,
                 limit=settings.encode_bytes - scratch,
             ),
-            places=places,
+            site_slots=site_slots,
             present=expected,
             rank=rank,
         )
@@ -145,13 +146,13 @@ def assemble(
         steering=steering,
         captures=captures,
         expander=expander,
-        outlet=outlet,
+        row_sender=row_sender,
         rank=rank,
-        places=places,
+        site_slots=site_slots,
         sites=expected,
         name_of=name_of,
     )
-    refused = _refused(forms)
+    refused = _refused(layouts)
     _LOG.info(
         "%d sites and %d routers in %d blocks; not served: %s",
         len(installed),
@@ -159,33 +160,36 @@ def assemble(
         len(blocks),
         refused or "none",
     )
-    held = {block.layer: form.carrier.value for block, form in zip(blocks, forms, strict=True)}
-    return Assembled(runtime, capacity, refused, routers, held, layers, reports)
+    stream_layouts = {
+        block.layer: layout.stream_layout.value
+        for block, layout in zip(blocks, layouts, strict=True)
+    }
+    return Assembled(runtime, capacity, refused, routers, stream_layouts, layers, reports)
 
 
 def _verify(buffers: Buffers, expected: frozenset[int], run_model: Callable[[], object]) -> None:
-    """Runs the model once more: every site that was put in must run exactly once, no other."""
-    buffers.census = [0] * buffers.sites
+    """Runs the model once more: each installed site must run exactly once, and no other site."""
+    buffers.call_counts = [0] * buffers.sites
     run_model()
-    census, buffers.census = buffers.census, None
-    wrong = {s: n for s, n in enumerate(census) if n != (s in expected)}
+    call_counts, buffers.call_counts = buffers.call_counts, None
+    wrong = {s: n for s, n in enumerate(call_counts) if n != (s in expected)}
     if wrong:
         raise SiteError(
-            f"of the sites {sorted(expected)} that were put in, these did not run exactly once: "
+            f"of the installed sites {sorted(expected)}, these did not run exactly once: "
             f"{wrong} (site: runs)"
         )
 
 
 def _nothing() -> Compact:
-    """A step of one token, which does nothing."""
+    """The instructions of one token, for which nothing is done."""
     none = np.zeros(1, np.int32)
     return Compact(none, none, none, none, none, base=None)
 
 
-def _refused(forms: list[BlockForm]) -> dict[str, str]:
-    """Why points are not served: what is said of them in any block."""
+def _refused(layouts: list[BlockLayout]) -> dict[str, str]:
+    """Why points are not served, from the reasons of all blocks."""
     reasons: dict[str, dict[str, None]] = {}
-    for form in forms:
-        for point, reason in form.refused.items():
+    for layout in layouts:
+        for point, reason in layout.refused.items():
             reasons.setdefault(point.value, {})[reason] = None
-    return {point: "; ".join(said) for point, said in reasons.items()}
+    return {point: "; ".join(texts) for point, texts in reasons.items()}

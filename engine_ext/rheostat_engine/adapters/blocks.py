@@ -10,7 +10,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from rheostat_engine.sites.forms import Block, SiteError
+from rheostat_engine.sites.block_layout import Block, SiteError
 
 
 def find_blocks(model: nn.Module, config: VllmConfig) -> list[Block]:
@@ -29,9 +29,9 @@ def find_blocks(model: nn.Module, config: VllmConfig) -> list[Block]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             blocks = [
-                Block(layer, child, held)
+                Block(layer, child, attention)
                 for layer, child in enumerate(module)
-                if (held := tuple(m for m in child.modules() if m in stateful))
+                if (attention := tuple(m for m in child.modules() if m in stateful))
             ]
             if blocks:
                 lists[name] = blocks
@@ -41,8 +41,8 @@ def find_blocks(model: nn.Module, config: VllmConfig) -> list[Block]:
         if not any(name.startswith(f"{other}.") for other in lists if other != name)
     }
     if len(outermost) != 1:
-        found = ", ".join(sorted(outermost)) or "none"
-        raise SiteError(f"expected one list of decoder blocks, found: {found}")
+        names = ", ".join(sorted(outermost)) or "none"
+        raise SiteError(f"expected one list of decoder blocks, found: {names}")
     (blocks,) = outermost.values()
     return blocks
 

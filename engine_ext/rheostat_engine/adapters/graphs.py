@@ -1,14 +1,14 @@
 """CUDA graphs whose site kernels can be left out, one by one, without capturing again.
 
-While vLLM captures, every site's kernel is launched and its node noted. From each captured graph a
-second one is made without those nodes: it is replayed when no site is active and launches exactly
-what an uninstrumented model would. Otherwise the first is replayed, with the nodes of the sites
-that are not active disabled. A disabled node still costs the device half a microsecond, so a set of
-sites that stays active gets a graph of its own, which costs the host some milliseconds once.
+While vLLM captures, every site's kernel is launched and its node stored. Each captured graph gets a
+copy without those nodes. The copy is replayed when no site is active, and launches exactly what an
+uninstrumented model does. Otherwise the captured graph is replayed, with the nodes of inactive
+sites disabled. A disabled node still costs the device half a microsecond. A set of sites that stays
+active therefore gets a graph of its own, which costs the host some milliseconds once.
 
-Invariants: what a replay does at a site follows `ActiveSites` at that moment, whether or not there
-was memory for a graph of its own. However many sets of sites clients choose, at most `_OWN` such
-graphs are held beside each of vLLM's graphs, and `_ALL_OWN` beside all of them.
+Invariants: a replay runs exactly the sites that are active at that moment, even if there is no
+memory for a graph of its own. However many sets of sites clients choose, there are at most `_OWN`
+such graphs beside each of vLLM's graphs, and `_ALL_OWN` beside all of them.
 """
 
 import logging
@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from cuda.bindings import runtime
 
-from rheostat_engine.core.active import ActiveSites
 from rheostat_engine.sites.recorder import recording
+from rheostat_engine.worker.state.active_sites import ActiveSites
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class _CudaError(RuntimeError):
 
 
 class _Turns:
-    """When a graph of a set's own may be made; shared by the graphs that follow the same sites.
+    """Decides when a set of sites may get a graph of its own, for all graphs with the same sites.
 
     All piecewise graphs of one size are due in the same step; they take one step each.
     """
@@ -55,8 +55,8 @@ class _Turns:
         self.active = active
         self._given_up = False
         self._last: npt.NDArray[np.bool_] | None = None
-        self._held: OrderedDict[tuple[int, bytes], weakref.ref[SiteGraph]] = OrderedDict()
-        """Graphs that sets of sites have, by number of their `SiteGraph`; last used last."""
+        self._graphs: OrderedDict[tuple[int, bytes], weakref.ref[SiteGraph]] = OrderedDict()
+        """The graphs of sets of sites, by `id` of their `SiteGraph`; the last used is last."""
 
     def take(self) -> bool:
         """Whether one may be made now; not again in the same step."""
@@ -70,25 +70,25 @@ class _Turns:
         self._given_up = True
 
     def use(self, graph: "SiteGraph", key: bytes) -> None:
-        """Notes that a set's graph is held and replayed now; frees the oldest beyond the limit."""
-        self._held[id(graph), key] = weakref.ref(graph)
-        self._held.move_to_end((id(graph), key))
-        while len(self._held) > _ALL_OWN:
-            (_, old), owner = self._held.popitem(last=False)
+        """Stores that a set's graph is replayed now; frees the oldest graphs beyond the limit."""
+        self._graphs[id(graph), key] = weakref.ref(graph)
+        self._graphs.move_to_end((id(graph), key))
+        while len(self._graphs) > _ALL_OWN:
+            (_, old), owner = self._graphs.popitem(last=False)
             holder = owner()
             if holder is not None:
                 holder.free(old)
-        self.active.held_graphs = len(self._held)
+        self.active.held_graphs = len(self._graphs)
 
-    def forget(self, number: int, key: bytes) -> None:
-        """Notes that the graph of a set is freed.
+    def remove(self, number: int, key: bytes) -> None:
+        """Stores that the graph of a set is freed.
 
         Args:
             number: `id` of the `SiteGraph` that held it.
             key: of the set of sites.
         """
-        self._held.pop((number, key), None)
-        self.active.held_graphs = len(self._held)
+        self._graphs.pop((number, key), None)
+        self.active.held_graphs = len(self._graphs)
 
 
 class _Current:
@@ -96,7 +96,7 @@ class _Current:
 
 
 class SiteGraph(_CudaGraph):
-    """A CUDA graph that knows its site kernels."""
+    """A CUDA graph whose site kernels can be disabled."""
 
     def __new__(cls, keep_graph: bool = False) -> "SiteGraph":
         """Always keeps the graph: nodes are enabled and removed through it."""
@@ -157,11 +157,11 @@ class SiteGraph(_CudaGraph):
             if executable is not None:
                 runtime.cudaGraphExecDestroy(executable)
         for key in own:
-            self._turns.forget(id(self), key)
+            self._turns.remove(id(self), key)
 
     def free(self, key: bytes) -> None:
         """Frees the graph of a set of sites. Where the device still runs it, the driver waits."""
-        self._turns.forget(id(self), key)
+        self._turns.remove(id(self), key)
         _checked(runtime.cudaGraphExecDestroy(self._own.pop(key)))
 
     def _graph_of(self, key: bytes) -> runtime.cudaGraphExec_t | None:
@@ -220,7 +220,7 @@ class SiteGraph(_CudaGraph):
 
 @contextmanager
 def site_graphs(active: ActiveSites) -> Iterator[None]:
-    """CUDA graphs that are made in the meantime, by whomever, follow `active`."""
+    """Makes all CUDA graphs that are created in the `with` block follow `active`."""
     _Current.turns = _Turns(active)
     torch.cuda.CUDAGraph = SiteGraph  # type: ignore[misc]  # restored below
     try:
@@ -231,7 +231,7 @@ def site_graphs(active: ActiveSites) -> Iterator[None]:
 
 
 def _take_out(node: runtime.cudaGraphNode_t, clone: runtime.cudaGraph_t) -> None:
-    """Removes a node's twin from a clone of its graph; what depended on it follows what it did."""
+    """Removes a node from a clone of its graph, and joins its dependencies to its dependents."""
     (twin,) = _checked(runtime.cudaGraphNodeFindInClone(node, clone))
     before = _neighbours(runtime.cudaGraphNodeGetDependencies, twin)
     after = _neighbours(runtime.cudaGraphNodeGetDependentNodes, twin)

@@ -6,7 +6,7 @@ runs with sites that would touch the wrong tokens, or miss some.
 
 from vllm.config import VllmConfig
 
-from rheostat_engine.sites.forms import SiteError
+from rheostat_engine.sites.block_layout import SiteError
 
 
 def refuse_unserved(config: VllmConfig) -> None:

@@ -1,11 +1,11 @@
 """The routers of a model's mixtures of experts, and the op behind each.
 
 All of vLLM's mixtures run through a `MoERunner`, which the static forward context knows. Whether a
-block calls its router itself or hands it over, what the router says reaches `_apply_quant_method`,
-from which experts are chosen.
+block calls its router itself or passes it on, the logits reach `_apply_quant_method`, which chooses
+the experts.
 
-Invariant: a mixture that the op can't stand in, or that is given something else than a number for
-each expert, has no `router_logits`, and the reason is said.
+Invariant: if the op can't be put into a mixture, or the mixture does not get one number for each
+expert, the layer has no `router_logits`, and the reason is reported.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,14 +17,14 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from rheostat_engine.adapters.probing import PROBE_TOKENS
-from rheostat_engine.core.buffers import Buffers
-from rheostat_engine.sites.forms import Block
+from rheostat_engine.sites.block_layout import Block
 from rheostat_engine.sites.op import site
+from rheostat_engine.worker.state.buffers import Buffers
 
 _GIVEN = "_apply_quant_method"
 
 _Seen = dict[nn.Module, list[torch.Tensor]]
-"""What routers said, by their mixture."""
+"""The logits of routers, by their mixture."""
 
 SEVERAL = "the layer has several mixtures of experts"
 OTHERWISE = "the layer's experts are not given one number for each of them and every token"
@@ -40,40 +40,40 @@ class Routers:
         refused: Mapping[int, str],
         rows: Collection[tuple[int, torch.dtype]] = (),
     ) -> None:
-        """Takes what was found.
+        """Stores the routers.
 
         Args:
             runners: mixtures whose routers are served, by layer.
             refused: why others are not, by layer.
-            rows: widths and types of what the routers say.
+            rows: widths and types of the logits.
         """
         self._runners = runners
         self.rows = frozenset(rows)
-        """Widths and types of what the routers say."""
+        """Widths and types of the logits."""
         self.refused = dict(refused)
         """Why a layer's router is not served; layers without a mixture are missing."""
         self.experts = {layer: _experts(runner) for layer, runner in runners.items()}
         """From how many experts each router chooses, by layer."""
 
-    def install(self, buffers: Buffers, place: Callable[[int], int]) -> list[int]:
+    def install(self, buffers: Buffers, slot_of: Callable[[int], int]) -> list[int]:
         """Puts the op behind every router.
 
         Args:
-            buffers: what the ops are given.
-            place: where the tables keep a layer's router.
+            buffers: the buffers of the ops.
+            slot_of: returns the slot of a layer's router.
 
         Returns:
-            The places.
+            The slots of the routers.
         """
         classes: dict[type[MoERunner], type[MoERunner]] = {}
         for layer, runner in self._runners.items():
             base = type(runner)
             if base not in classes:
                 classes[base] = type(f"Sited{base.__name__}", (_SitedRunner, base), {})
-            mark = buffers.mark(place(layer))
-            runner.register_buffer("rheostat_router", mark, persistent=False)
+            site_handle = buffers.site_handle(slot_of(layer))
+            runner.register_buffer("rheostat_router", site_handle, persistent=False)
             runner.__class__ = classes[base]
-        return [place(layer) for layer in self._runners]
+        return [slot_of(layer) for layer in self._runners]
 
 
 class _SitedRunner(nn.Module):
@@ -94,7 +94,7 @@ class _SitedRunner(nn.Module):
 def find_routers(
     blocks: Sequence[Block], config: VllmConfig, width: int, run_model: Callable[[], object]
 ) -> Routers:
-    """Finds the routers of some blocks, and sees what they say.
+    """Finds the routers of some blocks, and checks their logits.
 
     Args:
         blocks: decoder blocks.
@@ -103,14 +103,14 @@ def find_routers(
         run_model: runs the whole model once, uncompiled, on `PROBE_TOKENS` tokens, without KV.
     """
     context = config.compilation_config.static_forward_context
-    known = {layer for layer in context.values() if isinstance(layer, MoERunner)}
-    found = {
-        block.layer: held
+    runners_of_model = {layer for layer in context.values() if isinstance(layer, MoERunner)}
+    by_layer = {
+        block.layer: mixtures
         for block in blocks
-        if (held := [module for module in block.module.modules() if module in known])
+        if (mixtures := [module for module in block.module.modules() if module in runners_of_model])
     }
     seen: _Seen = {}
-    runners = [runner for held in found.values() for runner in held]
+    runners = [runner for mixtures in by_layer.values() for runner in mixtures]
     for runner in runners:
         runner.__dict__[_GIVEN] = _noting(getattr(runner, _GIVEN), seen.setdefault(runner, []))
     try:
@@ -119,30 +119,30 @@ def find_routers(
     finally:
         for runner in runners:
             del runner.__dict__[_GIVEN]
-    reasons = {layer: _why_not(held, seen, width) for layer, held in found.items()}
-    served = {layer: held[0] for layer, held in found.items() if not reasons[layer]}
+    reasons = {layer: _why_not(mixtures, seen, width) for layer, mixtures in by_layer.items()}
+    served = {layer: mixtures[0] for layer, mixtures in by_layer.items() if not reasons[layer]}
     return Routers(
         served,
         {layer: reason for layer, reason in reasons.items() if reason},
-        {(_experts(runner), one.dtype) for runner in served.values() for one in seen[runner]},
+        {(_experts(runner), logits.dtype) for runner in served.values() for logits in seen[runner]},
     )
 
 
-def _noting(stock: Callable[..., object], said: list[torch.Tensor]) -> Callable[..., object]:
-    """Notes what comes from a router, and changes nothing."""
+def _noting(stock: Callable[..., object], seen: list[torch.Tensor]) -> Callable[..., object]:
+    """Stores the logits of a router, and changes nothing."""
 
     def given(*, router_logits: torch.Tensor, **rest: Any) -> object:  # vLLM's own
-        said.append(router_logits)
+        seen.append(router_logits)
         return stock(router_logits=router_logits, **rest)
 
     return given
 
 
-def _why_not(held: Sequence[MoERunner], seen: _Seen, width: int) -> str:
-    if len(held) > 1:
+def _why_not(mixtures: Sequence[MoERunner], seen: _Seen, width: int) -> str:
+    if len(mixtures) > 1:
         return SEVERAL
-    (runner,) = held
-    shapes = [tuple(one.shape) for one in seen[runner] if one.is_floating_point()]
+    (runner,) = mixtures
+    shapes = [tuple(logits.shape) for logits in seen[runner] if logits.is_floating_point()]
     if shapes != [(PROBE_TOKENS, _experts(runner))]:
         return OTHERWISE
     return WIDE if _experts(runner) > width else ""

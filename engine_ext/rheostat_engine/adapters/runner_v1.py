@@ -14,7 +14,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
 from rheostat_engine.adapters.runner import follow, without_adapters
-from rheostat_engine.core.runtime import Batch
+from rheostat_engine.worker.runtime import Batch
 
 
 class CpuSiteRunner(CPUModelRunner):
@@ -102,18 +102,18 @@ class CpuSiteRunner(CPUModelRunner):
             return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
         batch, wanted = self.input_batch, self.num_prompt_logprobs
         adapters = set(batch.lora_id_to_lora_request.values())
-        found: dict[str, Any] = {}
+        logprobs: dict[str, Any] = {}
         try:
             for name in [name for name in wanted if name in num_scheduled_tokens]:
                 adapter = (int(batch.request_lora_mapping[batch.req_id_to_index[name]]),)
                 self._set_active_loras(adapter, adapter, adapters)  # one for all rows
                 self.num_prompt_logprobs = {name: wanted[name]}
-                found |= super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+                logprobs |= super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
                 if not self.num_prompt_logprobs:  # vLLM has removed it: the prompt is done
                     del wanted[name]
         finally:
             self.num_prompt_logprobs = wanted
-        return found
+        return logprobs
 
     def _batch(self, scheduled: SchedulerOutput) -> Batch:
         count = self.input_batch.num_reqs

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from rheostat_engine.adapters.assembly import Assembled, assemble
 from rheostat_engine.adapters.graphs import site_graphs
 from rheostat_engine.adapters.runner import follow, without_adapters
-from rheostat_engine.core.runtime import Batch
+from rheostat_engine.worker.runtime import Batch
 
 
 class GpuSiteRunner(GPUModelRunner):

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rheostat_engine.plan import EXTRA_ARG, Sealed, read
+from rheostat_engine.plan.plan import EXTRA_ARG, EncodedTable, read
 
 _SCHEDULE = "schedule"
 
@@ -23,17 +23,17 @@ def share_tables(scheduler: Scheduler) -> None:
 
     def schedule(throttle_prefills: bool = False) -> SchedulerOutput:
         output = stock(throttle_prefills)
-        held: dict[bytes, Sealed] = {}
+        tables: dict[bytes, EncodedTable] = {}
         for new in output.scheduled_new_reqs:
             if new.sampling_params is not None:
-                _share(new.sampling_params, held)
+                _share(new.sampling_params, tables)
         return output
 
     setattr(scheduler, _SCHEDULE, schedule)
 
 
-def _share(params: SamplingParams, held: dict[bytes, Sealed]) -> None:
-    """Replaces the plan of a request by the plan as read, whose tables are those of `held`."""
+def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
+    """Replaces the plan of a request by the plan as read, whose tables are those of `tables`."""
     extra = params.extra_args
     if not extra or EXTRA_ARG not in extra:
         return
@@ -42,7 +42,7 @@ def _share(params: SamplingParams, held: dict[bytes, Sealed]) -> None:
     except ValueError:
         return
     acts, captures = (
-        None if one is None else held.setdefault(one.digest, one)
-        for one in (plan.acts, plan.captures)
+        None if table is None else tables.setdefault(table.digest, table)
+        for table in (plan.acts, plan.captures)
     )
     params.extra_args = {**extra, EXTRA_ARG: plan._replace(acts=acts, captures=captures)}

@@ -4,7 +4,7 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from rheostat_engine.adapters.orphans import leave_group
+from rheostat_engine.adapters.parent_watch import leave_group
 from rheostat_engine.adapters.runner_v1 import CpuSiteRunner
 from rheostat_engine.adapters.worker_rpc import SiteRpc
 

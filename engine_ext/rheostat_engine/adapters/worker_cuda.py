@@ -5,7 +5,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from rheostat_engine.adapters.orphans import leave_group
+from rheostat_engine.adapters.parent_watch import leave_group
 from rheostat_engine.adapters.runner_v2 import GpuSiteRunner
 from rheostat_engine.adapters.worker_rpc import SiteRpc
 

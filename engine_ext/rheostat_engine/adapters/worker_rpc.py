@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from rheostat_engine.adapters.assembly import Assembled
-from rheostat_engine.core.captures import Captures
-from rheostat_engine.core.runtime import Change
-from rheostat_engine.tables import STEP_EFFORT
+from rheostat_engine.plan.tables import STEP_COST
+from rheostat_engine.worker.capture.captures import Captures
+from rheostat_engine.worker.runtime import CapturesUpdate
 
 
 class SiteRpc:
@@ -42,11 +42,11 @@ class SiteRpc:
             "refused": assembled.refused,
             "experts": assembled.routers.experts,
             "unrouted": assembled.routers.refused,
-            "block_forms": assembled.block_forms,
+            "block_layouts": assembled.block_layouts,
             "variants": sorted(assembled.runtime.steps),
             "capacity": asdict(assembled.capacity),
             "reports": assembled.reports,
-            "staging": None if captures is None else captures.outlet.area.report(captures.rank),
+            "staging": None if captures is None else captures.row_sender.area.report(captures.rank),
         }
 
     def rheostat_load_vectors(self, vectors: Mapping[str, tuple[Sequence[float], bytes]]) -> None:
@@ -62,19 +62,21 @@ class SiteRpc:
         """Drops vectors by hex digest."""
         self._assembled.runtime.steering.drop([bytes.fromhex(digest) for digest in digests])
 
-    def rheostat_update(self, name: str, wire: object, not_before: int) -> dict[str, object]:
-        """Replaces a running request's acts from its next step on; see `SiteRuntime.amend`."""
-        return self._assembled.runtime.amend(name, wire, not_before)._asdict()
+    def rheostat_update_steering(
+        self, name: str, wire: object, not_before: int
+    ) -> dict[str, object]:
+        """Replaces a running request's acts; see `SiteRuntime.update_steering`."""
+        return self._assembled.runtime.update_steering(name, wire, not_before)._asdict()
 
-    def rheostat_prepare(self, name: str, wire: object, effort: int) -> tuple[bool, str]:
-        """Builds a part of a plan's tables; see `Preparations.go_on`.
+    def rheostat_prepare(self, name: str, wire: object, plan_cost: int) -> tuple[bool, str]:
+        """Builds a part of a plan's tables; see `Preparations.build_part`.
 
         Returns:
             Whether everything is built, and the error if it cannot be built.
         """
-        return self._assembled.runtime.preparations.go_on(name, wire, effort)
+        return self._assembled.runtime.preparations.build_part(name, wire, plan_cost)
 
-    def rheostat_forget(self, names: Sequence[str]) -> bool:
+    def rheostat_release(self, names: Sequence[str]) -> bool:
         """Releases preparations, and a part of the tables that no request uses.
 
         Each step releases a part too. An idle worker has no steps, so the server calls this again.
@@ -84,13 +86,18 @@ class SiteRpc:
         """
         runtime = self._assembled.runtime
         for name in names:
-            runtime.preparations.forget(name)
-        return runtime.steering.arrangements.collect(STEP_EFFORT)
+            runtime.preparations.release(name)
+        return runtime.steering.built_tables.collect(STEP_COST)
 
-    def rheostat_recapture(self, changes: Mapping[str, tuple[int, object, int] | None]) -> None:
-        """Changes the captures of requests from their next steps on; see `SiteRuntime`."""
-        self._assembled.runtime.recapture(
-            {name: None if change is None else Change(*change) for name, change in changes.items()}
+    def rheostat_update_captures(
+        self, updates: Mapping[str, tuple[int, object, int] | None]
+    ) -> None:
+        """Replaces the captures of requests; see `SiteRuntime.update_captures`."""
+        self._assembled.runtime.update_captures(
+            {
+                name: None if update is None else CapturesUpdate(*update)
+                for name, update in updates.items()
+            }
         )
 
     def rheostat_save_random_state(self) -> None:
@@ -111,7 +118,7 @@ class SiteRpc:
         Releases a part of the tables that no request uses, as an idle worker has no steps.
         """
         runtime = self._assembled.runtime
-        runtime.steering.arrangements.collect(STEP_EFFORT)
+        runtime.steering.built_tables.collect(STEP_COST)
         bank = runtime.steering.bank
         return {
             "bank_rows_used": bank.programs.rows_used,
@@ -143,16 +150,16 @@ def _capturing(captures: Captures | None) -> dict[str, object]:
     """Counts of captured rows, and the memory for them; zeros on a rank that does not report."""
     if captures is None:
         return {"captured_rows": 0, "lost_rows": 0}
-    outlet, forms = captures.outlet, captures.forms
+    row_sender, encodings = captures.row_sender, captures.encodings
     return {
-        "captured_rows": captures.captured_rows - outlet.lost_rows,
-        "lost_rows": captures.lost_rows + outlet.lost_rows,
-        "left_bytes": outlet.left_bytes,
-        "plain_rows": captures.plain_rows + outlet.plain_rows,
-        "forms_used": len(forms),
+        "captured_rows": captures.captured_rows - row_sender.lost_rows,
+        "lost_rows": captures.lost_rows + row_sender.lost_rows,
+        "left_bytes": row_sender.left_bytes,
+        "plain_rows": captures.plain_rows + row_sender.plain_rows,
+        "row_encodings_used": len(encodings),
         "ring_bytes": captures.ring_bytes,
-        "encode_bytes": forms.bytes + outlet.scratch,
-        "staging_bytes": outlet.area.size,
-        "staging_skipped_bytes": outlet.area.ranges.skipped_bytes,
-        "pinned": outlet.area.pinned,
+        "encode_bytes": encodings.bytes + row_sender.scratch,
+        "staging_bytes": row_sender.area.size,
+        "staging_skipped_bytes": row_sender.area.ranges.skipped_bytes,
+        "pinned": row_sender.area.pinned,
     }

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from rheostat_engine.sites.calls import (
+from rheostat_engine.sites.block_layout import Branch
+from rheostat_engine.sites.module_calls import (
     Args,
     Around,
     Call,
@@ -33,7 +34,6 @@ from rheostat_engine.sites.calls import (
     returned,
     streams,
 )
-from rheostat_engine.sites.forms import Branch
 from rheostat_engine.sites.replay import LOUD, Replay, equal, whole
 
 NO_MODULES = "no two modules return what attention and the MLP add to the stream"
@@ -84,9 +84,9 @@ def search(replay: Replay, mid: nn.Module | None) -> Branches:
         silent = {second.module: _silence(replay)}
         for first in reversed(candidates[:late]):
             if _comes_out(replay, first, silent):
-                found = _settle(replay, first.module, second.module, mid)
-                if found is not None:
-                    return found
+                branches = _settle(replay, first.module, second.module, mid)
+                if branches is not None:
+                    return branches
     return Branches(None, None)
 
 
@@ -176,8 +176,8 @@ def _gain(replay: Replay, module: nn.Module, other: nn.Module) -> float:
         given.append(True)
         return tuple(one if v is old else v for v in out) if isinstance(out, tuple) else one
 
-    def later(held: Value) -> Around:
-        return lambda forward, args, kwargs: copied(held) if given else forward(*args, **kwargs)
+    def later(output: Value) -> Around:
+        return lambda forward, args, kwargs: copied(output) if given else forward(*args, **kwargs)
 
     around: dict[nn.Module, Around] = {
         call.module: later(call.out)
@@ -196,8 +196,8 @@ def _gain(replay: Replay, module: nn.Module, other: nn.Module) -> float:
     except RuntimeError:  # torch's, of a block that takes no other dtype than its own
         return 0.0
     values = left.unique()
-    known = values.numel() == 1 and (left.dtype is torch.float32 or float(values) == 1.0)
-    return float(values) if known else 0.0
+    certain = values.numel() == 1 and (left.dtype is torch.float32 or float(values) == 1.0)
+    return float(values) if certain else 0.0
 
 
 def _add_up(replay: Replay, branches: Sequence[Branch], mid: nn.Module | None) -> bool:

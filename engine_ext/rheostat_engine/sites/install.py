@@ -14,11 +14,11 @@ from types import MethodType
 import torch
 from torch import nn
 
-from rheostat_engine.core.buffers import Buffers
-from rheostat_engine.points import Point, Site
-from rheostat_engine.sites.calls import returned, streams
-from rheostat_engine.sites.forms import Block, BlockForm, Branch, Carrier, SiteError
+from rheostat_engine.plan.points import Point, Site
+from rheostat_engine.sites.block_layout import Block, BlockLayout, Branch, SiteError, StreamLayout
+from rheostat_engine.sites.module_calls import returned, streams
 from rheostat_engine.sites.op import site
+from rheostat_engine.worker.state.buffers import Buffers
 
 _CARRIED: list[torch.Tensor] = []
 """Between a pair-form block's mid norm and its exit, while it is traced: the sum of the two."""
@@ -26,7 +26,7 @@ _CARRIED: list[torch.Tensor] = []
 
 def install(
     blocks: Sequence[Block],
-    forms: Sequence[BlockForm],
+    layouts: Sequence[BlockLayout],
     buffers: Buffers,
     *,
     width: int,
@@ -36,14 +36,14 @@ def install(
 
     Args:
         blocks: consecutive decoder blocks.
-        forms: their forms.
-        buffers: what the ops are given.
+        layouts: their layouts.
+        buffers: the buffers of the ops.
         width: W.
         entry: whether the first block is the model's first, so that its `resid_pre` is no other
             block's `resid_post`.
 
     Returns:
-        The sites that were put in.
+        The installed sites.
 
     Raises:
         SiteError: a module's forward can't be wrapped.
@@ -65,7 +65,7 @@ def install(
     def attach(module: nn.Module, where: str, at: Site) -> None:
         installed.append(at)
         module._rheostat_width = width  # type: ignore[assignment]  # nn.Module takes any attribute
-        module.register_buffer(f"rheostat_{where}", buffers.mark(at.index), persistent=False)
+        module.register_buffer(f"rheostat_{where}", buffers.site_handle(at.index), persistent=False)
 
     def attach_branch(branch: Branch | None, inside: nn.Module, at: Site) -> None:
         if branch is None:
@@ -77,15 +77,17 @@ def install(
         else:
             swap(branch.module, _Branch)
 
-    for number, (block, form) in enumerate(zip(blocks, forms, strict=True)):
-        pair = form.carrier is Carrier.PAIR
-        attach_branch(form.attention, form.mid or block.module, Site(Point.ATTN_OUT, block.layer))
-        if form.mid is not None:
-            attach(form.mid, "mid", Site(Point.RESID_MID, block.layer))
-            swap(form.mid, _PairMid if pair else _SingleMid)
-        attach_branch(form.mlp, block.module, Site(Point.MLP_OUT, block.layer))
+    for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):
+        pair = layout.stream_layout is StreamLayout.PAIR
+        attach_branch(
+            layout.attention, layout.mid or block.module, Site(Point.ATTN_OUT, block.layer)
+        )
+        if layout.mid is not None:
+            attach(layout.mid, "mid", Site(Point.RESID_MID, block.layer))
+            swap(layout.mid, _PairMid if pair else _SingleMid)
+        attach_branch(layout.mlp, block.module, Site(Point.MLP_OUT, block.layer))
         attach(block.module, "exit", Site(Point.RESID_POST, block.layer))
-        block.module._rheostat_has_mid = form.mid is not None  # type: ignore[assignment]  # as above
+        block.module._rheostat_has_mid = layout.mid is not None  # type: ignore[assignment]  # as above
         first = entry and number == 0
         if first:
             attach(block.module, "entry", Site(Point.RESID_PRE, block.layer))
@@ -97,7 +99,7 @@ def install(
 
 
 class _Sited(nn.Module):
-    """What the mixins share; stands before the module's own class."""
+    """The attributes of all mixins, which come before the module's own class."""
 
     _rheostat_width: int
     _rheostat_has_mid: bool

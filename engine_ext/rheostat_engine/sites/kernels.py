@@ -1,8 +1,7 @@
-"""Triton kernels: the site's op, and the expansion of a step's compact instructions.
+"""The Triton kernel of a site's op.
 
-Invariant: a kernel equals its plain twin (`run_site`, `expand_reference`), bit for bit where only
-rows are added and copied, up to the order of float32 sums elsewhere; a token whose two instructions
-are 0 is neither read nor written.
+Invariants: it equals `run_site`, bit for bit where rows are only added and copied, and up to the
+order of float32 sums elsewhere. It neither reads nor writes a token whose two instructions are 0.
 """
 
 from collections.abc import Collection
@@ -11,30 +10,29 @@ import torch
 import triton
 import triton.language as tl
 
-from rheostat_engine.acts import Kind
-from rheostat_engine.core.buffers import Buffers, SiteBuffers
-from rheostat_engine.core.expand import Instructions
+from rheostat_engine.plan.acts import Kind
 from rheostat_engine.sites.reference import limits
-
-_TOKENS = 128
+from rheostat_engine.worker.expand_kernel import launch_expand
+from rheostat_engine.worker.instructions import Instructions
+from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
 
 
 @triton.jit
-def _measure(cell_ptr, moved, share):
-    tl.atomic_add(cell_ptr, 1.0, sem="relaxed")
-    tl.atomic_add(cell_ptr + 1, moved, sem="relaxed")
-    tl.atomic_add(cell_ptr + 2, share, sem="relaxed")
-    tl.atomic_max(cell_ptr + 3, share, sem="relaxed")
+def _measure(dose_slot_ptr, moved, share):
+    tl.atomic_add(dose_slot_ptr, 1.0, sem="relaxed")
+    tl.atomic_add(dose_slot_ptr + 1, moved, sem="relaxed")
+    tl.atomic_add(dose_slot_ptr + 2, share, sem="relaxed")
+    tl.atomic_max(dose_slot_ptr + 3, share, sem="relaxed")
 
 
 @triton.jit
 def _run_chain(
     step,
     x,  # [BLOCK] float32
-    cell,
+    dose_slot,
     rows_ptr,
     directions_ptr,
     ints_ptr,
@@ -73,9 +71,9 @@ def _run_chain(
             moved = tl.sqrt(tl.sum(change * change))
             share = tl.where(kind == _ADD, 1.0, moved)
             moved = tl.where(kind == _ADD, 0.0, moved)
-            _measure(cell, moved, tl.where(norm > 0, share / norm, 0.0))
+            _measure(dose_slot, moved, tl.where(norm > 0, share / norm, 0.0))
             before = delta
-            cell += 4
+            dose_slot += 4
         step = tl.load(ints_ptr + step * 4 + 2).to(tl.int64)
     return delta
 
@@ -86,7 +84,7 @@ def _site_kernel(
     rest_ptr,  # [T, W], the carried part
     code_ptr,  # [T] int32
     cap_ptr,  # [T] int32
-    cell_ptr,  # [T] int32
+    dose_slot_ptr,  # [T] int32
     rows_ptr,  # [R, W]
     directions_ptr,  # [D, W] float32
     ints_ptr,  # [S, 4] int32
@@ -107,7 +105,7 @@ def _site_kernel(
     token = tl.program_id(0).to(tl.int64)
     code = tl.load(code_ptr + token).to(tl.int64)
     target = tl.load(cap_ptr + token).to(tl.int64)
-    cell = doses_ptr + tl.load(cell_ptr + token).to(tl.int64) * 4
+    dose_slot = doses_ptr + tl.load(dose_slot_ptr + token).to(tl.int64) * 4
     if (code != 0) | (target != 0):
         # All loads are issued before anything waits for one; row 0 is zero.
         column = tl.arange(0, BLOCK)
@@ -123,7 +121,7 @@ def _site_kernel(
         delta = row.to(tl.float32)
         if code < 0:
             delta = _run_chain(
-                -code, x, cell, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
+                -code, x, dose_slot, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
             )
         if code != 0:
             # Elements stay as they are if the change is NaN (from infinity times 0), or if the
@@ -138,60 +136,13 @@ def _site_kernel(
             tl.store(h_ptr + token * h_stride + column, h, mask=inside)
         if code > 0:
             norm = tl.sqrt(tl.sum(x * x))
-            _measure(cell, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
+            _measure(dose_slot, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
         if target != 0:
             stream = h.to(tl.float32) * gain
             if CARRIED:
                 stream = stream + rest
             stream = stream.to(ring_ptr.dtype.element_ty)
             tl.store(ring_ptr + target * ring_stride + column, stream, mask=inside)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _expand_kernel(
-    packed_ptr,  # [5, count] int32: slot, cell, rule, block (0: not captured), order
-    ids_ptr,  # [T] int32
-    bits_ptr,  # [rules, vocabulary] uint8
-    variants_ptr,  # [variants, 2] int32
-    code_of_ptr,  # [S, slots] int32
-    base_ptr,  # [B, S] int32, row of the block's first token, 0: not captured there
-    code_ptr,  # [S, tokens] int32
-    cap_ptr,  # [S, tokens] int32
-    cell_ptr,  # [tokens] int32
-    count,
-    vocabulary,
-    slots,
-    sites,
-    tokens,
-    RULES: tl.constexpr,
-    CAPTURES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    site = tl.program_id(1)
-    inside = token < count
-    slot = tl.load(packed_ptr + token, mask=inside, other=0)
-    cell = tl.load(packed_ptr + count + token, mask=inside, other=0)
-    if RULES:
-        rule = tl.load(packed_ptr + 2 * count + token, mask=inside, other=0)
-        ruled = inside & (rule > 0)
-        name = tl.load(ids_ptr + token, mask=ruled, other=0).to(tl.int64)
-        bits = tl.load(bits_ptr + rule.to(tl.int64) * vocabulary + name, mask=ruled, other=0)
-        variant = slot + bits.to(tl.int32)
-        slot = tl.where(ruled, tl.load(variants_ptr + variant * 2, mask=ruled, other=0), slot)
-        cell = tl.where(ruled, tl.load(variants_ptr + variant * 2 + 1, mask=ruled, other=0), cell)
-    code = tl.load(code_of_ptr + site * slots + slot, mask=inside, other=0)
-    tl.store(code_ptr + site * tokens + token, code, mask=inside)
-    if site == 0:
-        tl.store(cell_ptr + token, cell, mask=inside)
-    target = tl.zeros([BLOCK], tl.int32)
-    if CAPTURES:
-        block = tl.load(packed_ptr + 3 * count + token, mask=inside, other=0)
-        order = tl.load(packed_ptr + 4 * count + token, mask=inside, other=0)
-        wanted = inside & (block > 0)
-        base = tl.load(base_ptr + (block - 1) * sites + site, mask=wanted, other=0)
-        target = tl.where(base > 0, base + order, 0)
-    tl.store(cap_ptr + site * tokens + token, target, mask=inside)
 
 
 def launch_site(
@@ -207,7 +158,7 @@ def launch_site(
         rest,
         site.code,
         site.cap_row,
-        site.cell,
+        site.dose_slot,
         site.rows,
         site.directions,
         site.ints,
@@ -224,30 +175,6 @@ def launch_site(
         BLOCK=block,
         CARRIED=carried is not None,
         num_warps=min(16, max(4, block // 512)),
-    )
-
-
-def launch_expand(step: Instructions, buffers: Buffers) -> None:
-    """Writes every site's instructions for the step's tokens; see `expand_reference`."""
-    count, (sites, tokens) = step.packed.shape[1], buffers.code.shape
-    _expand_kernel[(triton.cdiv(count, _TOKENS), sites)](
-        step.packed,
-        step.packed if step.ids is None else step.ids,
-        step.bits,
-        step.variants,
-        step.code_of,
-        step.code_of if step.base is None else step.base,
-        buffers.code,
-        buffers.cap_row,
-        buffers.cell,
-        count,
-        step.bits.shape[1],
-        step.code_of.shape[1],
-        sites,
-        tokens,
-        RULES=step.ids is not None,
-        CAPTURES=step.base is not None,
-        BLOCK=_TOKENS,
     )
 
 

@@ -1,6 +1,6 @@
 """The one op that stands in the compiled forward pass at every site.
 
-    rheostat::site(Tensor(a!) h, Tensor? carried, Tensor mark) -> ()
+    rheostat::site(Tensor(a!) h, Tensor? carried, Tensor site_handle) -> ()
 
 What is at the site is s = gain * h + carried: the stream, or a branch that is about to be added to
 it. The op lets the programs of the step's tokens change s, all of the change going into h, and
@@ -10,19 +10,19 @@ stream: no program ever changes them, and they fill the first columns of a ring 
 
 Invariant: the op is opaque to the compiler and reads only tensors that exist anyway, so that what
 is compiled around it computes the same bits as without it; a site that isn't active launches
-nothing. What it works with beside h is found through `mark`, one of `Buffers`' views, which keeps
-the compiled code of equal blocks equal; it is written behind the schema's back, and nothing in the
-graph reads it.
+nothing. The op finds its other tensors through `site_handle`, one of `Buffers`' views, so that the
+compiled code of equal blocks is equal. They are written although the schema does not say so, which
+is safe because nothing in the graph reads them.
 """
 
 import torch
 
-from rheostat_engine.core.buffers import Buffers
 from rheostat_engine.sites import recorder
 from rheostat_engine.sites.reference import run_site
+from rheostat_engine.worker.state.buffers import Buffers
 
 _LIBRARY = torch.library.Library("rheostat", "DEF")
-_LIBRARY.define("site(Tensor(a!) h, Tensor? carried, Tensor mark) -> ()")
+_LIBRARY.define("site(Tensor(a!) h, Tensor? carried, Tensor site_handle) -> ()")
 
 
 class _Bound:
@@ -37,32 +37,32 @@ def bind(buffers: Buffers) -> None:
 def site(
     h: torch.Tensor,  # [..., W]
     carried: torch.Tensor | None,  # [..., W]
-    mark: torch.Tensor,  # [tokens] int32
+    site_handle: torch.Tensor,  # [tokens] int32
 ) -> None:
     """Calls the op; see the module's docstring."""
-    torch.ops.rheostat.site(h, carried, mark)
+    torch.ops.rheostat.site(h, carried, site_handle)
 
 
-def _on_cpu(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -> None:
+def _on_cpu(h: torch.Tensor, carried: torch.Tensor | None, site_handle: torch.Tensor) -> None:
     buffers = _Bound.buffers
     if buffers is None:
         return
-    number = buffers.site_of(mark)
-    if buffers.census is not None:
-        buffers.census[number] += 1
+    number = buffers.site_of(site_handle)
+    if buffers.call_counts is not None:
+        buffers.call_counts[number] += 1
     if buffers.active.mask[number]:
         run_site(h, carried, buffers.of(number), buffers.gains[number])
 
 
-def _on_cuda(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -> None:
+def _on_cuda(h: torch.Tensor, carried: torch.Tensor | None, site_handle: torch.Tensor) -> None:
     from rheostat_engine.sites.kernels import launch_site
 
     buffers = _Bound.buffers
     if buffers is None:
         return
-    number = buffers.site_of(mark)
-    if buffers.census is not None:
-        buffers.census[number] += 1
+    number = buffers.site_of(site_handle)
+    if buffers.call_counts is not None:
+        buffers.call_counts[number] += 1
     if torch.cuda.is_current_stream_capturing():
         launch_site(h, carried, buffers.of(number), buffers.gains[number])
         recorder.note(number)
@@ -70,7 +70,7 @@ def _on_cuda(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) 
         launch_site(h, carried, buffers.of(number), buffers.gains[number])
 
 
-def _fake(h: torch.Tensor, carried: torch.Tensor | None, mark: torch.Tensor) -> None:
+def _fake(h: torch.Tensor, carried: torch.Tensor | None, site_handle: torch.Tensor) -> None:
     return None
 
 

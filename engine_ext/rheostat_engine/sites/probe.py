@@ -18,7 +18,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from rheostat_engine.points import Point
+from rheostat_engine.plan.points import Point
+from rheostat_engine.sites.block_layout import Block, BlockLayout, SiteError, StreamLayout
 from rheostat_engine.sites.branches import (
     NO_MODULES,
     NOT_AFTER,
@@ -27,7 +28,7 @@ from rheostat_engine.sites.branches import (
     beside,
     search,
 )
-from rheostat_engine.sites.calls import (
+from rheostat_engine.sites.module_calls import (
     Args,
     Call,
     Forward,
@@ -38,7 +39,6 @@ from rheostat_engine.sites.calls import (
     patched,
     streams,
 )
-from rheostat_engine.sites.forms import Block, BlockForm, Carrier, SiteError
 from rheostat_engine.sites.replay import LOUD, AttentionNoise, Replay, equal, whole
 
 PARALLEL = "attention and MLP run in parallel on the same stream"
@@ -47,7 +47,7 @@ NOWHERE = "no module is given the stream after attention"
 
 def probe(
     blocks: list[Block], width: int, run_model: Callable[[], object], *, rank: int = 0
-) -> list[BlockForm]:
+) -> list[BlockLayout]:
     """The form of every block.
 
     Args:
@@ -77,53 +77,53 @@ def probe(
                 f"{following.block.layer}; resid_post and resid_pre would not be one tensor"
             )
     for replay, following in zip(replays, [*replays[1:], replays[-1]], strict=True):
-        replay.carrier = _carrier(replay, following, alone=len(replays) == 1)
-    return [_form(replay) for replay in replays]
+        replay.stream_layout = _stream_layout(replay, following, alone=len(replays) == 1)
+    return [_layout(replay) for replay in replays]
 
 
-def _carrier(replay: Replay, following: Replay, *, alone: bool) -> Carrier:
+def _stream_layout(replay: Replay, following: Replay, *, alone: bool) -> StreamLayout:
     """How a block hands the stream on, as the one that takes it shows; the last shows itself."""
     if len(replay.parts) == 1:
-        return Carrier.SINGLE
+        return StreamLayout.SINGLE
     if len(following.given) > 1:
-        one, other, third = (following.loud(following.given[0], seed) for seed in (4, 5, 6))
+        module, other, third = (following.loud(following.given[0], seed) for seed in (4, 5, 6))
         left, swapped, changed = (
             following.exit_parts(following.run(given=parts))
-            for parts in ([one, other], [other, one], [one, third])
+            for parts in ([module, other], [other, module], [module, third])
         )
         if following.near(whole(left), whole(swapped), whole(left)):
-            return Carrier.PAIR
+            return StreamLayout.PAIR
         if following.near(left[0], changed[0], left[0]):
-            return Carrier.SINGLE
+            return StreamLayout.SINGLE
     elif not alone:
-        return Carrier.SINGLE
+        return StreamLayout.SINGLE
     else:
-        replay.carrier = Carrier.PAIR
+        replay.stream_layout = StreamLayout.PAIR
         if _find_mid(replay)[0] is not None:
-            return Carrier.PAIR
+            return StreamLayout.PAIR
     raise replay.no_stream()
 
 
-def _form(replay: Replay) -> BlockForm:
+def _layout(replay: Replay) -> BlockLayout:
     mid, parallel = _find_mid(replay)
-    if replay.carrier is Carrier.SINGLE:
+    if replay.stream_layout is StreamLayout.SINGLE:
         branches = search(replay, mid)
         why = NO_MODULES, NO_MODULES
     elif mid is not None:
         branches, why = beside(replay, mid), (NOT_BEFORE, NOT_AFTER)
     else:
         branches, why = Branches(None, None), (NOWHERE, NOWHERE)
-    found = {Point.RESID_MID: mid, Point.ATTN_OUT: branches.attention, Point.MLP_OUT: branches.mlp}
+    points = {Point.RESID_MID: mid, Point.ATTN_OUT: branches.attention, Point.MLP_OUT: branches.mlp}
     reasons = (PARALLEL if parallel or branches.parallel else NOWHERE, *why)
-    return BlockForm(
-        carrier=replay.carrier,
+    return BlockLayout(
+        stream_layout=replay.stream_layout,
         mid=mid,
         attention=branches.attention,
         mlp=branches.mlp,
         refused={
             point: reason
-            for (point, one), reason in zip(found.items(), reasons, strict=True)
-            if one is None
+            for (point, module), reason in zip(points.items(), reasons, strict=True)
+            if module is None
         },
     )
 
@@ -171,7 +171,7 @@ def _after_attention(block: Block, trace: Trace) -> list[Call]:
 
 def _is_candidate(call: Call, replay: Replay) -> bool:
     given = streams(call.args, call.kwargs, replay.width)
-    return len(given) == (2 if replay.carrier is Carrier.PAIR else 1)
+    return len(given) == (2 if replay.stream_layout is StreamLayout.PAIR else 1)
 
 
 def _carries(replay: Replay, seen: Call, base: Trace) -> bool:
@@ -181,7 +181,7 @@ def _carries(replay: Replay, seen: Call, base: Trace) -> bool:
     def around(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
         streams(args, kwargs, replay.width)[0].add_(added)
         out = forward(*args, **kwargs)
-        if replay.carrier is Carrier.PAIR:
+        if replay.stream_layout is StreamLayout.PAIR:
             if not (isinstance(out, tuple) and len(out) == 2 and isinstance(seen.out, tuple)):
                 return out
             return (copied(seen.out[0]), out[1])

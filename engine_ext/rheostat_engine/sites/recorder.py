@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Recording(Protocol):
-    """Who wants to know."""
+    """Receives the sites of captured kernels."""
 
     def note(self, site: int) -> None:
         """The last kernel that was captured on the current stream belongs to `site`."""
@@ -20,17 +20,17 @@ class _Current:
 
 
 def note(site: int) -> None:
-    """Tells the recording, if one is on, that a site's kernel has just been captured."""
+    """Notifies the current recording, if there is one, that a site's kernel was captured."""
     if _Current.recording is not None:
         _Current.recording.note(site)
 
 
 @contextmanager
-def recording(target: Recording) -> Iterator[None]:
-    """Notes go to `target` in the meantime."""
+def recording(recorder: Recording) -> Iterator[None]:
+    """Notifies `recorder` in the `with` block."""
     if _Current.recording is not None:
         raise RuntimeError("a CUDA graph is already being recorded")
-    _Current.recording = target
+    _Current.recording = recorder
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from rheostat_engine.acts import Kind
-from rheostat_engine.core.buffers import SiteBuffers
+from rheostat_engine.plan.acts import Kind
+from rheostat_engine.worker.state.buffers import SiteBuffers
 
 _LARGEST = 1e15
 """The sum of squares of a million elements of this size is still finite in float32."""
@@ -83,10 +83,10 @@ def _change(
     """Runs one program on the rows of the tokens that have it."""
     x = _stream(h, rest, tokens, gain)
     delta = torch.zeros_like(x)
-    cells = site.cell[tokens].long()
+    dose_slots = site.dose_slot[tokens].long()
     if code > 0:
         delta += site.rows[code].float()
-        _measure(site.doses, cells, None, x)
+        _measure(site.doses, dose_slots, None, x)
     step = -code
     before = delta.clone()
     while step > 0:
@@ -104,8 +104,8 @@ def _change(
             delta = delta + (strength * (along.clamp(low, high) - along)) * unit
         if last:
             change = None if kind == Kind.ADD else delta - before
-            _measure(site.doses, cells, change, x + before)
-            before, cells = delta, cells + 1
+            _measure(site.doses, dose_slots, change, x + before)
+            before, dose_slots = delta, dose_slots + 1
         step = following
     limit = limits(h.dtype)
     down, up = x.clamp(max=-limit.stream) - x, x.clamp(min=limit.stream) - x
@@ -118,7 +118,7 @@ def _change(
 
 
 def _measure(
-    doses: torch.Tensor, cells: torch.Tensor, change: torch.Tensor | None, x: torch.Tensor
+    doses: torch.Tensor, dose_slots: torch.Tensor, change: torch.Tensor | None, x: torch.Tensor
 ) -> None:
     """Adds to each token's cell; a change of None counts as one of norm 1 whose sum is 0."""
     norm = x.square().sum(1).sqrt()
@@ -126,5 +126,7 @@ def _measure(
     share = (torch.ones_like(norm) if change is None else moved) / norm
     share = torch.where(norm > 0, share, 0.0)
     ones = torch.ones_like(norm)
-    doses.index_add_(0, cells, torch.stack([ones, moved, share, torch.zeros_like(norm)], dim=1))
-    doses[:, 3] = doses[:, 3].scatter_reduce(0, cells, share, "amax")
+    doses.index_add_(
+        0, dose_slots, torch.stack([ones, moved, share, torch.zeros_like(norm)], dim=1)
+    )
+    doses[:, 3] = doses[:, 3].scatter_reduce(0, dose_slots, share, "amax")

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from rheostat_engine.sites.calls import (
+from rheostat_engine.sites.block_layout import Block, SiteError, StreamLayout
+from rheostat_engine.sites.module_calls import (
     Args,
     Around,
     Call,
@@ -22,7 +23,6 @@ from rheostat_engine.sites.calls import (
     returned,
     streams,
 )
-from rheostat_engine.sites.forms import Block, Carrier, SiteError
 
 LOUD = 1000.0
 """How much larger attention's other noise is, because a stream rounds small branches away."""
@@ -75,7 +75,7 @@ class Replay:
         """
         self.block = block
         self.width = width
-        self.carrier = Carrier.SINGLE
+        self.stream_layout = StreamLayout.SINGLE
         """How the block hands the stream on, once it is known."""
         self.given = streams(call.args, call.kwargs, width)
         """The parts of the stream that the block was given, and whatever looks like one."""
@@ -130,7 +130,7 @@ class Replay:
     def exit(self, trace: Trace) -> torch.Tensor:
         """The stream that left the block, float32."""
         parts = self.exit_parts(trace)
-        return parts[0].float() if self.carrier is Carrier.SINGLE else whole(parts)
+        return parts[0].float() if self.stream_layout is StreamLayout.SINGLE else whole(parts)
 
     def exit_parts(self, trace: Trace) -> list[torch.Tensor]:
         """What left the block."""
@@ -139,7 +139,7 @@ class Replay:
     @property
     def entry(self) -> torch.Tensor:
         """The stream that entered the block, float32."""
-        return whole(self.given if self.carrier is Carrier.PAIR else self.given[:1])
+        return whole(self.given if self.stream_layout is StreamLayout.PAIR else self.given[:1])
 
     def parts_of(self, out: Value) -> list[torch.Tensor]:
         """The parts of the stream in what a block returned.

@@ -6,7 +6,7 @@ Invariant: every row is copied once, however many captures ask for it.
 from collections.abc import Sequence
 from itertools import chain
 
-from rheostat_engine import Capture, RowForm, Spans
+from rheostat_engine import Capture, RowEncoding, Spans
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.spans import united
 
@@ -28,7 +28,7 @@ def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
     for index, askers in asking.items():
         alike.setdefault(tuple(askers), []).append(index)
     members = list(by_sites.values())
-    alike_too: dict[tuple[Spans, RowForm | None], list[int]] = {}
+    alike_too: dict[tuple[Spans, RowEncoding | None], list[int]] = {}
     for groups, shared in alike.items():
         together = [captures[number] for group in groups for number in members[group]]
         spans = _reach(together)
@@ -39,7 +39,7 @@ def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
     return tuple(sorted(found, key=lambda one: one.sites))
 
 
-def _forms(together: Sequence[ResolvedCapture], indices: Sequence[int]) -> list[RowForm | None]:
+def _forms(together: Sequence[ResolvedCapture], indices: Sequence[int]) -> list[RowEncoding | None]:
     """The form in which all captures want the rows of each site; None: they differ, or as it is."""
     every = {capture.site_forms.alike for capture in together}
     if None not in every:
@@ -51,7 +51,7 @@ def _forms(together: Sequence[ResolvedCapture], indices: Sequence[int]) -> list[
     ]
 
 
-def _common(forms: set[RowForm | None]) -> RowForm | None:
+def _common(forms: set[RowEncoding | None]) -> RowEncoding | None:
     return next(iter(forms)) if len(forms) == 1 else None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from rheostat_engine import Coding, Directions, ModelSites, RowForm, Site
+from rheostat_engine import Codec, Directions, ModelSites, RowEncoding, Site
 from rheostat_server import checks
 from rheostat_server.capture.encodings import AS_THEY_ARE, Form
 from rheostat_server.capture.projections import (
@@ -56,17 +56,17 @@ class SiteForms:
     Captures that differ in nothing but their selection share it.
     """
 
-    def __init__(self, sites: tuple[Site, ...], row_forms: Mapping[Site, RowForm]) -> None:
+    def __init__(self, sites: tuple[Site, ...], row_encodings: Mapping[Site, RowEncoding]) -> None:
         """Of these sites, whose rows may leave in these forms."""
         self.sites = sites
-        self.row_forms = row_forms
+        self.row_encodings = row_encodings
 
     @cached_property
-    def by_index(self) -> dict[int, frozenset[RowForm | None]]:
+    def by_index(self) -> dict[int, frozenset[RowEncoding | None]]:
         """The forms in which each site's rows are wanted; several where its two names differ."""
-        found: dict[int, set[RowForm | None]] = {}
+        found: dict[int, set[RowEncoding | None]] = {}
         for site in self.sites:
-            found.setdefault(site.index, set()).add(self.row_forms.get(site))
+            found.setdefault(site.index, set()).add(self.row_encodings.get(site))
         return {index: frozenset(forms) for index, forms in found.items()}
 
     @cached_property
@@ -75,7 +75,7 @@ class SiteForms:
         return tuple(sorted(self.by_index))
 
     @cached_property
-    def alike(self) -> frozenset[RowForm | None] | None:
+    def alike(self) -> frozenset[RowEncoding | None] | None:
         """The forms in which the rows of every site are wanted; None: they differ."""
         first, *others = set(self.by_index.values())
         return None if others else first
@@ -107,7 +107,7 @@ class ResolvedCapture:
     """What rows are projected on, before it is looked up."""
     projection: Projection | None = None
     """What rows are projected on, once it is looked up."""
-    row_forms: Mapping[Site, RowForm] = field(default_factory=dict)
+    row_encodings: Mapping[Site, RowEncoding] = field(default_factory=dict)
     """The form in which rows of a site may leave the device; one that is missing: as they are."""
     width: int = 0
     """Numbers of a row in the engine: W, or the experts of a router."""
@@ -116,7 +116,7 @@ class ResolvedCapture:
 
     def __post_init__(self) -> None:
         """Works nothing out yet."""
-        object.__setattr__(self, "site_forms", SiteForms(self.sites, self.row_forms))
+        object.__setattr__(self, "site_forms", SiteForms(self.sites, self.row_encodings))
 
     def with_selection(self, selection: Selection) -> "ResolvedCapture":
         """The same rows of other tokens."""
@@ -150,7 +150,7 @@ class ResolvedCapture:
             return self
         layers = sorted({site.layer for site in self.sites})
         found = replace(self, projection=project_on(directions, layers))
-        return replace(found, row_forms=_row_forms(found, model))
+        return replace(found, row_encodings=_row_encodings(found, model))
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ class ResolvedCapture:
         return self.site_forms.indices
 
     @property
-    def forms(self) -> Mapping[int, frozenset[RowForm | None]]:
+    def forms(self) -> Mapping[int, frozenset[RowEncoding | None]]:
         """The forms in which each site's rows are wanted; several where its two names differ."""
         return self.site_forms.by_index
 
@@ -301,7 +301,7 @@ def resolve_capture(
         directions=directions,
         width=width,
     )
-    return found if directions else replace(found, row_forms=_row_forms(found, model))
+    return found if directions else replace(found, row_encodings=_row_encodings(found, model))
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
@@ -349,29 +349,29 @@ def _form(spec: capture_pb2.CaptureSpec, width: int, path: str) -> Form:
 
 
 _CODINGS = {
-    tensor_pb2.ENCODING_RAW: Coding.CAST,
-    tensor_pb2.ENCODING_LZ4_PLANES: Coding.CAST,
-    tensor_pb2.ENCODING_FULL8: Coding.FULL8,
-    tensor_pb2.ENCODING_RP8: Coding.RP8,
-    tensor_pb2.ENCODING_TOPK8: Coding.TOPK8,
+    tensor_pb2.ENCODING_RAW: Codec.CAST,
+    tensor_pb2.ENCODING_LZ4_PLANES: Codec.CAST,
+    tensor_pb2.ENCODING_FULL8: Codec.FULL8,
+    tensor_pb2.ENCODING_RP8: Codec.RP8,
+    tensor_pb2.ENCODING_TOPK8: Codec.TOPK8,
 }
 """How the engine may code rows; planes are made of the elements once they are here."""
 
 
-def _row_forms(capture: ResolvedCapture, model: ModelSites) -> dict[Site, RowForm]:
+def _row_encodings(capture: ResolvedCapture, model: ModelSites) -> dict[Site, RowEncoding]:
     """The form in which each site's rows may leave the device, where that makes them smaller."""
     held, projection = FloatType(model.dtype), capture.projection
     if of_routers(capture.sites):
         return {}  # the ring keeps them beside numbers that are none of theirs
-    coding, form = _CODINGS[capture.form.encoding], capture.form
-    if coding is Coding.CAST and capture.kind is held and projection is None:
+    codec, form = _CODINGS[capture.form.encoding], capture.form
+    if codec is Codec.CAST and capture.kind is held and projection is None:
         return {}
-    dtype = capture.kind.value if coding is Coding.CAST else ""
-    by_directions: dict[Directions | None, RowForm] = {}
+    dtype = capture.kind.value if codec is Codec.CAST else ""
+    by_directions: dict[Directions | None, RowEncoding] = {}
     found = {}
     for site in capture.sites:
         along = None if projection is None else projection.directions(site.layer)
-        made = RowForm(coding, dtype, form.kept, form.seed, along)
+        made = RowEncoding(codec, dtype, form.kept, form.seed, along)
         found[site] = by_directions.setdefault(along, made)
     smaller = made.row_bytes(model.width) <= model.width * held.itemsize
     return found if smaller else {}

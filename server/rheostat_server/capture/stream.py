@@ -143,8 +143,8 @@ class _Mine(NamedTuple):
 
     of: tuple[int, ...]
     """The event's sites."""
-    form: bytes
-    """The event's form."""
+    encoding: bytes
+    """The key of the event's encoding."""
     sites: tuple[int, ...]
     """Those that are taken."""
     at: tuple[int, ...]
@@ -170,7 +170,7 @@ class _SpecRows:
         self._starts, self._ends = capture.selection.edges
         self._keys = {
             index: form.key
-            for index, forms in (capture.forms.items() if capture.row_forms else ())
+            for index, forms in (capture.forms.items() if capture.row_encodings else ())
             for form in forms
             if form is not None and len(forms) == 1
         }
@@ -194,7 +194,7 @@ class _SpecRows:
 
     def feed(self, rows: Rows) -> list[Piece]:
         mine = self._mine
-        if mine is None or rows.sites != mine.of or rows.form != mine.form:
+        if mine is None or rows.sites != mine.of or rows.encoding != mine.encoding:
             mine = self._mine = self._mine_of(rows)
         positions, data = rows.positions, rows.data
         if not mine.sites or not len(self._starts) or not len(positions):
@@ -206,7 +206,7 @@ class _SpecRows:
             if not chosen.any():
                 return []
             positions, data = positions[chosen], data[:, chosen]
-        return self._rows.put(mine.sites, mine.at, positions, data, made=bool(rows.form))
+        return self._rows.put(mine.sites, mine.at, positions, data, made=bool(rows.encoding))
 
     def _mine_of(self, rows: Rows) -> "_Mine":
         """Which of an event's sites this takes."""
@@ -215,10 +215,10 @@ class _SpecRows:
             for index, site in enumerate(rows.sites)
             if site in self._indices
             # Others may want them in a form, and did before this capture was there.
-            and (not rows.form or rows.form == self._keys.get(site))
+            and (not rows.encoding or rows.encoding == self._keys.get(site))
         ]
         sites, at = tuple(site for _, site in mine), tuple(index for index, _ in mine)
-        return _Mine(rows.sites, rows.form, sites, at)
+        return _Mine(rows.sites, rows.encoding, sites, at)
 
     def ready(
         self, generated: Sequence[int], end: int, *, last: bool, chunk_bytes: int

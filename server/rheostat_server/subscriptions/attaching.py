@@ -19,10 +19,10 @@ from rheostat_engine import (
     CaptureNeed,
     ModelSites,
     Plan,
-    TooMuch,
+    PlanTooLarge,
     capture_need,
+    update_captures,
 )
-from rheostat_engine import recapture as recaptured
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.taps import Tap
@@ -383,7 +383,7 @@ def _computed(flight: Flight) -> int:
 
 def _captures_from(captures: Sequence[ResolvedCapture], first: int) -> tuple[Capture, ...]:
     """What the engine has to copy from a position on."""
-    return recaptured(Plan(""), engine_captures(captures), first).captures
+    return update_captures(Plan(""), engine_captures(captures), first).captures
 
 
 def _looked_through(
@@ -400,7 +400,7 @@ def _looked_through(
             capture_need(one.packed_captures, prompt_len=prompt_len, max_step_tokens=step_tokens)
             for one in (plan, together)
         )
-    except TooMuch:
+    except PlanTooLarge:
         return CaptureNeed(0, 0), _FRAGMENTED
     if all_of_it.rows <= own.rows and all_of_it.sites <= own.sites:
         return CaptureNeed(0, 0), ""

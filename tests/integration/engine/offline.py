@@ -129,7 +129,7 @@ class OfflineEngine:
 
     def stats_of_all(self) -> list[dict[str, Any]]:
         """Every worker's counts, after it has released all tables that no request uses."""
-        while any(self.llm.collective_rpc("rheostat_forget", args=([],))):
+        while any(self.llm.collective_rpc("rheostat_release", args=([],))):
             pass
         stats: list[dict[str, Any]] = self.llm.collective_rpc("rheostat_stats")
         return stats

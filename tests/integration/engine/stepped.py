@@ -52,10 +52,10 @@ class Stepped:
         self._inner.add_request(name, {"prompt_token_ids": prompt}, params)
         self.plans[name], self.prompts[name] = plan, prompt
 
-    def recapture(self, number: int, wanted: dict[str, Plan]) -> None:
+    def update_captures(self, number: int, wanted: dict[str, Plan]) -> None:
         """Changes what is captured of requests."""
         changes = {name: (number, plan.to_wire()) for name, plan in wanted.items()}
-        self._engine.llm.collective_rpc("rheostat_recapture", args=(changes,))
+        self._engine.llm.collective_rpc("rheostat_update_captures", args=(changes,))
         self._changed |= set(wanted)
 
     def step(self, count: int = 1) -> None:

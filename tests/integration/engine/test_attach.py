@@ -81,7 +81,7 @@ def test_rows_begin_where_it_is_said_in_a_chunked_prompt_and_after_it(
     for number, prompt in enumerate(batch):
         stepped.begin(f"p{number}", prompt, planned(prompt, number), 12)
     stepped.step(steps)
-    stepped.recapture(1, {f"p{n}": everything() for n in range(4)})
+    stepped.update_captures(1, {f"p{n}": everything() for n in range(4)})
     outcomes = stepped.finish()
     firsts = [assert_rows(stepped, reference, f"p{n}", outcomes[f"p{n}"]) for n in range(4)]
     assert max(firsts) > 0
@@ -99,7 +99,7 @@ def test_rows_come_once_through_preemption(start: Start, reference: HfReference)
         for number, (name, prompt) in enumerate(zip(names, batch, strict=True)):
             stepped.begin(name, prompt, planned(prompt, number), 70)
         stepped.step(steps)
-        stepped.recapture(1, dict.fromkeys(names, everything()))
+        stepped.update_captures(1, dict.fromkeys(names, everything()))
         outcomes = stepped.finish()
         preemptions = sum(o.released.preemptions for o in outcomes.values() if o.released)
         assert preemptions > 0
@@ -114,7 +114,7 @@ def test_one_that_was_not_scheduled_is_captured_from_where_its_cached_prefix_end
     (prompt,) = prompts(1, 100, 101, seed=5)
     engine.run([prompt], max_tokens=2, skip_cache=False)
     stepped = stepping(engine)
-    stepped.recapture(1, {"late": everything(), "planned": everything()})
+    stepped.update_captures(1, {"late": everything(), "planned": everything()})
     stepped.begin("late", prompt, None, 4)
     stepped.begin("planned", prompt, Plan("", (), capture(2, spans=((98, 100),)).captures), 4)
     outcomes = stepped.finish()
@@ -128,10 +128,10 @@ def test_what_is_not_wanted_any_more_is_not_copied(start: Start, reference: HfRe
     stepped = stepping(engine)
     stepped.begin("r", prompt, None, 12)
     stepped.step(2)
-    stepped.recapture(1, {"r": everything()})
+    stepped.update_captures(1, {"r": everything()})
     stepped.step(3)
     before = engine.stats()["captured_rows"]
-    stepped.recapture(2, {"r": Plan("r")})
+    stepped.update_captures(2, {"r": Plan("r")})
     outcome = stepped.finish()["r"]
     assert engine.stats()["captured_rows"] == before
     first, last = (one.first for one in outcome.attached)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Act, Band, Kind, Plan, site_count
-from rheostat_engine.needs import SHARED
+from rheostat_engine.plan.needs import SHARED
 
 from .models import LAYERS
 from .offline import OfflineEngine

@@ -113,7 +113,7 @@ def test_requests_that_run_are_captured_from_one_position_on_all_workers(split: 
     for number, prompt in enumerate(batch):
         stepped.begin(f"s{number}", prompt, planned(prompt, number), 10)
     stepped.step(4)
-    stepped.recapture(1, {f"s{n}": everything() for n in range(4)})
+    stepped.update_captures(1, {f"s{n}": everything() for n in range(4)})
     outcomes = stepped.finish()
     for number in range(4):
         name = f"s{number}"

@@ -8,10 +8,10 @@ from types import MethodType
 import torch
 from torch import nn
 
-from rheostat_engine.core.buffers import Buffers
-from rheostat_engine.points import Point, site_count
-from rheostat_engine.sites.forms import Block, BlockForm, Branch, Carrier
+from rheostat_engine.plan.points import Point, site_count
+from rheostat_engine.sites.block_layout import Block, BlockLayout, Branch, StreamLayout
 from rheostat_engine.sites.probe import NOWHERE, PARALLEL
+from rheostat_engine.worker.state.buffers import Buffers
 
 Parts = tuple[torch.Tensor, torch.Tensor]
 Output = torch.Tensor | Parts
@@ -249,18 +249,18 @@ class Neither(Base):
         return self.attention(x).sum(-1)
 
 
-KINDS: dict[type[Base], tuple[Carrier, str | None, str | None, str | None]] = {
-    Pair: (Carrier.PAIR, "second", None, None),
-    Sandwich: (Carrier.PAIR, "second", None, None),
-    Single: (Carrier.SINGLE, "second", "attention", "mlp"),
-    PostNorm: (Carrier.SINGLE, "mlp", "first", "second"),
-    Dropped: (Carrier.SINGLE, "second", "one", "other"),
-    Scaled: (Carrier.SINGLE, "second", "attention", "mlp"),
-    Beside: (Carrier.SINGLE, "second", "attention", "mlp"),
-    Parallel: (Carrier.SINGLE, None, "attention", "mlp"),
-    MlpFirst: (Carrier.SINGLE, None, "attention", "mlp"),
-    Ignored: (Carrier.SINGLE, None, "attention", "mlp"),
-    SharedNorm: (Carrier.SINGLE, None, "attention", "mlp"),
+KINDS: dict[type[Base], tuple[StreamLayout, str | None, str | None, str | None]] = {
+    Pair: (StreamLayout.PAIR, "second", None, None),
+    Sandwich: (StreamLayout.PAIR, "second", None, None),
+    Single: (StreamLayout.SINGLE, "second", "attention", "mlp"),
+    PostNorm: (StreamLayout.SINGLE, "mlp", "first", "second"),
+    Dropped: (StreamLayout.SINGLE, "second", "one", "other"),
+    Scaled: (StreamLayout.SINGLE, "second", "attention", "mlp"),
+    Beside: (StreamLayout.SINGLE, "second", "attention", "mlp"),
+    Parallel: (StreamLayout.SINGLE, None, "attention", "mlp"),
+    MlpFirst: (StreamLayout.SINGLE, None, "attention", "mlp"),
+    Ignored: (StreamLayout.SINGLE, None, "attention", "mlp"),
+    SharedNorm: (StreamLayout.SINGLE, None, "attention", "mlp"),
 }
 """By kind of block: how the stream is held, and the modules at the points; None: there is none, or
 none is needed."""
@@ -272,12 +272,12 @@ NO_MID = {
 }
 
 
-def expected(kind: type[Base], layer: Base, gain: float) -> BlockForm:
+def expected(kind: type[Base], layer: Base, gain: float) -> BlockLayout:
     """The form of a block."""
-    carrier, *names = KINDS[kind]
+    stream_layout, *names = KINDS[kind]
     mid, attention, mlp = (getattr(layer, name) if name else None for name in names)
     refused = {Point.RESID_MID: NO_MID[kind]} if kind in NO_MID else {}
-    return BlockForm(carrier, mid, Branch(attention, gain), Branch(mlp, gain), refused)
+    return BlockLayout(stream_layout, mid, Branch(attention, gain), Branch(mlp, gain), refused)
 
 
 class Decoder(nn.Module):

@@ -16,9 +16,7 @@ from rheostat_engine import (
     Rows,
     WorkerChannel,
 )
-from rheostat_engine.channel import EventMerger
-from rheostat_engine.core.staging import StagingArea
-from rheostat_engine.events import (
+from rheostat_engine.channel.events import (
     Head,
     InstalledHead,
     ReleasedHead,
@@ -26,6 +24,8 @@ from rheostat_engine.events import (
     decode_head,
     encode_head,
 )
+from rheostat_engine.channel.worker_channel import EventMerger
+from rheostat_engine.worker.transport.staging_area import StagingArea
 
 Plain = tuple[object, ...]
 DOSE = Dose(0, 2, 7, 3.5, 1.75, 0.5)
@@ -115,12 +115,12 @@ class Server:
     def stage(self, head: RowsHead, values: torch.Tensor | bytes) -> tuple[RowsHead, torch.Tensor]:
         """A head whose rows lie in the area, and the bytes there."""
         data = values if isinstance(values, bytes) else values.view(torch.uint8).numpy().tobytes()
-        place = self.area.reserve(len(data))
-        assert place is not None
-        staged = self.area[place]
+        staging_range = self.area.reserve(len(data))
+        assert staging_range is not None
+        staged = self.area[staging_range]
         if data:
             staged.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return msgspec.structs.replace(head, place=place), staged
+        return msgspec.structs.replace(head, staging_range=staging_range), staged
 
     def _deliver(self, event: Event) -> None:
         if event.request_id in self.refused and not isinstance(event, Dropped):

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from rheostat_engine import Kind
-from rheostat_engine.core.buffers import SiteBuffers
+from rheostat_engine.worker.state.buffers import SiteBuffers
 
-CELLS = 24
+DOSE_SLOTS = 24
 RING = 12
 
 
@@ -88,12 +88,14 @@ def buffers(
     return SiteBuffers(
         code=torch.tensor([-begins[-c - 1] if c < 0 else c for c in codes], dtype=torch.int32),
         cap_row=torch.tensor(captured, dtype=torch.int32),
-        cell=torch.tensor([(5 * token) % 16 for token in range(len(codes))], dtype=torch.int32),
+        dose_slot=torch.tensor(
+            [(5 * token) % 16 for token in range(len(codes))], dtype=torch.int32
+        ),
         rows=rows,
         directions=directions,
         ints=torch.tensor(ints, dtype=torch.int32),
         floats=torch.tensor(floats),
-        doses=torch.zeros(CELLS, 4),
+        doses=torch.zeros(DOSE_SLOTS, 4),
         ring=torch.zeros(RING, width, dtype=dtype),
     )
 
@@ -104,7 +106,7 @@ class Expected:
 
     h: np.ndarray
     ring: np.ndarray
-    doses: np.ndarray = field(default_factory=lambda: np.zeros((CELLS, 4)))
+    doses: np.ndarray = field(default_factory=lambda: np.zeros((DOSE_SLOTS, 4)))
 
 
 def naive(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> Expected:
@@ -114,10 +116,10 @@ def naive(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> E
     for token in range(len(h)):
         rest = 0 if carried is None else carried[token].double().numpy()
         x = before = expected.h[token] + rest
-        code, cell = int(site.code[token]), int(site.cell[token])
+        code, dose_slot = int(site.code[token]), int(site.dose_slot[token])
         if code > 0:
             x = x + rows[code]
-            _count(expected.doses[cell], before, None)
+            _count(expected.doses[dose_slot], before, None)
         step = max(0, -code)
         while step:
             kind, number, following, last = site.ints[step].tolist()
@@ -130,8 +132,8 @@ def naive(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> E
                 along = x @ directions[number]
                 x = x + strength * (np.clip(along, low, high) - along) * directions[number]
             if last:
-                _count(expected.doses[cell], before, None if kind == Kind.ADD else x - before)
-                before, cell = x, cell + 1
+                _count(expected.doses[dose_slot], before, None if kind == Kind.ADD else x - before)
+                before, dose_slot = x, dose_slot + 1
             step = following
         expected.h[token] = x - rest
         if site.cap_row[token]:
@@ -139,8 +141,13 @@ def naive(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> E
     return expected
 
 
-def _count(cell: np.ndarray, before: np.ndarray, change: np.ndarray | None) -> None:
+def _count(dose_slot: np.ndarray, before: np.ndarray, change: np.ndarray | None) -> None:
     norm = np.linalg.norm(before)
     moved = 0.0 if change is None else np.linalg.norm(change)
     share = (1.0 if change is None else moved) / norm if norm > 0 else 0.0
-    cell[:] = cell[0] + 1, cell[1] + moved, cell[2] + share, max(cell[3], share)
+    dose_slot[:] = (
+        dose_slot[0] + 1,
+        dose_slot[1] + moved,
+        dose_slot[2] + share,
+        max(dose_slot[3], share),
+    )

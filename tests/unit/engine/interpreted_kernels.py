@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from rheostat_engine import Kind
-from rheostat_engine.core.buffers import Buffers, SiteBuffers
-from rheostat_engine.core.expand import Compact, Expander, Instructions, expand_reference
-from rheostat_engine.core.rules import TokenRules
-from rheostat_engine.sites.kernels import launch_expand, launch_site, warm_up
+from rheostat_engine.sites.kernels import launch_site, warm_up
 from rheostat_engine.sites.reference import run_site
+from rheostat_engine.worker.expand_kernel import launch_expand
+from rheostat_engine.worker.expander import Expander
+from rheostat_engine.worker.instructions import Compact, Instructions, expand_reference
+from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
+from rheostat_engine.worker.steering.token_rules import TokenRules
 
 from .instructions import Step, buffers, chains, huge_chains
 from .strategies import packed_ids
@@ -184,8 +186,8 @@ def check_expand(*, captures: bool, rules: bool) -> None:
     table = TokenRules(3, 8, VOCABULARY, CPU)
     for sets in (((1, 4), (2, 3, 4)), ((0,),), ((7,), (8,), (9,), tuple(range(5, 30)))):
         table.acquire(tuple(map(packed_ids, sets)))
-    cells = rng.integers(0, 99, 32).astype(np.int32)
-    table.place(each(6)[:32].reshape(2, 16), cells.reshape(2, 16))
+    dose_slots = rng.integers(0, 99, 32).astype(np.int32)
+    table.add_variants(each(6)[:32].reshape(2, 16), dose_slots.reshape(2, 16))
     starts = rng.integers(1, 900, (3, SITES)) * rng.integers(0, 2, (3, SITES))
     rule = each(4) if rules else np.zeros(count, np.int32)
     base = starts.astype(np.int32) if captures else None
@@ -195,12 +197,12 @@ def check_expand(*, captures: bool, rules: bool) -> None:
     ids = torch.from_numpy(names.astype(np.int32))
     ones, others = all_buffers(256), all_buffers(256)
     for made in (ones, others):
-        made.code[:], made.cap_row[:], made.cell[:] = -1, -1, -1
+        made.code[:], made.cap_row[:], made.dose_slot[:] = -1, -1, -1
     step: Instructions = Expander(ones, code_of, table, 256).instructions(compact, ids)
     assert (step.ids is not None) == rules
     launch_expand(step, ones)
     expand_reference(step, others)
-    for name in ("code", "cap_row", "cell"):
+    for name in ("code", "cap_row", "dose_slot"):
         assert torch.equal(getattr(ones, name), getattr(others, name)), name
     assert bool((ones.cap_row > 0).any()) == captures
     assert bool((ones.code[:, count:] == -1).all())

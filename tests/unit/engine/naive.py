@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Act, Kind, Plan
-from rheostat_engine.composition import Program
+from rheostat_engine.plan.composition import Program
 
 from .strategies import selects
 

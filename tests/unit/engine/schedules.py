@@ -7,13 +7,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rheostat_engine import Dose, Event, Installed, Kind, Plan, Released, Rows
-from rheostat_engine.row_forms import RAW_KEY
+from rheostat_engine.plan.row_encodings import RAW_KEY
 
+from .cpu_worker import TOKENS, Worker, stream_at, token_at
 from .formed import check_formed
 from .naive import acting, change
 from .strategies import SITES, captured, plans
 from .tables import VECTORS
-from .worker import TOKENS, Worker, stream_at, token_at
 
 PlansById = Mapping[str, Plan | None]
 
@@ -41,7 +41,7 @@ class Schedule:
                 self._running.append(request_id)
                 plan = plans_by_id[request_id]
                 if plan is not None:
-                    worker.install(request_id, plan)
+                    worker.add_request(request_id, plan)
             self._preempt(worker)
             batch, room = [], TOKENS - 8
             for request_id in self._data.draw(st.permutations(self._running), "batch"):
@@ -127,7 +127,7 @@ def check_doses(found: tuple[Dose, ...], expected: list[Dose]) -> None:
 
 def check_events(worker: Worker, plan: Plan, request_id: str, schedule: Schedule) -> int:
     """One request's events; returns how many rows it lost."""
-    events: list[Event] = [e for e in worker.outlet.events if e.request_id == plan.request_id]
+    events: list[Event] = [e for e in worker.row_sender.events if e.request_id == plan.request_id]
     installed, *between, released = events
     assert installed == Installed(plan.request_id, "")
     start, end = schedule.first[request_id], schedule.furthest[request_id]
@@ -137,16 +137,18 @@ def check_events(worker: Worker, plan: Plan, request_id: str, schedule: Schedule
         for site, data in zip(event.sites, event.data, strict=True):
             for position, row in zip(event.positions.tolist(), data, strict=True):
                 assert (site, position) not in rows
-                rows[site, position] = event.form, row
-    wanted = {(s, p): form for p in range(start, end) for s, form in captured(plan, p).items()}
+                rows[site, position] = event.encoding, row
+    wanted = {
+        (s, p): encoding for p in range(start, end) for s, encoding in captured(plan, p).items()
+    }
     assert rows.keys() <= wanted.keys()
     for (site, position), (key, row) in rows.items():
-        form = wanted[site, position]
-        stream = row if form is None else worker.streams[request_id, position, site]
+        encoding = wanted[site, position]
+        stream = row if encoding is None else worker.streams[request_id, position, site]
         check_stream(plan, request_id, position, site, stream)
-        assert key == (RAW_KEY if form is None else form.key)
-        if form is not None:
-            check_formed(form, stream, row)
+        assert key == (RAW_KEY if encoding is None else encoding.key)
+        if encoding is not None:
+            check_formed(encoding, stream, row)
     assert isinstance(released, Released)
     computed = schedule.computed[request_id]
     check_doses(released.doses, expected_doses(plan, request_id, computed))

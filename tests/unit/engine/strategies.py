@@ -10,12 +10,12 @@ from rheostat_engine import (
     Act,
     Band,
     Capture,
-    Coding,
+    Codec,
     Condition,
     Directions,
     Kind,
     Plan,
-    RowForm,
+    RowEncoding,
     Spans,
     TokenSet,
 )
@@ -111,17 +111,17 @@ DIRECTIONS = (
     Directions((DIGESTS[1], DIGESTS[0], DIGESTS[1]), (0, 1, 1)),
 )
 FORMS = (
-    RowForm(Coding.CAST, "bfloat16"),
-    RowForm(Coding.CAST, "float16"),
-    RowForm(Coding.FULL8),
-    RowForm(Coding.RP8, kept=3, seed=2**64 - 1),
-    RowForm(Coding.TOPK8, kept=4),
-    RowForm(Coding.CAST, "float32", directions=DIRECTIONS[0]),
-    RowForm(Coding.CAST, "float16", directions=DIRECTIONS[1]),
-    RowForm(Coding.FULL8, directions=DIRECTIONS[1]),
-    RowForm(Coding.TOPK8, kept=8),
-    RowForm(Coding.RP8, kept=9),
-    RowForm(Coding.CAST, "float32", directions=Directions((b"?" * 32,), (0,))),
+    RowEncoding(Codec.CAST, "bfloat16"),
+    RowEncoding(Codec.CAST, "float16"),
+    RowEncoding(Codec.FULL8),
+    RowEncoding(Codec.RP8, kept=3, seed=2**64 - 1),
+    RowEncoding(Codec.TOPK8, kept=4),
+    RowEncoding(Codec.CAST, "float32", directions=DIRECTIONS[0]),
+    RowEncoding(Codec.CAST, "float16", directions=DIRECTIONS[1]),
+    RowEncoding(Codec.FULL8, directions=DIRECTIONS[1]),
+    RowEncoding(Codec.TOPK8, kept=8),
+    RowEncoding(Codec.RP8, kept=9),
+    RowEncoding(Codec.CAST, "float32", directions=Directions((b"?" * 32,), (0,))),
 )
 POSSIBLE = FORMS[:8]
 """Those that can be made of 8 float32 numbers with the vectors that there are, and are smaller."""
@@ -130,8 +130,8 @@ POSSIBLE = FORMS[:8]
 def captures() -> st.SearchStrategy[Capture]:
     """Any capture, in any form."""
     sites = st.sets(st.integers(0, SITES - 1), max_size=3).map(lambda s: tuple(sorted(s)))
-    forms = st.none() | st.sampled_from(FORMS)
-    return st.builds(Capture, sites=sites, spans=spans(), form=forms)
+    encodings = st.none() | st.sampled_from(FORMS)
+    return st.builds(Capture, sites=sites, spans=spans(), encoding=encodings)
 
 
 def plans(request_id: str = "r") -> st.SearchStrategy[Plan]:
@@ -177,10 +177,12 @@ def selects(act: Act, position: int, token: int) -> bool:
     )
 
 
-def captured(plan: Plan, position: int) -> dict[int, RowForm | None]:
+def captured(plan: Plan, position: int) -> dict[int, RowEncoding | None]:
     """The sites that are captured at a position, each with the form in which its rows leave."""
-    found: dict[int, set[RowForm | None]] = {}
+    found: dict[int, set[RowEncoding | None]] = {}
     for one in plan.captures:
         for site in one.sites if holds(one.spans, position) else ():
-            found.setdefault(site, set()).add(one.form if one.form in POSSIBLE else None)
-    return {site: forms.pop() if len(forms) == 1 else None for site, forms in found.items()}
+            found.setdefault(site, set()).add(one.encoding if one.encoding in POSSIBLE else None)
+    return {
+        site: encodings.pop() if len(encodings) == 1 else None for site, encodings in found.items()
+    }

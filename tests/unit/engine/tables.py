@@ -7,10 +7,10 @@ import numpy.typing as npt
 import torch
 
 from rheostat_engine import Capacity
-from rheostat_engine.core.bank import Bank
-from rheostat_engine.core.doses import Norms
-from rheostat_engine.core.programs import Programs
-from rheostat_engine.core.vectors import Vectors
+from rheostat_engine.worker.steering.bank import Bank
+from rheostat_engine.worker.steering.doses import Norms
+from rheostat_engine.worker.steering.programs import Programs
+from rheostat_engine.worker.steering.vectors import Vectors
 
 from .strategies import DIGESTS, ROWS
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rheostat_engine.events import Dose
+from rheostat_engine.channel.events import Dose
 
 GPU = Path(__file__).parents[2] / "gpu"
 

@@ -21,7 +21,7 @@ REPORT: dict[str, object] = {
     "refused": {},
     "experts": {},
     "unrouted": {},
-    "block_forms": {0: "pair", 1: "pair"},
+    "block_layouts": {0: "pair", 1: "pair"},
     "variants": ["active", "plain"],
     "capacity": CAPACITY,
     "reports": True,
@@ -38,7 +38,7 @@ def test_the_smallest_limits_and_every_refusal_hold() -> None:
             "refused": {"resid_mid": "parallel"},
             "experts": {"2": 8},
             "unrouted": {3: "several"},
-            "block_forms": {"2": "single", "3": "pair"},
+            "block_layouts": {"2": "single", "3": "pair"},
         },
     ]
     assert ModelSites.from_reports(reports) == ModelSites(
@@ -54,7 +54,7 @@ def test_the_smallest_limits_and_every_refusal_hold() -> None:
         world_size=2,
         experts={2: 8},
         unrouted={3: "several"},
-        block_forms={0: "pair", 1: "pair", 2: "single", 3: "pair"},
+        block_layouts={0: "pair", 1: "pair", 2: "single", 3: "pair"},
         variants=("active", "plain"),
     )
 
@@ -94,5 +94,5 @@ def test_a_router_is_served_where_it_can_be_read_and_has_a_width_of_its_own() ->
         "several",
         "layer 4 is not one of the model's 4 layers",
     ]
-    assert [sites.form_of(site) for site in (asked[1], Site(Point.MLP_OUT, 1))] == ["", "pair"]
+    assert [sites.layout_of(site) for site in (asked[1], Site(Point.MLP_OUT, 1))] == ["", "pair"]
     assert [sites.width_of(site) for site in (asked[2], Site(Point.MLP_OUT, 2))] == [16, 64]

@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from rheostat_engine import Plan
-from rheostat_engine.block_keys import BlockKeys, SteeredBlocks
-from rheostat_engine.plan import read, steering_of
+from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
+from rheostat_engine.plan.plan import read, steering_of
 
 from .strategies import DIGESTS, LIMIT, plans
 
@@ -107,7 +107,7 @@ STEERING = st.fixed_dictionaries(
     {
         "acts": mostly(st.lists(mostly(ACT), max_size=3)),
         "owners": mostly(st.lists(mostly(OWNER), max_size=3)),
-        "pieces": PIECES,
+        "intervals": PIECES,
     },
     optional={
         "sets": mostly(
@@ -120,7 +120,7 @@ STEERING = st.fixed_dictionaries(
     },
 )
 FORM = st.fixed_dictionaries(
-    {"coding": mostly(st.integers(1, 4)), "dtype": mostly(st.sampled_from(["", "float16"]))},
+    {"codec": mostly(st.integers(1, 4)), "dtype": mostly(st.sampled_from(["", "float16"]))},
     optional={
         "kept": INTEGERS,
         "seed": mostly(st.integers(-1, 2**64)),
@@ -133,16 +133,16 @@ CAPTURE = st.tuples(
     mostly(st.none() | st.integers(0, 2)),
 ).map(list)
 CAPTURES = st.fixed_dictionaries(
-    {"captures": mostly(st.lists(mostly(CAPTURE), max_size=3)), "pieces": PIECES},
+    {"captures": mostly(st.lists(mostly(CAPTURE), max_size=3)), "intervals": PIECES},
     optional={
-        "forms": mostly(st.lists(mostly(FORM), max_size=3)),
+        "encodings": mostly(st.lists(mostly(FORM), max_size=3)),
         "digests": mostly(st.lists(mostly(st.sampled_from(DIGESTS)), max_size=2)),
     },
 )
 
 
 @st.composite
-def sealed(draw: st.DrawFn, tables: st.SearchStrategy[object]) -> list[object]:
+def encoded(draw: st.DrawFn, tables: st.SearchStrategy[object]) -> list[object]:
     """A table under the digest that it has, or anything in its place."""
     wire = draw(mostly(tables.map(packed)))
     right = hashlib.blake2b(wire, digest_size=16).digest() if isinstance(wire, bytes) else b""
@@ -153,7 +153,7 @@ def sealed(draw: st.DrawFn, tables: st.SearchStrategy[object]) -> list[object]:
 def spoilt(draw: st.DrawFn, table: str) -> list[object]:
     """A plan's table with something else in one place."""
     plan = draw(plans())
-    part = getattr(plan, f"packed_{table}").sealed
+    part = getattr(plan, f"packed_{table}").encoded
     if part is None:
         return [b"", b""]
     inner = unpacked(part.wire)
@@ -182,8 +182,8 @@ PLAIN = st.one_of(
     st.fixed_dictionaries(
         {"id": mostly(st.just("r"))},
         optional={
-            "acts": mostly(sealed(STEERING) | spoilt("acts")),
-            "captures": mostly(sealed(CAPTURES) | spoilt("captures")),
+            "acts": mostly(encoded(STEERING) | spoilt("acts")),
+            "captures": mostly(encoded(CAPTURES) | spoilt("captures")),
             "epoch": INTEGERS,
             "private_from": INTEGERS,
         },

@@ -5,7 +5,9 @@ rheostat (the client) -> rheostat_wire <- rheostat_server -> rheostat_engine -> 
 bench, which is not a part of the product, may import all of them.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from .imports import Import, imports_in, imports_of
@@ -30,6 +32,22 @@ VLLM_FACE = (
     "vllm.v1.engine.exceptions",
     "vllm.v1.metrics",
 )
+ENGINE_LAYERS = (
+    "plan",
+    "settings",
+    "model_sites",
+    "channel",
+    "worker.state",
+    "worker.transport",
+    "worker.capture",
+    "worker.steering",
+    "worker",
+    "sites",
+    "adapters",
+    "front_end",
+    "",
+)
+"""Folders and modules of the engine, the lowest first; the last is the package's face."""
 
 
 def client(root: Path) -> Iterable[Import]:
@@ -111,6 +129,60 @@ def test_vllm_enters_the_engine_through_its_adapters_alone(root: Path) -> None:
     adapters = Path("engine_ext/rheostat_engine/adapters")
     assert listed(found for found in used if not found.path.is_relative_to(adapters)) == []
     assert used != []
+
+
+def test_a_module_of_the_engine_imports_only_its_own_layer_and_lower_ones(root: Path) -> None:
+    upward = [
+        f"{module} imports {imported}"
+        for module, imports in engine_imports(root).items()
+        for imported in imports
+        if layer(imported) > layer(module)
+    ]
+    assert upward == []
+
+
+def test_no_modules_of_the_engine_import_each_other(root: Path) -> None:
+    order = TopologicalSorter(engine_imports(root)).static_order()
+    assert next(iter(order)) != ""  # raises CycleError for a circle
+
+
+def test_every_module_of_the_engine_has_a_layer(root: Path) -> None:
+    outside = {module for module in engine_imports(root) if layer(module) == len(ENGINE_LAYERS) - 1}
+    assert outside == {""}
+
+
+def test_plans_and_reports_need_neither_torch_nor_vllm(root: Path) -> None:
+    plain = [found for found in engine(root) if set(found.path.parts) & {"plan", "channel"}]
+    assert listed(found for found in plain if found.below(*HEAVY)) == []
+    assert any(found.below("numpy") for found in plain)
+
+
+def engine_imports(root: Path) -> dict[str, set[str]]:
+    """The modules of the engine that each of its modules imports, lazily too."""
+    face = root / "engine_ext/rheostat_engine"
+    modules = {module_name(path.relative_to(face)) for path in face.rglob("*.py")}
+    imports: dict[str, set[str]] = defaultdict(set)
+    for one in engine(root):
+        module = module_name(one.path.relative_to("engine_ext/rheostat_engine"))
+        imports[module]  # also a module that imports none
+        if one.below("rheostat_engine"):
+            name = one.name.removeprefix("rheostat_engine").removeprefix(".")
+            while name not in modules:
+                name = name.rpartition(".")[0]
+            imports[module].add(name)
+    return imports
+
+
+def module_name(path: Path) -> str:
+    """A module's dotted name within the engine; empty for the package's face."""
+    return ".".join(path.with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+def layer(module: str) -> int:
+    """The place of a module among `ENGINE_LAYERS`."""
+    while module not in ENGINE_LAYERS:
+        module = module.rpartition(".")[0]
+    return ENGINE_LAYERS.index(module)
 
 
 def test_the_product_does_not_know_its_benchmarks(root: Path) -> None:

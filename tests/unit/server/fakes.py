@@ -14,7 +14,7 @@ from rheostat_engine import (
     Act,
     Attached,
     Capacity,
-    Coding,
+    Codec,
     Dose,
     Event,
     Installed,
@@ -23,13 +23,13 @@ from rheostat_engine import (
     Plan,
     Point,
     Released,
-    RowForm,
+    RowEncoding,
     Rows,
     Spans,
-    amend,
-    recapture,
+    update_captures,
+    update_steering,
 )
-from rheostat_engine.row_forms import RAW_KEY
+from rheostat_engine.plan.row_encodings import RAW_KEY
 from rheostat_server.capture.encodings import Form
 from rheostat_server.errors import EngineLost
 from rheostat_server.host import Delta, Ending, Job, QueueStats, Recapture, WorkerStats
@@ -59,7 +59,7 @@ SITES = ModelSites(
         bank_rows=8, directions=8, steps=64, slots=8, token_rules=4, capture_rows=1000
     ),
     world_size=1,
-    block_forms={0: "pair", 1: "pair", 2: "single"},
+    block_layouts={0: "pair", 1: "pair", 2: "single"},
     variants=("active", "plain"),
 )
 
@@ -90,9 +90,9 @@ INFO = ModelInfo(
 
 
 _ENCODINGS = {
-    Coding.FULL8: tensor_pb2.ENCODING_FULL8,
-    Coding.RP8: tensor_pb2.ENCODING_RP8,
-    Coding.TOPK8: tensor_pb2.ENCODING_TOPK8,
+    Codec.FULL8: tensor_pb2.ENCODING_FULL8,
+    Codec.RP8: tensor_pb2.ENCODING_RP8,
+    Codec.TOPK8: tensor_pb2.ENCODING_TOPK8,
 }
 
 
@@ -291,15 +291,15 @@ class ScriptedBackend:
             self.deliver(Attached(plan_id, number, computed, self.recapture_error))
             return job
         self.deliver(Attached(plan_id, number, computed, ""))
-        plan = recapture(self.plans[plan_id], tuple(captures), computed)
+        plan = update_captures(self.plans[plan_id], tuple(captures), computed)
         self.plans[plan_id] = plan
         return replace(job, plan=plan)
 
-    async def prepare(self, name: str, plan: Plan | None, effort: int) -> tuple[bool, str]:
+    async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:
         if plan is not None:
-            self.prepared[name] = plan.effort
-        self.calls.append((name, min(effort, self.prepared[name])))
-        self.prepared[name] -= effort
+            self.prepared[name] = plan.plan_cost
+        self.calls.append((name, min(plan_cost, self.prepared[name])))
+        self.prepared[name] -= plan_cost
         await asyncio.sleep(0)
         return self.prepared[name] <= 0, self.prepare_error
 
@@ -319,7 +319,7 @@ class ScriptedBackend:
         if plan_id not in self.plans:
             return None
         first = max(self.positions.get(plan_id, 0), not_before)
-        self.plans[plan_id] = amend(self.plans[plan_id], acts, first)
+        self.plans[plan_id] = update_steering(self.plans[plan_id], acts, first)
         return first
 
     def _delta(self, job: Job, token: int, *, first: bool, last: bool) -> Delta:
@@ -352,7 +352,7 @@ class ScriptedBackend:
             kept = [
                 p for p in positions_of(capture.spans, start, end) if p not in self.lost_positions
             ]
-            form = None if self.whole or not self._knows(capture.form) else capture.form
+            form = None if self.whole or not self._knows(capture.encoding) else capture.encoding
             key = RAW_KEY if form is None else form.key
             stream = tuple(site for site in capture.sites if site < ROUTERS)
             alone = tuple((site,) for site in capture.sites if site >= ROUTERS)
@@ -364,20 +364,20 @@ class ScriptedBackend:
                 if sites:
                     self.deliver(Rows(job.plan.request_id, sites, at, np.stack(data), key))
 
-    def _knows(self, form: RowForm | None) -> bool:
+    def _knows(self, form: RowEncoding | None) -> bool:
         directions = None if form is None else form.directions
         return directions is None or all(one in self.vectors for one in directions.vectors)
 
-    def _formed(self, form: RowForm, rows: np.ndarray) -> np.ndarray:
+    def _formed(self, form: RowEncoding, rows: np.ndarray) -> np.ndarray:
         """Rows as the device makes them."""
         if form.directions is not None:
             pairs = zip(form.directions.vectors, form.directions.rows, strict=True)
             rows = rows @ np.stack([self._direction(*pair) for pair in pairs]).T
-        if form.coding is Coding.CAST:
+        if form.codec is Codec.CAST:
             kind = FloatType(form.dtype)
             made = converted(rows, held=FloatType.FLOAT32, wanted=kind)
             return np.frombuffer(made.tobytes(), np.uint8).reshape(len(rows), -1)
-        return Form(_ENCODINGS[form.coding], form.kept, form.seed).codes(rows)
+        return Form(_ENCODINGS[form.codec], form.kept, form.seed).codes(rows)
 
     def _direction(self, digest: bytes, at: int) -> np.ndarray:
         vector = self.vectors[digest]

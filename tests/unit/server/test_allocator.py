@@ -11,7 +11,7 @@ FRAMES = """
 import resource, sys
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
-from rheostat_engine.events import copied
+from rheostat_engine.channel.events import copied
 from rheostat_server.allocator import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 import pytest
 
-from rheostat_engine import Event, tables
+from rheostat_engine import Event
+from rheostat_engine.plan import tables
 from rheostat_server import offload
 from rheostat_server.admission import admit
 from rheostat_server.capture.engine_captures import engine_captures
@@ -225,7 +226,7 @@ async def test_observers_for_whom_there_is_no_room_take_none_of_those_who_came_l
 async def test_a_change_that_is_too_much_is_missed_and_why_is_said(
     starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "MAX_CAPTURE_EFFORT", 2)
+    monkeypatch.setattr(tables, "MAX_CAPTURE_COST", 2)
     running = await starter(ScriptedBackend(hold=Steps()))
     call = await begun(running, "a")
     one = await Subscriber.open(running, opening(EVERY, [wanted(0, 1, 2)]))

@@ -7,7 +7,8 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Act, Kind, tables
+from rheostat_engine import OPEN_END, Act, Kind
+from rheostat_engine.plan import tables
 from rheostat_wire.v1 import (
     engine_service_pb2,
     gate_pb2,
@@ -400,7 +401,7 @@ async def test_what_a_request_alone_makes_impossible_is_not_blamed_on_it(
     running, monkeypatch
 ) -> None:
     await set_global(running, add())
-    monkeypatch.setattr(tables, "MAX_EFFORT", 0)
+    monkeypatch.setattr(tables, "MAX_PLAN_COST", 0)
     refusal = await running.client.refusal(request(steer=[add(where=selector(window(0, 1)))]))
     assert refusal.message.startswith("the selectors cut the request")
 

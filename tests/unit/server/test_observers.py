@@ -179,7 +179,7 @@ async def test_an_observer_that_would_cut_a_request_to_pieces_misses_it(
 
 
 async def test_what_observers_add_to_a_plan_is_limited(starter, monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.planning.OBSERVERS_EFFORT", 3)
+    monkeypatch.setattr("rheostat_server.planning.OBSERVERS_COST", 3)
     running = await starter()
     pieces = selector(*[window(2 * n, 2 * n + 1) for n in range(2)], generated(2, 3))
     ones = [

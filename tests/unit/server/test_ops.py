@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END, Act, Band, Condition, Kind
-from rheostat_engine.plan import read, steering_of
+from rheostat_engine.plan.plan import read, steering_of
 from rheostat_server import errors
 from rheostat_server.directions import DEPENDENT
 from rheostat_wire.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
@@ -180,9 +180,9 @@ def test_the_engine_reads_every_act_as_it_was_written() -> None:
     assert table is not None
     found = steering_of(sealed)
     assert (found.acts, found.owners, found.sets) == (table.acts, table.owners, table.sets)
-    assert found.pieces.members == table.pieces.members
-    assert found.pieces.starts.tolist() == table.pieces.starts.tolist()
-    assert found.pieces.sets.tolist() == table.pieces.sets.tolist()
+    assert found.intervals.members == table.intervals.members
+    assert found.intervals.starts.tolist() == table.intervals.starts.tolist()
+    assert found.intervals.sets.tolist() == table.intervals.sets.tolist()
 
 
 @pytest.mark.parametrize(

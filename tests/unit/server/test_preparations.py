@@ -17,8 +17,8 @@ STEP = 2
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparations, "SMALL_EFFORT", 1)
-    monkeypatch.setattr(preparations, "STEP_EFFORT", STEP)
+    monkeypatch.setattr(preparations, "SMALL_PLAN_COST", 1)
+    monkeypatch.setattr(preparations, "STEP_COST", STEP)
 
 
 def large(request_id: str, scale: float = 1.0):
@@ -34,11 +34,11 @@ class Slow(ScriptedBackend):
         self.step = asyncio.Event()
         self.at_once = 0
 
-    async def prepare(self, name, plan, effort):
+    async def prepare(self, name, plan, plan_cost):
         self.at_once += 1
         assert self.at_once == 1, "the workers got two calls at the same time"
         await self.step.wait()
-        answer = await super().prepare(name, plan, effort)
+        answer = await super().prepare(name, plan, plan_cost)
         self.at_once -= 1
         return answer
 
@@ -52,7 +52,7 @@ async def test_a_large_plan_is_built_in_bounded_parts_before_its_request_starts(
     backend.step.set()
     await call
     (job,) = backend.jobs
-    assert sum(built for _, built in backend.calls) == job.plan.effort
+    assert sum(built for _, built in backend.calls) == job.plan.plan_cost
     assert len(backend.calls) > 1
     assert all(built <= STEP for _, built in backend.calls)
 

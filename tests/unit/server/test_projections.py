@@ -90,7 +90,7 @@ async def test_the_engine_gets_the_vectors_before_the_plan_that_names_them(runni
     await generate(running, "a", captures=[spec])
     assert running.backend.loaded == [digest.hex()]
     captures = running.backend.jobs[-1].plan.captures
-    assert [(one.sites, one.form.directions.rows) for one in captures] == [
+    assert [(one.sites, one.encoding.directions.rows) for one in captures] == [
         ((site(0),), (0,)),
         ((site(1),), (1,)),
     ]
@@ -191,7 +191,7 @@ async def test_readers_of_other_forms_get_what_they_asked_for(running) -> None:
     raw = capture(site_set(POST, layers=[2]))
     events = await generate(running, "a", captures=[raw])
     await one.until("end_of_request")
-    forms = {c.sites: c.form for c in running.backend.jobs[-1].plan.captures}
+    forms = {c.sites: c.encoding for c in running.backend.jobs[-1].plan.captures}
     assert {sites: form is None for sites, form in forms.items()} == {
         (site(0),): False,
         (site(1), site(2)): True,

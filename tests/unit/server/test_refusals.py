@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from rheostat_engine import tables
+from rheostat_engine.plan import tables
 from rheostat_server import errors, sampling
 from rheostat_wire.v1 import (
     capture_pb2,
@@ -366,9 +366,9 @@ def test_the_variables_of_a_chat_template_are_limited_in_bytes() -> None:
 
 def test_selectors_that_cut_a_request_into_too_many_combinations_are_refused(monkeypatch) -> None:
     steer = [add(where=selector(window(i, i + 1))) for i in range(3)]
-    monkeypatch.setattr(tables, "MAX_EFFORT", 4)
+    monkeypatch.setattr(tables, "MAX_PLAN_COST", 4)
     admitted(request(steer=steer))
-    monkeypatch.setattr(tables, "MAX_EFFORT", 3)
+    monkeypatch.setattr(tables, "MAX_PLAN_COST", 3)
     assert refused(request(steer=steer)) == (errors.InvalidValue, "steering")
 
 

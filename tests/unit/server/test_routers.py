@@ -126,7 +126,7 @@ async def test_rows_of_as_many_experts_as_the_stream_has_dimensions_come_whole(s
     parts = [event.captured.tensor for event in events if event.HasField("captured")]
     assert {tuple(part.shape)[2] for part in parts} == {WIDTH}
     assert all(
-        not one.form for capture in running.backend.jobs[0].plan.captures for one in [capture]
+        not one.encoding for capture in running.backend.jobs[0].plan.captures for one in [capture]
     )
 
 

@@ -167,8 +167,10 @@ def test_rows_leave_in_the_form_that_all_want_if_it_is_smaller(captures, expecte
         layers = tuple(
             layer for layer in range(3) if Site(Point.RESID_POST, layer).index in one.sites
         )
-        found[layers] = one.form
+        found[layers] = one.encoding
     assert found == {
-        layers: None if name is None else next(iter(resolved(0, **WANTED[name]).row_forms.values()))
+        layers: None
+        if name is None
+        else next(iter(resolved(0, **WANTED[name]).row_encodings.values()))
         for layers, name in expected.items()
     }

@@ -125,7 +125,7 @@ async def test_tokenize_gives_ids_text_and_places(running) -> None:
     )
 
 
-FORMS = SITES.block_forms
+FORMS = SITES.block_layouts
 """How the toy's blocks hold the stream."""
 
 

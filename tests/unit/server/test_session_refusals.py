@@ -275,7 +275,7 @@ async def test_updates_that_together_cost_too_much_are_refused(starter, monkeypa
     from rheostat_server import planning
 
     running, talk = await held(starter, steer=[add()])
-    monkeypatch.setattr(planning, "MAX_EFFORT", 9)
+    monkeypatch.setattr(planning, "MAX_PLAN_COST", 9)
     await talk.say(*(update(number, add(scale=2.0)) for number in range(1, 6)))
     refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason) == (4, "REASON_INVALID_VALUE")

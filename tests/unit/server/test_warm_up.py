@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rheostat_engine import Coding, Kind
+from rheostat_engine import Codec, Kind
 from rheostat_server import serve
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
@@ -58,8 +58,8 @@ async def test_one_request_of_every_kind_runs() -> None:
         assert len({getattr(one, f"{name}_penalty") for one in asked}) == 2
     assert {job.lora for job in backend.jobs} == {"", "fables"}
     assert {act.kind for job in backend.jobs for act in job.plan.acts} == set(Kind)
-    forms = [capture.form for job in backend.jobs for capture in job.plan.captures]
-    assert {form.coding for form in forms if form is not None} == set(Coding)
+    forms = [capture.encoding for job in backend.jobs for capture in job.plan.captures]
+    assert {form.codec for form in forms if form is not None} == set(Codec)
     assert any(form is not None and form.directions is not None for form in forms)
     assert None in forms
 

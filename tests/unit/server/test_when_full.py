@@ -258,12 +258,12 @@ async def test_every_sample_has_room_for_what_it_decides_by_its_tokens(starter) 
     call = running.client.generation.Generate(both)
     await until(lambda: len(running.backend.jobs) == 6)
     # Three samples, three baselines, and the three that compare them.
-    assert running.host.ledger.used("ruled_pieces") == 9
+    assert running.host.ledger.used("ruled_intervals") == 9
     assert running.host.ledger.used("token_rules") == 1
     running.backend.hold.set()
     assert kinds(await rest(call))[-1] == "receipt"
     await settled(running)
-    assert running.host.ledger.used("ruled_pieces") == 0
+    assert running.host.ledger.used("ruled_intervals") == 0
 
 
 async def test_the_first_in_line_is_weighed_again_only_when_enough_came_free(starter) -> None:

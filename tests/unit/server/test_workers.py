@@ -305,7 +305,7 @@ ACT = Act(Kind.NORM_ADD, (bytes(32),), ((4, (0,)),), ((0, OPEN_END),), scale=0.5
 async def test_an_update_reaches_every_worker_as_a_plan(firsts, first) -> None:
     backend, asked = backend_with([{"first": one, "error": ""} for one in firsts])
     assert await backend.update("r#0@1", Plan("", (ACT,)), 5) == first
-    assert asked == [("rheostat_update", "r#0@1", Plan("r#0@1", (ACT,)).to_wire(), 5)]
+    assert asked == [("rheostat_update_steering", "r#0@1", Plan("r#0@1", (ACT,)).to_wire(), 5)]
 
 
 @pytest.mark.parametrize(

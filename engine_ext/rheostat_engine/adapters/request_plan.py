@@ -1,0 +1,73 @@
+"""Plans of vLLM's requests, as the scheduler needs them.
+
+Invariant: a plan is read once for each request. A request whose plan can't be read shares no block
+and captures nothing. The scheduler does not raise, because the worker fails the request.
+"""
+
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+from vllm.v1.request import Request
+
+from rheostat_engine.plan.acts import OPEN_END
+from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
+from rheostat_engine.plan.plan import (
+    EXTRA_ARG,
+    EncodedTable,
+    ReceivedPlan,
+    captures_of,
+    read,
+    steering_of,
+)
+from rheostat_engine.plan.tables import CaptureTable
+
+_ATTRIBUTE = "_rheostat_carried"
+
+
+class RequestPlan(NamedTuple):
+    """The parts of a request's plan that the prefix cache depends on."""
+
+    keys: BlockKeys
+    """Keys of its blocks."""
+    captures: CaptureTable | None
+    """Its captures; None if it has none."""
+
+    @property
+    def first_captured(self) -> int:
+        """See `CaptureTable.first`; `OPEN_END`: nothing is captured."""
+        return OPEN_END if self.captures is None else self.captures.first
+
+
+_BLOCKS: WeakValueDictionary[bytes, SteeredBlocks] = WeakValueDictionary()
+"""Keys of blocks by the digest of a table of acts; requests with the table share them."""
+
+
+def request_plan(request: Request) -> RequestPlan | None:
+    """Reads a request's plan, once; None if it has none."""
+    if _ATTRIBUTE not in request.__dict__:
+        request.__dict__[_ATTRIBUTE] = _read(request)
+    plan: RequestPlan | None = request.__dict__[_ATTRIBUTE]
+    return plan
+
+
+def _read(request: Request) -> RequestPlan | None:
+    params = request.sampling_params
+    wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
+    if wire is None:
+        return None
+    try:
+        plan = read(wire)
+        captures = None if plan.captures is None else captures_of(plan.captures)
+        return RequestPlan(BlockKeys(plan, _blocks(plan.acts)), captures)
+    except ValueError:
+        private = ReceivedPlan(request.request_id, 0, 0, None, None)
+        return RequestPlan(BlockKeys(private, None), None)
+
+
+def _blocks(encoded: EncodedTable | None) -> SteeredBlocks | None:
+    if encoded is None:
+        return None
+    blocks = _BLOCKS.get(encoded.digest)
+    if blocks is None:
+        blocks = _BLOCKS[encoded.digest] = SteeredBlocks(steering_of(encoded))
+    return blocks

@@ -1,0 +1,1 @@
+"""What workers report to the server, and how it gets there."""

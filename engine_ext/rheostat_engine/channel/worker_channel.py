@@ -1,0 +1,374 @@
+"""The server's end of the side channel: frames from all workers become events of requests.
+
+Order
+    A request's events are delivered in order. Events other than rows wait until every reporting
+    worker has sent them. So no row comes before `Installed` or after `Released`.
+Failures
+    If an event fails, the error is logged and counted, and its request receives `Dropped`. Later
+    events are unaffected. A frame that can't be read is logged and skipped. Rows that can't be read
+    are lost and counted.
+Cost
+    Rows are copied out of the workers' memory once, and only while the event loop accepts frames.
+    vLLM's step outputs are not involved.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import zmq
+
+from rheostat_engine.channel.events import (
+    Attached,
+    AttachedHead,
+    Dose,
+    Dropped,
+    Event,
+    Head,
+    Installed,
+    InstalledHead,
+    Released,
+    ReleasedHead,
+    RowArray,
+    Rows,
+    RowsHead,
+    copy_arrays,
+    decode_head,
+    lost_rows,
+    split_rows,
+)
+from rheostat_engine.channel.staging import StagingError, StagingReader, readers_of
+from rheostat_engine.settings import EngineSettings
+
+_LOG = logging.getLogger(__name__)
+
+_FRAMES = 16
+"""Frames that may wait for the event loop. Then the workers wait, and at last lose rows and report
+it."""
+
+_PATIENCE = 0.2
+"""Seconds between two checks for a stop, while the event loop accepts no frame."""
+
+_EVENTS_PER_TURN = 64
+"""Events that are delivered in one turn of the event loop. A frame may hold thousands, and other
+clients' tokens must not wait for all of them."""
+
+_COPIERS = 4
+"""Threads that copy large frames out of the workers' memory. One is slower than a device."""
+
+_LARGE = 1 << 20
+"""Bytes for which a thread is worth its cost."""
+
+
+class EventMerger:
+    """Merges the reports of several workers about a request."""
+
+    def __init__(
+        self, ranks: int, copies: Callable[[Sequence[RowArray]], list[RowArray]] = copy_arrays
+    ) -> None:
+        """No worker has reported anything.
+
+        Args:
+            ranks: the number of workers that report.
+            copies: copies arrays.
+        """
+        self._ranks = ranks
+        self._copies = copies
+        self._names: dict[int, dict[int, str]] = {}
+        self._installed: dict[str, list[str]] = {}
+        self._attached: dict[tuple[str, int], list[AttachedHead]] = {}
+        self._early: dict[str, list[Rows]] = {}
+        self._released: dict[str, list[ReleasedHead]] = {}
+        self._lost: dict[tuple[int, int], Counter[int]] = {}
+        """Rows by site that were sent and then lost, by worker and its number of the request."""
+
+    def feed(self, head: Head, rows: bytes | memoryview = b"") -> list[Event]:
+        """Merges a frame and returns the events that it completes.
+
+        Args:
+            head: the frame's head.
+            rows: the rows that it describes, which the events copy.
+
+        Raises:
+            LookupError, OverflowError, ValueError: the frame is malformed.
+        """
+        if isinstance(head, RowsHead):
+            if head.lost:
+                return self._lose(head)
+            names = self._names[head.rank]
+            return self._pass_on(split_rows(head, rows, names, self._copies))
+        if isinstance(head, InstalledHead):
+            return self._install(head)
+        if isinstance(head, AttachedHead):
+            return self._attach(head)
+        return self._release(head)
+
+    def skip(self, head: Head | None) -> list[Event]:
+        """The events that replace a frame that `feed` refused, so that no reader waits for it.
+
+        Args:
+            head: its head; None if the head can't be read.
+        """
+        if isinstance(head, RowsHead):
+            with contextlib.suppress(LookupError, OverflowError, ValueError):
+                return self._lose(head)
+        if isinstance(head, ReleasedHead):
+            nothing = Released(head.request_id, (), False, {}, 0, 0, (0, 0))
+            return [Dropped(nothing)]
+        return []
+
+    def _pass_on(self, rows: list[Rows]) -> list[Event]:
+        ready: list[Event] = []
+        for event in rows:
+            if event.request_id in self._installed:
+                self._early.setdefault(event.request_id, []).append(event)
+            else:
+                ready.append(event)
+        return ready
+
+    def _lose(self, head: RowsHead) -> list[Event]:
+        for number, rows in lost_rows(head).items():
+            self._lost.setdefault((head.rank, number), Counter()).update(rows)
+        return []
+
+    def _install(self, head: InstalledHead) -> list[Event]:
+        self._names.setdefault(head.rank, {})[head.number] = head.request_id
+        errors = self._installed.setdefault(head.request_id, [])
+        errors.append(head.error)
+        if len(errors) < self._ranks:
+            return []
+        del self._installed[head.request_id]
+        error = next(filter(None, errors), "")
+        return [Installed(head.request_id, error), *self._early.pop(head.request_id, [])]
+
+    def _attach(self, head: AttachedHead) -> list[Event]:
+        key = head.request_id, head.change
+        heads = self._attached.setdefault(key, [])
+        heads.append(head)
+        if len(heads) < self._ranks:
+            return []
+        del self._attached[key]
+        error = next((head.error for head in heads if head.error), "")
+        return [Attached(*key, max(head.first for head in heads), error)]
+
+    def _release(self, head: ReleasedHead) -> list[Event]:
+        del self._names[head.rank][head.number]
+        head = _corrected(head, self._lost.pop((head.rank, head.number), Counter()))
+        heads = self._released.setdefault(head.request_id, [])
+        heads.append(head)
+        if len(heads) < self._ranks:
+            return []
+        del self._released[head.request_id]
+        captured: dict[int, int] = {}
+        for head in heads:
+            captured.update(head.captured)
+        first = heads[0]
+        return [
+            Released(
+                request_id=head.request_id,
+                doses=tuple(sorted(Dose(*dose) for head in heads for dose in head.doses)),
+                measured=all(head.measured for head in heads),
+                captured=captured,
+                lost_rows=sum(head.lost_rows for head in heads),
+                preemptions=max(head.preemptions for head in heads),
+                computed=first.computed,
+                recomputed=first.recomputed,
+            )
+        ]
+
+
+def _corrected(head: ReleasedHead, lost: Counter[int]) -> ReleasedHead:
+    """The last report of a worker, without the rows that were lost after they were counted."""
+    if not lost:
+        return head
+    left = {site: count - lost[site] for site, count in head.captured.items()}
+    return msgspec.structs.replace(
+        head,
+        captured={site: count for site, count in left.items() if count > 0},
+        lost_rows=head.lost_rows + lost.total(),
+    )
+
+
+class EventQueue:
+    """Delivers events on the event loop, in order, a bounded number in each turn of the loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[Event], None],
+        frame_done: Callable[[], None],
+    ) -> None:
+        """An empty queue.
+
+        Args:
+            loop: the loop on which all methods are called.
+            deliver: receives each event.
+            frame_done: called once for each frame, after its last event.
+        """
+        self.failed = 0
+        """Events that `deliver` raised an exception for."""
+        self._loop = loop
+        self._deliver = deliver
+        self._frame_done = frame_done
+        self._waiting: deque[Event | None] = deque()
+        self._scheduled = False
+
+    def put(self, events: Sequence[Event]) -> None:
+        """Adds a frame's events."""
+        self._waiting.extend(events)
+        self._waiting.append(None)
+        if not self._scheduled:
+            self._turn()
+
+    def _turn(self) -> None:
+        for _ in range(min(_EVENTS_PER_TURN, len(self._waiting))):
+            event = self._waiting.popleft()
+            if event is None:
+                self._frame_done()
+            else:
+                self._hand_over(event)
+        self._scheduled = bool(self._waiting)
+        if self._scheduled:
+            self._loop.call_soon(self._turn)
+
+    def _hand_over(self, event: Event) -> None:
+        try:
+            self._deliver(event)
+        except Exception:  # any error, because later events belong to other requests
+            self.failed += 1
+            _LOG.exception(
+                "an event of %s could not be processed, the %d. since the start",
+                event.request_id,
+                self.failed,
+            )
+            if not isinstance(event, Dropped):
+                self._hand_over(Dropped(event))
+
+
+class WorkerChannel:
+    """Receives from the workers on a thread of its own; hands events to an event loop."""
+
+    def __init__(self, settings: EngineSettings, *, ranks: int) -> None:
+        """Binds `settings.channel`.
+
+        Raises:
+            zmq.ZMQError: the address can't be bound.
+        """
+        self._merger = EventMerger(ranks, self._copies)
+        self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="rheostat-copy")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, _FRAMES)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(settings.channel)
+        except zmq.ZMQError:
+            self._context.destroy()  # left to the garbage collector, it would wait for its socket
+            raise
+        self._address = settings.channel
+        self._stop_address = f"inproc://stop-{id(self):x}"
+        self._stop = self._context.socket(zmq.PAIR)
+        self._stop.bind(self._stop_address)
+        self._thread: threading.Thread | None = None
+        self._free_frames = threading.Semaphore(_FRAMES)
+        self._areas: dict[int, StagingReader] = {}
+
+    def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
+        """Maps the memory of captured rows, before the first rows come.
+
+        Args:
+            reports: the answers of all workers to `rheostat_describe`.
+
+        Raises:
+            StagingError: a worker's memory can't be reached.
+        """
+        self._areas = readers_of(reports)
+
+    def start(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
+        """Starts to call `deliver` on `loop` for every event.
+
+        If `deliver` raises, it is called again with `Dropped`, which names the event.
+        """
+        events = EventQueue(loop, deliver, self._free_frames.release)
+        self._thread = threading.Thread(
+            target=self._receive, args=(loop, events), name="rheostat-channel", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops receiving and frees the address."""
+        if self._thread is not None:
+            self._stop.send(b"")
+            self._thread.join()
+            self._thread = None
+        self._socket.close()
+        self._stop.close()
+        self._context.term()
+        self._copiers.shutdown()
+        self._areas = {}
+        if self._address.startswith("ipc://"):
+            path = self._address.removeprefix("ipc://")
+            if os.path.exists(path):
+                os.unlink(path)
+
+    def _receive(self, loop: asyncio.AbstractEventLoop, events: EventQueue) -> None:
+        stop = self._context.socket(zmq.PAIR)
+        stop.connect(self._stop_address)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(stop, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if stop in ready:
+                    return
+                frame = self._socket.recv_multipart()
+                while not self._free_frames.acquire(timeout=_PATIENCE):
+                    if stop.poll(0):
+                        return
+                loop.call_soon_threadsafe(events.put, self._events_of(frame))
+        except RuntimeError:
+            _LOG.info("the event loop has closed; the side channel stops")
+            stop.recv()
+        finally:
+            stop.close()
+
+    def _events_of(self, frame: list[bytes]) -> list[Event]:
+        head = None
+        try:
+            (data,) = frame
+            head = decode_head(data)
+            if isinstance(head, RowsHead):
+                return self._rows_of(head)
+            return self._merger.feed(head)
+        except (msgspec.MsgspecError, LookupError, OverflowError, ValueError):
+            _LOG.exception("a frame of the side channel is malformed and was skipped")
+            return self._merger.skip(head)
+
+    def _copies(self, arrays: Sequence[RowArray]) -> list[RowArray]:
+        if len(arrays) < _COPIERS or sum(array.nbytes for array in arrays) < _COPIERS * _LARGE:
+            return copy_arrays(arrays)
+        shares = [arrays[first::_COPIERS] for first in range(_COPIERS)]
+        copies: list[RowArray] = [*arrays]
+        for first, share in enumerate(self._copiers.map(copy_arrays, shares)):
+            copies[first::_COPIERS] = share
+        return copies
+
+    def _rows_of(self, head: RowsHead) -> list[Event]:
+        """The events of a frame of rows, whose range is freed even if the frame is malformed."""
+        if head.staging_range is None:
+            return self._merger.feed(head.without_rows)
+        try:
+            if head.rank not in self._areas:
+                raise StagingError(f"the memory of worker {head.rank} was never attached")
+            with self._areas[head.rank].taken(head.staging_range) as rows:
+                return self._merger.feed(head, rows)
+        except (StagingError, MemoryError):
+            _LOG.exception("captured rows could not be read and are lost")
+            return self._merger.feed(head.without_rows)

@@ -1,0 +1,1 @@
+"""What is done to a request, as data: no torch and no vLLM."""

@@ -1,0 +1,149 @@
+"""Keys of the prefix cache: digests of the acts that touch each block of tokens.
+
+The KV of a token depends on every act at or before it. vLLM chains a block's hash on the hash of
+the block before it. A block's own key therefore covers only the acts on its own tokens. A block
+that no act touches gets no key, so blocks before the first act keep vLLM's own hashes. A key costs
+as much as the acts that begin or end in its block. Requests with equal acts share their keys.
+
+Invariant: two requests with equal tokens find each other's blocks exactly if equal content acts in
+equal order at equal positions. Blocks whose acts depend on when the request runs are private.
+"""
+
+import hashlib
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
+
+from rheostat_engine.plan.acts import OPEN_END, Act, Kind
+from rheostat_engine.plan.plan import Plan, ReceivedPlan
+from rheostat_engine.plan.tables import SteeringTable
+
+
+class _Clause(NamedTuple):
+    number: int
+    """Its number in the table."""
+    act: int
+    """Index of its act."""
+    condition: bytes
+    """Digest of the condition under which it holds; empty if it always holds."""
+
+
+class SteeredBlocks:
+    """Digests of the acts on blocks, for all requests with a table of acts."""
+
+    def __init__(self, table: SteeringTable) -> None:
+        """Encodes the acts of `table` once."""
+        self._contents = [hashlib.sha256(_content(act)).digest() for act in table.acts]
+        self._kinds = [act.kind for act in table.acts]
+        clauses = [
+            _Clause(
+                number,
+                owner.act,
+                b"" if owner.tokens is None else _condition(table.sets[owner.tokens], owner.among),
+            )
+            for number, owner in enumerate(table.owners)
+        ]
+        strong = {owner.act for owner in table.owners if table.acts[owner.act].strong}
+        self._starts = table.intervals.starts.tolist()
+        self._sets = table.intervals.sets.tolist()
+        self._members = [
+            tuple(clauses[i] for i in members if clauses[i].act in strong)
+            for members in table.intervals.members
+        ]
+        self._whole: dict[tuple[int, int], bytes] = {}
+        self._fragmented: dict[tuple[int, int], bytes] = {}
+        """Digests by position, because all samples of a request have the same blocks."""
+
+    def touching(self, start: int, end: int) -> bytes:
+        """Digest of the acts on positions [start, end); empty if no act touches them."""
+        first = bisect_right(self._starts, start) - 1
+        last = bisect_left(self._starts, end)
+        if last - first > 1:
+            block = start, end
+            if block not in self._fragmented:
+                self._fragmented[block] = self._touching(first, last, start, end)
+            return self._fragmented[block]
+        whole = self._sets[first], end - start
+        if whole not in self._whole:
+            self._whole[whole] = self._touching(first, last, start, end)
+        return self._whole[whole]
+
+    def _touching(self, first: int, last: int, start: int, end: int) -> bytes:
+        """Digest of the acts on a block, from intervals `first` to `last`."""
+        edges: dict[_Clause, list[int]] = {}
+        for interval in range(first, last):
+            begins = max(self._starts[interval], start) - start
+            ends = (
+                self._starts[interval + 1] if interval + 1 < len(self._starts) else OPEN_END
+            ) - start
+            for clause in self._members[self._sets[interval]]:
+                positions = edges.setdefault(clause, [])
+                if positions and positions[-1] == begins:
+                    positions.pop()
+                else:
+                    positions.append(begins)
+                positions.append(min(ends, end - start))
+        acts = [
+            (
+                self._kinds[act],
+                self._contents[act] + b"".join(_tokens(c, edges[c]) for c in clauses),
+            )
+            for act, clauses in groupby(sorted(edges), attrgetter("act"))
+        ]
+        parts: list[bytes] = []
+        for kind, neighbours in groupby(acts, itemgetter(0)):
+            encoded = [part for _, part in neighbours]
+            parts += sorted(encoded) if kind is Kind.ADD else encoded
+        if not parts:
+            return b""
+        digest = hashlib.sha256(b"rheostat block 3")
+        for part in parts:
+            digest.update(struct.pack("<q", len(part)) + part)
+        return digest.digest()
+
+
+class BlockKeys:
+    """The keys of one request."""
+
+    def __init__(self, plan: Plan | ReceivedPlan, steered: SteeredBlocks | None) -> None:
+        """Keys for a request with a plan; `steered` is None if the plan has no acts."""
+        self._steered = steered
+        self._epoch = struct.pack("<q", plan.epoch)
+        self._private_from = plan.private_from
+        self._nonce = plan.request_id
+        self._keys: dict[bytes, str] = {}
+
+    def key(self, start: int, end: int) -> str | None:
+        """The key of the block [start, end); None if no act touches it."""
+        if self._private_from is not None and end > self._private_from:
+            return f"private {self._nonce}"
+        touching = b"" if self._steered is None else self._steered.touching(start, end)
+        if not touching:
+            return None
+        if touching not in self._keys:
+            self._keys[touching] = hashlib.sha256(touching + self._epoch).hexdigest()
+        return self._keys[touching]
+
+
+def _content(act: Act) -> bytes:
+    parts = [
+        struct.pack("<qqd?", act.kind, len(act.vectors), act.scale, act.orthogonal),
+        *act.vectors,
+        *(struct.pack("<ddd", *band) for band in act.bands),
+        struct.pack("<q", len(act.rows)),
+        act.site_rows.sites.tobytes(),
+        act.site_rows.rows.tobytes(),
+    ]
+    return b"".join(parts)
+
+
+def _condition(tokens: bytes, among: bool) -> bytes:
+    return hashlib.sha256(struct.pack("<?", among) + tokens).digest()
+
+
+def _tokens(clause: _Clause, edges: Sequence[int]) -> bytes:
+    """The tokens of a block at which a clause holds, counted from the block's start."""
+    return clause.condition + struct.pack(f"<{1 + len(edges)}q", len(edges), *edges)

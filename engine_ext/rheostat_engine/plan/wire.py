@@ -1,0 +1,242 @@
+"""The tables of a plan as bytes, because vLLM passes bytes on without reading or copying them.
+
+Invariants: the cost of reading a table depends on its acts, captures and different sets, and not on
+its intervals. `steering_from` and `captures_from` return only tables that admission could have
+made. For all other bytes they raise a `ValueError` that names the field. Nothing is executed or
+unpickled.
+"""
+
+import math
+from collections.abc import Sequence
+from operator import lt
+from typing import Annotated, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine.plan.acts import OPEN_END, Act, Band, Capture, Kind, SiteRows
+from rheostat_engine.plan.composition import Owner
+from rheostat_engine.plan.intervals import Intervals
+from rheostat_engine.plan.row_encodings import ITEM_BYTES, Codec, Directions, RowEncoding
+from rheostat_engine.plan.tables import CaptureTable, SteeringTable
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Read = TypeVar("_Read", bound=msgspec.Struct)
+
+
+class _Intervals(msgspec.Struct):
+    starts: bytes
+    sets: bytes
+    members: tuple[tuple[_Number, ...], ...]
+
+
+class _Act(msgspec.Struct):
+    kind: Kind
+    vectors: tuple[_Digest, ...]
+    sites: bytes
+    rows: bytes
+    scale: float = 1.0
+    bands: tuple[tuple[float | None, float | None, float], ...] = ()
+    orthogonal: bool = False
+
+
+class _Steering(msgspec.Struct):
+    acts: tuple[_Act, ...]
+    owners: tuple[tuple[_Number, _Number | None, bool], ...]
+    intervals: _Intervals
+    sets: tuple[bytes, ...] = ()
+
+
+class _Encoding(msgspec.Struct):
+    codec: Codec
+    dtype: str = ""
+    kept: _Number = 0
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    vectors: tuple[_Number, ...] = ()
+    rows: tuple[_Number, ...] = ()
+
+
+class _Captures(msgspec.Struct):
+    captures: tuple[tuple[tuple[_Number, ...], _Number | None], ...]
+    intervals: _Intervals
+    encodings: tuple[_Encoding, ...] = ()
+    digests: tuple[_Digest, ...] = ()
+
+
+def steering_to(table: SteeringTable) -> bytes:
+    """The bytes of a table of acts."""
+    acts = []
+    for act in table.acts:
+        sites, rows = (_bytes(part) for part in (act.site_rows.sites, act.site_rows.rows))
+        plain = _Act(act.kind, act.vectors, sites, rows, act.scale, (), act.orthogonal)
+        plain.bands = tuple(
+            (_finite(band.low), _finite(band.high), band.strength) for band in act.bands
+        )
+        acts.append(plain)
+    owners = tuple((owner.act, owner.tokens, owner.among) for owner in table.owners)
+    intervals = _intervals_to(table.intervals)
+    return msgspec.msgpack.encode(_Steering(tuple(acts), owners, intervals, table.sets))
+
+
+def steering_from(wire: bytes) -> SteeringTable:
+    """Reads the table that `steering_to` wrote.
+
+    Raises:
+        ValueError: the bytes are no table of acts.
+    """
+    plain = _decoded(wire, _Steering)
+    acts = tuple(map(_act_from, plain.acts))
+    for act in acts:
+        _check(act)
+    owners = tuple(Owner(*fields) for fields in plain.owners)
+    for owner in owners:
+        if owner.act >= len(acts):
+            raise ValueError(f"this is no plan: there is no act {owner.act}")
+        if owner.tokens is not None and owner.tokens >= len(plain.sets):
+            raise ValueError(f"this is no plan: there is no set {owner.tokens} of token ids")
+    for tokens in plain.sets:
+        ids = _int32(tokens, "token ids")
+        if not len(ids) or ids[0] < 0 or (np.diff(ids) <= 0).any():
+            raise ValueError("this is no plan: token ids are missing or not ascending")
+    intervals = _intervals_from(plain.intervals, len(owners))
+    for members in intervals.members:
+        acts_there = [owners[i].act for i in members]
+        if len(set(acts_there)) < len(acts_there):
+            raise ValueError("this is no plan: conditions of an act overlap")
+    return SteeringTable(acts, owners, plain.sets, intervals)
+
+
+def captures_to(table: CaptureTable) -> bytes:
+    """The bytes of a table of captures."""
+    encodings = list(
+        dict.fromkeys(
+            capture.encoding for capture in table.captures if capture.encoding is not None
+        )
+    )
+    numbers = {encoding: number for number, encoding in enumerate(encodings)}
+    digests: dict[bytes, int] = {}
+    wires = []
+    for encoding in encodings:
+        wire = _Encoding(encoding.codec, encoding.dtype, encoding.kept, encoding.seed)
+        if encoding.directions is not None:
+            vectors = encoding.directions.vectors
+            wire.vectors = tuple(digests.setdefault(digest, len(digests)) for digest in vectors)
+            wire.rows = encoding.directions.rows
+        wires.append(wire)
+    captures = tuple(
+        (capture.sites, None if capture.encoding is None else numbers[capture.encoding])
+        for capture in table.captures
+    )
+    intervals = _intervals_to(table.intervals)
+    return msgspec.msgpack.encode(_Captures(captures, intervals, tuple(wires), tuple(digests)))
+
+
+def captures_from(wire: bytes) -> CaptureTable:
+    """Reads the table that `captures_to` wrote.
+
+    Raises:
+        ValueError: the bytes are no table of captures.
+    """
+    plain = _decoded(wire, _Captures)
+    encodings = [_encoding_from(wire, plain.digests) for wire in plain.encodings]
+    captures = []
+    for sites, number in plain.captures:
+        if not _ascending(sites):
+            raise ValueError("this is no plan: sites are not ascending")
+        if number is not None and number >= len(encodings):
+            raise ValueError(f"this is no plan: there is no encoding {number}")
+        captures.append(Capture(sites, (), None if number is None else encodings[number]))
+    return CaptureTable(tuple(captures), _intervals_from(plain.intervals, len(captures)))
+
+
+def _decoded(wire: bytes, kind: type[_Read]) -> _Read:
+    try:
+        return msgspec.msgpack.decode(wire, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"this is no plan: {error}") from error
+
+
+def _intervals_to(intervals: Intervals) -> _Intervals:
+    return _Intervals(_bytes(intervals.starts), _bytes(intervals.sets), intervals.members)
+
+
+def _intervals_from(plain: _Intervals, clauses: int) -> Intervals:
+    starts, sets = _int32(plain.starts, "positions"), _int32(plain.sets, "sets")
+    if len(starts) != len(sets) or not len(starts):
+        raise ValueError("this is no plan: intervals and sets don't fit")
+    if starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] >= OPEN_END:
+        raise ValueError("this is no plan: positions are not ascending from 0")
+    if sets.min() < 0 or sets.max() >= len(plain.members):
+        raise ValueError("this is no plan: an interval names a set that is missing")
+    for members in plain.members:
+        if not _ascending(members) or (members and members[-1] >= clauses):
+            raise ValueError("this is no plan: a set is not ascending, or names a missing member")
+    return Intervals(starts, sets, plain.members)
+
+
+def _bytes(numbers: npt.NDArray[np.int32]) -> bytes:
+    return numbers.astype("<i4", copy=False).tobytes()
+
+
+def _int32(data: bytes, name: str) -> npt.NDArray[np.int32]:
+    if len(data) % 4:
+        raise ValueError(f"this is no plan: {name} are torn")
+    return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+
+
+def _act_from(plain: _Act) -> Act:
+    bands = tuple(
+        Band(-math.inf if low is None else low, math.inf if high is None else high, strength)
+        for low, high, strength in plain.bands
+    )
+    sites, rows = _int32(plain.sites, "sites"), _int32(plain.rows, "rows")
+    if not plain.vectors or len(rows) != len(sites) * len(plain.vectors):
+        raise ValueError(f"this is no plan: {plain.kind.name}: rows and vectors don't fit")
+    if (np.diff(sites) <= 0).any() or (sites < 0).any() or (rows < 0).any():
+        raise ValueError(
+            f"this is no plan: {plain.kind.name}: its sites are not ascending, or it names a row "
+            "below 0"
+        )
+    site_rows = SiteRows(sites, rows.reshape(len(sites), len(plain.vectors)))
+    return Act(plain.kind, plain.vectors, site_rows, (), plain.scale, bands, plain.orthogonal)
+
+
+def _encoding_from(plain: _Encoding, digests: Sequence[bytes]) -> RowEncoding:
+    if (plain.codec is Codec.CAST) != (plain.dtype in ITEM_BYTES) or plain.seed >= 1 << 64:
+        raise ValueError(f"this is no plan: {plain.codec.name}: its type or seed is invalid")
+    if len(plain.vectors) != len(plain.rows) or any(i >= len(digests) for i in plain.vectors):
+        raise ValueError(f"this is no plan: {plain.codec.name}: directions and vectors don't fit")
+    directions = None
+    if plain.vectors:
+        directions = Directions(tuple(digests[i] for i in plain.vectors), plain.rows)
+    return RowEncoding(plain.codec, plain.dtype, plain.kept, plain.seed, directions)
+
+
+def _finite(bound: float) -> float | None:
+    return bound if math.isfinite(bound) else None
+
+
+def _check(act: Act) -> None:
+    """Raises ValueError for an act that no admission would have let through."""
+    problem = ""
+    if act.kind is Kind.PULL and len(act.bands) != len(act.vectors):
+        problem = "bands and vectors don't fit"
+    elif act.kind is not Kind.PULL and (len(act.vectors) != 1 or act.bands):
+        problem = "it takes one vector and no bands"
+    elif not math.isfinite(act.scale):
+        problem = "its scale is not finite"
+    elif not all(_possible(band) for band in act.bands):
+        problem = "a band is empty or its strength not finite"
+    if problem:
+        raise ValueError(f"this is no plan: {act.kind.name}: {problem}")
+
+
+def _possible(band: Band) -> bool:
+    nonempty = band.low <= band.high and band.low < math.inf and band.high > -math.inf
+    return nonempty and math.isfinite(band.strength)
+
+
+def _ascending(numbers: Sequence[int]) -> bool:
+    return all(map(lt, numbers, numbers[1:]))

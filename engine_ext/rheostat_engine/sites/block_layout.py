@@ -1,0 +1,60 @@
+"""How a decoder block holds the stream: the result of the probe, from which sites are installed.
+
+Invariant: a layout describes how the block behaved when it ran, never what its class name suggests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import nn
+
+from rheostat_engine.plan.points import Point
+
+
+class StreamLayout(StrEnum):
+    """How blocks pass the stream on."""
+
+    PAIR = "pair"
+    """(hidden, residual), whose sum is the stream."""
+    SINGLE = "single"
+    """One tensor, which is the stream."""
+
+
+class SiteError(Exception):
+    """The model's sites can't be found or verified; the text says which sites and why."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The tensor that attention or the MLP adds to the stream."""
+
+    module: nn.Module | None
+    """The module that returns it. None, with pairs: the first of the two parts that enter the mid
+    norm or leave the block."""
+    gain: float = 1.0
+    """The factor by which the block multiplies it before the addition."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The layout of a decoder block. A missing point is None, and refused with a reason."""
+
+    stream_layout: StreamLayout
+    mid: nn.Module | None
+    """The module whose input is the stream after attention: with pairs the norm of both parts, else
+    the next module."""
+    attention: Branch | None
+    mlp: Branch | None
+    refused: Mapping[Point, str] = field(default_factory=dict)
+    """Why points are missing."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder block in the module tree."""
+
+    layer: int
+    module: nn.Module
+    attention: tuple[nn.Module, ...]
+    """Its layers with KV or state."""

@@ -1,0 +1,1 @@
+"""What a worker does for requests in each step; no vLLM."""

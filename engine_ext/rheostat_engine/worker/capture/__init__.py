@@ -1,0 +1,1 @@
+"""Captures in force, and the ring that their rows are copied to."""

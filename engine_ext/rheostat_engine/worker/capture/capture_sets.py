@@ -1,0 +1,190 @@
+"""Tables of captures in the worker, each built once for all requests that share it.
+
+Invariants: a table keeps its site sets and function as long as a request uses the table. At the end
+of a request, its tables and its last position give the number of rows that it selected, even if its
+captures were updated.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine.plan.acts import OPEN_END
+from rheostat_engine.plan.plan import EncodedTable, captures_of
+from rheostat_engine.plan.tables import MAX_CAPTURE_COST, CaptureTable, count
+from rheostat_engine.worker.capture.site_sets import SiteSets
+from rheostat_engine.worker.state.position_functions import Functions, Int64, Segment
+from rheostat_engine.worker.state.site_slots import SiteSlots
+from rheostat_engine.worker.transport.row_encodings import RowEncodings
+
+
+@dataclass(eq=False)
+class CaptureSet:
+    """The site sets and the function of a table, which its requests share."""
+
+    digest: bytes
+    table: CaptureTable
+    site_sets: list[int]
+    """The site set of each set of captures in the table."""
+    function: int
+    """The site set of each interval."""
+    captured: npt.NDArray[np.bool_]
+    """[sets, sites]: whether a set captures at a site of this worker."""
+    users: int = 0
+
+    def rows(self, start: int, end: int) -> Int64:
+        """Rows that it selects at positions [start, end), [sites]."""
+        positions = count(self.table.intervals, start, max(start, end))
+        used = np.flatnonzero(positions)
+        rows: Int64 = positions[used] @ self.captured[used]
+        return rows
+
+
+@dataclass
+class RequestCaptures:
+    """The captures of one request."""
+
+    parts: list[tuple[int, CaptureSet | None]] = field(default_factory=list)
+    """(First position, captures), ascending by position; None captures nothing."""
+    _counted: Int64 | None = None
+    """[sites]: rows that earlier parts selected."""
+
+    @property
+    def sets(self) -> Iterator[CaptureSet]:
+        """The tables that it uses."""
+        return (table for _, table in self.parts if table is not None)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The function from each position on; empty if nothing is captured."""
+        if not any(self.sets):
+            return []
+        begun = [] if not self.parts[0][0] else [Segment(0, 0)]
+        return begun + [
+            Segment(first, table.function if table else 0) for first, table in self.parts
+        ]
+
+    def change(
+        self, first: int, new: CaptureSet | None, computed: tuple[int, int]
+    ) -> list[CaptureSet]:
+        """Replaces the captures from a position on; returns the tables that are no longer used.
+
+        A computed position is never captured again. Parts that end before the last computed
+        position are therefore only counted, so that a request holds little, however often its
+        captures change.
+
+        Args:
+            first: the position.
+            new: the new captures; None captures nothing.
+            computed: [start, end) positions that have been computed.
+        """
+        start, end = computed
+        kept: list[tuple[int, CaptureSet | None]] = []
+        dropped: list[CaptureSet] = []
+        for (begin, table), (stop, _) in pairwise([*self.parts, (first, None)]):
+            stop = min(stop, first)
+            if begin < stop and end < stop:
+                kept.append((begin, table))
+            elif table is not None:
+                self._count(table.rows(max(begin, start), stop))
+                dropped.append(table)
+        self.parts = [*kept, (first, new)]
+        return dropped
+
+    def rows(self, start: int, end: int) -> Int64 | None:
+        """Rows that are selected at positions [start, end), [sites]; None: nothing ever was."""
+        for (begin, table), (stop, _) in pairwise([*self.parts, (OPEN_END, None)]):
+            if table is not None:
+                self._count(table.rows(max(begin, start), min(stop, end)))
+        self.parts = []
+        return self._counted
+
+    def _count(self, rows: Int64) -> None:
+        self._counted = rows if self._counted is None else self._counted + rows
+
+
+class CaptureSets:
+    """The tables of captures that are in use."""
+
+    def __init__(
+        self,
+        site_sets: SiteSets,
+        encodings: RowEncodings,
+        site_slots: SiteSlots,
+        present: frozenset[int],
+    ) -> None:
+        """There is none.
+
+        Args:
+            site_sets: the distinct sets of sites.
+            encodings: the encodings of rows.
+            site_slots: the slots of the model's sites.
+            present: the slots of the sites in this rank's part of the model.
+        """
+        self.functions = Functions()
+        self.built = 0
+        """The cost of all that was built since the start."""
+        self._site_sets = site_sets
+        self._encodings = encodings
+        self._site_slots = site_slots
+        self._present = np.isin(np.arange(site_slots.count), list(present))
+        self._used: dict[bytes, CaptureSet] = {}
+
+    def cost(self, captures: EncodedTable | None) -> int:
+        """The cost of `use` for a table; 0 if the table is in use.
+
+        Raises:
+            ValueError: the bytes are no table.
+        """
+        if captures is None or captures.digest in self._used:
+            return 0
+        return captures_of(captures).plan_cost
+
+    def use(self, captures: EncodedTable) -> CaptureSet:
+        """Adds a use of a table.
+
+        Raises:
+            ValueError: the bytes are no table, or name sites that the model cannot have.
+        """
+        built = self._used.get(captures.digest)
+        if built is None:
+            built = self._build(captures.digest, captures_of(captures))
+            self._used[captures.digest] = built
+        built.users += 1
+        return built
+
+    def release(self, built: CaptureSet) -> None:
+        """Ends one use."""
+        built.users -= 1
+        if not built.users:
+            del self._used[built.digest]
+            self.functions.drop(built.function)
+            self._site_sets.release(built.site_sets)
+
+    def _build(self, digest: bytes, table: CaptureTable) -> CaptureSet:
+        if table.plan_cost > MAX_CAPTURE_COST:
+            raise ValueError(f"captures are too fragmented: their cost is over {MAX_CAPTURE_COST}")
+        slots = [self._site_slots.to_slots(capture.sites) for capture in table.captures]
+        encodings = [self._encodings.acquire(capture.encoding) for capture in table.captures]
+        sets = np.zeros((len(table.intervals.members), self._site_slots.count), np.int16)
+        holders: list[list[int]] = [[] for _ in slots]
+        for number, members in enumerate(table.intervals.members):
+            for member in members:
+                holders[member].append(number)
+        for numbers, at, encoding in zip(holders, slots, encodings, strict=True):
+            where = np.ix_(np.array(numbers, np.int64), at[self._present[at]])
+            earlier = sets[where]
+            # If captures want a site in different encodings, its rows leave raw.
+            sets[where] = np.where((earlier == 0) | (earlier == encoding + 1), encoding + 1, 1)
+        site_sets = self._site_sets.acquire(sets)
+        for encoding in encodings:  # their site sets use them now
+            self._encodings.release(encoding)
+        function = 0
+        if any(site_sets):
+            values = np.array(site_sets, np.int32)[table.intervals.sets]
+            function = self.functions.add(table.intervals.starts, values)
+        self.built += table.plan_cost
+        return CaptureSet(digest, table, site_sets, function, sets > 0)

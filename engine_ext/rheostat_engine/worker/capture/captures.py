@@ -1,0 +1,228 @@
+"""Captures in force: selects the rows of the current step that are copied to the ring.
+
+Invariants: the row of a position is sent once, even if it is computed again after a preemption.
+Rows that do not fit into the ring are counted as lost.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rheostat_engine.channel.events import RowsHead
+from rheostat_engine.plan.plan import EncodedTable
+from rheostat_engine.plan.row_encodings import RAW_KEY
+from rheostat_engine.worker.capture.capture_sets import CaptureSets, RequestCaptures
+from rheostat_engine.worker.capture.request_progress import RequestProgress
+from rheostat_engine.worker.capture.ring import (
+    Region,
+    Ring,
+    RingLayout,
+    RowBlocks,
+    cut_row_blocks,
+    lay_out,
+)
+from rheostat_engine.worker.capture.site_sets import SiteSets
+from rheostat_engine.worker.state.position_functions import Int64, Requests
+from rheostat_engine.worker.state.site_slots import SiteSlots
+from rheostat_engine.worker.transport.row_encodings import REFUSED, RowEncodings
+from rheostat_engine.worker.transport.row_sender import Group, RowSender
+
+
+@dataclass(frozen=True)
+class _Captured:
+    region: Region
+    head: RowsHead
+    groups: list[Group]
+
+
+class Copying(NamedTuple):
+    """The rows that a step copies."""
+
+    blocks: RowBlocks
+    base: npt.NDArray[np.int32]
+    """[B, sites]: see `Compact`."""
+    sites: npt.NDArray[np.bool_]
+    """[sites]: whether rows are copied at a site."""
+
+    @property
+    def columns(self) -> tuple[npt.NDArray[np.int32], ...]:
+        """The columns of a `Compact`: block and order of each token, and the base."""
+        return self.blocks.token_block, self.blocks.token_order, self.base
+
+
+class Captures:
+    """The captures of all requests."""
+
+    def __init__(
+        self,
+        ring: torch.Tensor,
+        row_sender: RowSender,
+        encodings: RowEncodings,
+        *,
+        site_slots: SiteSlots,
+        present: frozenset[int],
+        rank: int,
+    ) -> None:
+        """Nothing is in force.
+
+        Args:
+            ring: [ring rows, W].
+            row_sender: sends rows.
+            encodings: the encodings of rows.
+            site_slots: the slots of the model's sites.
+            present: the slots of the sites in this rank's part of the model.
+            rank: this worker's rank.
+        """
+        self.captured_rows = 0
+        self.lost_rows = 0
+        self.plain_rows = 0
+        """Rows that left raw although an encoding was requested."""
+        self.encodings = encodings
+        self._rows = ring
+        self.row_sender = row_sender
+        self.rank = rank
+        self._ring = Ring(ring.shape[0])
+        self._site_sets = SiteSets(site_slots.numbers, encodings)
+        self.sets = CaptureSets(self._site_sets, encodings, site_slots, present)
+        self._requests = Requests(self.sets.functions)
+        self._pending: _Captured | None = None
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory of the ring."""
+        return self._rows.nbytes
+
+    def put(
+        self,
+        number: int,
+        captures: EncodedTable | None,
+        current: RequestCaptures | None = None,
+        *,
+        first: int = 0,
+        computed: tuple[int, int] = (0, 0),
+    ) -> RequestCaptures:
+        """Puts a table of captures in force.
+
+        Args:
+            number: the request's number.
+            captures: the table; None captures nothing.
+            current: the request's present captures, which the table replaces; None if it has none.
+            first: the position from which on the table replaces them.
+            computed: [start, end) positions of the request that have been computed.
+
+        Raises:
+            ValueError: the bytes are no table, or name sites that the model cannot have; nothing
+                has changed then.
+        """
+        new = None if captures is None else self.sets.use(captures)
+        selected = current or RequestCaptures()
+        for dropped in selected.change(first, new, computed):
+            self.sets.release(dropped)
+        self._requests.put(number, selected.segments)
+        return selected
+
+    def drop(
+        self, number: int, current: RequestCaptures, computed: tuple[int, int]
+    ) -> Int64 | None:
+        """Takes a request's captures out of force.
+
+        Args:
+            number: the request's number.
+            current: its captures.
+            computed: [start, end) positions that have been computed.
+
+        Returns:
+            Rows that were selected of them at this worker's sites, [sites]; None: nothing ever was.
+        """
+        self._requests.drop(number)
+        sets = list(current.sets)
+        rows = current.rows(*computed)
+        for built in sets:
+            self.sets.release(built)
+        return rows
+
+    def begin(self, numbers: Int64, positions: Int64, progress: RequestProgress) -> Copying | None:
+        """Reserves ring rows for the current step; returns None if nothing is copied.
+
+        Args:
+            numbers: request number of each token, [n].
+            positions: position of each token, [n].
+            progress: the progress of each request before this step.
+        """
+        if not len(self._requests):
+            return None
+        site_sets = self._requests.lookup(numbers, positions)[0][:, 0]
+        site_sets = np.where(positions >= progress.computed_end[numbers], site_sets, 0)
+        if not site_sets.any():
+            return None
+        blocks = cut_row_blocks(numbers, site_sets, positions)
+        layout = lay_out(blocks, self._site_sets.table, self._free_rows())
+        copied = layout.base >= 0
+        fits: npt.NDArray[np.bool_] = np.logical_or.reduce(copied, axis=1)
+        if not fits.all():
+            progress.lose(blocks, ~fits, self._site_sets.table.ranks)
+            self.lost_rows += int(layout.rows[~fits].sum())
+        total = layout.total
+        self.captured_rows += total
+        if not total:
+            return None
+        region = self._ring.reserve(total)
+        self._pending = _Captured(region, *self._described(blocks, layout))
+        base = np.where(copied, layout.base + region.start, 0).astype(np.int32)
+        return Copying(blocks, base, np.logical_or.reduce(copied, axis=0))
+
+    def end(self) -> None:
+        """Sends the rows of the forward pass, once the pass has been launched."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        rows = self._rows[pending.region.start : pending.region.end]
+        fence = self.row_sender.send_rows(pending.head, rows, pending.groups)
+        if fence is not None:
+            self._ring.leaves(pending.region, fence)
+
+    def _free_rows(self) -> int:
+        row = self._rows.shape[1] * self._rows.dtype.itemsize
+        return min(self._ring.capacity, self.row_sender.free_bytes // row)
+
+    def _described(self, blocks: RowBlocks, layout: RingLayout) -> tuple[RowsHead, list[Group]]:
+        """The labels of a step's rows, and their encodings, in row order."""
+        table = self._site_sets.table
+        block, encoding = layout.part_block, layout.part_encoding
+        count = table.counts.shape[1]
+        kinds, which = np.unique(
+            blocks.site_set[block].astype(np.int64) * count + encoding, return_inverse=True
+        )
+        used, of_part = np.unique(encoding, return_inverse=True)
+        rows = np.bincount(of_part, layout.part_rows).astype(np.int64)
+        groups = [
+            Group(self.encodings[number], size)
+            for number, size in zip(used.tolist(), rows.tolist(), strict=True)
+        ]
+        row_bytes = self._rows.shape[1] * self._rows.dtype.itemsize
+        self.plain_rows += int(layout.part_rows[encoding == REFUSED].sum())
+        head = RowsHead(
+            rank=self.rank,
+            dtype=str(self._rows.dtype).removeprefix("torch."),
+            width=self._rows.shape[1],
+            site_sets=[self._site_sets.sites_of(*divmod(kind, count)) for kind in kinds.tolist()],
+            number=_int64(blocks.request[block]),
+            which=_int64(which),
+            start=_int64(blocks.start[block]),
+            count=_int64(blocks.count[block]),
+            encodings=[
+                (RAW_KEY, row_bytes)
+                if group.encoding is None
+                else (group.encoding.key, group.encoding.row_bytes)
+                for group in groups
+            ],
+            encoding_of=np.searchsorted(used, kinds % count).tolist(),
+        )
+        return head, groups
+
+
+def _int64(values: npt.NDArray[np.integer]) -> bytes:
+    return values.astype("<i8").tobytes()

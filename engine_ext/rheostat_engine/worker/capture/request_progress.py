@@ -1,0 +1,114 @@
+"""The progress of requests, and counts for their last report, as arrays by request number.
+
+Invariant: advancing a batch takes a few numpy calls, and no work per token.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine.channel.events import ReleasedHead
+from rheostat_engine.plan.acts import OPEN_END
+from rheostat_engine.worker.capture.ring import RowBlocks
+from rheostat_engine.worker.state.position_functions import Int64
+
+
+class RequestProgress:
+    """Progress and counts of every request with a plan."""
+
+    def __init__(self) -> None:
+        """Has only number 0, which stands for requests without a plan."""
+        self.computed_start: Int64 = np.zeros(1, np.int64)
+        """First position that was computed."""
+        self.computed_end: Int64 = np.zeros(1, np.int64)
+        """One past the highest position that was ever computed."""
+        self.computed_tokens: Int64 = np.zeros(1, np.int64)
+        """Tokens computed. A token that is computed again counts again."""
+        self.preemptions: Int64 = np.zeros(1, np.int64)
+        """Preemptions."""
+        self.cached_tokens_recomputed: Int64 = np.zeros(1, np.int64)
+        """Cached tokens that are computed again, because they are captured."""
+        self._lost: dict[int, Int64] = {}
+        """[sites]: rows that did not fit into the ring, by request number."""
+
+    def make_room(self, numbers: int) -> None:
+        """Grows the arrays to `numbers` numbers."""
+        missing = numbers - len(self.computed_end)
+        if missing <= 0:
+            return
+        grow = max(missing, len(self.computed_end))
+        self.computed_start = np.pad(self.computed_start, (0, grow))
+        self.computed_end = np.pad(self.computed_end, (0, grow))
+        self.computed_tokens = np.pad(self.computed_tokens, (0, grow))
+        self.preemptions = np.pad(self.preemptions, (0, grow))
+        self.cached_tokens_recomputed = np.pad(self.cached_tokens_recomputed, (0, grow))
+
+    def start(self, number: int, cached_tokens_recomputed: int) -> None:
+        """Gives the number to a request, which computes so many cached tokens again."""
+        self.computed_start[number] = OPEN_END
+        self.computed_end[number] = 0
+        self.computed_tokens[number] = 0
+        self.preemptions[number] = 0
+        self.cached_tokens_recomputed[number] = cached_tokens_recomputed
+        self._lost.pop(number, None)
+
+    def advance(self, numbers: Int64, start: Int64, end: Int64) -> None:
+        """The requests compute positions [start, end) in this step."""
+        self.computed_start[numbers] = np.minimum(self.computed_start[numbers], start)
+        self.computed_end[numbers] = np.maximum(self.computed_end[numbers], end)
+        self.computed_end[0] = 0
+        self.computed_tokens[numbers] += end - start
+
+    def lose(
+        self, blocks: RowBlocks, lost: npt.NDArray[np.bool_], site_set_ranks: npt.NDArray[np.int32]
+    ) -> None:
+        """Counts blocks that did not fit into the ring.
+
+        Args:
+            blocks: the step's blocks.
+            lost: [b]: whether a block is lost.
+            site_set_ranks: [site sets, sites]: at least 0 if the set has the site.
+        """
+        numbers, site_sets = blocks.request[lost], blocks.site_set[lost]
+        counts = blocks.count[lost]
+        for number in np.unique(numbers).tolist():
+            own = numbers == number
+            rows = counts[own] @ (site_set_ranks[site_sets[own]] >= 0)
+            self._lost[number] = self._lost.get(number, 0) + rows
+
+    def span(self, number: int) -> tuple[int, int]:
+        """[start, end) positions that were computed of a request."""
+        start, end = int(self.computed_start[number]), int(self.computed_end[number])
+        return min(start, end), end
+
+    def released(
+        self, number: int, request_id: str, rank: int, selected: Int64 | None, *, measured: bool
+    ) -> ReleasedHead:
+        """The last report of a request, without its doses.
+
+        Args:
+            number: the request's number.
+            request_id: the server's name of the request.
+            rank: this worker's rank.
+            selected: [sites]: rows that its captures selected at this worker's sites; None: none.
+            measured: whether all changed rows were measured.
+        """
+        start, end = self.span(number)
+        again = int(self.computed_tokens[number]) - (end - start)
+        captured: dict[int, int] = {}
+        lost = self._lost.pop(number, None)
+        if selected is not None:
+            sent = selected if lost is None else selected - lost
+            sites = np.flatnonzero(sent > 0)
+            captured = dict(zip(sites.tolist(), sent[sites].tolist(), strict=True))
+        return ReleasedHead(
+            rank=rank,
+            number=number,
+            request_id=request_id,
+            doses=[],
+            measured=measured,
+            captured=captured,
+            lost_rows=0 if lost is None else int(lost.sum()),
+            preemptions=int(self.preemptions[number]),
+            computed=(start, end),
+            recomputed=again + min(int(self.cached_tokens_recomputed[number]), end - start),
+        )

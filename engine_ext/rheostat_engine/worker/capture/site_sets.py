@@ -1,0 +1,157 @@
+"""The distinct sets of sites that are captured, with reference counts.
+
+Invariants: site set 0 captures nothing. A site set, with the encodings that it uses, exists as long
+as it has users. Clients therefore can't make the table grow beyond the site sets in use. Adding or
+removing many site sets costs a few numpy calls for all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine.worker.transport.row_encodings import RowEncodings
+
+Int16 = npt.NDArray[np.int16]
+
+
+class SiteSetTable(NamedTuple):
+    """The sites of each site set."""
+
+    ranks: npt.NDArray[np.int32]
+    """[site sets, sites]: rank of a site among those of the set in its encoding; -1: none."""
+    encodings: npt.NDArray[np.int32]
+    """[site sets, sites]: encoding of its rows."""
+    counts: npt.NDArray[np.int32]
+    """[site sets, encodings]: sites in each encoding."""
+
+
+@dataclass
+class _Entry:
+    number: int
+    users: int
+
+
+class SiteSets:
+    """Numbers for sets of sites."""
+
+    def __init__(self, numbers: npt.NDArray[np.int64], encodings: RowEncodings) -> None:
+        """Only site set 0 exists.
+
+        Args:
+            numbers: [slots]: the index of the site of each slot.
+            encodings: the encodings of rows.
+        """
+        self._encodings = encodings
+        self._numbers = numbers
+        sites = len(numbers)
+        self.table = SiteSetTable(
+            np.full((1, sites), -1, np.int32),
+            np.zeros((1, sites), np.int32),
+            np.zeros((1, 1), np.int32),
+        )
+        self._entries: dict[bytes, _Entry] = {}
+        self._contents: dict[int, bytes] = {}
+        self._free: list[int] = []
+        self._sites: dict[tuple[int, int], list[int]] = {}
+        """Results of `sites_of`."""
+
+    def __len__(self) -> int:
+        """Site sets in use, without site set 0."""
+        return len(self._entries)
+
+    def acquire(self, sets: Int16) -> list[int]:
+        """Adds a use of each set; returns their numbers, 0 for an empty set.
+
+        Args:
+            sets: [n, sites]: 0 if a site is not captured, else 1 + the number of the encoding of
+                its rows.
+        """
+        numbers: list[int] = []
+        fresh: list[int] = []
+        empty = bytes(sets.shape[1] * sets.itemsize)
+        for index, site_set in enumerate(sets):
+            content = site_set.tobytes()
+            if content == empty:
+                numbers.append(0)
+                continue
+            entry = self._entries.get(content)
+            if entry is None:
+                entry = self._entries[content] = _Entry(self._free_number(), 0)
+                self._contents[entry.number] = content
+                fresh.append(index)
+            entry.users += 1
+            numbers.append(entry.number)
+        if fresh:
+            self._write([numbers[index] for index in fresh], sets[fresh])
+        return numbers
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """Ends one use of each site set."""
+        unused = []
+        for number in numbers:
+            if number == 0:
+                continue
+            content = self._contents[number]
+            entry = self._entries[content]
+            entry.users -= 1
+            if not entry.users:
+                del self._contents[number], self._entries[content]
+                unused.append(number)
+        if not unused:
+            return
+        self._free += unused
+        counts = self.table.counts
+        for encoding, times in enumerate((counts[unused] > 0).sum(axis=0).tolist()):
+            self._encodings.release(encoding, times)
+            for number in unused:
+                self._sites.pop((number, encoding), None)
+        counts[unused] = 0
+        self._shrink()
+
+    def sites_of(self, number: int, encoding: int) -> list[int]:
+        """The indices of the sites of a site set that have an encoding, ascending."""
+        sites = self._sites.get((number, encoding))
+        if sites is None:
+            ranks, encodings, _ = self.table
+            wanted = (ranks[number] >= 0) & (encodings[number] == encoding)
+            sites = self._sites[number, encoding] = self._numbers[wanted].tolist()
+        return sites
+
+    def _write(self, numbers: Sequence[int], sets: Int16) -> None:
+        """Writes new sets to the table."""
+        last = int(sets.max())
+        missing = last - self.table.counts.shape[1]
+        if missing > 0:
+            counts = np.pad(self.table.counts, ((0, 0), (0, missing)))
+            self.table = self.table._replace(counts=counts)
+        ranks, encodings, counts = self.table
+        ranks[numbers], counts[numbers] = -1, 0
+        encodings[numbers] = np.maximum(sets - 1, 0)
+        for encoding in np.unique(sets[sets > 0]).tolist():
+            captured = sets == encoding
+            rank = np.cumsum(captured, axis=1, dtype=np.int32) - 1
+            ranks[numbers] = np.where(captured, rank, ranks[numbers])
+            counts[numbers, encoding - 1] = captured.sum(axis=1)
+            self._encodings.hold(encoding - 1, int(captured.any(axis=1).sum()))
+
+    def _shrink(self) -> None:
+        """Removes the columns of encodings that no site set has any more."""
+        used = np.flatnonzero(self.table.counts.any(axis=0))
+        last = 1 + int(used[-1]) if len(used) else 1
+        if last < self.table.counts.shape[1]:
+            self.table = self.table._replace(counts=self.table.counts[:, :last].copy())
+
+    def _free_number(self) -> int:
+        if not self._free:
+            ranks, encodings, counts = self.table
+            count = len(ranks)
+            self.table = SiteSetTable(
+                np.pad(ranks, ((0, count), (0, 0)), constant_values=-1),
+                np.pad(encodings, ((0, count), (0, 0))),
+                np.pad(counts, ((0, count), (0, 0))),
+            )
+            self._free = list(range(2 * count - 1, count - 1, -1))
+        return self._free.pop()

@@ -1,0 +1,80 @@
+"""A step's compact instructions, and their expansion to one instruction per token and site.
+
+Invariant: the host sends five integers per token and one row per captured block, however many sites
+there are. The device computes the rest.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rheostat_engine.worker.state.buffers import Buffers
+
+COLUMNS = 5
+"""Integers of a token: the columns of `Compact` without `base`."""
+
+
+class Compact(NamedTuple):
+    """The instructions of a step by token."""
+
+    slot: npt.NDArray[np.int32]
+    """[T]: slot of the bank; under a rule the first of the interval's variants."""
+    dose_slot: npt.NDArray[np.int32]
+    """[T]: slot to which measurements are added."""
+    rule: npt.NDArray[np.int32]
+    """[T]: rule about token ids; 0: none."""
+    block: npt.NDArray[np.int32]
+    """[T]: captured block, from 1; 0: not captured."""
+    order: npt.NDArray[np.int32]
+    """[T]: index within the block."""
+    base: npt.NDArray[np.int32] | None
+    """[B, sites]: ring row of the block's first token at each site, 0: not captured there."""
+
+    @classmethod
+    def padded(cls, *columns: npt.NDArray[np.int32] | None, tokens: int) -> "Compact":
+        """Pads all columns but the last to `tokens`. None: nothing is captured."""
+        *short, base = columns
+        padded = np.zeros((COLUMNS, tokens), np.int32)
+        for row, column in zip(padded, short, strict=True):
+            if column is not None:
+                row[: len(column)] = column
+        slot, dose_slot, rule, block, order = padded
+        return cls(slot, dose_slot, rule, block, order, base)
+
+
+class Instructions(NamedTuple):
+    """The tensors on the device from which the instructions are expanded."""
+
+    packed: torch.Tensor
+    """[5, T] int32: the rows of `Compact`."""
+    ids: torch.Tensor | None
+    """[T or more] int32: input token ids; None if no rule applies."""
+    bits: torch.Tensor
+    """[rules, vocabulary] uint8; this and the next as in `TokenRules`."""
+    variants: torch.Tensor
+    """[variants, 2] int32."""
+    code_of: torch.Tensor
+    """[sites, slots] int32, the bank's."""
+    base: torch.Tensor | None
+    """[B, sites] int32; None if nothing is captured."""
+
+
+def expand_reference(step: Instructions, buffers: Buffers) -> None:
+    """code[s, t] = code_of[s, slot[t]]; cap_row[s, t] = base[block[t]-1, s] + order[t] or 0."""
+    slot, dose_slot, rule, block, order = step.packed.long()
+    count = len(slot)
+    if step.ids is not None:
+        ruled = rule > 0
+        names = torch.where(ruled, step.ids[:count].long(), 0)  # ids of padding may be anything
+        variant = torch.where(ruled, slot + step.bits[rule, names].long(), 0)
+        slot = torch.where(ruled, step.variants[variant, 0].long(), slot)
+        dose_slot = torch.where(ruled, step.variants[variant, 1].long(), dose_slot)
+    buffers.code[:, :count] = step.code_of[:, slot]
+    buffers.dose_slot[:count] = dose_slot.int()
+    buffers.cap_row[:, :count] = 0
+    if step.base is not None:
+        start = step.base[(block - 1).clamp(min=0)].T
+        wanted = (start > 0) & (block > 0)
+        buffers.cap_row[:, :count] = torch.where(wanted, start + order, 0).int()

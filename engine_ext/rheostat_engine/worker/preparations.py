@@ -1,0 +1,104 @@
+"""Preparations: tables that are built before the first request that uses them.
+
+Why before
+    A worker adds a request in the step that first schedules it, and the whole step waits. The
+    server therefore lets workers build expensive tables between earlier steps. Each call builds a
+    bounded part. The server starts the request once its tables are complete.
+
+Invariant: the tables of a preparation stay until the preparation is released by its name.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rheostat_engine.plan.plan import EncodedTable, read
+from rheostat_engine.worker.capture.capture_sets import CaptureSet
+from rheostat_engine.worker.capture.captures import Captures
+from rheostat_engine.worker.steering.built_tables import BuiltTable
+from rheostat_engine.worker.steering.steering import Steering
+from rheostat_engine.worker.steering.vectors import BankError
+
+
+class Prepared(NamedTuple):
+    """The state of a preparation."""
+
+    done: bool
+    """Whether the tables are complete."""
+    error: str
+    """The reason why they cannot be built; empty if they can. After an error, nothing is used."""
+
+
+@dataclass
+class _Preparation:
+    captures: CaptureSet | None = None
+    acts: EncodedTable | None = None
+    """Acts whose table has not been read."""
+    built_table: BuiltTable | None = None
+
+
+class Preparations:
+    """The preparations of a worker, by the server's names."""
+
+    def __init__(self, steering: Steering, captures: Captures | None) -> None:
+        """There is none.
+
+        Args:
+            steering: acts in force.
+            captures: captures in force; None on a rank that doesn't report.
+        """
+        self._steering = steering
+        self._captures = captures
+        self._preparations: dict[str, _Preparation] = {}
+
+    def __len__(self) -> int:
+        """The number of preparations."""
+        return len(self._preparations)
+
+    def build_part(self, name: str, wire: object, budget: int) -> Prepared:
+        """Builds a part of a plan's tables.
+
+        Args:
+            name: of the preparation.
+            wire: `Plan.to_wire` of a plan with the tables; ignored if the preparation exists.
+            budget: the cost after which it stops.
+        """
+        try:
+            if name not in self._preparations:
+                plan = read(wire)
+                self._preparations[name] = _Preparation(acts=plan.acts)
+                budget -= self._use_captures(self._preparations[name], plan.captures)
+            preparation = self._preparations[name]
+            if preparation.acts is not None and budget > 0:
+                budget -= self._use_acts(preparation, preparation.acts)
+            if preparation.built_table is not None and budget > 0:
+                self._steering.built_tables.build(preparation.built_table, budget)
+            complete = preparation.built_table is None or preparation.built_table.work is None
+            return Prepared(preparation.acts is None and complete, "")
+        except (BankError, ValueError) as error:
+            self.release(name)
+            return Prepared(True, str(error))
+
+    def release(self, name: str) -> None:
+        """Releases a preparation; nothing if there is none with the name."""
+        preparation = self._preparations.pop(name, None)
+        if preparation is None:
+            return
+        if preparation.built_table is not None:
+            self._steering.built_tables.release(preparation.built_table)
+        if preparation.captures is not None and self._captures is not None:
+            self._captures.sets.release(preparation.captures)
+
+    def _use_captures(self, preparation: _Preparation, captures: EncodedTable | None) -> int:
+        """Builds the table of captures at once; returns the cost."""
+        if captures is None or self._captures is None:
+            return 0
+        sets = self._captures.sets
+        cost = sets.cost(captures)
+        preparation.captures = sets.use(captures)
+        return cost
+
+    def _use_acts(self, preparation: _Preparation, acts: EncodedTable) -> int:
+        """Reads the table of acts; returns the cost."""
+        preparation.built_table = self._steering.use(acts)
+        preparation.acts = None
+        return preparation.built_table.table.read_cost

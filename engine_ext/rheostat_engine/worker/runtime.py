@@ -1,0 +1,407 @@
+"""The requests of a worker that have a plan, and what each step does for them.
+
+Invariants: nothing that a client sends can raise here. If a plan can't be put in force, the worker
+reports `Installed` with an error, and the server fails the request before its first token. The
+cost of a request beside its tables is small, and equal for all requests.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rheostat_engine.channel.events import AttachedHead, Head, InstalledHead, ReleasedHead
+from rheostat_engine.plan.acts import OPEN_END
+from rheostat_engine.plan.plan import EncodedTable, name_of, read
+from rheostat_engine.plan.tables import STEP_COST
+from rheostat_engine.worker.capture.capture_sets import RequestCaptures
+from rheostat_engine.worker.capture.captures import Captures
+from rheostat_engine.worker.capture.request_progress import RequestProgress
+from rheostat_engine.worker.expander import Expander
+from rheostat_engine.worker.instructions import Compact
+from rheostat_engine.worker.preparations import Preparations
+from rheostat_engine.worker.state.buffers import Buffers
+from rheostat_engine.worker.state.position_functions import Int64
+from rheostat_engine.worker.state.site_slots import SiteSlots
+from rheostat_engine.worker.steering.steering import RequestSteering, Steering
+from rheostat_engine.worker.steering.vectors import BankError
+from rheostat_engine.worker.transport.event_sender import Frame
+from rheostat_engine.worker.transport.row_sender import RowSender
+
+_LOG = logging.getLogger(__name__)
+
+_REQUEST_COST = 20
+"""The cost of updating the captures of a request, beside its table."""
+
+
+class Batch(NamedTuple):
+    """The batch that a runner is about to run, in its order."""
+
+    request_ids: Sequence[str]
+    """vLLM's ids."""
+    computed: npt.NDArray[np.integer]
+    """[r]: tokens that are already computed: the position of the first scheduled one."""
+    scheduled: npt.NDArray[np.integer]
+    """[r]: tokens that are scheduled."""
+    padded_tokens: int
+    """Tokens that the forward pass runs, padding included."""
+    input_ids: torch.Tensor
+    """[padded_tokens or more] int32, on the device."""
+
+
+class CapturesUpdate(NamedTuple):
+    """The captures of a request from its next step on."""
+
+    number: int
+    """The server's number of the update. It replaces an update that still waits."""
+    wire: object
+    """`Plan.to_wire` of a plan with the captures."""
+    not_before: int = 0
+    """The first position that the update may update."""
+
+
+class UpdateResult(NamedTuple):
+    """The result of updating the steering of a running request."""
+
+    first: int
+    """First position to which it applies; -1: this worker has no such request."""
+    error: str
+    """Why the update failed; empty if it did not."""
+
+
+@dataclass
+class _Request:
+    name: str
+    number: int
+    steering: RequestSteering
+    captures: RequestCaptures
+
+
+class _Removed(NamedTuple):
+    request: _Request
+    head: ReleasedHead
+
+
+class SiteRuntime:
+    """Plans in force on this worker, and the step at hand."""
+
+    def __init__(
+        self,
+        *,
+        buffers: Buffers,
+        steering: Steering,
+        captures: Captures | None,
+        expander: Expander,
+        row_sender: RowSender | None,
+        rank: int,
+        site_slots: SiteSlots,
+        sites: frozenset[int],
+        name_of: Callable[[str], str],
+    ) -> None:
+        """Joins the parts.
+
+        Args:
+            buffers: the buffers that the sites read.
+            steering: acts in force.
+            captures: captures in force; None on a rank that doesn't report.
+            expander: writes the step's instructions.
+            row_sender: sends events; None on a rank that doesn't report.
+            rank: this worker's rank.
+            site_slots: the slot of each site in the tables.
+            sites: the slots of the sites in this rank's part of the model.
+            name_of: the server's name of a request, from vLLM's id.
+        """
+        self.preparations = Preparations(steering, captures)
+        self.buffers = buffers
+        self.steering = steering
+        self.captures = captures
+        self.steps: dict[str, int] = {"plain": 0, "active": 0}
+        self._expander = expander
+        self._row_sender = row_sender
+        self._rank = rank
+        self._requests: dict[str, _Request] = {}
+        self._ids: dict[str, str] = {}
+        self._site_slots = site_slots
+        self._name_of = name_of
+        self._updates: dict[str, CapturesUpdate] = {}
+        self._scanned: Sequence[str] | None = None
+        """Request ids of the last batch scanned for pending updates; None forces a scan."""
+        self._removed: list[_Removed] = []
+        self._numbers_free: list[int] = []
+        self._numbers_made = 0
+        self._present = np.isin(np.arange(buffers.sites), list(sites))
+        self._progress = RequestProgress()
+        self._last_ids: Sequence[str] = ()
+        self._last_numbers: Int64 = np.zeros(0, np.int64)
+
+    @property
+    def requests(self) -> int:
+        """Requests whose plan is in force."""
+        return len(self._requests)
+
+    def add_request(self, request_id: str, wire: object, cached_tokens_recomputed: int = 0) -> None:
+        """Adds a request that is scheduled for the first time, and puts its plan in force.
+
+        Nothing happens if the request exists already because it was preempted.
+
+        Args:
+            request_id: vLLM's id.
+            wire: the bytes of `Plan.to_wire`.
+            cached_tokens_recomputed: tokens in the prefix cache that are computed for its captures.
+        """
+        if request_id in self._requests:
+            return
+        name = name_of(wire)
+        if name is None:
+            _LOG.error(
+                "the plan of request %s has no name, so no error can be reported", request_id
+            )
+            return
+        problem = ""
+        try:
+            plan = read(wire)
+            request = self._make_request(name, plan.acts, plan.captures, cached_tokens_recomputed)
+        except (BankError, ValueError) as error:
+            problem = str(error)
+            request = self._make_request(name, None, None, cached_tokens_recomputed)
+        self._enter(request_id, request, problem)
+
+    def update_steering(self, name: str, wire: object, not_before: int) -> UpdateResult:
+        """Replaces the acts of a running request from its next step on.
+
+        Args:
+            name: the request's name in its plan.
+            wire: `Plan.to_wire` of a plan with the new acts.
+            not_before: the first position that may change.
+        """
+        request = self._requests.get(self._ids.get(name, ""))
+        if request is None:
+            return UpdateResult(-1, "")
+        first = max(int(self._progress.computed_end[request.number]), not_before)
+        try:
+            steering = self.steering.set_acts(
+                request.number, read(wire).acts, request.steering, first
+            )
+        except (BankError, ValueError) as error:
+            return UpdateResult(first, str(error))
+        request.steering = steering
+        return UpdateResult(first, "")
+
+    def update_captures(self, updates: Mapping[str, CapturesUpdate | None]) -> None:
+        """Replaces the captures of requests, each from its next step on.
+
+        An `AttachedHead` reports the position from which on they apply. A request without a plan is
+        added in that step. If vLLM has not scheduled a request yet, its update waits.
+
+        Args:
+            updates: updates by the server's name of the request; None discards a waiting update.
+        """
+        for name, update in updates.items():
+            if update is None:
+                self._updates.pop(name, None)
+            else:
+                self._updates[name] = update
+        self._scanned = None
+
+    def preempt(self, request_id: str) -> None:
+        """Counts a preemption, after which the request is computed again."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._progress.preemptions[request.number] += 1
+
+    def remove_request(self, request_id: str) -> None:
+        """Frees the resources of a finished request, which `send_released` reports."""
+        if self._updates:
+            name = self._name(request_id)
+            update = self._updates.pop(name, None)
+            if update is not None:
+                self._send(AttachedHead(self._rank, 0, name, update.number, OPEN_END, ""))
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._ids.pop(request.name, None)
+        self.steering.remove(request.number, request.steering)
+        rows = None
+        if self.captures is not None:
+            span = self._progress.span(request.number)
+            rows = self.captures.drop(request.number, request.captures, span)
+        head = self._progress.released(
+            request.number, request.name, self._rank, rows, measured=request.steering.measured
+        )
+        self._last_ids = ()
+        self._removed.append(_Removed(request, head))
+
+    def send_released(self) -> None:
+        """Reports all removed requests, with one copy of their measurements from the device.
+
+        Releases a part of the unused tables, too.
+        """
+        self.steering.built_tables.collect(STEP_COST)
+        if not self._removed:
+            return
+        removed, self._removed = self._removed, []
+        measured = self.steering.take_out([request.steering for request, _ in removed])
+        heads = [self._numbered(head) for _, head in removed]
+        self._numbers_free += [request.number for request, _ in removed]
+        if self._row_sender is None:
+            return
+        if measured is None:
+            for head in heads:
+                self._send(head)
+            return
+
+        def finish(measured: torch.Tensor) -> Sequence[Head]:
+            values, start, finished = measured.numpy(), 0, []
+            for (request, _), head in zip(removed, heads, strict=True):
+                end = start + sum(slots.count for slots in request.steering.dose_slots)
+                doses = request.steering.read(values[:, start:end])
+                finished.append(msgspec.structs.replace(head, doses=doses))
+                start = end
+            return finished
+
+        unmeasured = [msgspec.structs.replace(head, measured=False) for head in heads]
+        self._row_sender.send_measured(measured, finish, unmeasured)
+
+    def _numbered(self, head: ReleasedHead) -> ReleasedHead:
+        """The head with the indices of sites instead of their slots."""
+        numbers = self._site_slots.numbers
+        captured = {int(numbers[slot]): rows for slot, rows in head.captured.items()}
+        return msgspec.structs.replace(head, captured=captured)
+
+    def begin(self, batch: Batch) -> None:
+        """Writes the instructions of the next forward pass; `end` must follow the pass."""
+        if self._updates:
+            self._apply_updates(batch)
+        numbers = self._numbers(batch.request_ids) if self._requests else None
+        if numbers is None or not numbers.any():
+            self.steps["plain"] += 1
+            return
+        scheduled = batch.scheduled.astype(np.int64)
+        computed = batch.computed.astype(np.int64)
+        ends = np.cumsum(scheduled)
+        token_number = np.repeat(numbers, scheduled)
+        positions = np.arange(ends[-1]) + np.repeat(computed - ends + scheduled, scheduled)
+        steered = self.steering.lookup(token_number, positions)
+        copying = None
+        if self.captures is not None:
+            copying = self.captures.begin(token_number, positions, self._progress)
+        self._progress.advance(numbers, computed, computed + scheduled)
+        mask = steered.sites if copying is None else steered.sites | copying.sites
+        mask = mask & self._present
+        if not mask.any():
+            self.steps["plain"] += 1
+            return
+        self.steps["active"] += 1
+        captured = (None, None, None) if copying is None else copying.columns
+        columns = (steered.slot, steered.dose_slot, steered.rule, *captured)
+        self._expander.write(Compact.padded(*columns, tokens=batch.padded_tokens), batch.input_ids)
+        self.buffers.active.set(mask)
+
+    def end(self) -> None:
+        """Sends captured rows, once the forward pass has been launched; no site stays active."""
+        self.buffers.active.clear()
+        if self.captures is not None:
+            self.captures.end()
+
+    def close(self) -> None:
+        """Sends the waiting rows and events, then stops."""
+        if self._row_sender is not None:
+            self._row_sender.close()
+
+    def _apply_updates(self, batch: Batch) -> None:
+        """Applies waiting updates to requests of a batch, up to the cost that a step may have."""
+        if batch.request_ids == self._scanned:
+            return
+        self._scanned = list(batch.request_ids)
+        spent = 0
+        for request_id, computed in zip(self._scanned, batch.computed.tolist(), strict=True):
+            name = self._name(request_id)
+            if name not in self._updates:
+                continue
+            if spent > STEP_COST:  # the other updates wait for the next step
+                self._scanned = None
+                return
+            spent += self._apply(request_id, self._updates.pop(name), computed)
+
+    def _name(self, request_id: str) -> str:
+        request = self._requests.get(request_id)
+        return self._name_of(request_id) if request is None else request.name
+
+    def _apply(self, request_id: str, update: CapturesUpdate, computed: int) -> int:
+        """Applies an update of captures; returns its cost."""
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._make_request(
+                self._name(request_id), None, None, cached_tokens_recomputed=0
+            )
+            self._enter(request_id, request, "")
+        first = max(int(self._progress.computed_end[request.number]), computed, update.not_before)
+        problem, cost = "", _REQUEST_COST
+        try:
+            captures = read(update.wire).captures
+            if self.captures is not None:
+                cost += self.captures.sets.cost(captures)
+                span = self._progress.span(request.number)
+                self.captures.put(
+                    request.number, captures, request.captures, first=first, computed=span
+                )
+        except ValueError as error:
+            problem = str(error)
+        self._send(
+            AttachedHead(self._rank, request.number, request.name, update.number, first, problem)
+        )
+        return cost
+
+    def _make_request(
+        self,
+        name: str,
+        acts: EncodedTable | None,
+        captures: EncodedTable | None,
+        cached_tokens_recomputed: int,
+    ) -> _Request:
+        number = self._new_number()
+        steering, captured = RequestSteering(), RequestCaptures()
+        try:
+            if captures is not None and self.captures is not None:
+                captured = self.captures.put(number, captures)
+            if acts is not None:
+                steering = self.steering.set_acts(number, acts)
+        except (BankError, ValueError):
+            if self.captures is not None:
+                self.captures.drop(number, captured, (0, 0))
+            self._numbers_free.append(number)
+            raise
+        self._progress.start(number, cached_tokens_recomputed)
+        return _Request(name, number, steering, captured)
+
+    def _enter(self, request_id: str, request: _Request, problem: str) -> None:
+        """Stores a request and reports it as installed, with the problem if there is one."""
+        self._requests[request_id] = request
+        self._ids[request.name] = request_id
+        self._last_ids = ()
+        self._send(InstalledHead(self._rank, request.number, request.name, problem))
+
+    def _new_number(self) -> int:
+        if self._numbers_free:
+            return self._numbers_free.pop()
+        self._numbers_made += 1
+        self._progress.make_room(self._numbers_made + 1)
+        return self._numbers_made
+
+    def _numbers(self, request_ids: Sequence[str]) -> Int64:
+        if list(request_ids) != self._last_ids:
+            requests = self._requests
+            self._last_ids = list(request_ids)
+            self._last_numbers = np.array(
+                [requests[i].number if i in requests else 0 for i in request_ids], np.int64
+            )
+        return self._last_numbers
+
+    def _send(self, head: Head) -> None:
+        if self._row_sender is not None:
+            self._row_sender.send(Frame(head))

@@ -1,0 +1,1 @@
+"""Buffers, tables and ids that steering and capture share."""

@@ -1,0 +1,100 @@
+"""Ids for content, with reference counts, and ranges of consecutive numbers.
+
+Invariant: an id belongs to one content as long as the content has users. Id 0 is never given out.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Full(Exception):
+    """Every id is in use."""
+
+
+class Taken(NamedTuple):
+    """An id that was taken."""
+
+    number: int
+    fresh: bool
+    """Whether the content is new, so that the caller must write it."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    number: int
+    users: int
+
+
+class RefCountedIds(Generic[K]):
+    """Ids for content: equal content has one id, which is reused once it has no users."""
+
+    def __init__(self, count: int) -> None:
+        """The ids 1 to `count` are free."""
+        self._free = list(range(count, 0, -1))
+        self._entries: dict[K, _Entry] = {}
+
+    def __len__(self) -> int:
+        """Ids in use."""
+        return len(self._entries)
+
+    def __contains__(self, content: K) -> bool:
+        """Whether content has an id."""
+        return content in self._entries
+
+    def take(self, content: K) -> Taken:
+        """Adds a use of content; returns its id.
+
+        Raises:
+            Full: the content is new, and no id is free.
+        """
+        entry = self._entries.get(content)
+        if entry is not None:
+            entry.users += 1
+            return Taken(entry.number, fresh=False)
+        if not self._free:
+            raise Full
+        number = self._free.pop()
+        self._entries[content] = _Entry(number, 1)
+        return Taken(number, fresh=True)
+
+    def give(self, content: K) -> int:
+        """Ends one use; returns the id if this was the last use, else 0."""
+        entry = self._entries[content]
+        entry.users -= 1
+        if entry.users:
+            return 0
+        del self._entries[content]
+        self._free.append(entry.number)
+        return entry.number
+
+
+class RangeAllocator:
+    """Allocates ranges of consecutive numbers of [start, end)."""
+
+    def __init__(self, start: int, end: int) -> None:
+        """All numbers are free."""
+        self._free = [(start, end)]
+
+    def take(self, count: int) -> int | None:
+        """Takes `count` consecutive numbers; returns the first, or None if none are free."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= count:
+                if end - start == count:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + count, end)
+                return start
+        return None
+
+    def give(self, start: int, count: int) -> None:
+        """Frees a range."""
+        merged: list[tuple[int, int]] = []
+        for first, end in sorted([*self._free, (start, start + count)]):
+            if merged and merged[-1][1] == first:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((first, end))
+        self._free = merged

@@ -1,0 +1,196 @@
+"""Piecewise-constant functions of the token position, and the function of each request.
+
+A function gives a few integers for each position, for example the slot that steers a token there.
+Requests with equal plans share a function.
+
+Invariants: a lookup costs one binary search per token in numpy, however many requests there are. A
+new function is written behind the others. Dropped functions are removed together once they take
+more memory than the others. The cost of a request's start or end thus depends on its own function.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+_POSITION_BITS = 32
+_SMALLEST = 1024
+"""Intervals for which memory is allocated at first."""
+
+
+class Functions:
+    """Functions by number. Function 0 is zero at every position."""
+
+    def __init__(self, columns: int = 1) -> None:
+        """Only function 0 exists. Each function has `columns` values."""
+        self._keys: Int64 = np.zeros(_SMALLEST, np.int64)
+        self._values: Int32 = np.zeros((_SMALLEST, columns), np.int32)
+        self._alive: npt.NDArray[np.bool_] = np.zeros(_SMALLEST, np.bool_)
+        self._alive[0] = True
+        self._end = 1
+        self._dead = 0
+        self._last = 0
+        self._sizes: dict[int, int] = {}
+        self.written = 0
+        """Intervals written since the start; one that is moved counts again."""
+
+    def __len__(self) -> int:
+        """The number of functions without function 0."""
+        return len(self._sizes)
+
+    def add(self, starts: npt.NDArray[np.integer], values: npt.ArrayLike) -> int:
+        """Adds a function; its number.
+
+        Args:
+            starts: [p]: first position of each interval, ascending from 0.
+            values: [p, columns].
+        """
+        count = len(starts)
+        if self._end + count > len(self._keys):
+            self._grow(self._end + count)
+        self._last += 1
+        end = self._end + count
+        self._keys[self._end : end] = (self._last << _POSITION_BITS) + starts.astype(np.int64)
+        self._values[self._end : end] = np.asarray(values).reshape(count, -1)
+        self._alive[self._end : end] = True
+        self._end = end
+        self._sizes[self._last] = count
+        self.written += count
+        return self._last
+
+    def drop(self, function: int) -> None:
+        """Drops a function; function 0 stays."""
+        if not function:
+            return
+        count = self._sizes.pop(function)
+        first = int(np.searchsorted(self._keys[: self._end], function << _POSITION_BITS))
+        self._alive[first : first + count] = False
+        self._dead += count
+        if self._dead > max(_SMALLEST, self._end // 2):
+            self._sweep()
+
+    def lookup(self, functions: Int64, positions: Int64) -> Int32:
+        """Values, [n, columns].
+
+        Args:
+            functions: [n]: numbers of existing functions, or 0.
+            positions: [n]: absolute positions, not negative.
+        """
+        keys = (functions << _POSITION_BITS) + positions
+        index = np.searchsorted(self._keys[: self._end], keys, side="right") - 1
+        values: Int32 = self._values[index]
+        return values
+
+    def _grow(self, least: int) -> None:
+        size = 2 * least
+        for name in ("_keys", "_values", "_alive"):
+            old = getattr(self, name)
+            new = np.zeros((size, *old.shape[1:]), old.dtype)
+            new[: self._end] = old[: self._end]
+            setattr(self, name, new)
+        self.written += self._end
+
+    def _sweep(self) -> None:
+        """Closes the gaps that dropped functions left."""
+        alive = self._alive[: self._end]
+        keys, values = self._keys[: self._end][alive], self._values[: self._end][alive]
+        size = max(_SMALLEST, 2 * len(keys))
+        self._end, self._dead = len(keys), 0
+        self._keys = np.zeros(size, np.int64)
+        self._values = np.zeros((size, values.shape[1]), np.int32)
+        self._alive = np.zeros(size, np.bool_)
+        self._keys[: self._end], self._values[: self._end] = keys, values
+        self._alive[: self._end] = True
+        self.written += self._end
+
+
+class Segment(NamedTuple):
+    """The function of a request from a position on."""
+
+    first: int
+    """The position."""
+    function: int
+    """The function."""
+    bases: tuple[int, ...] = ()
+    """Integers that only this request has, for example its first dose slot."""
+
+
+class Requests:
+    """The functions of each request, by the request's number.
+
+    Request numbers are positive; number 0 stands for every request without a function.
+    """
+
+    def __init__(self, functions: Functions, bases: int = 0) -> None:
+        """No request has a function. Each request gets `bases` integers of its own."""
+        self._functions = functions
+        self._last_first: Int64 = np.zeros(1, np.int64)
+        self._last_function: Int64 = np.zeros(1, np.int64)
+        self._last_bases: Int64 = np.zeros((1, bases), np.int64)
+        self._earlier: dict[int, Sequence[Segment]] = {}
+        self._numbers: set[int] = set()
+
+    def __len__(self) -> int:
+        """The number of requests with a function."""
+        return len(self._numbers)
+
+    def put(self, number: int, segments: Sequence[Segment]) -> None:
+        """Sets the functions of a request.
+
+        Args:
+            number: the request's number, positive.
+            segments: ascending from position 0; none: it has no function.
+        """
+        if not segments:
+            self.drop(number)
+            return
+        if number >= len(self._last_first):
+            grow = max(number + 1 - len(self._last_first), len(self._last_first))
+            self._last_first = np.pad(self._last_first, (0, grow))
+            self._last_function = np.pad(self._last_function, (0, grow))
+            self._last_bases = np.pad(self._last_bases, ((0, grow), (0, 0)))
+        *earlier, last = segments
+        self._last_first[number], self._last_function[number] = last.first, last.function
+        self._last_bases[number] = last.bases
+        self._earlier.pop(number, None)
+        if earlier:
+            self._earlier[number] = earlier
+        self._numbers.add(number)
+
+    def drop(self, number: int) -> None:
+        """Removes the functions of a request, if it has any."""
+        if number in self._numbers:
+            self._numbers.remove(number)
+            self._earlier.pop(number, None)
+            self._last_first[number] = self._last_function[number] = 0
+            self._last_bases[number] = 0
+
+    def lookup(self, numbers: Int64, positions: Int64) -> tuple[Int32, Int64]:
+        """The values at each token, [n, columns], and its request's bases there, [n, bases].
+
+        Args:
+            numbers: request number of each token, [n]; one without a function yields zeros.
+            positions: absolute position of each token, [n], not negative.
+        """
+        existing = np.where(numbers < len(self._last_first), numbers, 0)
+        functions, bases = self._last_function[existing], self._last_bases[existing]
+        if self._earlier:
+            early = np.flatnonzero(positions < self._last_first[existing])
+            for number in np.unique(existing[early]).tolist():
+                tokens = early[existing[early] == number]
+                self._look_back(number, positions[tokens], tokens, functions, bases)
+        return self._functions.lookup(functions, positions), bases
+
+    def _look_back(
+        self, number: int, positions: Int64, tokens: Int64, functions: Int64, bases: Int64
+    ) -> None:
+        """Writes the functions and bases of a request's tokens before its last segment."""
+        segments = self._earlier[number]
+        firsts = [segment.first for segment in segments]
+        which = np.searchsorted(firsts, positions, side="right") - 1
+        functions[tokens] = np.array([segment.function for segment in segments])[which]
+        bases[tokens] = np.array([segment.bases for segment in segments], np.int64)[which]

@@ -1,0 +1,58 @@
+"""The slot of each site in a worker's tables: first the stream's sites, then the routers.
+
+Invariants: plans and reports have indices of sites, and slots never leave the worker. A worker
+whose part of the model has no mixture of experts has no slots for routers.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rheostat_engine.plan.points import ROUTERS, site_count
+from rheostat_engine.plan.tables import SteeringTable
+from rheostat_engine.worker.state.position_functions import Int64
+
+
+class SiteSlots:
+    """The slots of a model's sites."""
+
+    def __init__(self, layers: int, *, routers: bool = False) -> None:
+        """Slots for a model with `layers` layers; `routers`: whether this worker has any."""
+        self._layers = layers
+        self._stream = site_count(layers)
+        router_indices = np.arange(ROUTERS, ROUTERS + (layers if routers else 0))
+        self.numbers: Int64 = np.concatenate([np.arange(self._stream), router_indices])
+        """[slots]: the index of the site of each slot."""
+
+    @property
+    def count(self) -> int:
+        """The number of slots."""
+        return len(self.numbers)
+
+    def of(self, site: int) -> int:
+        """The slot of a site; at least `count` if this worker has no slot for it."""
+        return site if site < ROUTERS else self._stream + site - ROUTERS
+
+    def check(self, table: SteeringTable) -> None:
+        """Checks the sites of a table of acts.
+
+        Raises:
+            ValueError: a site does not exist in the model, or is no site of the stream.
+        """
+        sites = [act.site_rows.sites for act in table.acts]
+        if any(((indices < 0) | (indices >= self._stream)).any() for indices in sites):
+            raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
+
+    def to_slots(self, sites: Sequence[int]) -> Int64:
+        """The slots of captured sites, ascending, without the routers of other workers.
+
+        Raises:
+            ValueError: the model cannot have one of the sites.
+        """
+        numbers = np.array(sites, np.int64)
+        stream = (numbers >= 0) & (numbers < self._stream)
+        routers = (numbers >= ROUTERS) & (numbers < ROUTERS + self._layers)
+        if not (stream | routers).all():
+            raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
+        slots = np.where(stream, numbers, self._stream + numbers - ROUTERS)
+        return slots[slots < self.count]

@@ -1,0 +1,1 @@
+"""Acts in force, and the tables on the device that they need."""

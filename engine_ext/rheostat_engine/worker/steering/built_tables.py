@@ -1,0 +1,352 @@
+"""Built tables: the slots, programs and rules of a table of acts, shared by its requests.
+
+Why in slices
+    A table may name thousands of rows. Building all of them at once would delay every request of
+    the step, so a table is built in slices of bounded cost. A request builds the rest of its table
+    when it starts. The server has large tables built before, so that little is left then.
+Why unused tables stay
+    Releasing a large table takes long too, so each step releases a part of the unused tables. If a
+    new table lacks resources, they are released at once. A request with an equal table reuses a
+    table that is not released yet.
+
+Invariants: a table has its slots, programs and rules once, or nothing. Unused tables never make a
+request fail for lack of resources.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from rheostat_engine.plan.acts import Act
+from rheostat_engine.plan.composition import (
+    Combination,
+    Direction,
+    Program,
+    Variant,
+    combine,
+    meeting,
+)
+from rheostat_engine.plan.tables import STEP_COST, SteeringTable, direction_cost, site_cost
+from rheostat_engine.worker.state.position_functions import Functions, Int32
+from rheostat_engine.worker.steering.bank import Bank
+from rheostat_engine.worker.steering.doses import Measures, Norms
+from rheostat_engine.worker.steering.token_rules import VARIANTS, TokenRules
+from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vectors
+
+_T = TypeVar("_T")
+_Work = Generator[int, None, _T]
+"""Work in parts. Each part yields its cost."""
+
+_ROW_BYTES = 8 << 20
+"""About the most bytes of float32 rows that a slice makes, because wide rows take longer."""
+
+_COLLECTED = 1000
+"""The cost of the parts in which unused tables are released for lack of resources."""
+
+
+class RuledCombinations(NamedTuple):
+    """The combinations of a table that depend on the token."""
+
+    slots: Int32
+    """[k, variants]."""
+    dose_slots: Int32
+    """[k, variants]: the first dose slot of each variant, from 1; 0 is not measured."""
+
+
+@dataclass
+class BuiltTable:
+    """The slots, programs and rules of a table, which its requests share."""
+
+    digest: bytes
+    table: SteeringTable
+    measures: Measures
+    users: int = 0
+    function: int = 0
+    """Slot, dose slot and rule of each interval. Under a rule, the slot is the number of the
+    combination among `ruled`. Dose slots count from 1; 0 is not measured."""
+    ruled: RuledCombinations = field(
+        default_factory=lambda: RuledCombinations(_no_variants(), _no_variants())
+    )
+    slots: list[int] = field(default_factory=list)
+    rules: list[tuple[bytes, ...]] = field(default_factory=list)
+    parts: list[Program] = field(default_factory=list)
+    """Programs of a combination that several slices build, used until it is complete."""
+    directions: list[Direction] = field(default_factory=list)
+    """Directions that were made before their programs, used until the combination is complete."""
+    work: Generator[int, None, None] | None = None
+    """The work that is left; None if the table is complete."""
+    problem: str = ""
+    """The reason why it cannot be built; empty if it can."""
+
+
+class BuiltTables:
+    """The built tables in use, and unused ones that are not released yet."""
+
+    def __init__(
+        self, bank: Bank, rules: TokenRules, functions: Functions, vectors: Vectors, norms: Norms
+    ) -> None:
+        """There is none.
+
+        Args:
+            bank: slots and programs.
+            rules: rules about token ids.
+            functions: three columns; see `BuiltTable.function`.
+            vectors: the worker's vectors; a live view.
+            norms: the norms of their rows; a live view.
+        """
+        self._bank = bank
+        self._rules = rules
+        self.functions = functions
+        self._vectors = vectors
+        self._norms = norms
+        self._used: dict[bytes, BuiltTable] = {}
+        self._unused: OrderedDict[bytes, BuiltTable] = OrderedDict()
+        self._releasing: BuiltTable | None = None
+        """A table that is partly released, so that no request can reuse it."""
+        rows = _ROW_BYTES // (4 * bank.programs.rows.shape[1])
+        self._slice_cost = max(1, min(rows, STEP_COST))
+        self.built = 0
+        """The cost of all that was built since the start."""
+
+    def use(self, digest: bytes, read: Callable[[], SteeringTable]) -> BuiltTable:
+        """Adds a use of a table, which may be incomplete; see `build`.
+
+        Args:
+            digest: the digest of the table.
+            read: reads the table if the worker has not built it.
+
+        Raises:
+            BankError: a vector is missing.
+            ValueError: the bytes are no table.
+        """
+        built = self._used.get(digest) or self._unused.pop(digest, None)
+        if built is None:
+            table = read()
+            built = BuiltTable(digest, table, Measures(table.acts, self._norms_of(table)))
+            built.work = self._build_all(built)
+        self._used[digest] = built
+        built.users += 1
+        return built
+
+    def build(self, built: BuiltTable, budget: int | None = None) -> int:
+        """Builds a part of a table, which is complete once its `work` is None.
+
+        Args:
+            built: the table.
+            budget: the cost after which it stops, or one slice if that is less; None: no limit.
+
+        Returns:
+            The cost of the part.
+
+        Raises:
+            BankError, ValueError: it cannot be built. It has no resources then, but its users must
+                still release it.
+        """
+        if built.problem:
+            raise BankError(built.problem)
+        spent = 0
+        most = None if budget is None else min(budget, self._slice_cost)
+        try:
+            while built.work is not None and (most is None or spent < most):
+                cost = next(built.work, None)
+                if cost is None:
+                    built.work = None
+                else:
+                    spent += cost
+        except (BankError, ValueError) as error:
+            built.problem = str(error)
+            self._used.pop(built.digest, None)
+            self._free(built)
+            raise
+        self.built += spent
+        return spent
+
+    def release(self, built: BuiltTable) -> None:
+        """Ends one use. `collect` releases unused tables."""
+        built.users -= 1
+        if not built.users and self._used.get(built.digest) is built:
+            del self._used[built.digest]
+            self._unused[built.digest] = built
+
+    def collect(self, budget: int) -> bool:
+        """Releases unused tables, the oldest first.
+
+        Args:
+            budget: the cost after which it stops.
+
+        Returns:
+            Whether any is left.
+        """
+        while budget > 0 and (self._releasing is not None or self._unused):
+            if self._releasing is None:
+                _, self._releasing = self._unused.popitem(last=False)
+            budget -= 1 + self._release_slots(self._releasing, budget)
+            if not self._releasing.slots:
+                self._free(self._releasing)
+                self._releasing = None
+        return self._releasing is not None or bool(self._unused)
+
+    def _norms_of(self, table: SteeringTable) -> Norms:
+        """The norms of the vectors that a table uses.
+
+        Raises:
+            BankError: a vector, or a row that is used, is missing.
+        """
+        last: dict[bytes, int] = {}
+        for index in table.used:
+            act = table.acts[index]
+            largest = act.site_rows.rows.max(axis=0).tolist()
+            for digest, row in zip(act.vectors, largest, strict=True):
+                last[digest] = max(row, last.get(digest, 0))
+        for digest, row in last.items():
+            if digest not in self._norms:
+                raise BankError(f"vector {digest.hex()} is not in the worker")
+            if row >= len(self._norms[digest]):
+                raise BankError(f"vector {digest.hex()} has no row {row}")
+        return {digest: self._norms[digest] for digest in last}
+
+    def _build_all(self, built: BuiltTable) -> _Work[None]:
+        """Builds a table, slice by slice."""
+        table = built.table
+        ruled: list[tuple[list[int], list[int]]] = []
+        columns = np.zeros((len(table.intervals.members), 3), np.int32)
+        for number, clauses in enumerate(table.intervals.members):
+            variants_there = meeting([table.owners[i] for i in clauses], table.sets)
+            slots, dose_slots = [], []
+            for members in variants_there.members:
+                slot, dose_slot = yield from self._take_slot(built, members)
+                slots.append(slot)
+                dose_slots.append(dose_slot)
+            if variants_there.sets and any(slots):
+                rule = self._with_space(partial(self._rules.acquire, variants_there.sets))
+                built.rules.append(variants_there.sets)
+                columns[number] = len(ruled), 0, rule
+                ruled.append((slots, dose_slots))
+                yield 1 + sum(map(len, variants_there.sets)) // 256
+            elif not variants_there.sets:
+                columns[number] = slots[0], dose_slots[0], 0
+        if any(built.slots):
+            padded = np.zeros((2, len(ruled), VARIANTS), np.int32)
+            for number, (slots, dose_slots) in enumerate(ruled):
+                padded[:, number, : len(slots)] = slots, dose_slots
+            built.ruled = RuledCombinations(*padded)
+            built.function = self.functions.add(
+                table.intervals.starts, columns[table.intervals.sets]
+            )
+
+    def _take_slot(self, built: BuiltTable, members: tuple[int, ...]) -> _Work[tuple[int, int]]:
+        """Takes the slot of a variant; returns it and the first dose slot, counted from 1."""
+        acts = built.table.acts
+        first_slot = built.measures.first_slot(members)
+        combination: Combination = ()
+        for sites, cost in _slices(acts, members, self._slice_cost):
+            part = combine(acts, members, sites)
+            programs = [program for _, program in part]
+            if cost > self._slice_cost:  # the directions of one site exceed a slice
+                cost -= yield from self._make_directions(built, programs)
+            if sites is not None:
+                self._with_space(partial(self._bank.programs.acquire, programs, self._vectors))
+                built.parts += programs
+            combination += part
+            if first_slot is None:
+                built.measures.measure(members, sites)
+            yield cost
+        if not combination:
+            return 0, 0
+        (slot,) = self._with_space(partial(self._bank.acquire, [combination], self._vectors))
+        built.slots.append(slot)
+        self._release_parts(built)
+        if first_slot is None:
+            first_slot = built.measures.add(members, Variant(members, combination).dose_slots)
+        yield 1
+        return slot, 1 + first_slot
+
+    def _make_directions(self, built: BuiltTable, programs: Sequence[Program]) -> _Work[int]:
+        """Makes the directions of a subspace before their programs; returns the cost."""
+        table = self._bank.programs
+        basis = table.basis(self._vectors)
+        spent = done = 0
+        for direction in (step.direction for program in programs for step in program):
+            if len(direction) < 2:
+                continue
+            self._with_space(partial(table.hold, direction, basis))
+            built.directions.append(direction)
+            spent += direction_cost(len(direction) - 1)
+            if spent >= self._slice_cost:
+                yield spent
+                done, spent = done + spent, 0
+        return done
+
+    def _with_space(self, take: Callable[[], _T]) -> _T:
+        """Calls `take`, and releases unused tables as long as it lacks resources."""
+        while True:
+            try:
+                return take()
+            except Exhausted:
+                if self._releasing is None and not self._unused:
+                    raise
+                self.collect(_COLLECTED)
+
+    def _release_slots(self, built: BuiltTable, budget: int) -> int:
+        """Releases slots; returns the cost."""
+        spent = 0
+        while built.slots and spent < budget:
+            slot = built.slots.pop()
+            spent += 1 + self._bank.weight(slot)
+            self._bank.release(slot)
+        return spent
+
+    def _free(self, built: BuiltTable) -> None:
+        """Releases all resources of a table."""
+        if built.work is not None:
+            built.work.close()
+        for slot in built.slots:
+            self._bank.release(slot)
+        built.slots = []
+        self._release_parts(built)
+        for sets in built.rules:
+            self._rules.release(sets)
+        built.rules = []
+        self.functions.drop(built.function)
+        built.function = 0
+
+    def _release_parts(self, built: BuiltTable) -> None:
+        parts, built.parts = built.parts, []
+        for program in parts:
+            self._bank.programs.release(program)
+        directions, built.directions = built.directions, []
+        for direction in directions:
+            self._bank.programs.let_go(direction)
+
+
+def _no_variants() -> Int32:
+    return np.zeros((0, VARIANTS), np.int32)
+
+
+def _slices(
+    acts: Sequence[Act], members: Sequence[int], most: int
+) -> Iterator[tuple[range | None, int]]:
+    """The sites at which some acts change anything, in slices, and the cost of each slice.
+
+    A slice costs at most `most`, or is a single site. The sites of an only slice are None.
+    """
+    strong = [acts[member] for member in members if acts[member].strong]
+    total = sum(len(act.rows) * site_cost(act) for act in strong)
+    if total <= most:
+        if total:
+            yield None, total
+        return
+    costs = np.zeros(1 + max(int(act.site_rows.sites[-1]) for act in strong), np.int64)
+    for act in strong:
+        costs[act.site_rows.sites] += site_cost(act)
+    first = cost = 0
+    for site in np.flatnonzero(costs).tolist():
+        if cost and cost + costs[site] > most:
+            yield range(first, site), cost
+            first, cost = site, 0
+        cost += int(costs[site])
+    yield range(first, len(costs)), cost

@@ -1,0 +1,167 @@
+"""Measurements: how far each act moved the rows that it touched, summed up on the device.
+
+A dose slot has one measurement at one site, for one variant of one request: the number of rows, the
+sum of |change|, and sum and maximum of |change| / |x|. An addition changes every row equally. The
+kernel then sums 1 / |x| instead, and the sums are multiplied here.
+
+Invariants: dose slots are zero when a request gets them. The first `MAX_STEPS` slots belong to no
+request. If too few slots are free for a request, the kernel writes its measurements there.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rheostat_engine.plan.acts import Act, Kind
+from rheostat_engine.plan.composition import MAX_STEPS, attribution
+from rheostat_engine.worker.state.id_allocators import RangeAllocator
+from rheostat_engine.worker.state.position_functions import Int64
+
+_DOSE_SLOTS = 8192
+_MOST = 512
+"""The most dose slots of one request, with all updates of its acts."""
+
+Norms = Mapping[bytes, npt.NDArray[np.float32]]
+"""L2 norm of each row, by digest."""
+
+HeadDose = tuple[int, int, int, float, float, float]
+"""The fields of a `Dose`."""
+
+
+class SlotRange(NamedTuple):
+    """Consecutive dose slots of a request."""
+
+    start: int
+    count: int  # type: ignore[assignment]  # a range is no sequence to count in
+
+
+class Doses:
+    """Dose slots in device memory."""
+
+    def __init__(self, sites: int, device: torch.device) -> None:
+        """Allocates the dose slots of every site."""
+        self.dose_slots = torch.zeros(sites, _DOSE_SLOTS + MAX_STEPS, 4, device=device)
+        """[sites, slots, 4] float32: rows, sum of |change|, sum and maximum of |change| / |x|."""
+        self._ranges = RangeAllocator(MAX_STEPS, _DOSE_SLOTS + MAX_STEPS)
+
+    def acquire(self, count: int, current: Sequence[SlotRange] = ()) -> SlotRange | None:
+        """Takes dose slots for a request that has `current`; None if they don't fit."""
+        if count == 0:
+            return SlotRange(0, 0)
+        fits = count + sum(slots.count for slots in current) <= _MOST
+        start = self._ranges.take(count) if fits else None
+        return None if start is None else SlotRange(start, count)
+
+    def take_out(self, ranges: Sequence[SlotRange]) -> torch.Tensor | None:
+        """Takes the values of slots, [sites, slots, 4], in their order, and frees the slots."""
+        numbers = [n for slots in ranges for n in range(slots.start, slots.start + slots.count)]
+        if not numbers:
+            return None
+        where = torch.tensor(numbers)
+        if self.dose_slots.device.type == "cuda":
+            where = where.pin_memory().to(self.dose_slots.device, non_blocking=True)
+        measured = self.dose_slots.index_select(1, where)
+        self.dose_slots.index_fill_(1, where, 0.0)
+        for slots in ranges:
+            if slots.count:
+                self._ranges.give(slots.start, slots.count)
+        return measured
+
+
+class Measures:
+    """The measurements of a table of acts, shared by all requests with the table.
+
+    A dose slot belongs to a measurement of a variant. Neighbouring additions are measured together.
+    """
+
+    def __init__(self, acts: Sequence[Act], norms: Norms) -> None:
+        """Nothing is measured yet.
+
+        Args:
+            acts: the acts of the table.
+            norms: norms of the vectors that are added.
+        """
+        self.dose_slots = 0
+        """Dose slots that a request needs."""
+        self._acts = acts
+        self._norms = norms
+        self._first_slots: dict[tuple[int, ...], int] = {}
+        self._entries: list[tuple[int, int, int, float]] = []
+        """Act, site, dose slot and factor of each measured act."""
+
+    def first_slot(self, members: tuple[int, ...]) -> int | None:
+        """The first dose slot of a variant, counted from 0; None if it was not added."""
+        return self._first_slots.get(members)
+
+    def measure(self, members: tuple[int, ...], sites: range | None = None) -> None:
+        """Notes the measurements of a variant at some sites, before the variant is added.
+
+        Args:
+            members: the acts that apply, by index.
+            sites: the sites; None for all.
+        """
+        acts = self._acts
+        rows = {
+            index: dict(acts[index].rows if sites is None else acts[index].site_rows.within(sites))
+            for index in members
+            if acts[index].strong
+        }
+        for site, groups in attribution(acts, members, sites).items():
+            for dose_slot, group in enumerate(groups, self.dose_slots):
+                for index in group:
+                    factor = self._factor(acts[index], rows[index][site][0])
+                    self._entries.append((index, site, dose_slot, factor))
+
+    def add(self, members: tuple[int, ...], dose_slots: int) -> int:
+        """Adds a variant whose measurements were noted; returns its first dose slot, from 0.
+
+        Args:
+            members: the acts that apply, by index.
+            dose_slots: measurements that the variant's longest program makes.
+        """
+        first = self._first_slots[members] = self.dose_slots
+        self.dose_slots += dose_slots
+        return first
+
+    def read(self, measured: npt.NDArray[np.float32], first_act: int) -> list[HeadDose]:
+        """Reads a request's dose slots, by act, then site.
+
+        Args:
+            measured: [sites, slots, 4]: the request's dose slots.
+            first_act: index of the table's first act in the request's plan.
+        """
+        acts, sites, dose_slots, factors = self._columns
+        values = measured[sites, dose_slots].astype(np.float64)
+        keep = values[:, 0] > 0
+        values, factors = values[keep], factors[keep]
+        count = measured.shape[0]
+        names, which = np.unique(acts[keep] * count + sites[keep], return_inverse=True)
+        added = factors >= 0
+        factor = np.where(added, factors, 1.0)
+        rows, share = values[:, 0], values[:, 2] * factor
+        change = np.where(added, rows * factor, values[:, 1])
+        largest = np.zeros(len(names))
+        np.maximum.at(largest, which, values[:, 3] * factor)
+        totals = [np.bincount(which, of, len(names)).tolist() for of in (rows, change, share)]
+        acts_of, sites_of = (first_act + names // count).tolist(), (names % count).tolist()
+        counts = [round(total) for total in totals[0]]
+        columns = (acts_of, sites_of, counts, *totals[1:], largest.tolist())
+        return list(zip(*columns, strict=True))
+
+    @cached_property
+    def _columns(self) -> tuple[Int64, Int64, Int64, npt.NDArray[np.float64]]:
+        """The entries as columns, once all of them were noted."""
+        columns = np.array(self._entries, np.float64).reshape(-1, 4).T
+        acts, sites, dose_slots = columns[:3].astype(np.int64)
+        self._entries.clear()
+        return acts, sites, dose_slots, columns[3]
+
+    def _factor(self, act: Act, row: int) -> float:
+        """The factor for the sums of an addition; negative for any other act."""
+        if act.kind is not Kind.ADD:
+            return -1.0
+        return abs(act.scale) * float(self._norms[act.vectors[0]][row])

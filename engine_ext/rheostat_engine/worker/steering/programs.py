@@ -1,0 +1,254 @@
+"""Programs on the device: the steps for a token at a site, shared by content.
+
+A program of one addition is a row of the bank. Any other program is a chain of steps. Each step has
+the number of its row or direction, and the number of the next step.
+
+Invariant: a program keeps its rows, directions and steps as long as it has a use. A site's
+instruction is the code of a program: 0 does nothing, r > 0 adds row r, -s runs the chain from step
+s on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rheostat_engine.plan.acts import Kind
+from rheostat_engine.plan.capacity import Capacity
+from rheostat_engine.plan.composition import Direction, Program, RowKey, Step, only_adds
+from rheostat_engine.worker.state.device_table import Table
+from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds
+from rheostat_engine.worker.steering.vectors import BankError, Basis, Exhausted, Vectors, sums_of
+
+_INFINITE = 2.0**128 - 2.0**103
+"""The smallest number that float32 rounds to infinity."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    code: int
+    chain: tuple[int, ...] = ()
+    users: int = 0
+
+
+class Programs:
+    """The programs in use."""
+
+    def __init__(
+        self, capacity: Capacity, *, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocates rows, directions and steps.
+
+        Args:
+            capacity: the number of each, without number 0.
+            width: W.
+            dtype: of the rows.
+            device: of all tables.
+        """
+        self._rows = Table(torch.zeros(capacity.bank_rows + 1, width, dtype=dtype, device=device))
+        self._directions = Table(torch.zeros(capacity.directions + 1, width, device=device))
+        steps = capacity.steps + 1
+        self._ints = Table(torch.zeros(steps, 4, dtype=torch.int32, device=device))
+        self._floats = Table(torch.zeros(steps, 4, device=device))
+        self._row_numbers: RefCountedIds[RowKey] = RefCountedIds(capacity.bank_rows)
+        self._zeros: dict[RowKey, int] = {}
+        self._direction_numbers: RefCountedIds[Direction] = RefCountedIds(capacity.directions)
+        self._free_steps = list(range(capacity.steps, 0, -1))
+        self._entries: dict[Program, _Entry] = {}
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[rows, W], the model's dtype: rows that are added."""
+        return self._rows.tensor
+
+    @property
+    def directions(self) -> torch.Tensor:
+        """[directions, W] float32: unit vectors."""
+        return self._directions.tensor
+
+    @property
+    def ints(self) -> torch.Tensor:
+        """[steps, 4] int32: kind, row or direction, next step (0: none), whether it is measured."""
+        return self._ints.tensor
+
+    @property
+    def floats(self) -> torch.Tensor:
+        """[steps, 4] float32: low, high, strength, unused."""
+        return self._floats.tensor
+
+    @property
+    def rows_used(self) -> int:
+        """Rows in use."""
+        return len(self._row_numbers)
+
+    @property
+    def directions_used(self) -> int:
+        """Directions in use."""
+        return len(self._direction_numbers)
+
+    @property
+    def steps_used(self) -> int:
+        """Steps in use."""
+        return self._ints.tensor.shape[0] - 1 - len(self._free_steps)
+
+    def acquire(self, programs: Sequence[Program], vectors: Vectors) -> list[int]:
+        """Adds a use of programs, and makes programs that do not exist yet; their codes.
+
+        Raises:
+            BankError: a program can't be made, or a resource is exhausted. No use is added then.
+        """
+        rows = self._make_rows(programs, vectors)
+        basis = self.basis(vectors)
+        codes: list[int] = []
+        try:
+            for program in programs:
+                codes.append(self._use(program, basis))
+        except BankError:
+            for program, _ in zip(programs, codes, strict=False):
+                self.release(program)
+            raise
+        finally:
+            for key in rows:
+                self._give_row(key)
+        return codes
+
+    def release(self, program: Program) -> None:
+        """Ends one use."""
+        entry = self._entries[program]
+        entry.users -= 1
+        if entry.users == 0:
+            del self._entries[program]
+            self._let_go(program)
+            self._free_steps.extend(entry.chain)
+
+    def basis(self, vectors: Vectors) -> Basis:
+        """An empty basis of vectors, for `hold`."""
+        return Basis(vectors, self.directions.shape[1])
+
+    def hold(self, direction: Direction, basis: Basis) -> None:
+        """Adds a use of a direction, and makes it if it does not exist yet.
+
+        Called before a program needs the direction, so that its cost is spread over slices.
+
+        Raises:
+            BankError: it can't be made, or every direction is in use. No use is added then.
+        """
+        self._take_direction(direction, basis)
+
+    def let_go(self, direction: Direction) -> None:
+        """Ends one use of a direction."""
+        self._direction_numbers.give(direction)
+
+    def flush(self) -> None:
+        """Copies new rows, directions and steps to the device."""
+        for table in (self._rows, self._directions, self._ints, self._floats):
+            table.flush()
+
+    def _make_rows(self, programs: Sequence[Program], vectors: Vectors) -> list[RowKey]:
+        """Makes all missing rows of programs at once, and adds a use of each; their keys."""
+        missing = {
+            step.addends: None
+            for program in programs
+            if program not in self._entries
+            for step in program
+            if step.kind is Kind.ADD
+            and step.addends not in self._row_numbers
+            and step.addends not in self._zeros
+        }
+        if not missing:
+            return []
+        sums = sums_of(list(missing), vectors, self.rows.shape[1], self.rows.dtype)
+        nonzero = sums.rows[~sums.zero] if sums.zero.any() else sums.rows
+        taken: list[RowKey] = []
+        numbers: list[int] = []
+        try:
+            for key, zero in zip(missing, sums.zero.tolist(), strict=True):
+                if zero:
+                    self._zeros[key] = 1
+                else:
+                    numbers.append(self._row_numbers.take(key).number)
+                taken.append(key)
+        except Full as error:
+            for key in taken:
+                self._give_row(key)
+            raise Exhausted("every row of the bank is in use") from error
+        if numbers:
+            self._rows.put_all(numbers, nonzero)
+        return taken
+
+    def _use(self, program: Program, basis: Basis) -> int:
+        entry = self._entries.get(program)
+        if entry is None:
+            entry = self._make(program, basis)
+            self._entries[program] = entry
+        entry.users += 1
+        return entry.code
+
+    def _make(self, program: Program, basis: Basis) -> _Entry:
+        if only_adds(program):
+            return _Entry(self._take_row(program[0].addends))
+        if not all(map(_usable, program)):
+            raise BankError("a bound or strength is not finite in float32")
+        if len(program) > len(self._free_steps):
+            raise Exhausted("every step is in use")
+        numbers: list[int] = []
+        try:
+            for step in program:
+                numbers.append(self._take(step, basis))
+        except BankError:
+            self._let_go(program[: len(numbers)])
+            raise
+        chain = tuple(self._free_steps.pop() for _ in program)
+        lines = zip(program, numbers, (*chain[1:], 0), strict=True)
+        ints = [[step.kind, number, following, step.last] for step, number, following in lines]
+        self._ints.put_all(chain, torch.tensor(ints))
+        floats = [[step.low, step.high, step.strength, 0.0] for step in program]
+        self._floats.put_all(chain, torch.tensor(floats))
+        return _Entry(-chain[0], chain)
+
+    def _take(self, step: Step, basis: Basis) -> int:
+        if step.kind is Kind.ADD:
+            return self._take_row(step.addends)
+        return self._take_direction(step.direction, basis)
+
+    def _take_direction(self, key: Direction, basis: Basis) -> int:
+        """Adds a use of a direction, made if it does not exist yet; its number."""
+        try:
+            taken = self._direction_numbers.take(key)
+        except Full as error:
+            raise Exhausted("every direction is in use") from error
+        if taken.fresh:
+            try:
+                content = basis.unit_of(key)
+            except BankError:
+                self._direction_numbers.give(key)
+                raise
+            self._directions.put(taken.number, content)
+        return taken.number
+
+    def _take_row(self, key: RowKey) -> int:
+        """Adds a use of an existing row; its number."""
+        if key in self._zeros:
+            self._zeros[key] += 1
+            return 0
+        return self._row_numbers.take(key).number
+
+    def _give_row(self, key: RowKey) -> None:
+        if key not in self._zeros:
+            self._row_numbers.give(key)
+            return
+        self._zeros[key] -= 1
+        if not self._zeros[key]:
+            del self._zeros[key]
+
+    def _let_go(self, taken: Sequence[Step]) -> None:
+        for step in taken:
+            if step.kind is Kind.ADD:
+                self._give_row(step.addends)
+            else:
+                self._direction_numbers.give(step.direction)
+
+
+def _usable(step: Step) -> bool:
+    """Whether a step's bounds and strength stay valid when they are rounded to float32."""
+    return step.low < _INFINITE and step.high > -_INFINITE and abs(step.strength) < _INFINITE

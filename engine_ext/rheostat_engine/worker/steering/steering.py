@@ -1,0 +1,254 @@
+"""Acts in force: the steering of each token of each request.
+
+Requests with equal acts share a built table. A request of its own has only dose slots, and variants
+under rules about token ids.
+
+Invariants: a request gets all resources that its acts need, or none, and releases them once. If its
+acts are updated, it keeps the old acts for earlier positions, and their dose slots.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rheostat_engine.plan.plan import EncodedTable, steering_of
+from rheostat_engine.plan.tables import MAX_PLAN_COST, SteeringTable
+from rheostat_engine.worker.state.position_functions import (
+    Functions,
+    Int32,
+    Int64,
+    Requests,
+    Segment,
+)
+from rheostat_engine.worker.state.site_slots import SiteSlots
+from rheostat_engine.worker.steering.bank import Bank
+from rheostat_engine.worker.steering.built_tables import BuiltTable, BuiltTables
+from rheostat_engine.worker.steering.doses import Doses, HeadDose, Norms, SlotRange
+from rheostat_engine.worker.steering.token_rules import TokenRules
+from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vectors
+
+_SLOT, _DOSE_SLOT, _RULE = range(3)
+_DOSE_SLOTS, _VARIANTS = range(2)
+
+
+class Part(NamedTuple):
+    """The acts of a request from a position on."""
+
+    first: int
+    """The position."""
+    built_table: BuiltTable | None
+    """None: no acts."""
+    dose_slots: SlotRange | None
+    """None: too few dose slots were free, so that nothing is measured."""
+    variants: Int32
+    """[k]: the first variant of each combination under a rule."""
+
+
+class RequestSteering(NamedTuple):
+    """The acts of a request, in parts."""
+
+    parts: tuple[Part, ...] = ()
+    """In the order in which they came. A later part replaces the others from its position on."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether every part has dose slots."""
+        return all(part.dose_slots is not None for part in self.parts)
+
+    @property
+    def dose_slots(self) -> list[SlotRange]:
+        """All its dose slots."""
+        return [part.dose_slots for part in self.parts if part.dose_slots is not None]
+
+    @property
+    def plan_cost(self) -> int:
+        """The cost of its tables; see `plan.tables`."""
+        return sum(part.built_table.table.plan_cost for part in self.parts if part.built_table)
+
+    def read(self, measured: npt.NDArray[np.float32]) -> list[HeadDose]:
+        """Reads its dose slots, [sites, slots, 4], as fields of `Dose`s, by act, then site."""
+        doses: list[HeadDose] = []
+        first_act = begin = 0
+        for _, built_table, dose_slots, _ in self.parts:
+            if built_table is None:
+                continue
+            if dose_slots is not None and dose_slots.count:
+                values = measured[:, begin : begin + dose_slots.count]
+                doses += built_table.measures.read(values, first_act)
+                begin += dose_slots.count
+            first_act += len(built_table.table.acts)
+        return doses
+
+
+class Instruction(NamedTuple):
+    """The instructions for a step's tokens."""
+
+    slot: npt.NDArray[np.int32]
+    """[n]; this and the next two as in `Compact`."""
+    dose_slot: npt.NDArray[np.int32]
+    """[n]."""
+    rule: npt.NDArray[np.int32]
+    """[n]."""
+    sites: npt.NDArray[np.bool_]
+    """[sites]: whether a token may change at the site."""
+
+
+class Steering:
+    """The acts of all requests."""
+
+    def __init__(self, bank: Bank, rules: TokenRules, doses: Doses, site_slots: SiteSlots) -> None:
+        """No acts are in force."""
+        self.bank = bank
+        self.rules = rules
+        self._doses = doses
+        self._site_slots = site_slots
+        self._vectors: dict[bytes, npt.NDArray[np.float32]] = {}
+        self._norms: dict[bytes, npt.NDArray[np.float32]] = {}
+        functions = Functions(columns=3)
+        self.built_tables = BuiltTables(bank, rules, functions, self._vectors, self._norms)
+        self._requests = Requests(functions, bases=2)
+        self._variants: dict[int, Int32] = {}
+        """By request number: the first variants of all its parts, one after the other."""
+
+    @property
+    def vectors(self) -> Vectors:
+        """The loaded vectors; a live view."""
+        return MappingProxyType(self._vectors)
+
+    def load(self, vectors: Vectors, norms: Norms) -> None:
+        """Stores vectors and the norms of their rows, by digest."""
+        self._vectors |= vectors
+        self._norms |= norms
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        """Drops vectors. Rows that were made of them stay as long as their requests."""
+        for digest in digests:
+            self._vectors.pop(digest, None)
+            self._norms.pop(digest, None)
+
+    def use(self, acts: EncodedTable) -> BuiltTable:
+        """Adds a use of a table; see `BuiltTables.use`."""
+        return self.built_tables.use(acts.digest, partial(self._read, acts))
+
+    def set_acts(
+        self,
+        number: int,
+        acts: EncodedTable | None,
+        before: RequestSteering | None = None,
+        first: int = 0,
+    ) -> RequestSteering:
+        """Puts acts in force.
+
+        Args:
+            number: the request's number.
+            acts: its acts; None if it has none.
+            before: the request's present acts, which these acts replace; None if it has none.
+            first: the position from which on these acts replace them.
+
+        Raises:
+            BankError, ValueError: the acts can't be put in force; nothing has changed then.
+        """
+        old = before or RequestSteering()
+        if acts is None:
+            part = Part(first, None, SlotRange(0, 0), np.zeros(0, np.int32))
+        else:
+            part = self._part(acts, first, old)
+        applied = RequestSteering((*old.parts, part))
+        self._put(number, applied)
+        return applied
+
+    def remove(self, number: int, applied: RequestSteering) -> None:
+        """Takes a request's acts out of force; its dose slots stay until `take_out`."""
+        self._requests.drop(number)
+        self._variants.pop(number, None)
+        for part in applied.parts:
+            self.rules.remove_variants(part.variants)
+            if part.built_table is not None:
+                self.built_tables.release(part.built_table)
+
+    def take_out(self, requests: Sequence[RequestSteering]) -> torch.Tensor | None:
+        """Takes the dose slots of requests that have ended, [sites, slots, 4], in their order."""
+        return self._doses.take_out([slots for request in requests for slots in request.dose_slots])
+
+    def lookup(self, numbers: Int64, positions: Int64) -> Instruction:
+        """Looks up the instructions for each token of a step; see `Requests.lookup`.
+
+        Rows and programs that they need are copied to the device.
+        """
+        self.bank.flush()
+        values, bases = self._requests.lookup(numbers, positions)
+        slot, rule = values[:, _SLOT], values[:, _RULE]
+        dose_slots = bases[:, _DOSE_SLOTS]
+        measured = (values[:, _DOSE_SLOT] > 0) & (dose_slots > 0)
+        dose_slot = np.where(measured, dose_slots + values[:, _DOSE_SLOT] - 1, 0).astype(np.int32)
+        ruled = np.flatnonzero(rule)
+        if not len(ruled):
+            return Instruction(slot, dose_slot, rule, self.bank.sites_of(slot))
+        # Under a rule the slot is the number of a combination, whose variants are the request's.
+        wanted = bases[ruled, _VARIANTS] + slot[ruled]
+        names, at, which = np.unique(
+            (numbers[ruled] << 32) + wanted, return_index=True, return_inverse=True
+        )
+        starts = [int(self._variants[n >> 32][n & 0xFFFFFFFF]) for n in names.tolist()]
+        slot[ruled] = np.array(starts)[which]
+        variants = [
+            self.rules.slots[start : start + self.rules.count(number)]
+            for start, number in zip(starts, rule[ruled[at]].tolist(), strict=True)
+        ]
+        plain = np.where(rule == 0, slot, 0)
+        return Instruction(
+            slot, dose_slot, rule, self.bank.sites_of(np.concatenate([plain, *variants]))
+        )
+
+    def _read(self, acts: EncodedTable) -> SteeringTable:
+        table = steering_of(acts)
+        if table.plan_cost > MAX_PLAN_COST:
+            raise ValueError(f"the plan is too fragmented: its cost is over {MAX_PLAN_COST}")
+        self._site_slots.check(table)
+        return table
+
+    def _part(self, acts: EncodedTable, first: int, old: RequestSteering) -> Part:
+        """Takes the resources that acts need."""
+        built_table = self.use(acts)
+        try:
+            if old.plan_cost + built_table.table.plan_cost > MAX_PLAN_COST:
+                raise ValueError("the request has been changed too often")
+            self.built_tables.build(built_table)
+            ruled = built_table.ruled
+            if len(ruled.slots) > self.rules.free_intervals:
+                raise Exhausted("every interval that follows a rule about token ids is in use")
+        except (BankError, ValueError):
+            self.built_tables.release(built_table)
+            raise
+        count = built_table.measures.dose_slots
+        dose_slots = self._doses.acquire(count, old.dose_slots) if old.measured else None
+        start = dose_slots.start if dose_slots is not None else 0
+        at = np.where((ruled.dose_slots > 0) & (start > 0), start + ruled.dose_slots - 1, 0)
+        return Part(
+            first,
+            built_table,
+            dose_slots,
+            self.rules.add_variants(ruled.slots, at.astype(np.int32)),
+        )
+
+    def _put(self, number: int, applied: RequestSteering) -> None:
+        segments = [Segment(0, 0, (0, 0))]
+        variants = 0
+        for first, built_table, dose_slots, own in applied.parts:
+            while segments and segments[-1].first >= first:
+                segments.pop()
+            function = 0 if built_table is None else built_table.function
+            start = dose_slots.start if dose_slots is not None else 0
+            segments.append(Segment(first, function, (start, variants)))
+            variants += len(own)
+        if variants:
+            self._variants[number] = np.concatenate([part.variants for part in applied.parts])
+        if any(segment.function for segment in segments):
+            self._requests.put(number, segments)
+        else:
+            self._requests.drop(number)

@@ -1,0 +1,1 @@
+"""How rows and events leave the worker."""

@@ -1,0 +1,104 @@
+"""Sends frames to the server, on a thread of its own.
+
+Invariants: frames are sent in the order of the calls of `send`, which waits neither for the device
+nor for the server. If a frame cannot be built or sent, the error is logged and its fallback heads
+are sent. Later frames are unaffected. If the server falls behind, the thread waits, and steps go
+on. The rows are in the staging area, whose size bounds the number of waiting rows.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import zmq
+
+from rheostat_engine.channel.events import Head, RowsHead, encode_head
+
+_LOG = logging.getLogger(__name__)
+
+
+_FRAMES = 16
+"""Frames that ZeroMQ queues before the thread waits."""
+
+
+_UNREADABLE = "what was measured could not be read; its requests are released without it"
+_LOST = "captured rows could not be read and are lost"
+
+
+class Fence(Protocol):
+    """A point in the work of the device."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has reached it."""
+
+
+class Frame(NamedTuple):
+    """One or more heads to send."""
+
+    head: Head | Callable[[], Sequence[Head]]
+    """The head, or a function that makes the heads of several frames after `ready`."""
+    ready: Fence | None = None
+    """The fence after which the rows, or the input of the function, are complete."""
+    fallback: Sequence[Head] = ()
+    """The fallback heads, which are sent if the heads can't be made or the rows can't be read."""
+    rows: int = 0
+    """The number of rows that it describes."""
+
+
+class EventSender:
+    """The worker's end of the side channel."""
+
+    def __init__(self, address: str) -> None:
+        """Connects to the server's address, which need not be bound yet."""
+        self.lost_rows = 0
+        """Rows of frames that were not sent."""
+        self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, _FRAMES)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+        self._thread = threading.Thread(target=self._run, name="rheostat-delivery", daemon=True)
+        self._thread.start()
+
+    def send(self, frame: Frame) -> None:
+        """Queues a frame."""
+        self._queue.put(frame)
+
+    def close(self) -> None:
+        """Sends the queued frames, then stops. A server that is behind may miss some."""
+        self._queue.put(None)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (frame := self._queue.get()) is not None:
+            sent = False
+            try:
+                sent = self._send(frame)
+            except Exception:  # any error, because other requests wait for later frames
+                _LOG.exception("a frame of the side channel could not be sent and is lost")
+            if not sent:
+                self.lost_rows += frame.rows
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, frame: Frame) -> bool:
+        """Sends a frame, or its fallback; returns whether it was the frame."""
+        complete = True
+        try:
+            heads = _heads(frame)
+        except Exception:  # any error, because the requests wait for their reports
+            _LOG.exception(_LOST if isinstance(frame.head, RowsHead) else _UNREADABLE)
+            complete, heads = False, frame.fallback
+        for head in heads:
+            self._socket.send(encode_head(head))
+        return complete
+
+
+def _heads(frame: Frame) -> Sequence[Head]:
+    """Waits for `ready`, then makes the frame's heads."""
+    if frame.ready is not None:
+        frame.ready.synchronize()
+    return frame.head() if callable(frame.head) else (frame.head,)

@@ -1,0 +1,345 @@
+"""Encodes rows and copies them into the staging area, while the next step runs.
+
+Invariants: `send_rows` does not wait, and its work does not grow with the rows. Their region of the
+ring may be written again after the returned fence. If rows can't be encoded, they leave raw. If
+they can't leave at all, they are reported as lost. Encoding takes at most a fixed amount of device
+memory at once. Ranges of the staging area are reserved in the order in which their frames are sent.
+
+Why only few copies run at once
+    A device runs copies in one direction in the order in which they were launched, in all streams.
+    Sampled tokens would wait for all rows of a step.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from rheostat_engine.channel.events import Head, RowsHead
+from rheostat_engine.channel.staging import StagingRange, aligned
+from rheostat_engine.worker.transport.event_sender import EventSender, Fence, Frame
+from rheostat_engine.worker.transport.row_encodings import RowEncoder
+from rheostat_engine.worker.transport.staging_area import StagingArea
+
+_LOG = logging.getLogger(__name__)
+
+_CHUNK = 16 << 20
+"""Bytes of a chunk, which a device copies in about 0.3 ms."""
+
+_LOG_INTERVAL = 60.0
+"""Seconds between two equal log messages about rows that fail."""
+
+
+class _StagingFull(Exception):
+    """The staging area is full."""
+
+
+class Group(NamedTuple):
+    """Consecutive rows of a step with one encoding."""
+
+    encoding: RowEncoder | None
+    """The encoder; None if the rows are raw."""
+    rows: int
+    """The number of rows."""
+
+    def bytes(self, raw: int) -> int:
+        """Bytes of all rows; `raw` are the bytes of a raw row."""
+        return self.rows * (raw if self.encoding is None else self.encoding.row_bytes)
+
+
+@dataclass
+class _PendingRows:
+    """A step's rows that have not left the device; a fence that waits until they have."""
+
+    head: RowsHead
+    rows: torch.Tensor
+    groups: Sequence[Group]
+    written: torch.cuda.Event | None
+    """The fence after which the rows are complete; None: they are."""
+    launched: threading.Event = field(default_factory=threading.Event)
+    left: Fence | None = None
+    """The fence of the copies, set before `launched`."""
+
+    @property
+    def bytes(self) -> int:
+        """The most bytes that they take in the staging area."""
+        return aligned(max(self.rows.nbytes, packed_bytes(self.rows, self.groups)))
+
+    def synchronize(self) -> None:
+        """Waits until no copy reads the rows; never waits for the server."""
+        self.launched.wait()
+        if self.left is not None:
+            self.left.synchronize()
+
+
+class PacedCopies:
+    """Copies to the host, of which few run at once.
+
+    Only the thread that launches the copies waits. Small copies share the event of a chunk.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None, in_flight: int) -> None:
+        """No copy is running.
+
+        Args:
+            stream: runs the copies; None if `copy` returns after the copy.
+            in_flight: chunks that may be copied at once; 0: no limit.
+        """
+        self._stream = stream
+        self._in_flight = in_flight
+        self._ends: deque[torch.cuda.Event] = deque()
+        self._bytes = 0
+        """Bytes that were launched after the last of these events."""
+
+    def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Launches a copy, chunk by chunk; waits while too many chunks are being copied.
+
+        Args:
+            target: on the host, uint8.
+            values: on the device, of as many bytes.
+        """
+        chunks = values.view(torch.uint8).flatten().split(_CHUNK)
+        for chunk, part in zip(chunks, target.split(_CHUNK), strict=True):
+            if self._stream is not None and self._in_flight:
+                self._wait(chunk.nbytes)
+            part.copy_(chunk, non_blocking=True)
+
+    def _wait(self, nbytes: int) -> None:
+        if self._bytes + nbytes > _CHUNK:
+            # A blocking event yields the core. Spinning would take it from the step thread.
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+            self._ends.append(event)
+            self._bytes = 0
+            while len(self._ends) >= self._in_flight:
+                self._ends.popleft().synchronize()
+        self._bytes += nbytes
+
+
+class RowSender:
+    """Sends the rows and events of one worker to the server."""
+
+    def __init__(
+        self,
+        event_sender: EventSender,
+        device: torch.device,
+        area: StagingArea,
+        *,
+        scratch: int,
+        in_flight: int = 2,
+    ) -> None:
+        """Starts the thread that encodes and copies rows, on a stream of its own on CUDA.
+
+        Args:
+            event_sender: sends the frames.
+            device: the device of the rows.
+            area: the memory in which rows wait for the server.
+            scratch: bytes of device memory that encoding may take at once.
+            in_flight: chunks of 16 MiB that may be copied at once; 0: no limit.
+        """
+        self.area = area
+        self.scratch = scratch
+        self.left_bytes = 0
+        """Bytes of rows that have left the device."""
+        self.plain_rows = 0
+        """Rows that left raw because they could not be encoded."""
+        self._event_sender = event_sender
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = PacedCopies(self._stream, in_flight)
+        self._queue: queue.SimpleQueue[Frame | _PendingRows | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending_bytes = 0
+        self._lost_rows = 0
+        self._next_log: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="rheostat-outlet", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost_rows(self) -> int:
+        """Rows that could not leave the device, or whose frames were not sent."""
+        return self._lost_rows + self._event_sender.lost_rows
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of further rows that fit into the staging area."""
+        with self._lock:
+            return max(0, self.area.free_bytes - self._pending_bytes)
+
+    def send(self, frame: Frame) -> None:
+        """Queues a frame without rows."""
+        self._queue.put(frame)
+
+    def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> Fence:
+        """Queues rows that the work launched so far on the current stream writes.
+
+        Args:
+            head: their labels, group by group.
+            rows: [n, W] on the device.
+            groups: their encodings, in row order.
+
+        Returns:
+            A fence after which the rows have left the device.
+        """
+        written = None
+        if self._stream is not None:
+            written = torch.cuda.Event()
+            written.record()
+        pending = _PendingRows(head, rows, groups, written)
+        self._count(pending.bytes)
+        self._queue.put(pending)
+        return pending
+
+    def send_measured(
+        self,
+        measured: torch.Tensor,
+        heads: Callable[[torch.Tensor], Sequence[Head]],
+        fallback: Sequence[Head],
+    ) -> None:
+        """Queues frames that are made from measurements of the work launched so far.
+
+        Args:
+            measured: the measurements, on the device.
+            heads: makes the frames' heads from the measurements on the host, on another thread.
+            fallback: the heads that are sent if that fails.
+        """
+        host, left = self._copy(measured)
+        self._queue.put(Frame(lambda: heads(host), ready=left, fallback=fallback))
+
+    def close(self) -> None:
+        """Sends the queued rows and frames, then stops."""
+        self._queue.put(None)
+        self._thread.join(timeout=5)
+        self._event_sender.close()
+        self.area.close()
+
+    def _copy(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        if self._stream is None:
+            return values.clone(), None
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        values.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            host.copy_(values, non_blocking=True)
+            left = torch.cuda.Event()
+            left.record(self._stream)
+        return host, left
+
+    def _run(self) -> None:
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            while (queued := self._queue.get()) is not None:
+                if isinstance(queued, Frame):
+                    self._event_sender.send(queued)
+                    continue
+                frame = self._send_off(queued)
+                self._count(-queued.bytes)
+                self._event_sender.send(frame)
+
+    def _send_off(self, pending: _PendingRows) -> Frame:
+        """Launches the copies of rows; returns their frame."""
+        head = pending.head
+        try:
+            try:
+                head = self._launch(pending)
+            finally:
+                # Copies that were launched read the rows, even if a later step failed.
+                pending.left = self._fence()
+        except Exception:  # any error, because the engine must go on and the requests get a report
+            self._log_failure("captured rows could not leave the device and are lost")
+            self._lost_rows += len(pending.rows)
+            return Frame(head.without_rows)
+        finally:
+            pending.launched.set()  # the step thread may wait for it in `Ring.reserve`
+        assert head.staging_range is not None
+        self.left_bytes += head.staging_range.size
+        return Frame(head, pending.left, (head.without_rows,), len(pending.rows))
+
+    def _launch(self, pending: _PendingRows) -> RowsHead:
+        """Launches the copies of rows; returns their head with their range."""
+        head = pending.head
+        if self._stream is not None and pending.written is not None:
+            self._stream.wait_event(pending.written)
+        try:
+            staging_range = self._pack(pending.rows, pending.groups)
+        except Exception:  # most likely the device has no memory left, which raw rows do not need
+            if all(group.encoding is None for group in pending.groups):
+                raise
+            self._log_failure("captured rows could not be encoded and leave raw")
+            self.plain_rows += sum(group.rows for group in pending.groups if group.encoding)
+            head = head.as_raw
+            staging_range = self._pack(pending.rows, [Group(None, len(pending.rows))])
+        return msgspec.structs.replace(head, staging_range=staging_range)
+
+    def _fence(self) -> Fence | None:
+        """A fence behind the work launched so far; None if that work is complete."""
+        if self._stream is None:
+            return None
+        launched = torch.cuda.Event()
+        launched.record(self._stream)
+        return launched
+
+    def _log_failure(self, message: str) -> None:
+        """Logs the current exception, not too often because a device may stay full."""
+        if time.monotonic() >= self._next_log.get(message, 0.0):
+            self._next_log[message] = time.monotonic() + _LOG_INTERVAL
+            _LOG.exception("%s; so may be others within %.0f s", message, _LOG_INTERVAL)
+
+    def _pack(self, rows: torch.Tensor, groups: Sequence[Group]) -> StagingRange:
+        size = packed_bytes(rows, groups)
+        with self._lock:
+            staging_range = self.area.reserve(size)
+        if staging_range is None:
+            raise _StagingFull(f"{size} bytes of rows do not fit beside the rows that wait")
+        try:
+            pack(rows, groups, self.area[staging_range], scratch=self.scratch, copies=self._copies)
+        except BaseException:
+            with self._lock:
+                self.area.ranges.give_back(staging_range)
+            raise
+        return staging_range
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._pending_bytes += change
+
+
+def packed_bytes(rows: torch.Tensor, groups: Sequence[Group]) -> int:
+    """Bytes of rows, [n, W], in their encodings."""
+    raw = rows.shape[1] * rows.element_size()
+    return sum(group.bytes(raw) for group in groups)
+
+
+def pack(
+    rows: torch.Tensor,
+    groups: Sequence[Group],
+    target: torch.Tensor,
+    *,
+    scratch: int,
+    copies: PacedCopies,
+) -> None:
+    """Launches the encoding of rows and their copies to the host.
+
+    Args:
+        rows: [n, W] on the device.
+        groups: their encodings, in row order.
+        target: on the host, uint8, of `packed_bytes`.
+        scratch: bytes of device memory that encoding may take at once.
+        copies: launches the copies.
+    """
+    raw = rows.shape[1] * rows.element_size()
+    parts = rows.split([group.rows for group in groups])
+    targets = target.split([group.bytes(raw) for group in groups])
+    for group, part, packed in zip(groups, parts, targets, strict=True):
+        if group.encoding is None:
+            copies.copy(packed, part)
+            continue
+        at_once = max(1, scratch // group.encoding.scratch)
+        slabs = packed.split(at_once * group.encoding.row_bytes)
+        for rows_of_slab, slab in zip(part.split(at_once), slabs, strict=True):
+            copies.copy(slab, group.encoding.encode(rows_of_slab))

@@ -1,0 +1,110 @@
+"""An engine whose server is gone ends."""
+
+import ast
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from rheostat_engine.adapters import parent_watch as orphans
+from rheostat_engine.adapters import worker_cpu
+from rheostat_engine.adapters.worker_cpu import CpuSiteWorker
+
+
+def config() -> Any:  # in place of a VllmConfig
+    """An engine's, which lets requests go on for a while."""
+    return SimpleNamespace(shutdown_timeout=31)
+
+
+def test_a_process_that_is_nobodys_child_watches_nobody() -> None:
+    before = threading.active_count()
+    assert multiprocessing.parent_process() is None
+    orphans.end_with_parent(config())
+    assert threading.active_count() == before
+
+
+def test_once_the_parent_is_another_the_process_is_told_to_end_now_and_killed_if_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = config()
+    told: list[tuple[int, int, int]] = []
+
+    stock = os.kill
+
+    def kill(pid: int, number: int) -> None:
+        if pid == worker.pid:
+            stock(pid, number)
+        told.append((pid, number, served.shutdown_timeout))
+
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr(orphans.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(orphans.os, "kill", kill)
+    monkeypatch.setattr(orphans, "_LOOK", 0.0)
+    monkeypatch.setattr(orphans, "_GRACE", 0.0)
+    worker = multiprocessing.get_context("spawn").Process(
+        target=time.sleep, args=(60,), daemon=True
+    )
+    worker.start()
+    orphans._watch(7, served)
+    own = os.getpid()
+    assert told == [
+        (own, signal.SIGTERM, 0),
+        (worker.pid, signal.SIGKILL, 0),
+        (own, signal.SIGKILL, 0),
+    ]
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_process_of_the_engine_has_a_group_of_its_own() -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=orphans.leave_group) as pool:
+        pool.submit(orphans.leave_group).result(60)  # an engine and its worker may be one process
+        assert pool.submit(os.getpgid, 0).result(60) == pool.submit(os.getpid).result(60)
+
+
+def test_a_process_that_is_nobodys_child_stays_in_its_group() -> None:
+    before = os.getpgid(0)
+    orphans.leave_group()
+    assert os.getpgid(0) == before
+
+
+def test_a_worker_leaves_the_group_once_its_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it loads, a signal to the group is all that ends it: vLLM watches over it later."""
+    done: list[str] = []
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", lambda self: done.append("warm"))
+    monkeypatch.setattr(worker_cpu, "leave_group", lambda: done.append("left"))
+    CpuSiteWorker.compile_or_warm_up_model(object.__new__(CpuSiteWorker))
+    assert done == ["warm", "left"]
+
+
+def test_the_gpu_worker_does_so_too() -> None:
+    """Its module needs CUDA, so the source is compared, and the name in vLLM's."""
+    name = "compile_or_warm_up_model"
+    adapters = Path(worker_cpu.__file__).parent
+    theirs = Path(cpu_worker.__file__).with_name("gpu_worker.py")
+    cpu, gpu, stock = (
+        method_of(path, name)
+        for path in (adapters / "worker_cpu.py", adapters / "worker_cuda.py", theirs)
+    )
+    assert ast.dump(cpu) == ast.dump(gpu)
+    assert ast.dump(stock.args) == ast.dump(gpu.args)
+
+
+def method_of(path: Path, name: str) -> ast.FunctionDef:
+    tree = ast.parse(path.read_text())
+    (found,) = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    return found

@@ -1,0 +1,222 @@
+"""What the server asks of a worker reaches its runtime, and the answers are plain data."""
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point, Released
+from rheostat_engine.adapters.assembly import Assembled
+from rheostat_engine.adapters.routers import Routers
+from rheostat_engine.adapters.worker_rpc import SiteRpc
+from rheostat_engine.plan.plan import EncodedTable, steering_of
+from rheostat_engine.plan.tables import SteeringTable
+from rheostat_engine.worker.steering import steering
+
+from ..cpu_worker import NOTHING, Worker, stream_at
+from ..strategies import EVERYWHERE, SITES, ablate, add
+from ..tables import WIDTH, capacity
+
+NEW = b"\x0a" * 32
+
+
+class Base:
+    """Stands for vLLM's worker."""
+
+    def __init__(self) -> None:
+        self.stopped = 0
+
+    def shutdown(self) -> None:
+        self.stopped += 1
+
+
+class Rpc(SiteRpc, Base):
+    """A worker with sites."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        assembled = Assembled(
+            worker.runtime,
+            capacity(),
+            {Point.RESID_MID.value: "parallel"},
+            Routers({}, {}),
+            {0: "pair", 1: "single"},
+            (SITES - 1) // 2,
+            True,
+        )
+        model = SimpleNamespace(architecture="Toy")
+        self.model_runner = SimpleNamespace(
+            sites=assembled, vllm_config=SimpleNamespace(model_config=model)
+        )
+
+
+def test_a_worker_describes_its_model() -> None:
+    described = Rpc(Worker()).rheostat_describe()
+    assert ModelSites.from_reports([msgspec.json.decode(msgspec.json.encode(described))]) == (
+        ModelSites(
+            architecture="Toy",
+            num_layers=2,
+            width=WIDTH,
+            dtype="float32",
+            runner="V1",
+            refused={Point.RESID_MID: "parallel"},
+            capacity=Capacity(64, 64, 256, 64, 32, 1000),
+            world_size=1,
+            block_layouts={0: "pair", 1: "single"},
+            variants=("active", "plain"),
+        )
+    )
+
+
+def test_vectors_come_and_go_by_hexadecimal_digest() -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    values = np.arange(2 * WIDTH, dtype="<f4").reshape(2, WIDTH)
+    rpc.rheostat_load_vectors({NEW.hex(): ([5.0, 6.0], values.tobytes())})
+    worker.add_request("v", Plan("r", (add(1, digest=NEW),)))
+    worker.step([("v", 0, 1)])
+    assert worker.streams["v", 0, 1].tolist() == (stream_at("v", 0, 1) + values[0]).tolist()
+    worker.finish("v")
+    released = worker.row_sender.events[-1]
+    assert isinstance(released, Released)
+    assert [dose.change for dose in released.doses] == [5.0]
+    rpc.rheostat_drop_vectors([NEW.hex()])
+    worker.add_request("w", Plan("s", (add(2, digest=NEW),)))
+    assert getattr(worker.row_sender.events[-1], "error", "") == (
+        f"vector {NEW.hex()} is not in the worker"
+    )
+
+
+def test_an_update_says_where_it_begins_or_why_it_does_not() -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    worker.add_request("v", Plan("r"))
+    wire = Plan("r", (add(1),)).to_wire()
+    assert rpc.rheostat_update_steering("r", wire, 3) == {"first": 3, "error": ""}
+    assert rpc.rheostat_update_steering("nobody", wire, 3) == {"first": -1, "error": ""}
+    assert rpc.rheostat_update_steering("r", Plan("r", (add(SITES),)).to_wire(), 0) == {
+        "first": 0,
+        "error": f"the plan names a site that is not one of the model's {SITES}",
+    }
+
+
+def test_plans_are_prepared_part_by_part_and_let_go_of() -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    one = Plan("r", tuple(add(1, scale=1.0 + n, where=((n, n + 1),)) for n in range(9)))
+    other = Plan("s", (add(1, digest=NEW),))
+    missing = f"vector {NEW.hex()} is not in the worker"
+    assert rpc.rheostat_prepare("one", one.to_wire(), 5) == (False, "")
+    assert rpc.rheostat_prepare("other", other.to_wire(), 5) == (True, missing)
+    assert rpc.rheostat_prepare("one", None, 50) == (True, "")
+    assert rpc.rheostat_stats()["slots_used"] == 9
+    rpc.rheostat_release(["one", "other"])
+    assert rpc.rheostat_stats()["slots_used"] == 0
+
+
+def test_each_call_that_prepares_a_plan_does_a_bounded_part(monkeypatch) -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    tables: list[EncodedTable] = []
+
+    def reading(acts: EncodedTable) -> SteeringTable:
+        tables.append(acts)
+        return steering_of(acts)
+
+    monkeypatch.setattr(steering, "steering_of", reading)
+    acts = tuple(add(1, scale=1.0 + n, where=((n, n + 1),)) for n in range(9))
+    captures = tuple(Capture((n,), ((n, 30 - n),)) for n in range(SITES))
+    plan = Plan("r", acts, captures)
+    done = []
+    while not done or not done[-1]:
+        before = worker.captures.sets.built, len(tables), worker.steering.built_tables.built
+        complete, error = rpc.rheostat_prepare("one", plan.to_wire(), 2)
+        assert error == ""
+        done.append(complete)
+        after = worker.captures.sets.built, len(tables), worker.steering.built_tables.built
+        built, read, made = (late - early for early, late in zip(before, after, strict=True))
+        # A table of captures is built at once, and a table of acts is read at once.
+        assert bool(built) + bool(read) <= 1
+        assert made <= (0 if built else 3)
+    assert worker.captures.sets.built == plan.packed_captures.plan_cost
+    assert len(tables) == 1
+    assert len(done) > 5
+
+
+@pytest.mark.parametrize(
+    ("acts", "captures", "message"),
+    [
+        ((add(1),), (Capture((99,), EVERYWHERE),), "names a site that is not one"),
+        ((add(99),), (Capture((1,), EVERYWHERE),), "names a site that is not one"),
+        ((add(1, digest=NEW),), (Capture((1,), EVERYWHERE),), "is not in the worker"),
+    ],
+)
+def test_a_plan_that_cannot_be_prepared_holds_nothing(acts, captures, message) -> None:
+    worker = Worker()
+    rpc = Rpc(worker)
+    wire = Plan("r", acts, captures).to_wire()
+    done, error = False, ""
+    while not done:
+        done, error = rpc.rheostat_prepare("one", wire, 1)
+    assert message in error
+    assert worker.held() == NOTHING
+    assert not len(worker.runtime.preparations)
+
+
+def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
+    worker = Worker()
+    acts = (add(0), ablate(1), add(1, scale=2.0))
+    worker.add_request("v", Plan("r", acts, (Capture((2,), EVERYWHERE),)))
+    worker.step([("v", 0, 3)])
+    worker.step([("w", 0, 3)])
+    assert Rpc(worker).rheostat_stats() == {
+        "bank_rows_used": 2,
+        "directions_used": 1,
+        "steps_used": 2,
+        "slots_used": 1,
+        "token_rules_used": 0,
+        "requests": 1,
+        "captured_rows": 3,
+        "lost_rows": 0,
+        "left_bytes": 3 * 4 * WIDTH,
+        "plain_rows": 0,
+        "row_encodings_used": 0,
+        "ring_bytes": 1001 * 4 * WIDTH,
+        "encode_bytes": worker.row_sender.scratch,
+        "staging_bytes": 1 << 20,
+        "staging_skipped_bytes": 0,
+        "pinned": False,
+        "steps": {"plain": 1, "active": 1},
+        "own_graphs": 0,
+        "held_graphs": 0,
+    }
+
+
+def test_a_worker_sends_its_last_rows_before_it_stops() -> None:
+    rpc = Rpc(Worker())
+    closed: list[int] = []
+    rpc.model_runner.sites.runtime.close = lambda: closed.append(rpc.stopped)
+    rpc.shutdown()
+    assert (closed, rpc.stopped) == ([0], 1)
+
+
+def test_a_worker_that_never_had_a_model_stops_too() -> None:
+    rpc = Rpc(Worker())
+    del rpc.model_runner
+    rpc.shutdown()
+    assert rpc.stopped == 1
+
+
+def test_what_is_drawn_after_the_random_state_is_restored_is_what_would_have_been() -> None:
+    rpc = Rpc(Worker())
+
+    def draw() -> tuple[list[int], list[float]]:
+        return np.random.randint(2**31, size=4).tolist(), torch.rand(4).tolist()
+
+    rpc.rheostat_save_random_state()
+    first = draw()
+    assert draw() != first
+    rpc.rheostat_restore_random_state()
+    assert draw() == first

@@ -1,0 +1,268 @@
+"""The op in plain torch equals a loop in float64, and what changes nothing changes no bit."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rheostat_engine import Kind
+from rheostat_engine.sites.reference import run_site
+
+from ..instructions import RING, Step, buffers, chains, huge_chains, naive
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ERROR = {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Of a row of size about 1 to 10: float32 sums, or the one rounding to the stream's dtype."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_the_op_equals_a_loop_over_tokens_and_steps(
+    dtype: torch.dtype, data: st.DataObject, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, width = data.draw(st.integers(1, 6)), data.draw(st.integers(3, 9))
+    programs = chains()
+    code = st.integers(-len(programs), 4)
+    site_slots = data.draw(st.permutations(range(1, RING)))
+    site = buffers(
+        width,
+        dtype=dtype,
+        codes=data.draw(st.lists(code, min_size=tokens, max_size=tokens)),
+        captured=[p if data.draw(st.booleans()) else 0 for p in site_slots[:tokens]],
+        programs=programs,
+        seed=seed,
+    )
+    h = torch.randn(tokens, width, generator=generator).to(dtype)
+    carried = None
+    if data.draw(st.booleans()):
+        other = data.draw(st.sampled_from([dtype, torch.float32]))
+        carried = torch.randn(tokens, width, generator=generator).to(other)
+    before, rest = h.clone(), None if carried is None else carried.clone()
+    expected = naive(h, carried, site)
+    # Tokens beyond those of the step: their instructions must not be followed.
+    longer = site._replace(
+        code=torch.cat([site.code, torch.tensor([2, -1], dtype=torch.int32)]),
+        cap_row=torch.cat([site.cap_row, torch.tensor([9, 9], dtype=torch.int32)]),
+    )
+    run_site(h, carried, longer)
+    rtol, atol = 2 * ERROR[dtype], 10 * ERROR[dtype]
+    np.testing.assert_allclose(h.double(), expected.h, rtol, atol)
+    np.testing.assert_allclose(site.ring.double(), expected.ring, rtol, atol)
+    np.testing.assert_allclose(site.doses.double(), expected.doses, rtol=1e-3, atol=1e-4)
+    assert torch.equal(h[site.code[:tokens] == 0], before[site.code[:tokens] == 0])
+    assert carried is None or (rest is not None and torch.equal(carried, rest))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_addition_is_one_float32_sum_rounded_once(dtype: torch.dtype) -> None:
+    site = buffers(64, dtype=dtype, codes=[1, 2, 0, 2], captured=[0, 3, 4, 0], programs=[])
+    h = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    carried = torch.randn(4, 64, generator=torch.Generator().manual_seed(6))
+    added = torch.stack([site.rows[n].float() for n in (1, 2, 0, 2)])
+    expected = (h.float() + added).to(dtype)
+    run_site(h, carried, site)
+    assert torch.equal(h, expected)
+    captured = (expected.float() + carried).to(dtype)
+    assert torch.equal(site.ring[3:5], captured[1:3])
+    assert not site.ring[[0, 1, 2, *range(5, RING)]].any()
+
+
+WIDE = Step(Kind.PULL, 1, -1e6, 1e6)
+IDLE = {
+    "row 0 in a chain": [Step(Kind.ADD, 0)],
+    "strength 0 of an ablation": [Step(Kind.PULL, 1, strength=0.0)],
+    "strength 0 of a push": [Step(Kind.NORM_ADD, 1, strength=0.0)],
+    "a band wider than the data": [WIDE],
+    "a band without an upper bound": [WIDE._replace(high=math.inf)],
+    "a band without a lower bound": [WIDE._replace(low=-math.inf)],
+    "all of them": [Step(Kind.ADD, 0), WIDE, Step(Kind.NORM_ADD, 2, strength=0.0), WIDE],
+}
+
+
+def special(dtype: torch.dtype) -> torch.Tensor:
+    """Rows with zeros of both signs, subnormal, small and large numbers."""
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    rows[1] = torch.tensor([0.0, -0.0, 1e-7, -1e-7, 3e4, -3e-4, 1e-40, -1e-40])
+    rows[2] = -0.0
+    rows[3] = 0.0
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("carried", [None, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", IDLE)
+def test_what_changes_nothing_changes_no_bit(
+    name: str, dtype: torch.dtype, carried: torch.dtype | None
+) -> None:
+    site = buffers(8, dtype=dtype, codes=[-1] * 4, captured=[0] * 4, programs=[IDLE[name]])
+    h = special(dtype)
+    rest = None if carried is None else special(carried) / 7
+    run_site(h, rest, site)
+    assert torch.equal(h.view(torch.uint8), special(dtype).view(torch.uint8))
+    assert site.doses[:, 0].sum() == 4 * sum(one.last for one in IDLE[name])
+    assert not site.doses[:, 1].any()
+
+
+def test_elements_that_a_change_leaves_alone_keep_their_bits() -> None:
+    site = buffers(8, dtype=torch.float32, codes=[1, -1], captured=[0, 0], programs=[chains()[0]])
+    site.rows[1] = torch.tensor([0.0, 0.0, 1.0, -0.0, 0.0, 0.0, 0.0, 0.0])
+    site.directions[1] = torch.tensor([0.0, 1.0, -0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    h = torch.full((2, 8), -0.0)
+    h[1, 1] = 5.0
+    run_site(h, None, site)
+    assert h[0, 2] == 1.0
+    assert h[1, 1] == 0.0
+    untouched = torch.ones(2, 8, dtype=torch.bool)
+    untouched[0, 2] = untouched[1, 1] = False
+    assert torch.signbit(h[untouched]).all()
+
+
+@pytest.mark.parametrize("carried", [None, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_change_makes_the_stream_infinite_or_nan(
+    dtype: torch.dtype, carried: torch.dtype | None
+) -> None:
+    programs = huge_chains()
+    codes = [0, *range(-len(programs), 0), 1]
+    captured = [*range(1, len(codes) + 1)]
+    site = buffers(16, dtype=dtype, codes=codes, captured=captured, programs=programs)
+    site.rows[1] = torch.finfo(dtype).max
+    site.directions[1, 3:] = 0.0
+    h = torch.randn(len(codes), 16, generator=torch.Generator().manual_seed(2)).to(dtype)
+    before = h.clone()
+    run_site(h, None if carried is None else torch.ones(len(codes), 16), site)
+    assert h[1:].isfinite().all()
+    assert h[1:].abs().max() <= 1.001 * most_of(dtype)
+    assert torch.equal(h[1], before[1])  # infinity less infinity is no change
+    assert (h[2:] != before[2:]).any(1).all()
+    assert torch.equal(h[-2, 3:], before[-2, 3:])  # this program's direction is 0 there
+    assert torch.equal(h[0], before[0])
+    norms = h.float().square().sum(1)
+    assert norms.isfinite().all()
+    assert site.ring.isfinite().all()
+
+
+def most_of(dtype: torch.dtype) -> float:
+    """The largest magnitude of a changed element of the stream."""
+    return min(1e15, torch.finfo(dtype).max / 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sums_of_a_model_stay_finite_whose_every_site_is_changed_hugely(
+    dtype: torch.dtype,
+) -> None:
+    """The model adds h to the stream in its own dtype, and adds another branch after each site.
+
+    The sum of all these branches fits between the limit and the largest number of the dtype.
+    """
+    site = buffers(4, dtype=dtype, codes=[1, 2], captured=[0, 1], programs=[])
+    site.rows[1], site.rows[2] = torch.finfo(dtype).max, -torch.finfo(dtype).max
+    branch = torch.full((2, 4), 0.018 * torch.finfo(torch.float16).max).to(dtype)
+    stream = torch.zeros(2, 4, dtype=dtype)
+    for number in range(12):
+        h = branch * (-1 if number % 3 else 1)
+        run_site(h, stream, site)
+        stream = stream + h
+        assert stream.isfinite().all()
+        assert stream.abs().max() <= 1.01 * most_of(dtype) + 2 * (number + 1) * branch[0, 0]
+        stream = stream + branch
+        assert stream.isfinite().all()
+    assert site.ring.isfinite().all()
+
+
+@pytest.mark.parametrize("gain", [0.22, 4.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_branch_that_the_model_multiplies_stays_finite(dtype: torch.dtype, gain: float) -> None:
+    site = buffers(4, dtype=dtype, codes=[1, 1], captured=[0, 1], programs=[])
+    site.rows[1] = torch.finfo(dtype).max
+    h = torch.ones(2, 4, dtype=dtype)
+    run_site(h, None, site, gain)
+    assert h.isfinite().all()
+    assert (h.float() * gain).abs().max() <= 1.01 * most_of(dtype)
+    assert site.ring.isfinite().all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_element_beyond_the_limit_may_shrink_and_does_not_grow(
+    dtype: torch.dtype, sign: int
+) -> None:
+    site = buffers(4, dtype=dtype, codes=[1, 2, 3], captured=[0, 0, 0], programs=[])
+    large = sign * 1.5 * most_of(dtype)
+    site.rows[1], site.rows[2], site.rows[3] = large / 10, -large / 10, -large
+    h = torch.full((3, 4), large).to(dtype)
+    before = h.clone()
+    run_site(h, None, site)
+    assert torch.equal(h[0], before[0])
+    torch.testing.assert_close(h[1], before[1] * 0.9, rtol=1e-2, atol=0)
+    torch.testing.assert_close(h[2], before[2] * 0, rtol=0, atol=most_of(dtype) * 1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_element_that_was_not_finite_is_left_alone(dtype: torch.dtype) -> None:
+    site = buffers(4, dtype=dtype, codes=[1], captured=[0], programs=[])
+    h = torch.tensor([[math.inf, -math.inf, math.nan, 0.0]]).to(dtype)
+    run_site(h, None, site)
+    assert h[0, :2].tolist() == [math.inf, -math.inf]
+    assert h[0, 2].isnan()
+    assert h[0, 3] == site.rows[1, 3]
+
+
+def test_a_row_of_zeros_has_a_share_of_zero_and_no_nan() -> None:
+    push = [Step(Kind.NORM_ADD, 1)]
+    site = buffers(8, dtype=torch.float32, codes=[1, -1], captured=[0, 0], programs=[push])
+    h = torch.zeros(2, 8)
+    run_site(h, None, site)
+    assert torch.equal(h[0], site.rows[1])
+    assert not h[1].any()
+    assert site.doses[[0, 5]].tolist() == [[1, 0, 0, 0]] * 2
+
+
+def test_measurements_add_up_over_tokens_and_steps_that_share_cells() -> None:
+    site = buffers(8, dtype=torch.float32, codes=[1, 2, 3], captured=[0] * 3, programs=[])
+    site.dose_slot[:] = 7
+    h = torch.zeros(3, 8)
+    h[:, 0] = torch.tensor([2.0, 4.0, 0.5])
+    run_site(h.clone(), None, site)
+    run_site(h.clone(), None, site)
+    assert site.doses[7].tolist() == [6, 0, 2 * (0.5 + 0.25 + 2), 2]
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 2, 8), (1, 4, 8)])
+def test_leading_dimensions_are_tokens(shape: tuple[int, ...]) -> None:
+    site = buffers(
+        8, dtype=torch.float32, codes=[0, 1, 2, -6], captured=[0, 4, 0, 5], programs=chains()
+    )
+    flat = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    folded = flat.clone().view(shape)
+    ring = site.ring.clone()
+    run_site(flat, flat.clone() / 2, site)
+    one = site.ring.clone()
+    site.ring.copy_(ring)
+    run_site(folded, folded.clone() / 2, site)
+    assert torch.equal(folded.view(4, 8), flat)
+    assert torch.equal(site.ring, one)
+
+
+@pytest.mark.parametrize("gain", [0.22, -3.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_branch_is_changed_and_copied_as_it_is_added(dtype: torch.dtype, gain: float) -> None:
+    programs = chains()
+    codes = [0, 3, *range(-len(programs), 0)]
+    captured = [1 + n % 11 if n % 2 else 0 for n in range(len(codes))]
+    site, twin = (
+        buffers(8, dtype=dtype, codes=codes, captured=captured, programs=programs) for _ in range(2)
+    )
+    h = torch.randn(len(codes), 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before, added = h.clone(), h.float() * gain
+    run_site(h, None, site, gain)
+    run_site(added, None, twin)
+    rtol, atol = 4 * ERROR[dtype], 20 * ERROR[dtype]
+    torch.testing.assert_close(h.float() * gain, added, rtol=rtol, atol=atol)
+    torch.testing.assert_close(site.ring, twin.ring, rtol=rtol, atol=atol)
+    torch.testing.assert_close(site.doses, twin.doses, rtol=1e-3, atol=1e-4)
+    assert torch.equal(h[0], before[0])

@@ -1,0 +1,260 @@
+"""Programs are rows or chains of steps, shared by content, and made whole or not at all."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rheostat_engine import Kind
+from rheostat_engine.plan.composition import Direction, Program, Step
+from rheostat_engine.worker.steering.programs import Programs
+from rheostat_engine.worker.steering.vectors import BankError, Basis
+
+from ...naive import units
+from ...strategies import DIGESTS
+from ...tables import CPU, VECTORS, WIDTH, capacity, chain
+
+A, B, C = DIGESTS
+
+
+def make(
+    *, rows: int = 4, directions: int = 4, steps: int = 8, dtype: torch.dtype = torch.float32
+) -> Programs:
+    """A few of everything."""
+    room = capacity(bank_rows=rows, directions=directions, steps=steps)
+    return Programs(room, width=WIDTH, dtype=dtype, device=CPU)
+
+
+def row(digest: bytes, scale: float = 1.0) -> Step:
+    return Step(Kind.ADD, addends=((digest, 0, scale),))
+
+
+def along(*digests: bytes, kind: Kind = Kind.PULL, last: bool = True) -> Step:
+    direction = tuple((digest, 0) for digest in digests)
+    return Step(kind, (), direction, -math.inf, 0.5, 0.25, last)
+
+
+def acquire(programs: Programs, program: Program) -> int:
+    (code,) = programs.acquire([program], VECTORS)
+    return code
+
+
+def counts(programs: Programs) -> tuple[int, int, int]:
+    return programs.rows_used, programs.directions_used, programs.steps_used
+
+
+def test_a_single_addition_is_a_row_and_no_step() -> None:
+    programs = make()
+    code = acquire(programs, (row(A, 2.0),))
+    programs.flush()
+    assert code > 0
+    assert programs.rows[code].tolist() == (2 * VECTORS[A][0]).tolist()
+    assert counts(programs) == (1, 0, 0)
+
+
+def test_a_chain_names_what_it_uses_step_by_step() -> None:
+    programs = make()
+    program = (along(A, last=False), along(A, B), row(C), along(A, kind=Kind.NORM_ADD))
+    code = acquire(programs, program)
+    programs.flush()
+    made = list(chain(programs, code))
+    assert [ints[0] for ints, _ in made] == [Kind.PULL, Kind.PULL, Kind.ADD, Kind.NORM_ADD]
+    assert [ints[2] for ints, _ in made] == [0, 1, 1, 1]
+    assert [floats for _, floats in made] == [
+        [-math.inf, 0.5, 0.25, 0.0],
+        [-math.inf, 0.5, 0.25, 0.0],
+        [0.0, 0.0, 0.0, 0.0],
+        [-math.inf, 0.5, 0.25, 0.0],
+    ]
+    numbers = [ints[1] for ints, _ in made]
+    assert numbers[0] == numbers[3] != numbers[1]
+    assert programs.rows[numbers[2]].tolist() == VECTORS[C][0].tolist()
+    for number, parts in ((numbers[0], [A]), (numbers[1], [A, B])):
+        expected = units([VECTORS[d][0].astype(np.float64) for d in parts], orthogonal=True)[-1]
+        np.testing.assert_allclose(programs.directions[number], expected, rtol=0, atol=1e-7)
+    assert counts(programs) == (1, 2, 4)
+
+
+def test_equal_programs_are_one_until_the_last_use_ends() -> None:
+    programs = make()
+    program = (along(A), row(B))
+    code = acquire(programs, program)
+    assert acquire(programs, program) == code
+    assert counts(programs) == (1, 1, 2)
+    programs.release(program)
+    assert counts(programs) == (1, 1, 2)
+    programs.release(program)
+    assert counts(programs) == (0, 0, 0)
+
+
+def test_programs_share_rows_and_directions_but_not_steps() -> None:
+    programs = make()
+    many: list[Program] = [(along(A), row(B)), (row(B), along(A)), (row(B),)]
+    codes = [acquire(programs, program) for program in many]
+    assert len(set(codes)) == 3
+    assert counts(programs) == (1, 1, 4)
+    for program, left in zip(many, [(1, 1, 2), (1, 0, 0), (0, 0, 0)], strict=True):
+        programs.release(program)
+        assert counts(programs) == left
+
+
+def test_a_sum_of_zeros_in_a_chain_is_row_zero_and_is_counted_as_nothing() -> None:
+    programs = make(rows=2)
+    zero = Step(Kind.ADD, addends=((A, 0, -1.0), (A, 0, 1.0)))
+    acquire(programs, (row(B),))
+    code = acquire(programs, (along(A), zero, along(B), zero))
+    programs.flush()
+    assert [ints[1] for ints, _ in chain(programs, code)][1::2] == [0, 0]
+    assert not programs.rows[0].any()
+    assert counts(programs) == (1, 2, 4)
+    programs.release((along(A), zero, along(B), zero))
+    assert counts(programs) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        (make(rows=1), "every row of the bank is in use"),
+        (make(directions=1), "every direction is in use"),
+        (make(steps=3), "every step is in use"),
+    ],
+)
+def test_where_room_is_short_nothing_is_taken(programs: Programs, message: str) -> None:
+    with pytest.raises(BankError, match=f"^{message}$"):
+        acquire(programs, (row(A), along(A), row(B), along(B)))
+    assert counts(programs) == (0, 0, 0)
+    assert acquire(programs, (row(A), along(A))) < 0
+
+
+@pytest.mark.parametrize("step", [row(b"?"), along(b"?"), along(A, A), row(A, 1e39)])
+def test_a_chain_that_cannot_be_made_to_its_end_takes_nothing(step: Step) -> None:
+    programs = make()
+    held = (row(A), along(B))
+    acquire(programs, held)
+    before = counts(programs)
+    with pytest.raises(BankError):
+        acquire(programs, (row(A), row(C), along(B), along(C), step))
+    assert counts(programs) == before
+    programs.release(held)
+    assert counts(programs) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_directions_are_float32_whatever_the_stream_is(dtype: torch.dtype) -> None:
+    programs = make(dtype=dtype)
+    code = acquire(programs, (along(A), row(A)))
+    programs.flush()
+    (_, number, _), (_, added, _) = (ints for ints, _ in chain(programs, code))
+    unit = VECTORS[A][0].astype(np.float64) / np.linalg.norm(VECTORS[A][0].astype(np.float64))
+    assert torch.equal(programs.directions[number], torch.from_numpy(unit).float())
+    assert torch.equal(programs.rows[added], torch.from_numpy(VECTORS[A][0]).to(dtype))
+
+
+def test_programs_are_made_together_or_not_at_all() -> None:
+    programs = make()
+    many: list[Program] = [(row(A),), (along(A), row(B)), (row(A),)]
+    codes = programs.acquire(many, VECTORS)
+    assert codes[0] == codes[2]
+    before = counts(programs)
+    with pytest.raises(BankError, match="is not in the worker"):
+        programs.acquire([(row(C),), *many, (along(B), row(B), along(b"?"))], VECTORS)
+    assert counts(programs) == before == (2, 1, 2)
+    for program in many:
+        programs.release(program)
+    assert counts(programs) == (0, 0, 0)
+
+
+LAST = float(np.finfo(np.float32).max)
+
+
+@given(st.floats(LAST, LAST * (1 + 2**-23)) | st.floats(allow_infinity=True, allow_nan=True))
+def test_what_a_step_is_told_is_finite_in_float32_or_refused(value: float) -> None:
+    told = torch.tensor(value)
+    steps = {
+        Step(Kind.PULL, (), ((A, 0),), low=value): told < math.inf,
+        Step(Kind.PULL, (), ((A, 0),), high=value): told > -math.inf,
+        Step(Kind.PULL, (), ((A, 0),), strength=value): told.isfinite(),
+    }
+    for step, usable in steps.items():
+        programs = make()
+        if usable:
+            acquire(programs, (step,))
+        else:
+            with pytest.raises(BankError, match="is not finite in float32"):
+                acquire(programs, (step,))
+
+
+VECTOR = st.lists(st.floats(-1, 1, width=32), min_size=5, max_size=5)
+
+
+@given(st.lists(VECTOR, min_size=1, max_size=5), st.sampled_from([1e-30, 1.0, 1e30]))
+def test_directions_are_unit_vectors_orthogonal_to_those_before_or_refused(
+    rows: list[list[float]], size: float
+) -> None:
+    vectors = {A: (np.array(rows, np.float64) * size).astype(np.float32)}
+    key: Direction = tuple((A, number) for number in range(len(rows)))
+    made: list[np.ndarray] = []
+    basis = Basis(vectors, 5)
+    for count in range(1, len(rows) + 1):
+        spanned = vectors[A][:count].astype(np.float64)
+        try:
+            unit = basis.unit_of(key[:count]).numpy().astype(np.float64)
+        except BankError:
+            scaled = spanned / np.maximum(np.linalg.norm(spanned, axis=1, keepdims=True), 1e-300)
+            assert np.linalg.svd(scaled, compute_uv=False).min() < 1e-5
+            return
+        assert abs(np.linalg.norm(unit) - 1) < 1e-6
+        assert all(abs(unit @ other) < 1e-6 for other in made)
+        assert unit @ spanned[-1] > 0
+        alone = Basis(vectors, 5).unit_of(key[:count]).numpy()
+        np.testing.assert_array_equal(unit.astype(np.float32), alone)
+        made.append(unit)
+
+
+class Counting(dict[bytes, np.ndarray]):
+    """Vectors that count their lookups."""
+
+    lookups = 0
+
+    def get(self, key, default=None):
+        self.lookups += 1
+        return super().get(key, default)
+
+
+def test_the_directions_of_a_subspace_are_made_orthogonal_once() -> None:
+    rng = np.random.default_rng(0)
+    vectors = Counting({A: rng.normal(size=(16, 32)).astype(np.float32)})
+    parts = [(A, number) for number in range(16)]
+    program = tuple(
+        Step(Kind.PULL, (), tuple(parts[: number + 1]), last=number == 15) for number in range(16)
+    )
+    room = capacity(directions=16, steps=16)
+    programs = Programs(room, width=32, dtype=torch.float32, device=CPU)
+    programs.acquire([program], vectors)
+    assert vectors.lookups == 16
+    assert programs.directions_used == 16
+
+
+def test_a_basis_follows_from_one_subspace_to_another() -> None:
+    rng = np.random.default_rng(1)
+    vectors = {A: rng.normal(size=(6, 32)).astype(np.float32)}
+    basis = Basis(vectors, 32)
+    for rows in ([0], [0, 1, 2], [0, 3], [3], [0, 1, 2, 4, 5], [0, 1]):
+        key = tuple((A, row) for row in rows)
+        made = basis.unit_of(key)
+        np.testing.assert_array_equal(made, Basis(vectors, 32).unit_of(key))
+        expected = units([vectors[A][row].astype(np.float64) for row in rows], orthogonal=True)[-1]
+        np.testing.assert_allclose(made, expected, rtol=0, atol=1e-6)
+
+
+def test_a_direction_of_its_own_may_be_small_beside_the_vector() -> None:
+    nearly = VECTORS[A][0] * 3
+    nearly[0] *= 1 + 1e-4
+    vectors = {A: VECTORS[A][:1], B: nearly[None]}
+    unit = Basis(vectors, WIDTH).unit_of(((A, 0), (B, 0))).numpy().astype(np.float64)
+    first = VECTORS[A][0].astype(np.float64)
+    assert abs(unit @ first) / np.linalg.norm(first) < 1e-7
+    assert unit @ nearly > 0
