@@ -252,7 +252,7 @@ def read(wire: object) -> ReceivedPlan:
     """Reads the bytes of `Plan.to_wire`; a plan that was read before is returned as it is.
 
     Raises:
-        ValueError: `wire` is no plan; the text names the place.
+        ValueError: `wire` is no plan; the text names the field.
     """
     if isinstance(wire, ReceivedPlan):
         return wire

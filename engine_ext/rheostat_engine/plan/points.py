@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Point(StrEnum):
-    """A place in a decoder block, by the name that TransformerLens gives it."""
+    """A point in a decoder block, by its name in TransformerLens."""
 
     RESID_PRE = "resid_pre"
     """The stream that enters the block."""
@@ -24,13 +24,13 @@ class Point(StrEnum):
     """The stream that leaves the block."""
 
     ATTN_OUT = "attn_out"
-    """What attention adds to the stream, as it is added: normed and scaled."""
+    """The output of attention as it is added to the stream: normed and scaled."""
 
     MLP_OUT = "mlp_out"
-    """What the MLP or mixture adds to the stream, as it is added."""
+    """The output of the MLP or mixture as it is added to the stream."""
 
     ROUTER_LOGITS = "router_logits"
-    """What a mixture's router says of each expert, before any softmax; as many as experts."""
+    """The logit of each expert from a mixture's router, before any softmax."""
 
 
 ROUTERS = 1 << 20

@@ -212,7 +212,7 @@ def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:
 
     Raises:
         PlanTooLarge: it would cost more than `MAX_CAPTURE_COST`, or have more than `MAX_INTERVALS`
-            pieces.
+            intervals.
     """
     used = [capture for capture in captures if capture.sites and capture.spans]
     if not used:

@@ -1,4 +1,4 @@
-"""Finds what attention and the MLP add to the stream, by changing it and seeing what comes out.
+"""Finds the branches, which attention and the MLP add to the stream, by changing them.
 
 In pair form a branch is the first of two parts. It is served if the other part is the stream that
 the branch is added to. In single form it is some module's output. Two modules return the branches
@@ -11,7 +11,7 @@ if, and only if,
 The last such modules are taken, so that a norm or a dropout behind a projection is part of the
 branch.
 
-Invariant: what doesn't fit is refused with the reason, never guessed at.
+Invariant: a block that doesn't fit is refused with the reason.
 """
 
 from collections import Counter
@@ -42,8 +42,8 @@ NOT_AFTER = "what the MLP's output is added to is not the stream after attention
 
 
 _MUCH = 32
-"""How much larger than the stream the noise in branches is: what they are multiplied by may be
-small, and bfloat16 rounds what is added to the stream."""
+"""The factor of the noise in branches over the stream, because gains may be small, and bfloat16
+rounds small additions."""
 
 
 class Branches(NamedTuple):
@@ -107,7 +107,7 @@ def _once(trace: Trace) -> list[Call]:
 
 
 def _comes_out(replay: Replay, call: Call, around: dict[nn.Module, Around]) -> bool:
-    """Whether what is added to a module's output comes out of the block, up to a factor."""
+    """Whether a change of a module's output leaves the block, up to a factor."""
     (out,) = returned(call.out, replay.width)
     added = replay.loud(out, 3, times=_MUCH, apart=True)
 
@@ -127,7 +127,7 @@ def _comes_out(replay: Replay, call: Call, around: dict[nn.Module, Around]) -> b
 def _settle(
     replay: Replay, first: nn.Module, second: nn.Module, mid: nn.Module | None
 ) -> Branches | None:
-    """Which of two modules is attention's; None if there is more to the block than these two."""
+    """Orders two modules as attention and MLP; None if the block adds anything else."""
     quiet = {first: _silence(replay), second: _silence(replay)}
     if not equal([replay.exit(replay.run(quiet, seed=2, scale=LOUD))], [replay.entry]):
         return None
@@ -153,7 +153,7 @@ def _settle(
 
 
 def _differs(replay: Replay, module: nn.Module, one: Trace, other: Trace) -> bool:
-    """Whether a module returned something else in one run than in the other."""
+    """Whether a module returned different results in two runs."""
     ones, others = (
         returned(next(c.out for c in trace.calls if c.module is module), replay.width)
         for trace in (one, other)
@@ -162,7 +162,7 @@ def _differs(replay: Replay, module: nn.Module, one: Trace, other: Trace) -> boo
 
 
 def _gain(replay: Replay, module: nn.Module, other: nn.Module) -> float:
-    """What the block multiplies a module's output by; 0 where that is no number that can be told.
+    """The factor by which the block multiplies a module's output; 0 if it can't be measured.
 
     The stream is held at zero, so that the product comes out as it is. The output is float32, as
     the model's dtype can't hold a gain, and what ran once after it returns what it did before.

@@ -1,4 +1,4 @@
-"""Finds each block's sites by running the block and seeing what its tensors do.
+"""Finds each block's sites by running the block with changed tensors.
 
 A tensor that a module is given is `resid_mid` if, and only if,
 * the module is called once, after attention,
@@ -8,7 +8,7 @@ A tensor that a module is given is `resid_mid` if, and only if,
 Where a block returns two tensors they are a pair if the next block doesn't care which is which.
 `branches.py` says what a branch is. Names of classes and attributes play no part.
 
-Invariant: a block whose behaviour doesn't fit is refused with the reason, never guessed at.
+Invariant: a block whose behaviour doesn't fit is refused with the reason.
 """
 
 from collections import Counter
@@ -48,16 +48,16 @@ NOWHERE = "no module is given the stream after attention"
 def probe(
     blocks: list[Block], width: int, run_model: Callable[[], object], *, rank: int = 0
 ) -> list[BlockLayout]:
-    """The form of every block.
+    """The layout of every block.
 
     Args:
         blocks: consecutive decoder blocks.
         width: W.
         run_model: runs the whole model once, uncompiled, on a few tokens, without KV.
-        rank: of this worker among those that split each matrix between them.
+        rank: the tensor-parallel rank of this worker.
 
     Raises:
-        SiteError: a block is never called, changes the stream's carrier, or the stream is changed
+        SiteError: a block is never called, changes the stream's layout, or the stream is changed
             between two blocks.
     """
     noise = AttentionNoise([attention for block in blocks for attention in block.attention])
@@ -82,7 +82,7 @@ def probe(
 
 
 def _stream_layout(replay: Replay, following: Replay, *, alone: bool) -> StreamLayout:
-    """How a block hands the stream on, as the one that takes it shows; the last shows itself."""
+    """How a block passes the stream on, found with the next block; the last block tests itself."""
     if len(replay.parts) == 1:
         return StreamLayout.SINGLE
     if len(following.given) > 1:
@@ -175,7 +175,7 @@ def _is_candidate(call: Call, replay: Replay) -> bool:
 
 
 def _carries(replay: Replay, seen: Call, base: Trace) -> bool:
-    """Whether what is added to the candidate's input comes out of the block."""
+    """Whether a change of the candidate's input leaves the block."""
     added = replay.loud(streams(seen.args, seen.kwargs, replay.width)[0], 3)
 
     def around(forward: Forward, args: Args, kwargs: Kwargs) -> Value:

@@ -120,7 +120,7 @@ def _change(
 def _measure(
     doses: torch.Tensor, dose_slots: torch.Tensor, change: torch.Tensor | None, x: torch.Tensor
 ) -> None:
-    """Adds to each token's cell; a change of None counts as one of norm 1 whose sum is 0."""
+    """Adds to each token's dose slot; a change of None has norm 1 and the sum 0."""
     norm = x.square().sum(1).sqrt()
     moved = torch.zeros_like(norm) if change is None else change.square().sum(1).sqrt()
     share = (torch.ones_like(norm) if change is None else moved) / norm

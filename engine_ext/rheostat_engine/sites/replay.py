@@ -1,7 +1,7 @@
-"""One block, run again on what it was given, with attention's output replaced by noise.
+"""Runs one block again on its recorded inputs, with attention's output replaced by noise.
 
-Invariant: equal replays give equal results, on every rank alike but for what `loud` says; the block
-and what it was given are as before afterwards.
+Invariants: equal replays give equal results on every rank, apart from the noise of `loud`. A replay
+changes neither the block nor its recorded inputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from rheostat_engine.sites.module_calls import (
 )
 
 LOUD = 1000.0
-"""How much larger attention's other noise is, because a stream rounds small branches away."""
+"""The factor of attention's other noise, because a stream rounds small branches away."""
 _ROUNDINGS = 8
 """Tolerance of a comparison, in epsilons of the stream's dtype. Noise is as large as the stream, so
 that every addition up to the block's exit rounds by half an epsilon of it or little more. At most
@@ -35,20 +35,20 @@ _LEAST_TOLERANCE = 1e-4
 _LEAST_SIZE = 1e-2
 """Least standard deviation of noise, because dummy weights give next to no stream."""
 _HEADROOM = 64
-"""How far noise stays below the largest number of its dtype, because float16 ends at 65,504."""
+"""The factor by which noise stays below the largest number of its dtype (65,504 in float16)."""
 
 Arounds = Mapping[nn.Module, Around]
 
 
 class AttentionNoise:
-    """Attention that answers with reproducible noise instead of what it would compute."""
+    """Replaces the output of attention by reproducible noise."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """`modules` are the layers that hold KV or state."""
         self._modules = modules
 
     def around(self, seed: int, scale: float = 1.0) -> dict[nn.Module, Around]:
-        """What stands in for each of them."""
+        """The replacement of each module's forward."""
         return {module: self._one(seed, scale) for module in self._modules}
 
     def _one(self, seed: int, scale: float) -> Around:
@@ -65,25 +65,25 @@ class Replay:
     """A block and one call of it."""
 
     def __init__(self, block: Block, call: Call, width: int, rank: int) -> None:
-        """Takes a call that was seen.
+        """Prepares to repeat a recorded call.
 
         Args:
             block: the block.
-            call: what it was given and returned.
+            call: the recorded call of the block.
             width: W.
-            rank: of this worker among those that split each matrix between them.
+            rank: the tensor-parallel rank of this worker.
         """
         self.block = block
         self.width = width
         self.stream_layout = StreamLayout.SINGLE
-        """How the block hands the stream on, once it is known."""
+        """How the block passes the stream on; set by the probe."""
         self.given = streams(call.args, call.kwargs, width)
-        """The parts of the stream that the block was given, and whatever looks like one."""
+        """The inputs that may be parts of the stream."""
         self._call = call
         self._rank = rank
         self._attention = AttentionNoise(block.attention)
         self.parts = self.parts_of(call.out)
-        """What it returned: the stream, or two parts."""
+        """Its results: the stream, or two parts."""
         if not all(bool(part.isfinite().all()) for part in self.parts):
             raise SiteError(
                 f"layer {block.layer} ({type(block.module).__name__}) returns numbers that are not "
@@ -106,10 +106,10 @@ class Replay:
         """Runs the block.
 
         Args:
-            around: what stands in for modules; they are not watched.
-            seed: of attention's noise.
-            scale: of attention's noise.
-            given: instead of what the block was given.
+            around: replacements of modules' forwards; these modules are not recorded.
+            seed: the seed of attention's noise.
+            scale: the scale of attention's noise.
+            given: other inputs.
         """
         around = around or {}
         trace = Trace()
@@ -133,7 +133,7 @@ class Replay:
         return parts[0].float() if self.stream_layout is StreamLayout.SINGLE else whole(parts)
 
     def exit_parts(self, trace: Trace) -> list[torch.Tensor]:
-        """What left the block."""
+        """The parts of the stream that left the block."""
         return self.parts_of(next(c for c in trace.calls if c.module is self.block.module).out)
 
     @property
@@ -142,10 +142,10 @@ class Replay:
         return whole(self.given if self.stream_layout is StreamLayout.PAIR else self.given[:1])
 
     def parts_of(self, out: Value) -> list[torch.Tensor]:
-        """The parts of the stream in what a block returned.
+        """The parts of the stream in the results of a block.
 
         Raises:
-            SiteError: there are none, or too many.
+            SiteError: there are no parts, or too many.
         """
         parts = returned(out, self.width)
         if not parts or len(parts) > 2 or any(p.shape != parts[0].shape for p in parts):
@@ -153,7 +153,7 @@ class Replay:
         return parts
 
     def no_stream(self) -> SiteError:
-        """Says that what the block returns is no stream."""
+        """The error that the block returns no stream."""
         return SiteError(
             f"layer {self.block.layer} ({type(self.block.module).__name__}) returns neither the "
             "stream nor a pair that sums to it"
@@ -168,11 +168,11 @@ class Replay:
         larger than the embedding, and noise of the embedding's size would be rounded away.
 
         Args:
-            like: whose shape and dtype it has.
-            seed: of the noise.
-            times: factor on its size; the dtype's range may reduce it.
-            apart: whether ranks that split matrices get different noise: what adds up over them
-                is then told from what each of them holds.
+            like: a tensor of the same shape and dtype.
+            seed: the seed of the noise.
+            times: a factor on the size; the dtype's range may reduce it.
+            apart: whether tensor-parallel ranks get different noise, to distinguish a tensor
+                that is summed over ranks from a tensor that every rank has.
         """
         scale = min(times * self._size, torch.finfo(like.dtype).max / _HEADROOM)
         noise = noise_like(like, seed + 1000 * self._rank * apart)

@@ -14,7 +14,7 @@ _TOKENS = 128
 
 @triton.jit(do_not_specialize=["count"])
 def _expand_kernel(
-    packed_ptr,  # [5, count] int32: slot, cell, rule, block (0: not captured), order
+    packed_ptr,  # [5, count] int32: slot, dose slot, rule, block (0: not captured), order
     ids_ptr,  # [T] int32
     bits_ptr,  # [rules, vocabulary] uint8
     variants_ptr,  # [variants, 2] int32

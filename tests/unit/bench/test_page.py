@@ -61,7 +61,7 @@ def test_copies_off_the_device_are_those_of_the_file() -> None:
 
 
 def test_waits_of_tokens_beside_rows_are_those_of_the_file() -> None:
-    own = str(EngineSettings("").pieces_in_flight)
+    own = str(EngineSettings("").copies_in_flight)
     names = {"0": "all", own: f"{own}, as in the engine"}
     waits = content("h200/capture.json")["tokens_beside_rows"]
     assert waits.keys() >= names.keys()
