@@ -34,10 +34,10 @@ class UndecodedLogprobs(LogprobsProcessor):
         cls, tokenizer: TokenizerLike | None, request: EngineCoreRequest
     ) -> LogprobsProcessor:
         """A processor without a tokenizer."""
-        made = cast(UndecodedLogprobs, super().from_new_request(None, request))
+        processor = cast(UndecodedLogprobs, super().from_new_request(None, request))
         params = request.sampling_params
-        made._delta = params is not None and params.output_kind is RequestOutputKind.DELTA
-        return made
+        processor._delta = params is not None and params.output_kind is RequestOutputKind.DELTA
+        return processor
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
         """Reads the log-probabilities of an output."""

@@ -26,7 +26,7 @@ from rheostat_engine.plan.wire import captures_from, captures_to, steering_from,
 EXTRA_ARG = "rheostat"
 """The key of the plan in `SamplingParams.extra_args`."""
 
-CACHED_TOKENS_RECOMPUTED_ARG = "rheostat_forgone"
+CACHED_TOKENS_RECOMPUTED_ARG = "rheostat_cached_tokens_recomputed"
 """The key of the number of cached tokens that are computed again because they are captured."""
 
 

@@ -91,7 +91,7 @@ def search(replay: Replay, mid: nn.Module | None) -> Branches:
 
 
 def _candidates(replay: Replay) -> list[Call]:
-    """Calls that return one tensor of the stream's shape, of modules that ran but once."""
+    """Calls that return one tensor of the stream's shape, of modules that ran only once."""
     return [
         call
         for call in _once(replay.run())
@@ -152,13 +152,13 @@ def _settle(
     return Branches(attention, mlp, parallel)
 
 
-def _differs(replay: Replay, module: nn.Module, one: Trace, other: Trace) -> bool:
+def _differs(replay: Replay, module: nn.Module, left: Trace, right: Trace) -> bool:
     """Whether a module returned different results in two runs."""
-    ones, others = (
+    lefts, rights = (
         returned(next(c.out for c in trace.calls if c.module is module), replay.width)
-        for trace in (one, other)
+        for trace in (left, right)
     )
-    return replay.differ(ones, others)
+    return replay.differ(lefts, rights)
 
 
 def _gain(replay: Replay, module: nn.Module, other: nn.Module) -> float:
@@ -172,9 +172,9 @@ def _gain(replay: Replay, module: nn.Module, other: nn.Module) -> float:
     def ones(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
         out = forward(*args, **kwargs)
         (old,) = returned(out, replay.width)
-        one = torch.ones_like(old, dtype=torch.float32)
+        unit = torch.ones_like(old, dtype=torch.float32)
         given.append(True)
-        return tuple(one if v is old else v for v in out) if isinstance(out, tuple) else one
+        return tuple(unit if v is old else v for v in out) if isinstance(out, tuple) else unit
 
     def later(output: Value) -> Around:
         return lambda forward, args, kwargs: copied(output) if given else forward(*args, **kwargs)
@@ -211,7 +211,7 @@ def _add_up(replay: Replay, branches: Sequence[Branch], mid: nn.Module | None) -
         if len(sums) == 2 and mid is not None:
             calls = [call for call in replay.run(around).calls if call.module is mid]
             given = [streams(call.args, call.kwargs, replay.width)[0] for call in calls]
-            if not all(replay.near(one, sums[-1], sums[-1] - sums[-2]) for one in given):
+            if not all(replay.near(part, sums[-1], sums[-1] - sums[-2]) for part in given):
                 return False
     return replay.near(replay.exit(replay.run(around)), sums[-1], sums[-1] - sums[-2])
 

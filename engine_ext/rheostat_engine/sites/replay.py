@@ -49,9 +49,9 @@ class AttentionNoise:
 
     def around(self, seed: int, scale: float = 1.0) -> dict[nn.Module, Around]:
         """The replacement of each module's forward."""
-        return {module: self._one(seed, scale) for module in self._modules}
+        return {module: self._replacement(seed, scale) for module in self._modules}
 
-    def _one(self, seed: int, scale: float) -> Around:
+    def _replacement(self, seed: int, scale: float) -> Around:
         def around(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
             out = forward(*args, **kwargs)
             if isinstance(out, torch.Tensor) and out.is_floating_point():
@@ -178,23 +178,23 @@ class Replay:
         noise = noise_like(like, seed + 1000 * self._rank * apart)
         return (noise.float() * scale).to(like.dtype)
 
-    def near(self, one: torch.Tensor, other: torch.Tensor, size: torch.Tensor) -> bool:
+    def near(self, left: torch.Tensor, right: torch.Tensor, size: torch.Tensor) -> bool:
         """Whether two tensors differ by no more than the dtype rounds a tensor like `size`."""
-        difference = one.float() - other.float()
+        difference = left.float() - right.float()
         return bool(difference.norm() <= self._tolerance * size.float().norm())
 
-    def differ(self, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    def differ(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> bool:
         """Whether any two tensors differ by more than the dtype rounds.
 
         A number that is finite in one of the two is a difference: float16 overflows easily.
         """
-        return len(ones) != len(others) or any(map(self._differ, ones, others))
+        return len(lefts) != len(rights) or any(map(self._differ, lefts, rights))
 
-    def _differ(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        if one.shape != other.shape or bool((one.isfinite() != other.isfinite()).any()):
+    def _differ(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        if left.shape != right.shape or bool((left.isfinite() != right.isfinite()).any()):
             return True
-        one, other = (t.float().nan_to_num(0.0, 0.0, 0.0) for t in (one, other))
-        return not self.near(one, other, one)
+        left, right = (t.float().nan_to_num(0.0, 0.0, 0.0) for t in (left, right))
+        return not self.near(left, right, left)
 
 
 def whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -202,11 +202,11 @@ def whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([part.float() for part in parts]).sum(0)
 
 
-def equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+def equal(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> bool:
     """Whether all tensors are equal in every bit."""
-    return len(ones) == len(others) and all(
-        one.shape == other.shape and bool(torch.equal(one, other))
-        for one, other in zip(ones, others, strict=True)
+    return len(lefts) == len(rights) and all(
+        left.shape == right.shape and bool(torch.equal(left, right))
+        for left, right in zip(lefts, rights, strict=True)
     )
 
 

@@ -6,12 +6,12 @@ removing many site sets costs a few numpy calls for all of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds, Taken
 from rheostat_engine.worker.transport.row_encodings import RowEncodings
 
 Int16 = npt.NDArray[np.int16]
@@ -26,12 +26,6 @@ class SiteSetTable(NamedTuple):
     """[site sets, sites]: encoding of its rows."""
     counts: npt.NDArray[np.int32]
     """[site sets, encodings]: sites in each encoding."""
-
-
-@dataclass
-class _Entry:
-    number: int
-    users: int
 
 
 class SiteSets:
@@ -52,15 +46,14 @@ class SiteSets:
             np.zeros((1, sites), np.int32),
             np.zeros((1, 1), np.int32),
         )
-        self._entries: dict[bytes, _Entry] = {}
+        self._ids: RefCountedIds[bytes] = RefCountedIds(0)
         self._contents: dict[int, bytes] = {}
-        self._free: list[int] = []
         self._sites: dict[tuple[int, int], list[int]] = {}
         """Results of `sites_of`."""
 
     def __len__(self) -> int:
         """Site sets in use, without site set 0."""
-        return len(self._entries)
+        return len(self._ids)
 
     def acquire(self, sets: Int16) -> list[int]:
         """Adds a use of each set; returns their numbers, 0 for an empty set.
@@ -77,32 +70,23 @@ class SiteSets:
             if content == empty:
                 numbers.append(0)
                 continue
-            entry = self._entries.get(content)
-            if entry is None:
-                entry = self._entries[content] = _Entry(self._free_number(), 0)
-                self._contents[entry.number] = content
+            taken = self._take(content)
+            if taken.fresh:
+                self._contents[taken.number] = content
                 fresh.append(index)
-            entry.users += 1
-            numbers.append(entry.number)
+            numbers.append(taken.number)
         if fresh:
             self._write([numbers[index] for index in fresh], sets[fresh])
         return numbers
 
     def release(self, numbers: Sequence[int]) -> None:
         """Ends one use of each site set."""
-        unused = []
-        for number in numbers:
-            if number == 0:
-                continue
-            content = self._contents[number]
-            entry = self._entries[content]
-            entry.users -= 1
-            if not entry.users:
-                del self._contents[number], self._entries[content]
-                unused.append(number)
+        given = [self._ids.give(self._contents[number]) for number in numbers if number]
+        unused = [number for number in given if number]
         if not unused:
             return
-        self._free += unused
+        for number in unused:
+            del self._contents[number]
         counts = self.table.counts
         for encoding, times in enumerate((counts[unused] > 0).sum(axis=0).tolist()):
             self._encodings.release(encoding, times)
@@ -144,14 +128,16 @@ class SiteSets:
         if last < self.table.counts.shape[1]:
             self.table = self.table._replace(counts=self.table.counts[:, :last].copy())
 
-    def _free_number(self) -> int:
-        if not self._free:
-            ranks, encodings, counts = self.table
-            count = len(ranks)
-            self.table = SiteSetTable(
-                np.pad(ranks, ((0, count), (0, 0)), constant_values=-1),
-                np.pad(encodings, ((0, count), (0, 0))),
-                np.pad(counts, ((0, count), (0, 0))),
+    def _take(self, content: bytes) -> Taken:
+        """Adds a use of a site set, and doubles the table if every number is in use."""
+        try:
+            return self._ids.take(content)
+        except Full:
+            count = len(self.table.ranks)
+            ranks, encodings, counts = (
+                np.pad(column, ((0, count), (0, 0)), constant_values=value)
+                for column, value in zip(self.table, (-1, 0, 0), strict=True)
             )
-            self._free = list(range(2 * count - 1, count - 1, -1))
-        return self._free.pop()
+            self.table = SiteSetTable(ranks, encodings, counts)
+            self._ids.grow(2 * count - 1)
+            return self._ids.take(content)

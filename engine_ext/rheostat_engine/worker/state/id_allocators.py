@@ -40,6 +40,10 @@ class RefCountedIds(Generic[K]):
         """Ids in use."""
         return len(self._entries)
 
+    def grow(self, count: int) -> None:
+        """Adds ids up to `count`, once every id is in use."""
+        self._free = list(range(count, len(self._entries), -1))
+
     def __contains__(self, content: K) -> bool:
         """Whether content has an id."""
         return content in self._entries

@@ -60,7 +60,7 @@ class EventSender:
         self._socket.setsockopt(zmq.SNDHWM, _FRAMES)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
-        self._thread = threading.Thread(target=self._run, name="rheostat-delivery", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rheostat-events", daemon=True)
         self._thread.start()
 
     def send(self, frame: Frame) -> None:

@@ -102,7 +102,7 @@ class PacedCopies:
         """Launches a copy, chunk by chunk; waits while too many chunks are being copied.
 
         Args:
-            target: on the host, uint8.
+            target: host memory, uint8.
             values: on the device, of as many bytes.
         """
         chunks = values.view(torch.uint8).flatten().split(_CHUNK)
@@ -158,7 +158,7 @@ class RowSender:
         self._pending_bytes = 0
         self._lost_rows = 0
         self._next_log: dict[str, float] = {}
-        self._thread = threading.Thread(target=self._run, name="rheostat-outlet", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rheostat-rows", daemon=True)
         self._thread.start()
 
     @property
