@@ -28,7 +28,15 @@ import rheostat
 from rheostat_bench.summaries import Figures
 from rheostat_engine import Capacity, Event, Installed, ModelSites, Plan, Released, Rows
 from rheostat_server.config import ServerConfig
-from rheostat_server.host import Backend, Delta, Ending, Job, QueueStats, Recapture, WorkerStats
+from rheostat_server.host import (
+    Backend,
+    CapturesUpdate,
+    Delta,
+    Ending,
+    Job,
+    QueueStats,
+    WorkerStats,
+)
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.serve import start
 from rheostat_server.tokenizer import Tokenizer
@@ -169,7 +177,7 @@ class _StandIn:
     async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
         return None
 
-    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         pass
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:

@@ -97,7 +97,7 @@ class QueueStats:
     prefix_hit_token_count: int = 0
 
 
-class Recapture(NamedTuple):
+class CapturesUpdate(NamedTuple):
     """New captures of a sample from its next step on."""
 
     number: int
@@ -192,7 +192,7 @@ class Backend(Protocol):
             Defect: a worker could not install the acts.
         """
 
-    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         """Changes the captures of samples, each from its next step on. Events report the positions.
 
         Args:

@@ -23,7 +23,7 @@ from rheostat_server.allocator import keep_freed_memory
 from rheostat_server.capture.trimming import trimming
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
-from rheostat_server.host import Delta, Job, QueueStats, Recapture, WorkerStats
+from rheostat_server.host import CapturesUpdate, Delta, Job, QueueStats, WorkerStats
 from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
@@ -218,11 +218,11 @@ class VllmBackend:
             raise Defect("the workers took an update up at different positions")
         return None if first < 0 else first
 
-    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         """Changes what is captured of samples, each from its next step on."""
         changed = [change for change in changes.values() if change is not None]
         spans = sum(len(one.spans) for change in changed for one in change.captures)
-        wires = await offload(spans * _SPAN_BYTES, _recaptures, changes)
+        wires = await offload(spans * _SPAN_BYTES, _capture_updates, changes)
         await self._call("rheostat_update_captures", wires)
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
@@ -413,8 +413,8 @@ def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
     )
 
 
-def _recaptures(
-    changes: Mapping[str, Recapture | None],
+def _capture_updates(
+    changes: Mapping[str, CapturesUpdate | None],
 ) -> dict[str, tuple[int, bytes, int] | None]:
     """Changes as the workers get them."""
     plans: dict[int, Plan] = {}

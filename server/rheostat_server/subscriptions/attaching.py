@@ -28,7 +28,7 @@ from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
 from rheostat_server.flight import Flight
-from rheostat_server.host import Backend, Recapture
+from rheostat_server.host import Backend, CapturesUpdate
 from rheostat_server.line import Line
 from rheostat_server.offload import offload
 from rheostat_server.planning import captures_work, plan_work
@@ -286,7 +286,7 @@ class Attaching:
 
     async def _send_all(self) -> None:
         while self._changed or self._gone:
-            changes: dict[str, Recapture | None] = {}
+            changes: dict[str, CapturesUpdate | None] = {}
             while self._changed:
                 if changes:
                     await asyncio.sleep(0)
@@ -298,14 +298,14 @@ class Attaching:
             if not changes:  # what should have changed has ended
                 continue
             try:
-                await self._host.backend.recapture(changes)
+                await self._host.backend.update_captures(changes)
             except EngineLost:
                 return  # all who wait hear of that
             except Exception as error:  # a task's end: whatever it is, who waits must hear of it
                 _LOG.error("the engine was not told what to capture", exc_info=error)
                 self._fail({name: one.number for name, one in changes.items() if one is not None})
 
-    async def _changes(self, flight: Flight) -> dict[str, Recapture]:
+    async def _changes(self, flight: Flight) -> dict[str, CapturesUpdate]:
         """What the engine is told of a flight; nothing where that cannot be made."""
         numbers = {life.plan_id: life.changes for life in _running(flight)}
         try:
@@ -316,7 +316,7 @@ class Attaching:
             _LOG.error("what to capture of %s was not told to the engine", name, exc_info=error)
             self._fail(numbers)
             return {}
-        return {name: Recapture(number, made, first) for name, number in numbers.items()}
+        return {name: CapturesUpdate(number, made, first) for name, number in numbers.items()}
 
     def _fail(self, numbers: Mapping[str, int]) -> None:
         """Of some changes, by the id of a plan, the engine does not hear."""

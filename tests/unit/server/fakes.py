@@ -32,7 +32,7 @@ from rheostat_engine import (
 from rheostat_engine.plan.row_encodings import RAW_KEY
 from rheostat_server.capture.encodings import Form
 from rheostat_server.errors import EngineLost
-from rheostat_server.host import Delta, Ending, Job, QueueStats, Recapture, WorkerStats
+from rheostat_server.host import CapturesUpdate, Delta, Ending, Job, QueueStats, WorkerStats
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType, converted
 from rheostat_server.tokenizer import Tokenizer
@@ -170,10 +170,10 @@ class ScriptedBackend:
     """What each call for a preparation built of it."""
     update_error: Exception | None = None
     updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
-    recapture_error: str = ""
-    recaptured: list[dict[str, Recapture | None]] = field(default_factory=list)
+    capture_update_error: str = ""
+    capture_updates: list[dict[str, CapturesUpdate | None]] = field(default_factory=list)
     """Every change of what is captured that was asked for."""
-    changes: dict[str, Recapture] = field(default_factory=dict)
+    changes: dict[str, CapturesUpdate] = field(default_factory=dict)
     """Those that wait for a sample's next step."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """Plans of the samples that it runs."""
@@ -245,7 +245,7 @@ class ScriptedBackend:
             token = job.prompt[-1]
             for step in range(job.sampling.max_tokens + self.overrun):
                 end = length + step
-                job = self._recaptured(job, computed)
+                job = self._with_capture_updates(job, computed)
                 self._capture(job, computed, end)
                 computed = self.positions[plan_id] = end
                 token = (token + 1) % VOCABULARY
@@ -269,14 +269,14 @@ class ScriptedBackend:
             if held and computed:
                 self._release(replace(job, plan=plan), computed)
 
-    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
-        self.recaptured.append(dict(changes))
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
+        self.capture_updates.append(dict(changes))
         for plan_id, change in changes.items():
             self.changes.pop(plan_id, None)
             if change is not None:
                 self.changes[plan_id] = change
 
-    def _recaptured(self, job: Job, computed: int) -> Job:
+    def _with_capture_updates(self, job: Job, computed: int) -> Job:
         """A sample before a step: what is captured of it may have been changed."""
         plan_id = job.plan.request_id
         change = self.changes.pop(plan_id, None)
@@ -287,8 +287,8 @@ class ScriptedBackend:
             self.deliver(Installed(plan_id, ""))
         number, captures, not_before = change
         computed = max(computed, not_before)
-        if self.recapture_error:
-            self.deliver(Attached(plan_id, number, computed, self.recapture_error))
+        if self.capture_update_error:
+            self.deliver(Attached(plan_id, number, computed, self.capture_update_error))
             return job
         self.deliver(Attached(plan_id, number, computed, ""))
         plan = update_captures(self.plans[plan_id], tuple(captures), computed)

@@ -68,9 +68,9 @@ async def begun(running, request_id: str, tokens: int = 5, n: int = 1, **fields:
 
 async def opened_while_they_step(running, wish, steps: int = 1) -> Subscriber:
     """A subscription that opens, and requests that come to a step meanwhile."""
-    asked = len(running.backend.recaptured)
+    asked = len(running.backend.capture_updates)
     opening_call = asyncio.ensure_future(Subscriber.open(running, wish))
-    await until(lambda: len(running.backend.recaptured) > asked)
+    await until(lambda: len(running.backend.capture_updates) > asked)
     running.backend.hold.go(steps)
     return await opening_call
 
@@ -233,7 +233,7 @@ async def test_what_the_engine_has_no_room_for_is_missed_and_why_is_said(starter
     assert (await rest(call))[-1].HasField("receipt")
     await one.rest()
     assert not one.numbered
-    assert not backend.recaptured
+    assert not backend.capture_updates
 
 
 @pytest.mark.parametrize("own", OWN.values(), ids=OWN)
@@ -242,8 +242,8 @@ async def test_nothing_is_copied_for_a_subscription_that_has_left(starter, own) 
     call = await begun(running, "a", **own)
     one = await opened_while_they_step(running, opening(EVERY, [wanted(2)]))
     await one.rest()
-    await until(lambda: len(running.backend.recaptured) == 2)
-    ((_, captures, _),) = running.backend.recaptured[-1].values()
+    await until(lambda: len(running.backend.capture_updates) == 2)
+    ((_, captures, _),) = running.backend.capture_updates[-1].values()
     assert not any(site(2) in one.sites for one in captures)
     running.backend.hold.go(20)
     assert (await rest(call))[-1].HasField("receipt")
@@ -255,8 +255,8 @@ async def test_an_observer_from_the_beginning_is_left_out_too_once_it_has_left(s
     one = await Subscriber.open(running, opening(EVERY, [wanted(2)]))
     call = await begun(running, "a")
     await one.rest()
-    await until(lambda: running.backend.recaptured)
-    assert list(running.backend.recaptured[-1].values()) == [(1, (), PROMPT)]
+    await until(lambda: running.backend.capture_updates)
+    assert list(running.backend.capture_updates[-1].values()) == [(1, (), PROMPT)]
     running.backend.hold.go(20)
     assert (await rest(call))[-1].HasField("receipt")
 
@@ -265,12 +265,12 @@ async def test_an_observer_from_the_beginning_is_left_out_too_once_it_has_left(s
     "policy", [capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_DROP_NEWEST], ids=["fail", "drop"]
 )
 async def test_what_the_engine_cannot_do_is_lost_as_the_policy_says(starter, policy) -> None:
-    running = await starter(ScriptedBackend(hold=Steps(), recapture_error="too often"))
+    running = await starter(ScriptedBackend(hold=Steps(), capture_update_error="too often"))
     call = await begun(running, "a")
     asked = asyncio.ensure_future(
         Subscriber.open(running, opening(EVERY, [wanted(0)], overload=policy))
     )
-    await until(lambda: running.backend.recaptured)
+    await until(lambda: running.backend.capture_updates)
     running.backend.hold.go(20)
     one = await asked
     if policy == capture_pb2.OVERLOAD_FAIL:

@@ -13,7 +13,7 @@ from rheostat_server.admission import admit
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.errors import RheostatError
 from rheostat_server.generation import run
-from rheostat_server.host import Delta, Job, Recapture
+from rheostat_server.host import CapturesUpdate, Delta, Job
 from rheostat_server.subscriptions import attaching
 from rheostat_wire.v1 import capture_pb2
 
@@ -63,8 +63,8 @@ class Late(ScriptedBackend):
 class Busy(ScriptedBackend):
     """Does not take changes up."""
 
-    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
-        self.recaptured.append(dict(changes))
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
+        self.capture_updates.append(dict(changes))
         await asyncio.Event().wait()
 
 
@@ -77,16 +77,16 @@ class Slow(ScriptedBackend):
         super().start(deliver, lost)
         self.gate = asyncio.Event()
 
-    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         self.asked = True
         await self.gate.wait()
-        await super().recapture(changes)
+        await super().update_captures(changes)
 
 
 class Broken(ScriptedBackend):
     """Cannot be told of changes."""
 
-    async def recapture(self, changes: Mapping[str, Recapture | None]) -> None:
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         raise RuntimeError("broken")
 
 
@@ -98,9 +98,9 @@ async def test_what_a_subscription_held_of_a_request_comes_back_once_it_has_left
         one = await opened_while_they_step(running, opening(EVERY, [wanted(0, 1, 2)]))
         assert not one.events[0].opened.missed
         assert running.host.ledger.used("capture_rows") == 3
-        asked = len(running.backend.recaptured)
+        asked = len(running.backend.capture_updates)
         await one.rest()
-        await until(lambda asked=asked: len(running.backend.recaptured) > asked)
+        await until(lambda asked=asked: len(running.backend.capture_updates) > asked)
         assert running.host.ledger.used("capture_rows") == 3, "the engine copies still"
         running.backend.hold.go(1)
         await until(lambda: not running.host.ledger.used("capture_rows"))
@@ -118,7 +118,7 @@ async def test_what_the_last_of_several_samples_holds_comes_back_too(starter) ->
     call = await begun(running, "a", tokens=9, n=2)
     one = await opened_while_they_step(running, opening(EVERY, [wanted(0)]), 2)
     await one.rest()
-    await until(lambda: len(running.backend.recaptured) == 2)
+    await until(lambda: len(running.backend.capture_updates) == 2)
     call.cancel()
     await settled(running)
     assert running.host.ledger.requests == 0
@@ -212,7 +212,7 @@ async def test_observers_for_whom_there_is_no_room_take_none_of_those_who_came_l
         used.append(running.host.ledger.used("capture_rows"))
     copied = [
         sum(len(one.sites) for one in change.captures)
-        for changes in running.backend.recaptured
+        for changes in running.backend.capture_updates
         for change in changes.values()
         if change is not None
     ]
@@ -232,30 +232,30 @@ async def test_a_change_that_is_too_much_is_missed_and_why_is_said(
     one = await Subscriber.open(running, opening(EVERY, [wanted(0, 1, 2)]))
     (missed,) = one.events[0].opened.missed
     assert "fragmented" in missed.reason
-    assert not running.backend.recaptured
+    assert not running.backend.capture_updates
     running.backend.hold.go(20)
     assert (await rest(call))[-1].HasField("receipt")
 
 
 async def test_why_the_engine_refuses_a_change_is_said(starter) -> None:
-    running = await starter(ScriptedBackend(hold=Steps(), recapture_error="changed too often"))
+    running = await starter(ScriptedBackend(hold=Steps(), capture_update_error="changed too often"))
     call = await begun(running, "a")
     asked = asyncio.ensure_future(Subscriber.open(running, opening(EVERY, [wanted(0)])))
-    await until(lambda: running.backend.recaptured)
+    await until(lambda: running.backend.capture_updates)
     running.backend.hold.go(20)
     assert "changed too often" in (await failure(await asked)).message
     await rest(call)
 
 
 async def test_what_is_refused_is_lost_though_the_request_itself_has_the_rows(starter) -> None:
-    running = await starter(ScriptedBackend(hold=Steps(), recapture_error="too often"))
+    running = await starter(ScriptedBackend(hold=Steps(), capture_update_error="too often"))
     call = await begun(running, "a", **OWN["one of the sites"])
     asked = asyncio.ensure_future(
         Subscriber.open(
             running, opening(EVERY, [wanted(0)], overload=capture_pb2.OVERLOAD_DROP_NEWEST)
         )
     )
-    await until(lambda: running.backend.recaptured)
+    await until(lambda: running.backend.capture_updates)
     running.backend.hold.go(20)
     one = await asked
     await one.until("end_of_request")
@@ -275,7 +275,7 @@ async def test_no_change_waits_for_a_request_that_has_ended(starter) -> None:
     assert (await rest(call))[-1].HasField("receipt")
     await settled(running)
     backend.gate.set()
-    await until(lambda: len(backend.recaptured) == 2)
+    await until(lambda: len(backend.capture_updates) == 2)
     assert not backend.changes
 
 
@@ -338,7 +338,7 @@ async def test_what_was_computed_is_not_looked_at_again(starter) -> None:
     running = await starter(ScriptedBackend(hold=Steps()))
     call = await begun(running, "a")
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
-    (change,) = running.backend.recaptured[0].values()
+    (change,) = running.backend.capture_updates[0].values()
     assert change.not_before == PROMPT
     assert [one.spans[0][0] for one in change.captures] == [PROMPT]
     one.call.cancel()
@@ -393,7 +393,7 @@ async def test_captures_are_made_beside_the_event_loop(
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     assert len(attached(one.events[0].opened)) == 2
     await one.rest()
-    await until(lambda: len(running.backend.recaptured) > 1)
+    await until(lambda: len(running.backend.capture_updates) > 1)
     assert threads
     assert threading.main_thread() not in threads
     for call in calls:

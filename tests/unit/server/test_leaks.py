@@ -188,7 +188,7 @@ async def idle(running: Running) -> None:
     assert (len(host.runs), host.runs.making, host.runs.used_bytes) == (0, 0, 0)
     backend = running.backend
     assert not backend.plans
-    for log in (backend.jobs, backend.aborted, backend.updates, backend.recaptured):
+    for log in (backend.jobs, backend.aborted, backend.updates, backend.capture_updates):
         log.clear()
 
 
