@@ -6,45 +6,46 @@ read the messages before.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from rheostat_server.errors import RheostatError
 
 
 class Interruption:
-    """Whether a call was ended while it wrote."""
+    """Whether a call was ended while it wrote. As a context it encloses each write."""
 
     def __init__(self) -> None:
         """The call goes on. From now on `interrupter` refers to it in this task."""
         self._error: RheostatError | None = None
-        self._writing: asyncio.Task[object] | None = None
+        self._writing = False
+        task = asyncio.current_task()
+        assert task is not None, "calls are answered by tasks"
+        self._task = task
         _CURRENT.set(self)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Makes the call interruptible while a message is written.
+    def __enter__(self) -> None:
+        """Makes the call interruptible while the body writes a message."""
+        self._writing = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Makes it uninterruptible again.
 
         Raises:
             RheostatError: the call was interrupted.
         """
-        task = self._writing = asyncio.current_task()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._error is None or task is None:
-                raise
-            task.uncancel()
+        self._writing = False
+        if self._error is not None and isinstance(error, asyncio.CancelledError):
+            self._task.uncancel()
             raise self._error from None
-        finally:
-            self._writing = None
 
     def interrupt(self, error: RheostatError) -> None:
         """Ends the call with an error, if it is writing a message."""
-        if self._writing is not None and self._error is None:
+        if self._writing and self._error is None:
             self._error = error
-            self._writing.cancel()
+            self._task.cancel()
 
 
 _CURRENT: ContextVar[Interruption | None] = ContextVar("rheostat call", default=None)

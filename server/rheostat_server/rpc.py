@@ -166,7 +166,7 @@ class _Method:
                 if not begun:
                     await call.send_headers()
                     begun = True
-                with interruption.writing():
+                with interruption:
                     await call.write(message)
 
     @asynccontextmanager
