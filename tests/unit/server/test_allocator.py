@@ -11,7 +11,7 @@ FRAMES = """
 import resource, sys
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
-from rheostat_engine.channel.events import copied
+from rheostat_engine.channel.events import copy_arrays
 from rheostat_server.allocator import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
@@ -19,10 +19,10 @@ views = list(np.ones((64, 36, 1, 4096), np.uint16))
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 with ThreadPoolExecutor(1) as pool:
     for _ in range(4):
-        kept = pool.submit(copied, views).result()
+        kept = pool.submit(copy_arrays, views).result()
     before = faults()
     for _ in range(8):
-        kept = pool.submit(copied, views).result()  # the frame before is freed after it
+        kept = pool.submit(copy_arrays, views).result()  # the frame before is freed after it
     pages = 8 * sum(view.nbytes for view in views) / resource.getpagesize()
     print((faults() - before) / pages)
 """
