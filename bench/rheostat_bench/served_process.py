@@ -61,9 +61,22 @@ def memory_options() -> list[str]:
 def write_model(folder: Path) -> Path:
     """A model of 36 layers without weights, with the bundled model's tokenizer."""
     path = write_shape("tiny-36", folder)
-    for name in _TOKENIZER:
-        shutil.copy(DEMO_MODEL / name, path)
+    copy_tokenizer(path)
     return path
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Gives a model's folder the bundled model's tokenizer."""
+    for name in _TOKENIZER:
+        shutil.copy(DEMO_MODEL / name, folder)
+
+
+def unused_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Memory(NamedTuple):
@@ -167,9 +180,7 @@ def served_process(
     Raises:
         Died: it ended before it served.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     command = [sys.executable, "-m", "rheostat", "serve", model, "--port", str(port), *options]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -1,0 +1,465 @@
+"""What a user gets: stock vLLM in process, vLLM's OpenAI server and this server, side by side.
+
+All engines are on one device, with the same arguments and the same model, and take turns. Each turn
+is a number of streams that begin together. The figures are those of the clients: tokens per second
+of all streams, time per token of a stream, and time to the first token. Another workload of one
+token for each request gives requests per second.
+
+vLLM's OpenAI server runs once for each number of `--api-servers`, and this server once for each
+number of `--front-ends`. Clients share `--client-processes` processes.
+
+    rheostat bench sidebyside --shape qwen3-8b --out results
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import numpy as np
+
+import rheostat
+from rheostat_bench.machine import add_model_arguments, chosen, described, server_config
+from rheostat_bench.processes import Worker, together
+from rheostat_bench.served import Stock, add_client_argument, prompts, stock
+from rheostat_bench.served_process import copy_tokenizer, served_process, unused_port
+from rheostat_bench.watching import Watcher, watching
+from rheostat_server.config import ServerConfig
+
+_PROMPT = 32
+_ONE_TOKEN = "requests of one token"
+_STARTUP = 300.0
+"""Seconds that vLLM's OpenAI server has to start."""
+
+STOCK = "AsyncLLM in process"
+IDLE = "idle"
+STEERED_ONE, STEERED_ALL = "one layer steered", "all layers steered"
+CAPTURED, SUBSCRIBED = "one layer captured, in the answer", "one layer captured, to a subscriber"
+LAST_PROMPT = "all layers captured, last prompt token"
+ARMS = (IDLE, STEERED_ONE, STEERED_ALL, CAPTURED, SUBSCRIBED, LAST_PROMPT)
+"""What is asked of this server."""
+
+
+class Streamed(NamedTuple):
+    """One request, as its client sees it. Moments by `time.monotonic`."""
+
+    began: float
+    first: float
+    """When its first token was there."""
+    last: float
+    """When its last token was there."""
+    tokens: int
+    rows: int
+
+
+class Turn(NamedTuple):
+    """The figures of one turn."""
+
+    tokens_per_s: float
+    requests_per_s: float
+    per_token_ms: float
+    """Median of the streams; zero if each has one token."""
+    first_token_ms: float
+    """Median of the streams."""
+    lost_rows: int
+
+
+def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Turn:
+    """The figures of streams that began together.
+
+    Args:
+        streams: the streams.
+        wanted_rows: rows that all clients together should have got.
+        watched_rows: rows that a subscriber got.
+    """
+    seconds = max(one.last for one in streams) - min(one.began for one in streams)
+    steps = [one for one in streams if one.tokens > 1]
+    rows = sum(one.rows for one in streams) + watched_rows
+    return Turn(
+        sum(one.tokens for one in streams) / seconds,
+        len(streams) / seconds,
+        1e3 * statistics.median((one.last - one.first) / (one.tokens - 1) for one in steps)
+        if steps
+        else 0.0,
+        1e3 * statistics.median(one.first - one.began for one in streams),
+        wanted_rows - rows,
+    )
+
+
+class Client:
+    """A process's client of one server. Its methods are orders."""
+
+    def __init__(self, engine: rheostat.aio.Engine, layer: int) -> None:
+        """Streams from `engine`; single layers are `layer`."""
+        self._engine = engine
+        one = rheostat.named("one", points="resid_post", layers=layer)
+        every = rheostat.named("all", points="resid_post", layers="all")
+        self._options: dict[str, dict[str, Any]] = {
+            STEERED_ONE: {"steering": [one * 0.05]},
+            STEERED_ALL: {"steering": [every * 0.05]},
+            CAPTURED: {"capture": rheostat.Capture("resid_post", layers=layer)},
+            LAST_PROMPT: {
+                "capture": rheostat.Capture(
+                    "resid_post", layers="all", where=rheostat.positions(-1)
+                )
+            },
+        }
+
+    async def run(self, arm: str, wanted: Sequence[list[int]], tokens: int) -> list[Streamed]:
+        """Streams all prompts at the same time."""
+
+        async def one(prompt: list[int]) -> Streamed:
+            began, first, last, count = time.monotonic(), 0.0, 0.0, 0
+            stream = self._engine.stream(
+                prompt, max_tokens=tokens, temperature=0, ignore_eos=True, **options
+            )
+            async for event in stream:
+                if isinstance(event, rheostat.Tokens):
+                    last = time.monotonic()
+                    first = first or last
+                    count += len(event.token_ids)
+            (sample,) = (await stream.result()).samples
+            rows = sum(len(site_rows) for site_rows in sample.activations.values())
+            return Streamed(began, first, last, count, rows)
+
+        options = self._options.get(arm, {})
+        return list(await asyncio.gather(*map(one, wanted)))
+
+
+@asynccontextmanager
+async def streaming(target: str, layer: int) -> AsyncIterator[Client]:
+    """A client with a connection of its own."""
+    async with rheostat.aio.connect(target) as engine:
+        yield Client(engine, layer)
+
+
+class HttpClient:
+    """A process's client of vLLM's OpenAI server. Its methods are orders."""
+
+    def __init__(self, port: int) -> None:
+        """Streams from a server on this machine."""
+        self._port = port
+
+    async def run(self, wanted: Sequence[list[int]], tokens: int) -> list[Streamed]:
+        """Streams all prompts at the same time."""
+
+        async def one(prompt: list[int]) -> Streamed:
+            request = {"model": "m", "prompt": prompt, "stream": True, "max_tokens": tokens}
+            body = json.dumps(request | {"temperature": 0, "ignore_eos": True}).encode()
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            began, first, last, count = time.monotonic(), 0.0, 0.0, 0
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(head.encode() + body)
+            async for line in reader:
+                if line.startswith(b"data: {"):
+                    last = time.monotonic()
+                    first = first or last
+                    count += 1  # each chunk holds one token unless the server merges some
+                elif line.startswith(b"data: [DONE]"):
+                    break
+            writer.close()
+            return Streamed(began, first, last, max(count, tokens), 0)
+
+        return list(await asyncio.gather(*map(one, wanted)))
+
+
+@asynccontextmanager
+async def http_client(port: int) -> AsyncIterator[HttpClient]:
+    """A client of vLLM's OpenAI server."""
+    yield HttpClient(port)
+
+
+async def run_stock(engine: Stock, wanted: Sequence[list[int]], tokens: int) -> list[Streamed]:
+    """An order: streams all prompts at the same time, in process."""
+
+    async def one(prompt: list[int]) -> Streamed:
+        began, first, last, count = time.monotonic(), 0.0, 0.0, 0
+        async for output in engine.stream(prompt, tokens):
+            last = time.monotonic()
+            first = first or last
+            count += len(output.outputs[0].token_ids)
+        return Streamed(began, first, last, count, 0)
+
+    return list(await asyncio.gather(*map(one, wanted)))
+
+
+Run = Callable[[list[list[int]], int], Turn]
+"""Streams prompts with so many tokens each, at the same time."""
+
+
+@contextmanager
+def openai_server(config: ServerConfig, api_servers: int, log: Path) -> Iterator[int]:
+    """vLLM's OpenAI server, with the engine's arguments of `config`; yields its port."""
+    port = unused_port()
+    flags = {
+        "--port": port,
+        "--served-model-name": "m",
+        "--api-server-count": api_servers,
+        "--load-format": config.load_format,
+        "--dtype": config.dtype,
+        "--max-model-len": config.max_model_len,
+        "--max-num-seqs": config.max_num_seqs,
+        "--seed": config.seed,
+        "--gpu-memory-utilization": config.gpu_memory_utilization,
+        "--kv-cache-memory-bytes": config.kv_cache_memory_bytes,
+        "--block-size": config.block_size,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    for flag, value in flags.items():
+        command += [] if value is None else [flag, str(value)]
+    command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    command += ["--enforce-eager"] if config.enforce_eager else []
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + _STARTUP
+        while time.monotonic() < deadline:
+            with suppress(URLError, OSError), urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+            if process.poll() is not None:
+                raise RuntimeError(log.read_text(errors="replace")[-4000:])
+            time.sleep(1)
+        yield port
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def spread(prompts: list[list[int]], workers: Sequence[Worker[Any]]) -> list[list[list[int]]]:
+    """The prompts of each of the first workers, none of which has none."""
+    return [prompts[number :: len(workers)] for number in range(min(len(workers), len(prompts)))]
+
+
+def runs_of_stock(engine: Worker[Stock]) -> dict[str, Run]:
+    """Stock vLLM in a process of its own, which is its only client."""
+
+    def run(wanted: list[list[int]], tokens: int) -> Turn:
+        return turn(engine.do(partial(run_stock, wanted=wanted, tokens=tokens)), 0, 0)
+
+    return {STOCK: run}
+
+
+def runs_of_openai(name: str, clients: Sequence[Worker[HttpClient]]) -> dict[str, Run]:
+    """vLLM's OpenAI server."""
+
+    def run(wanted: list[list[int]], tokens: int) -> Turn:
+        orders = [
+            partial(HttpClient.run, wanted=share, tokens=tokens)
+            for share in spread(wanted, clients)
+        ]
+        streams = together(clients[: len(orders)], orders)
+        return turn([one for part in streams for one in part], 0, 0)
+
+    return {name: run}
+
+
+def runs_of_server(
+    name: str,
+    clients: Sequence[Worker[Client]],
+    watcher: Worker[Watcher],
+    model: rheostat.ModelInfo,
+    arms: Sequence[str],
+) -> dict[str, Run]:
+    """This server, idle and with everything that is asked of it."""
+    layer = model.layer_count // 2
+    options = rheostat.SubscribeOptions(
+        every=True, capture=rheostat.Capture("resid_post", layers=layer)
+    )
+
+    def run(arm: str, wanted: list[list[int]], tokens: int) -> Turn:
+        if arm == SUBSCRIBED:
+            watcher.do(partial(Watcher.open, options=options, requests=len(wanted)))
+        orders = [
+            partial(Client.run, arm=arm, wanted=share, tokens=tokens)
+            for share in spread(wanted, clients)
+        ]
+        streams = [one for part in together(clients[: len(orders)], orders) for one in part]
+        watched = watcher.do(Watcher.finish).rows if arm == SUBSCRIBED else 0
+        rows = sum(len(prompt) + tokens - 1 for prompt in wanted)
+        wanted_rows = {
+            CAPTURED: rows,
+            SUBSCRIBED: rows,
+            LAST_PROMPT: model.layer_count * len(wanted),
+        }
+        return turn(streams, wanted_rows.get(arm, 0), watched)
+
+    return {f"{name}, {arm}": partial(run, arm) for arm in arms}
+
+
+def store_vectors(target: str) -> rheostat.ModelInfo:
+    """Stores the vectors that the steered arms name; returns the model."""
+    drawn = np.random.default_rng(0)
+    with rheostat.connect(target) as engine:
+        model = engine.model()
+        layers = range(model.layer_count)
+        one = drawn.standard_normal((1, model.width), dtype="f")
+        every = drawn.standard_normal((model.layer_count, model.width), dtype="f")
+        engine.vectors.put(one, points="resid_post", layers=model.layer_count // 2, name="one")
+        engine.vectors.put(every, points="resid_post", layers=layers, name="all")
+    return model
+
+
+def measure(
+    runs: Mapping[str, Run], streams: Sequence[int], tokens: int, repeats: int
+) -> dict[str, dict[str, list[Turn]]]:
+    """Times every arm at every number of streams; arms take turns. By arm and workload."""
+    turns: dict[str, dict[str, list[Turn]]] = {name: {} for name in runs}
+    workloads = [(str(count), count, tokens) for count in streams]
+    workloads.append((_ONE_TOKEN, 4 * max(streams), 1))
+    for workload, count, length in workloads:
+        for run in runs.values():
+            run(prompts(count, _PROMPT), length)
+        for repeat in range(repeats):
+            for name in list(runs)[:: 1 if repeat % 2 == 0 else -1]:
+                found = runs[name](prompts(count, _PROMPT), length)
+                turns[name].setdefault(workload, []).append(found)
+        show(turns, workload)
+    return turns
+
+
+def summary(
+    turns: Mapping[str, Mapping[str, Sequence[Turn]]],
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians by arm and workload, and the share of stock's tokens (or requests) per second."""
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for name, by_workload in turns.items():
+        for workload, some in by_workload.items():
+            row = {
+                field: float(statistics.median(getattr(one, field) for one in some))
+                for field in Turn._fields
+            }
+            row["lost_rows"] = float(sum(one.lost_rows for one in some))
+            table.setdefault(name, {})[workload] = row
+    for by_name in table.values():
+        for workload, row in by_name.items():
+            stock_row = table[STOCK][workload]
+            row["share"] = row["tokens_per_s"] / stock_row["tokens_per_s"]
+            row["first_token_later_ms"] = row["first_token_ms"] - stock_row["first_token_ms"]
+            if stock_row["per_token_ms"]:
+                row["per_token_to_stock"] = row["per_token_ms"] / stock_row["per_token_ms"]
+    return table
+
+
+def show(turns: Mapping[str, Mapping[str, Sequence[Turn]]], workload: str) -> None:
+    """Prints the medians of a workload."""
+    some = {name: {workload: by[workload]} for name, by in turns.items() if workload in by}
+    print(f"\n{workload}" if workload == _ONE_TOKEN else f"\n{workload} streams")
+    for name, by_workload in summary(some).items():
+        row = by_workload[workload]
+        per_token = row.get("per_token_to_stock", 1.0)
+        print(
+            f"{name:64}{row['tokens_per_s']:8.0f} tokens/s {row['share']:7.1%}"
+            f"{row['per_token_ms']:8.3f} ms {per_token - 1:+7.2%}"
+            f"{row['first_token_ms']:8.0f} ms first{row['requests_per_s']:7.0f} requests/s"
+            f"{row['lost_rows']:8.0f} lost",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Measures, prints the figures and writes `sidebyside-SHAPE.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_model_arguments(parser, default="qwen3-8b")
+    add_client_argument(parser)
+    parser.add_argument("--out", type=Path, required=True, help="a folder, for the JSON")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128, 256])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--front-ends", type=int, nargs="+", default=[1, 6])
+    parser.add_argument("--api-servers", type=int, nargs="*", default=[1, 6])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        scratch = Path(folder)
+        model = chosen(arguments, scratch)
+        if model.load_format == "dummy":
+            copy_tokenizer(model.path)  # every engine makes text of its tokens, as users want it
+        engines = 1 + len(arguments.front_ends) + len(arguments.api_servers)
+        config = server_config(model, engines=engines, requests=max(arguments.streams))
+        config = replace(config, skip_tokenizer_init=False)
+        runs, served = _start(stack, config, scratch, arguments)
+        turns = measure(runs, arguments.streams, arguments.tokens, arguments.repeats)
+    result = {
+        "benchmark": "sidebyside",
+        "measures": "what clients get of stock vLLM, of vLLM's OpenAI server, and of this server",
+        **described(model, served.engine.runner),
+        "compiled": served.engine.compiled,
+        "cores": os.cpu_count(),
+        "client_processes": arguments.client_processes,
+        "prompt": _PROMPT,
+        "tokens": arguments.tokens,
+        "summary": summary(turns),
+        "turns": {
+            name: {workload: [one._asdict() for one in some] for workload, some in by.items()}
+            for name, by in turns.items()
+        },
+    }
+    (arguments.out / f"sidebyside-{model.name}.json").write_text(json.dumps(result, indent=1))
+
+
+def _start(
+    stack: ExitStack, config: ServerConfig, scratch: Path, arguments: argparse.Namespace
+) -> tuple[dict[str, Run], rheostat.ModelInfo]:
+    """Starts all engines, one after the other, and their clients."""
+    runs = runs_of_stock(stack.enter_context(Worker(partial(stock, config), parent=True)))
+
+    def clients(state: Callable[[], Any]) -> list[Worker[Any]]:
+        return [stack.enter_context(Worker(state)) for _ in range(arguments.client_processes)]
+
+    for count in arguments.api_servers:
+        log = scratch / f"openai-{count}.log"
+        port = stack.enter_context(openai_server(config, count, log))
+        name = f"vLLM's OpenAI server, {count} processes"
+        runs |= runs_of_openai(name, clients(partial(http_client, port)))
+    served: rheostat.ModelInfo | None = None
+    for count in arguments.front_ends:
+        log = scratch / f"server-{count}.log"
+        process = served_process(str(config.model), log, server_flags(config, count))
+        target = stack.enter_context(process).target
+        served = store_vectors(target)
+        watcher = stack.enter_context(Worker(partial(watching, target)))
+        streamers = clients(partial(streaming, target, served.layer_count // 2))
+        name = f"this server, {count} front ends"
+        runs |= runs_of_server(name, streamers, watcher, served, arguments.arms)
+    assert served is not None, "there is at least one"
+    return runs, served
+
+
+def server_flags(config: ServerConfig, front_ends: int) -> list[str]:
+    """The arguments of `rheostat serve` for the engine of a config."""
+    flags = {
+        "--load-format": config.load_format,
+        "--dtype": config.dtype,
+        "--max-model-len": config.max_model_len,
+        "--max-num-seqs": config.max_num_seqs,
+        "--gpu-memory-utilization": config.gpu_memory_utilization,
+        "--front-ends": front_ends,
+    }
+    if config.kv_cache_memory_bytes is not None:
+        flags["--kv-cache-memory-mib"] = config.kv_cache_memory_bytes >> 20
+    given = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    return [*given, *(["--enforce-eager"] if config.enforce_eager else [])]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The benchmark of everything side by side: its figures, and what it asks of whom."""
+
+from pathlib import Path
+
+import pytest
+
+from rheostat import _cli
+from rheostat_bench.sidebyside import (
+    IDLE,
+    STOCK,
+    Streamed,
+    Turn,
+    measure,
+    server_flags,
+    spread,
+    summary,
+    turn,
+)
+from rheostat_server.config import ServerConfig
+
+
+def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
+    streams = [Streamed(10.0, 10.5, 12.5, 5, 3), Streamed(11.0, 12.0, 14.0, 3, 4)]
+    assert turn(streams, 20, 9) == Turn(
+        tokens_per_s=2.0,
+        requests_per_s=0.5,
+        per_token_ms=750.0,
+        first_token_ms=750.0,
+        lost_rows=4,
+    )
+
+
+def test_requests_of_one_token_have_no_time_per_token() -> None:
+    assert turn([Streamed(0.0, 0.5, 0.5, 1, 0)], 0, 0).per_token_ms == 0.0
+
+
+def test_shares_are_those_of_stock() -> None:
+    quick = [Turn(100.0, 1.0, 10.0, 50.0, 0)] * 3
+    slow = [Turn(tokens, 1.0, 12.0, 80.0, 2) for tokens in (90.0, 70.0, 80.0)]
+    table = summary({STOCK: {"8": quick}, IDLE: {"8": slow}})
+    row = table[IDLE]["8"]
+    assert (row["tokens_per_s"], row["share"], row["lost_rows"]) == (80.0, 0.8, 6.0)
+    assert row["per_token_to_stock"] == pytest.approx(1.2)
+    assert row["first_token_later_ms"] == pytest.approx(30.0)
+
+
+def test_arms_take_turns_after_a_warm_up(capsys) -> None:
+    asked: list[tuple[str, int, int]] = []
+
+    def arm(name: str):
+        def run(wanted: list[list[int]], tokens: int) -> Turn:
+            asked.append((name, len(wanted), tokens))
+            return Turn(1.0, 1.0, 1.0, 1.0, 0)
+
+        return run
+
+    turns = measure({STOCK: arm("a"), IDLE: arm("b")}, [2], tokens=7, repeats=2)
+    names = [name for name, _, _ in asked]
+    assert names == ["a", "b", "a", "b", "b", "a"] * 2
+    assert {(count, tokens) for _, count, tokens in asked} == {(2, 7), (8, 1)}
+    assert {len(some) for by in turns.values() for some in by.values()} == {2}
+    assert "requests/s" in capsys.readouterr().out
+
+
+def test_every_process_gets_a_share_of_the_prompts() -> None:
+    prompts = [[number] for number in range(5)]
+    workers = [object(), object(), object()]
+    assert spread(prompts, workers) == [[[0], [3]], [[1], [4]], [[2]]]
+    assert spread(prompts[:2], workers) == [[[0]], [[1]]]
+
+
+def test_the_server_knows_every_flag() -> None:
+    config = ServerConfig(
+        model=str(Path.cwd()),
+        load_format="dummy",
+        max_model_len=2048,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=8 << 30,
+        enforce_eager=True,
+    )
+    given = _cli._parser().parse_args(["serve", config.model, *server_flags(config, 3)])
+    assert (given.front_ends, given.kv_cache_memory_bytes, given.enforce_eager) == (3, 8192, True)
