@@ -80,4 +80,4 @@ def test_the_server_knows_every_flag() -> None:
         enforce_eager=True,
     )
     given = _cli._parser().parse_args(["serve", config.model, *server_flags(config, 3)])
-    assert (given.front_ends, given.kv_cache_memory_bytes, given.enforce_eager) == (3, 8192, True)
+    assert (given.front_ends, given.kv_cache_memory_mib, given.enforce_eager) == (3, 8192, True)
