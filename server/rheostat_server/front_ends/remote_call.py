@@ -4,12 +4,16 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from google.rpc import status_pb2
+from google.rpc import code_pb2, status_pb2
 
 from rheostat_server.front_ends.records import Kind
 from rheostat_server.limits import STATUS_SECONDS
 
 T = TypeVar("T")
+
+_ABANDONED = status_pb2.Status(
+    code=code_pb2.CANCELLED, message="the server stopped answering the call"
+).SerializeToString()
 
 Send = Callable[[Kind, bytes], None]
 """Sends a record of the call to the front end."""
@@ -69,6 +73,14 @@ class RemoteCall:
         """Ends the call with OK, unless it has failed."""
         if not self.ended:
             self._end(b"")
+
+    def abandon(self) -> None:
+        """Ends the call with CANCELLED, unless it has ended.
+
+        Its client must not take an answer that broke off for a complete one.
+        """
+        if not self.ended:
+            self._end(_ABANDONED)
 
     def _end(self, status: bytes) -> None:
         self.ended = True

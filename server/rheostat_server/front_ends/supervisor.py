@@ -253,5 +253,6 @@ async def _answered(answer: Answer, path: str, call: RemoteCall) -> None:
     """Answers a call. The front end learns of its end, however it comes."""
     try:
         await answer(path, call)
-    finally:
         call.end()
+    finally:
+        call.abandon()

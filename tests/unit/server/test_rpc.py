@@ -91,6 +91,32 @@ async def test_a_client_that_goes_away_during_a_write_is_no_incident(
     assert handler.left == [GeneratorExit] * 20
 
 
+class BreaksOff(grpc.GenericRpcHandler):
+    """Answers one message, then is cancelled although its client is there."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_stream_rpc_method_handler(self.answer)
+
+    async def answer(self, request: bytes, context: object) -> AsyncIterator[bytes]:
+        yield b"first"
+        raise asyncio.CancelledError
+
+
+async def test_an_answer_that_breaks_off_does_not_end_well(serving: Serving) -> None:
+    async with (
+        serving(BreaksOff(), Calls(8)) as target,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
+        call = channel.unary_stream(METHOD)(b"", timeout=2)
+        assert await call.read() == b"first"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(call)
+        assert caught.value.code() in {
+            grpc.StatusCode.CANCELLED,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        }
+
+
 class Parsing(grpc.GenericRpcHandler):
     """Reads one message of a stream; notes in which iteration of the event loop it was parsed."""
 
