@@ -241,8 +241,16 @@ def _reserve(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         reserved = socket.socket(family, kind, protocol)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(address)
+        try:
+            # Connections of an earlier server keep its port for a minute, unless this is set.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(address)
+            # From now on nobody can bind the port but our front ends.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except OSError:
+            reserved.close()
+            raise
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise PortInUse(f"cannot listen on {in_grpc_notation(host, port)}: {why}") from error

@@ -185,6 +185,29 @@ async def test_front_ends_end_with_the_server_and_free_the_port(starter) -> None
     await again.stop(0)
 
 
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 0), (0, 2)])
+async def test_connections_of_an_ended_server_do_not_keep_its_port(
+    starter, first: int, second: int
+) -> None:
+    running = await starter(front_ends=first)
+    _, idle = await asyncio.open_connection("127.0.0.1", running.server.port)
+    assert len(tokens(await running.client.generate(request()))) == TOKENS
+    await running.server.stop(0)  # it closes the connection first, which then waits in the kernel
+    idle.close()
+    again = RunningServer(ServerConfig(model="toy", port=running.server.port, front_ends=second))
+    await again.bind()
+    await again.stop(0)
+
+
+async def test_a_front_end_leaves_the_port_reserved_when_it_dies(starter) -> None:
+    running = await starter(front_ends=1)
+    os.kill(front_ends(running).process_ids[0], signal.SIGKILL)
+    for count in (0, 1):
+        other = RunningServer(ServerConfig(model="toy", port=running.server.port, front_ends=count))
+        with pytest.raises(PortInUse, match="address already in use"):
+            await other.bind()
+
+
 async def test_front_ends_leave_signals_of_their_group_to_the_server(starter) -> None:
     running = await starter(front_ends=1)
     (process_id,) = front_ends(running).process_ids
