@@ -65,7 +65,12 @@ class FrontEnds:
         self._host, self._port = host, self._reserved.getsockname()[1]
         self._front_ends = [self._new() for _ in range(self._count)]
         try:
-            await asyncio.gather(*(one.start() for one in self._front_ends))
+            async with asyncio.TaskGroup() as starts:
+                for one in self._front_ends:
+                    starts.create_task(one.start())
+        except ExceptionGroup as errors:
+            await self.stop(0)  # no start is under way, so that none is left behind
+            raise errors.exceptions[0] from None
         except BaseException:
             await self.stop(0)
             raise
@@ -108,7 +113,7 @@ class FrontEnds:
                 started = self._new()
                 try:
                     await started.start()
-                except (PortInUse, OSError) as error:
+                except Exception as error:  # whatever it is, the server needs its front end
                     _LOG.error("front end %d cannot start: %s", index, error)
                     await started.stop(0)
                     await asyncio.sleep(_RESTART_SECONDS)

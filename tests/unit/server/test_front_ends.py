@@ -175,6 +175,24 @@ async def test_a_front_end_ends_when_the_server_is_gone() -> None:
     await eventually(lambda: not any(alive(one) for one in process_ids))
 
 
+async def test_whatever_keeps_a_front_end_from_starting_it_is_tried_again(
+    starter, monkeypatch
+) -> None:
+    running = await starter(front_ends=1)
+    (victim,) = front_ends(running).process_ids
+    begin, failures = asyncio.create_subprocess_exec, [RuntimeError("can't start new thread")]
+
+    async def flaky(*command, **options):
+        if failures:
+            raise failures.pop()
+        return await begin(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", flaky)
+    os.kill(victim, signal.SIGKILL)
+    await eventually(lambda: front_ends(running).process_ids != [victim])
+    assert not failures
+
+
 async def test_front_ends_end_with_the_server_and_free_the_port(starter) -> None:
     running = await starter(front_ends=2)
     process_ids = front_ends(running).process_ids
