@@ -1,11 +1,13 @@
 """The gRPC server of a process, which passes calls of `rheostat.v1` to whoever answers them."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
 from rheostat_server.errors import PortInUse
@@ -44,6 +46,8 @@ PATHS = frozenset(
 HEALTH_NAMES = ("", *SERVICES)
 """Names by which clients ask for the health of the server."""
 
+HealthContext = grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse]
+
 Answer = Callable[[str, Call], Awaitable[None]]
 """Answers a call of the method with this full name to its end."""
 
@@ -73,7 +77,7 @@ class GrpcServer:
             share_port: whether other processes may listen on the same port. If they may not, a
                 second server on the port fails instead of taking half of the calls.
         """
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         self._server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", int(share_port))))
         self._server.add_generic_rpc_handlers((_Handlers(answer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -96,8 +100,7 @@ class GrpcServer:
 
     async def set_health(self, status: int) -> None:
         """Sets what health checks answer for the server and all its services."""
-        for name in HEALTH_NAMES:
-            await self._health.set(name, status)
+        self._health.set(status)
 
     async def stop(self, grace: float) -> None:
         """Accepts no more calls, and ends those that run after `grace` seconds."""
@@ -107,6 +110,41 @@ class GrpcServer:
 def in_grpc_notation(host: str, port: int) -> str:
     """An address as gRPC writes it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """Answers health checks.
+
+    gRPC's own servicer waits in `set` until each watcher has read the status before. So one client
+    that does not read would keep the server from ever saying that it drains.
+    """
+
+    def __init__(self) -> None:
+        self._status = int(HealthCheckResponse.NOT_SERVING)
+        self._changed = asyncio.Event()
+
+    def set(self, status: int) -> None:
+        self._status = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(
+        self, request: HealthCheckRequest, context: HealthContext
+    ) -> HealthCheckResponse:
+        if request.service not in HEALTH_NAMES:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return HealthCheckResponse(status=self._status)
+
+    async def Watch(self, request: HealthCheckRequest, context: HealthContext) -> None:
+        unknown = request.service not in HEALTH_NAMES
+        last: int | None = None
+        while True:
+            changed = self._changed
+            status = HealthCheckResponse.SERVICE_UNKNOWN if unknown else self._status
+            if status != last:
+                await context.write(HealthCheckResponse(status=status))
+                last = status
+            await changed.wait()
 
 
 class _Handlers(grpc.GenericRpcHandler):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,6 +12,8 @@ from itertools import pairwise
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.front_ends.grpc_server import GrpcServer
@@ -263,3 +266,55 @@ async def test_large_messages_take_at_most_half_of_the_event_loops_time(serving:
         await asyncio.gather(*calls)
     pauses = [later - ended for (_, ended), (later, _) in pairwise(spans)]
     assert min(pauses) >= 0.9 * slow
+
+
+def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    """A frame of HTTP/2."""
+    return struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body
+
+
+def _watch_without_window() -> bytes:
+    """What a client sends that watches the health, and has no room for an answer."""
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/grpc.health.v1.Health/Watch",
+        ":authority": "x",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    block = b"".join(
+        b"\x00" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode()
+        for key, value in headers.items()
+    )
+    no_window = struct.pack(">HI", 4, 0)
+    return (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        + _frame(4, 0, 0, no_window)
+        + _frame(1, 4, 1, block)
+        + _frame(0, 1, 1, bytes(5))
+    )
+
+
+@pytest.mark.parametrize("front_ends", [0, 1])
+async def test_a_watcher_that_does_not_read_does_not_keep_the_health_from_others(
+    front_ends: int,
+) -> None:
+    rpcs = Rpcs(Calls(8))
+    server = FrontEnds(1, rpcs.answer) if front_ends else GrpcServer(rpcs.answer)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(_watch_without_window())
+        await reader.read(9)
+        writer.write(_frame(4, 1, 0, b""))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(10):
+            health = health_pb2_grpc.HealthStub(channel)
+            ask = HealthCheckRequest(service="rheostat.v1.GenerationService")
+            await asyncio.sleep(0.5)  # the watch begins
+            await server.set_health(HealthCheckResponse.SERVING)
+            while (await health.Check(ask)).status != HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.01)
+        writer.close()
+    finally:
+        await server.stop(0)
