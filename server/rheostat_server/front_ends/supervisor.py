@@ -163,6 +163,7 @@ class _FrontEnd:
                 f"--port={self._port}",
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C would end it before it can ignore signals
             )
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self._connection, sock=ours)

@@ -203,6 +203,24 @@ async def test_front_ends_end_with_the_server_and_free_the_port(starter) -> None
     await again.stop(0)
 
 
+async def test_an_interrupt_of_the_group_does_not_end_front_ends_that_start() -> None:
+    code = (
+        "import asyncio, os, signal\n"
+        "from rheostat_server.front_ends.supervisor import FrontEnds\n"
+        "async def main():\n"
+        "    loop = asyncio.get_running_loop()\n"
+        "    loop.add_signal_handler(signal.SIGINT, lambda: None)\n"
+        "    loop.call_later(0.1, os.killpg, 0, signal.SIGINT)\n"
+        "    front_ends = FrontEnds(1, None)\n"
+        "    await front_ends.start('127.0.0.1', 0)\n"
+        "    await front_ends.stop(0)\n"
+        "asyncio.run(main())\n"
+    )
+    await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], check=True, process_group=0
+    )
+
+
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 0), (0, 2)])
 async def test_connections_of_an_ended_server_do_not_keep_its_port(
     starter, first: int, second: int
