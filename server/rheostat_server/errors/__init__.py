@@ -99,6 +99,7 @@ from rheostat_server.errors.leaves import (
 from rheostat_server.errors.startup import (
     EngineDied,
     EngineFailed,
+    FrontEndFailed,
     InvalidConfig,
     ModelNotFound,
     PortInUse,
@@ -130,6 +131,7 @@ __all__ = [
     "EngineFailed",
     "EngineLost",
     "FailedPrecondition",
+    "FrontEndFailed",
     "Internal",
     "InvalidArgument",
     "InvalidConfig",

@@ -55,6 +55,12 @@ class SpoolFailed(StartupError):
     exit_code = 8
 
 
+class FrontEndFailed(StartupError):
+    """A process that speaks gRPC for the server did not start."""
+
+    exit_code = 10
+
+
 class EngineDied(ServerFailed):
     """The engine was lost while the server served. A new process can serve again."""
 

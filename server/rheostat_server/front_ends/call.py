@@ -30,7 +30,11 @@ class Call(Protocol):
         """Seconds until the client's deadline; None if it has set none."""
 
     async def read(self) -> bytes | None:
-        """The client's next message; None once the client has closed its side of the stream."""
+        """The client's next message; None once the client has closed its side of the stream.
+
+        Raises:
+            CancelledError: the client has disconnected.
+        """
 
     async def send_headers(self) -> None:
         """Sends the headers of the response, once before the first message.
@@ -75,7 +79,13 @@ class GrpcCall:
     async def read(self) -> bytes | None:
         """The client's next message; None once the client has closed its side of the stream."""
         message = await self._context.read()
-        return message if isinstance(message, bytes) else None
+        if isinstance(message, bytes):
+            return message
+        # gRPC ends the stream of a client that disconnects like that of a client that has sent all.
+        await asyncio.sleep(0)
+        if self._context.cancelled():
+            raise asyncio.CancelledError
+        return None
 
     async def send_headers(self) -> None:
         """Sends the headers of the response, once before the first message."""

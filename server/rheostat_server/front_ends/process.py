@@ -77,7 +77,8 @@ class FrontEnd:
         if kind is Kind.HEALTH:
             self._health = asyncio.create_task(self._server.set_health(body[0]))
         elif kind is Kind.STOP:
-            self._stop.set_result(read_seconds_body(body))
+            if not self._stop.done():
+                self._stop.set_result(read_seconds_body(body))
         elif (call := self._calls.get(number)) is not None:
             call.receive(kind, body)
 
@@ -123,7 +124,7 @@ class _ForwardedCall:
         elif kind is Kind.READ:
             self._reader = asyncio.create_task(self._read())
         elif kind is Kind.END:
-            self._end = body
+            self._end, self._message = body, None
             self._news.set()
             if self._writer is not None:
                 self._writer.cancel()

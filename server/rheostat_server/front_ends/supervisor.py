@@ -6,13 +6,14 @@ answer its calls are cancelled as if each client had disconnected. Nobody else n
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 from contextlib import suppress
 
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from rheostat_server.errors import PortInUse
+from rheostat_server.errors import FrontEndFailed, PortInUse
 from rheostat_server.front_ends.grpc_server import Answer, in_grpc_notation
 from rheostat_server.front_ends.records import (
     Kind,
@@ -28,7 +29,10 @@ _START_SECONDS = 60.0
 """Seconds that a front end has to listen."""
 
 _RESTART_SECONDS = 1.0
-"""Seconds before a front end that could not be replaced at once is tried again."""
+"""Seconds between two starts in place of a front end that does not start, or dies soon."""
+
+_SOON = 10.0
+"""A front end that lives for fewer seconds has died soon."""
 
 _STOP_SECONDS = 5.0
 """Seconds after the end of its calls within which a front end must end."""
@@ -60,14 +64,15 @@ class FrontEnds:
 
         Raises:
             PortInUse: one cannot listen.
+            FrontEndFailed: one does not start.
         """
         self._reserved = _reserve(host, port)
         self._host, self._port = host, self._reserved.getsockname()[1]
         self._front_ends = [self._new() for _ in range(self._count)]
         try:
             async with asyncio.TaskGroup() as starts:
-                for one in self._front_ends:
-                    starts.create_task(one.start())
+                for front_end in self._front_ends:
+                    starts.create_task(front_end.start())
         except ExceptionGroup as errors:
             await self.stop(0)  # no start is under way, so that none is left behind
             raise errors.exceptions[0] from None
@@ -80,20 +85,20 @@ class FrontEnds:
     @property
     def process_ids(self) -> list[int]:
         """The ids of the processes."""
-        return [one.process_id for one in self._front_ends]
+        return [front_end.process_id for front_end in self._front_ends]
 
     async def set_health(self, status: int) -> None:
         """Sets what health checks answer for the server and all its services."""
         self._health = status
-        for one in self._front_ends:
-            one.set_health(status)
+        for front_end in self._front_ends:
+            front_end.set_health(status)
 
     async def stop(self, grace: float) -> None:
         """Ends the processes, which end the calls that run after `grace` seconds."""
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
-        await asyncio.gather(*(one.stop(grace) for one in self._front_ends))
+        await asyncio.gather(*(front_end.stop(grace) for front_end in self._front_ends))
         if self._reserved is not None:
             self._reserved.close()
 
@@ -102,28 +107,35 @@ class FrontEnds:
 
     async def _keep(self, index: int) -> None:
         """Replaces a front end whenever it dies."""
+        clock = asyncio.get_running_loop().time
         while True:
+            begun = clock()
             code = await self._front_ends[index].ended()
             _LOG.error(
                 "front end %d has ended with exit status %d, and its calls with it; another starts",
                 index,
                 code,
             )
-            while True:
-                started = self._new()
-                try:
-                    await started.start()
-                except Exception as error:  # whatever it is, the server needs its front end
-                    _LOG.error("front end %d cannot start: %s", index, error)
-                    await started.stop(0)
-                    await asyncio.sleep(_RESTART_SECONDS)
-                except BaseException:
-                    await started.stop(0)
-                    raise
-                else:
-                    break
-            self._front_ends[index] = started
-            started.set_health(self._health)
+            if clock() - begun < _SOON:
+                await asyncio.sleep(_RESTART_SECONDS)
+            self._front_ends[index] = await self._started(index)
+
+    async def _started(self, index: int) -> "_FrontEnd":
+        """A new front end, after as many starts as it takes."""
+        while True:
+            started = self._new()
+            try:
+                await started.start()
+            except Exception as error:  # whatever it is, the server needs its front end
+                _LOG.error("front end %d cannot start: %s", index, error)
+                await started.stop(0)
+                await asyncio.sleep(_RESTART_SECONDS)
+            except BaseException:
+                await started.stop(0)
+                raise
+            else:
+                started.set_health(self._health)
+                return started
 
 
 class _FrontEnd:
@@ -135,9 +147,10 @@ class _FrontEnd:
         self._answer = answer
         self._connection = RecordConnection(self._receive, self._lost)
         self._process: asyncio.subprocess.Process | None = None
-        self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why it cannot listen; empty if it listens."""
+        self._listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls: dict[int, tuple[RemoteCall, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Tasks that answer calls. A call may have ended while its task still cleans up."""
 
     @property
     def process_id(self) -> int:
@@ -148,32 +161,43 @@ class _FrontEnd:
 
         Raises:
             PortInUse: it cannot listen.
+            FrontEndFailed: it does not start.
         """
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "rheostat_server.front_ends.process",
-                f"--fd={theirs.fileno()}",
-                f"--host={self._host}",
-                f"--port={self._port}",
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C would end it before it can ignore signals
-            )
+            try:
+                self._process = await self._execute(theirs.fileno())
+            except OSError as error:
+                ours.close()
+                raise FrontEndFailed(f"a front end cannot be started: {error}") from error
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self._connection, sock=ours)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                why = await self._listening
-        except TimeoutError:
-            why = f"a front end did not listen within {_START_SECONDS:g} s"
-        if why:
-            raise PortInUse(why)
+                await self._listening
+        except TimeoutError as error:
+            raise FrontEndFailed(
+                f"a front end did not listen within {_START_SECONDS:g} s"
+            ) from error
+
+    async def _execute(self, descriptor: int) -> asyncio.subprocess.Process:
+        """Starts the process with its end of the socket."""
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # a module in the working directory must not replace one of Python's
+            "-m",
+            "rheostat_server.front_ends.process",
+            f"--fd={descriptor}",
+            f"--host={self._host}",
+            f"--port={self._port}",
+            pass_fds=[descriptor],
+            stdin=asyncio.subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C would end it before it can ignore signals
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
 
     async def ended(self) -> int:
         """Waits for the end of the process; returns its exit status."""
@@ -200,9 +224,9 @@ class _FrontEnd:
         if kind is Kind.BEGIN:
             self._begin(number, body)
         elif kind is Kind.LISTENING:
-            self._listens("")
+            self._listens(None)
         elif kind is Kind.NOT_LISTENING:
-            self._listens(body.decode(errors="replace"))
+            self._listens(PortInUse(body.decode(errors="replace")))
         elif (begun := self._calls.get(number)) is not None:
             call, task = begun
             call.receive(kind, body)
@@ -220,13 +244,25 @@ class _FrontEnd:
         call = RemoteCall(send, remaining)
         task = asyncio.create_task(_answered(self._answer, path, call))
         self._calls[number] = call, task
+        self._tasks.add(task)
+        task.add_done_callback(self._answered)
 
-    def _listens(self, why: str) -> None:
-        if not self._listening.done():
-            self._listening.set_result(why)
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("a call was not answered to its end", exc_info=error)
+
+    def _listens(self, error: Exception | None) -> None:
+        if self._listening.done():
+            return
+        if error is None:
+            self._listening.set_result(None)
+        else:
+            self._listening.set_exception(error)
+            self._listening.exception()  # nobody may wait for it any more
 
     def _lost(self) -> None:
-        self._listens("the front end has ended")
+        self._listens(FrontEndFailed("a front end has ended before it listened"))
         for call, task in self._calls.values():
             call.receive(Kind.DONE, b"")
             task.cancel()

@@ -13,7 +13,7 @@ import pytest
 
 from rheostat_server import serve
 from rheostat_server.config import ServerConfig
-from rheostat_server.errors import PortInUse
+from rheostat_server.errors import FrontEndFailed, PortInUse
 from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.serve import RunningServer, front_end_count
 
@@ -285,3 +285,26 @@ async def test_an_unknown_method_is_refused_by_the_front_end(starter) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await running.client.channel.unary_unary("/rheostat.v1.EngineService/Explode")(b"")
     assert caught.value.code() is Code.UNIMPLEMENTED
+
+
+async def test_a_module_of_the_working_directory_does_not_replace_one_of_pythons(
+    starter, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "argparse.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    running = await starter(front_ends=1)
+    assert len(tokens(await running.client.generate(request()))) == TOKENS
+
+
+async def test_a_server_whose_front_ends_cannot_start_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    server = RunningServer(ServerConfig(model="toy", port=0, front_ends=2))
+    with pytest.raises(FrontEndFailed, match=r"cannot be started: .*No such file"):
+        await server.bind()
+
+
+async def test_a_server_whose_front_ends_die_at_once_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    server = RunningServer(ServerConfig(model="toy", port=0, front_ends=2))
+    with pytest.raises(FrontEndFailed, match="ended before it listened"):
+        await server.bind()

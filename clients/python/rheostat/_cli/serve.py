@@ -25,7 +25,8 @@ rheostat serve Qwen/Qwen3-8B --port 50052 --vector-dir vectors
 
 Exit codes: 0 ended as told, 2 a setting is wrong, 3 the port cannot be listened on,
 4 the model or an adapter cannot be read, 5 vLLM did not start, 6 --vector-dir cannot be
-used, 7 --sink, 8 --spool, 9 the engine was lost while the server served""",
+used, 7 --sink, 8 --spool, 9 the engine was lost while the server served, 10 a front end did
+not start""",
     )
     parser.add_argument(
         "model", metavar="MODEL", help='a model folder, a hub name, or "demo" for the bundled one'
