@@ -281,8 +281,9 @@ def runs_of_server(
 ) -> dict[str, Run]:
     """This server, idle and with everything that is asked of it."""
     layer = model.layer_count // 2
+    # Rows that come too fast are lost and counted. By default they would end the subscription.
     options = rheostat.SubscribeOptions(
-        every=True, capture=rheostat.Capture("resid_post", layers=layer)
+        every=True, capture=rheostat.Capture("resid_post", layers=layer), overload="drop_newest"
     )
 
     def run(arm: str, wanted: list[list[int]], tokens: int) -> Turn:
