@@ -124,7 +124,7 @@ class Turn(NamedTuple):
         }
 
 
-def options(scratch: Path) -> list[str]:
+def options(scratch: Path, front_ends: int = 0) -> list[str]:
     """The arguments of the server."""
     return [
         "--load-format=dummy",
@@ -137,15 +137,17 @@ def options(scratch: Path) -> list[str]:
         f"--sink=disk=filesystem:root={scratch / 'sink'}",
         f"--spool={scratch / 'spool'}",
         "--resume-window=2",
+        f"--front-ends={front_ends}",
     ]
 
 
 class _Stage:
     """A server, the neighbour and the hostile client. A server that dies is replaced."""
 
-    def __init__(self, model: Path, scratch: Path) -> None:
+    def __init__(self, model: Path, scratch: Path, front_ends: int) -> None:
         self._model = model
         self._scratch = scratch
+        self._front_ends = front_ends
         self._starts = 0
         self._stack = ExitStack()
         self._begin()
@@ -242,7 +244,7 @@ class _Stage:
         scratch.mkdir()
         self._stack = stack = ExitStack()
         self._server: ServedProcess = stack.enter_context(
-            served_process(str(self._model), scratch / "log", options(scratch))
+            served_process(str(self._model), scratch / "log", options(scratch, self._front_ends))
         )
         target = self._server.target
         self._neighbour: Worker[Neighbour] = stack.enter_context(
@@ -310,6 +312,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder, for isolation.json")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each turn")
     parser.add_argument("--only", action="append", help="a scenario; may be repeated")
+    parser.add_argument("--front-ends", type=int, default=0, help="of the server")
     parser.add_argument("--name", default="isolation", help="of the file, without .json")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -322,7 +325,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         model = write_model(scratch)
-        stage = _Stage(model, scratch)
+        stage = _Stage(model, scratch, arguments.front_ends)
         try:
             info = stage.info()
             for one in chosen:
@@ -340,7 +343,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "bar_ms": BAR_MS,
         "seconds": arguments.seconds,
-        "options": options(Path("SCRATCH")),
+        "options": options(Path("SCRATCH"), arguments.front_ends),
         "memory_flags_mib": MEMORY,
         "summary": table,
         "misses": misses(table),

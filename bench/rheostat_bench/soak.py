@@ -280,7 +280,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def options(scratch: Path) -> list[str]:
+def options(scratch: Path, front_ends: int = 0) -> list[str]:
     """What the server is started with."""
     return [
         "--load-format=dummy",
@@ -293,6 +293,7 @@ def options(scratch: Path) -> list[str]:
         f"--sink=disk=filesystem:root={scratch / 'sink'}",
         f"--spool={scratch / 'spool'}",
         "--resume-window=2",
+        f"--front-ends={front_ends}",
     ]
 
 
@@ -309,12 +310,14 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0, help="the first call's number")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--front-ends", type=int, default=0, help="of the server")
+    parser.add_argument("--name", default="soak", help="of the file, without .json")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         log, model = scratch / "log", write_model(scratch)
-        with served_process(str(model), log, options(scratch)) as server:
+        with served_process(str(model), log, options(scratch, arguments.front_ends)) as server:
             facts, info = _facts(server.target)
             served = Served(server.target, log, server.pid, facts)
             idle, began = server.memory(), time.monotonic()
@@ -328,7 +331,7 @@ def main() -> None:
             stolen = (cpu_stolen() - stolen) / seconds
             peak = server.take_peak()
         if found.faults:
-            shutil.copy(log, arguments.out / "soak.log")
+            shutil.copy(log, arguments.out / f"{arguments.name}.log")
     problems = found.problems() + _too_much_memory(idle, peak)
     result = {
         "benchmark": "soak",
@@ -342,7 +345,7 @@ def main() -> None:
         "seed": arguments.seed,
         "seconds": found.outcome.seconds,
         "bar_ms": BAR_MS,
-        "options": options(Path("SCRATCH")),
+        "options": options(Path("SCRATCH"), arguments.front_ends),
         "memory_flags_mib": MEMORY,
         "streaming": _figures(found.streaming),
         "capturing": _figures(found.capturing),
@@ -361,7 +364,7 @@ def main() -> None:
         "sentences": {k: v[:300] for k, v in found.outcome.sentences.items() if v},
         "problems": problems,
     }
-    (arguments.out / "soak.json").write_text(json.dumps(result, indent=1))
+    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result["streaming"], indent=1))
     for line in problems:
         print(f"problem: {line}")
