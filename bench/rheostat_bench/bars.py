@@ -157,8 +157,31 @@ def _isolation(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     )
 
 
+def _side_by_side(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    summary = content["summary"]
+    measures = {
+        "share": "share of stock vLLM's tokens/s",
+        "first_token_ms": "ms to the first token",
+    }
+    return tuple(
+        Panel(
+            label,
+            {
+                arm: {
+                    f"{name} streams": _exact(row[key])
+                    for name, row in by_workload.items()
+                    if name.isdecimal()
+                }
+                for arm, by_workload in summary.items()
+            },
+        )
+        for key, label in measures.items()
+    )
+
+
 _PANELS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Panel, ...]]] = {
     "isolation": _isolation,
+    "sidebyside": _side_by_side,
     "stream": _stream,
     "stalled": _stalled,
     "streamed": _streamed,

@@ -28,6 +28,8 @@ def tables(path: Path) -> list[str]:
         before = path.with_name("isolation-before.json")
         earlier = json.loads(before.read_text())["summary"] if before.is_file() else {}
         return [] if path == before else [_isolation(content["summary"], earlier)]
+    if about == "sidebyside":
+        return _side_by_side(content["summary"])
     return _streamed(content["summary"]) if about == "streamed" else []
 
 
@@ -143,6 +145,36 @@ def _streamed(summary: Mapping[str, Table]) -> list[str]:
     lasts = [[arm, *(_spread(whole[arm][batch]) for batch in batches)] for arm in whole]
     shown.append(_markdown(["whole, ms", *batches], lasts))
     return shown
+
+
+def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
+    """Tokens per second, time per token and time to the first token, each beside stock vLLM's."""
+    stock, *others = summary
+    shown = []
+    measures = {
+        "tokens/s": ("tokens_per_s", ".0f", True),
+        "ms per token": ("per_token_ms", ".2f", True),
+        "ms to the first token": ("first_token_ms", ".0f", False),
+    }
+    for label, (key, form, relative) in measures.items():
+        workloads = [name for name, row in summary[stock].items() if row[key]]
+        rows = [[stock, *(format(summary[stock][name][key], form) for name in workloads)]]
+        for arm in others:
+            cells = []
+            for name in workloads:
+                value, beside = summary[arm][name][key], summary[stock][name][key]
+                difference = f"{value / beside:.1%}" if relative else f"{value - beside:+.0f}"
+                cells.append(f"{value:{form}} ({difference})".replace("-", "\N{MINUS SIGN}"))
+            rows.append([arm, *cells])
+        heads = (f"{name} streams" if name.isdecimal() else name for name in workloads)
+        shown.append(_markdown([label, *heads], rows))
+    lost = [
+        [arm, name, f"{row['lost_rows']:.0f}"]
+        for arm, by_workload in summary.items()
+        for name, row in by_workload.items()
+        if row["lost_rows"]
+    ]
+    return [*shown, _markdown(["lost rows", "streams", "all turns"], lost)] if lost else shown
 
 
 def _spread(row: Mapping[str, float]) -> str:

@@ -1,10 +1,12 @@
 """The benchmark of everything side by side: its figures, and what it asks of whom."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from rheostat import _cli
+from rheostat_bench.bars import Bar, read_bars
 from rheostat_bench.sidebyside import (
     IDLE,
     STOCK,
@@ -16,7 +18,10 @@ from rheostat_bench.sidebyside import (
     summary,
     turn,
 )
+from rheostat_bench.tables import tables
 from rheostat_server.config import ServerConfig
+
+DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 
 
 def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
@@ -81,3 +86,41 @@ def test_the_server_knows_every_flag() -> None:
     )
     given = _cli._parser().parse_args(["serve", config.model, *server_flags(config, 3)])
     assert (given.front_ends, given.kv_cache_memory_mib, given.enforce_eager) == (3, 8192, True)
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    """A file of two arms at 8 streams and with requests of one token, in which rows were lost."""
+    stock = {"8": [Turn(100.0, 1.0, 10.0, 50.0, 0)], "one": [Turn(20.0, 20.0, 0.0, 40.0, 0)]}
+    ours = {"8": [Turn(90.0, 0.9, 12.0, 45.0, 3)], "one": [Turn(10.0, 10.0, 0.0, 80.0, 0)]}
+    path = tmp_path / "sidebyside.json"
+    content = {"benchmark": "sidebyside", "device": "CPU"}
+    path.write_text(json.dumps({**content, "summary": summary({STOCK: stock, IDLE: ours})}))
+    return path
+
+
+def test_every_measure_is_shown_beside_that_of_stock(result: Path) -> None:
+    rates, per_token, first, lost = (one.splitlines() for one in tables(result))
+    assert rates[0] == "| tokens/s | 8 streams | one |"
+    assert rates[2:] == [f"| {STOCK} | 100 | 20 |", f"| {IDLE} | 90 (90.0%) | 10 (50.0%) |"]
+    assert per_token[0] == "| ms per token | 8 streams |"
+    assert per_token[3] == f"| {IDLE} | 12.00 (120.0%) |"
+    assert first[3] == f"| {IDLE} | 45 (\N{MINUS SIGN}5) | 80 (+40) |"
+    assert lost[2:] == [f"| {IDLE} | 8 | 3 |"]
+
+
+def test_the_picture_shows_shares_and_first_tokens(result: Path) -> None:
+    drawn = read_bars(result)
+    assert drawn is not None
+    share, first = drawn.panels
+    assert share.bars[IDLE] == {"8 streams": Bar(0.9, 0.9, 0.9)}
+    assert first.bars[STOCK] == {"8 streams": Bar(50.0, 50.0, 50.0)}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(DOCS.glob("*/sidebyside*.json")), ids=lambda path: path.stem
+)
+def test_the_page_shows_every_file(path: Path) -> None:
+    page = (DOCS / "README.md").read_text()
+    for one in tables(path):
+        assert one in page
