@@ -111,6 +111,10 @@ class EngineHost:
         self.config = config
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._flights: dict[str, Flight] = {}
+        self._samples = 0
+        """Samples of all requests, with baselines."""
+        self._prompt_tokens = 0
+        """Their prompt tokens, with one prompt for each sample."""
         self._routes: dict[str, tuple[Flight, Life]] = {}
         self._large = asyncio.Semaphore(LARGE_REQUESTS)
         self.attaching = Attaching(self, self._flights, self._routes)
@@ -161,6 +165,7 @@ class EngineHost:
         self._check_open(admitted)
         flight = Flight(admitted, self.budget.share())
         self._flights[admitted.request_id] = flight
+        self._count(flight, len(flight.lives))
         try:
             await self._prepare(flight)
         except BaseException as error:
@@ -215,6 +220,7 @@ class EngineHost:
     def launch(self, flight: Flight, life: Life) -> None:
         """Runs something more in a flight, which needs nothing that the flight does not hold."""
         flight.lives.append(life)
+        self._count(flight, 1)
         self._route(flight, life)
         flight.start(self.backend, [life], epoch=self.epoch)
 
@@ -282,9 +288,20 @@ class EngineHost:
                 field="request_id",
                 resource=Resource("request", request_id),
             )
-        samples = sum(len(flight.lives) for flight in self._flights.values())
-        tokens = sum(flight.prompt_copies for flight in self._flights.values())
-        check_queue(admitted, self.info.running_samples, samples=samples, prompt_tokens=tokens)
+        check_queue(
+            admitted,
+            self.info.running_samples,
+            samples=self._samples,
+            prompt_tokens=self._prompt_tokens,
+        )
+
+    def _count(self, flight: Flight, samples: int) -> None:
+        """Counts more samples of a request, or fewer if the number is negative.
+
+        Sums over all requests would make each admission as expensive as there are requests.
+        """
+        self._samples += samples
+        self._prompt_tokens += samples * flight.admitted.prompt_len
 
     def _check_serving(self) -> None:
         if self.lost:
@@ -373,6 +390,7 @@ class EngineHost:
         self._free(flight)
         flight.share.close()
         del self._flights[flight.admitted.request_id]
+        self._count(flight, -len(flight.lives))
         if not self._flights:
             self.worker_stats.expire()  # an older answer has what this request held
         self._notify_soon()

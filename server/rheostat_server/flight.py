@@ -99,11 +99,6 @@ class Flight:
         return [life for life in self.lives if life.role is Role.OWN]
 
     @property
-    def prompt_copies(self) -> int:
-        """Prompt tokens that the engine receives: one copy of the prompt for each sample."""
-        return len(self.lives) * self.admitted.prompt_len
-
-    @property
     def closed(self) -> bool:
         """Whether the samples were stopped, so that nothing more is put into the queue."""
         return self._closed

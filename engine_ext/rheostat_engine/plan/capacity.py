@@ -12,6 +12,7 @@ event loop pays little for the largest plan.
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class Shortage(NamedTuple):
 class _Reserved:
     needs: tuple[Needs, ...]
     """Resources that it shares by content."""
-    own: Counter[str]
+    own: Mapping[str, int]
     """Resources that it does not share, by name."""
     sites: int
     """The most sites at which it captures a token."""
@@ -119,31 +120,48 @@ class CapacityLedger:
         acts, captures = plan.packed_acts, plan.packed_captures
         needs = (acts.needs, captures.needs)
         need = capture_need(captures, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
-        own = Counter(capture_rows=samples * need.rows, ruled_intervals=samples * acts.ruled)
-        alone, fresh = Counter(own), Counter(own)
+        own = {"capture_rows": samples * need.rows, "ruled_intervals": samples * acts.ruled}
+        fresh = Counter(own)
         for part in needs:
-            alone += part.total
-            fresh += self._shared.fresh(part)
-        any_step_fits = self._any_step_fits(need.sites, max_step_tokens)
-        shortages = [
-            Shortage(
-                resource,
-                fresh[resource],
-                max(0, limit - self.used(resource)),
-                alone[resource] <= limit,
-            )
+            fresh.update(self._shared.fresh(part))
+        short = [
+            resource
             for resource, limit in self._limits.items()
-            if self.used(resource) + fresh[resource] > limit
-            and not (any_step_fits and resource == "capture_rows")
+            if (fresh[resource] or (need.sites and resource == "capture_rows"))
+            and self.used(resource) + fresh[resource] > limit
+            and not (
+                resource == "capture_rows" and self._any_step_fits(need.sites, max_step_tokens)
+            )
         ]
-        if shortages:
-            return min(shortages, key=lambda shortage: shortage.ever)
+        if short:
+            return self._shortage(short, fresh, Counter(own) + needs[0].total + needs[1].total)
         for part in needs:
             self._shared.take(part)
         self._own.update(own)
         self._count_sites(need.sites, 1)
         self._admitted[plan.request_id] = _Reserved(needs, own, need.sites)
         return None
+
+    def _shortage(
+        self, short: Sequence[str], fresh: Mapping[str, int], alone: Mapping[str, int]
+    ) -> Shortage:
+        """The shortage to report: of a resource that can never suffice, if there is one.
+
+        Args:
+            short: the resources of which a plan needs more than are free.
+            fresh: the amounts that it needs beside all admitted plans.
+            alone: the amounts that it would need without any other plan.
+        """
+        shortages = [
+            Shortage(
+                resource,
+                fresh[resource],
+                max(0, self._limits[resource] - self.used(resource)),
+                alone[resource] <= self._limits[resource],
+            )
+            for resource in short
+        ]
+        return min(shortages, key=lambda shortage: shortage.ever)
 
     def observed(self, name: str) -> CaptureNeed:
         """The reservation that `observe` made under a name."""
@@ -201,27 +219,48 @@ class CapacityLedger:
     def _count_sites(self, sites: int, change: int) -> None:
         if sites:
             self._sites[sites] += change
-            self._sites = +self._sites
+            if not self._sites[sites]:
+                del self._sites[sites]
+
+
+@dataclass(slots=True)
+class _Use:
+    """Content that plans with one and the same `Needs` use."""
+
+    needs: Needs
+    users: int = 1
 
 
 class _Shared:
     """Shared content in use, as sorted arrays: a plan of thousands of rows costs a few numpy calls.
 
     An operation takes a few nanoseconds for each content in use, and for each content of the plan.
+    Plans that share a `Needs` count as one user of its content: the second costs a reference.
     """
 
     def __init__(self) -> None:
         self._keys = np.zeros(0, np.uint64)
         self._users = np.zeros(0, np.int64)
+        self._uses: dict[int, _Use] = {}
+        """By identity of the needs, which a use keeps in memory."""
         self.used: Counter[str] = Counter()
         """The amount of each resource in use."""
 
     def fresh(self, needs: Needs) -> Counter[str]:
         """The amount of each resource that `take` would add."""
+        if id(needs) in self._uses or not len(needs.keys):
+            return Counter()
         return needs.part(~self._find(needs)[1])
 
     def take(self, needs: Needs) -> None:
         """Adds a use of content."""
+        use = self._uses.get(id(needs))
+        if use is not None:
+            use.users += 1
+            return
+        if not len(needs.keys):
+            return
+        self._uses[id(needs)] = _Use(needs)
         at, present = self._find(needs)
         self.used += needs.part(~present)
         self._users[at[present]] += 1
@@ -230,6 +269,13 @@ class _Shared:
 
     def give(self, needs: Needs) -> None:
         """Ends one use of content that was taken."""
+        use = self._uses.get(id(needs))
+        if use is None:
+            return
+        use.users -= 1
+        if use.users:
+            return
+        del self._uses[id(needs)]
         at, _ = self._find(needs)
         self._users[at] -= 1
         gone = self._users[at] == 0

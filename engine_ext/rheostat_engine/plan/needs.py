@@ -53,12 +53,17 @@ class Needs(NamedTuple):
         return Counter(dict(zip(SHARED, map(int, totals), strict=True)))
 
 
+_NOTHING = Needs(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 def needs_of(contents: Iterator[tuple[str, object, int]]) -> Needs:
     """Collects (resource, content, weight), in any order; content may be repeated."""
     weights = {
         _key(resource, content): (SHARED.index(resource), weight)
         for resource, content, weight in contents
     }
+    if not weights:
+        return _NOTHING
     keys = np.fromiter(weights, np.uint64, len(weights))
     rest = np.array([*weights.values()], np.int64).reshape(-1, 2)
     order = np.argsort(keys)
