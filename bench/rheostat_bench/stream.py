@@ -28,6 +28,7 @@ import rheostat
 from rheostat_bench.summaries import Figures
 from rheostat_engine import Capacity, Event, Installed, ModelSites, Plan, Released, Rows
 from rheostat_server.config import ServerConfig
+from rheostat_server.errors import Defect
 from rheostat_server.host import (
     Backend,
     CapturesUpdate,
@@ -35,6 +36,7 @@ from rheostat_server.host import (
     Ending,
     Job,
     QueueStats,
+    SteeringUpdate,
     WorkerStats,
 )
 from rheostat_server.model_info import ModelInfo
@@ -174,8 +176,10 @@ class _StandIn:
     async def forget(self, names: Sequence[str]) -> bool:
         return False
 
-    async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
-        return None
+    async def update_steering(
+        self, updates: Sequence[SteeringUpdate]
+    ) -> list[list[int | None] | Defect]:
+        return [[None] * len(one.plan_ids) for one in updates]
 
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         pass

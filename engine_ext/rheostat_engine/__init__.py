@@ -38,6 +38,7 @@ from rheostat_engine.plan.tables import (
     MAX_CAPTURE_COST,
     MAX_INTERVALS,
     MAX_PLAN_COST,
+    REQUEST_COST,
     STEP_COST,
     CaptureNeed,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "MAX_STEPS",
     "MAX_TOKEN_SETS",
     "OPEN_END",
+    "REQUEST_COST",
     "ROUTERS",
     "STEP_COST",
     "Act",

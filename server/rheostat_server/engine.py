@@ -42,6 +42,7 @@ from rheostat_server.runs.store import Runs
 from rheostat_server.sequence import Life
 from rheostat_server.shared_query import SharedQuery
 from rheostat_server.sinks import Sinks
+from rheostat_server.steering_updates import SteeringUpdates
 from rheostat_server.subscriptions.attaching import Attaching
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.vectors import Vector
@@ -92,6 +93,7 @@ class EngineHost:
             patience=config.capacity_wait,
         )
         self.preparations = Preparations(backend, self.line)
+        self.steering_updates = SteeringUpdates(backend)
         self.server_wide = ServerWide(
             self.info, self.sites, self.loader, self.line.refuse_what_never_fits
         )

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from rheostat_engine import Capture, Event, ModelSites, Plan
+from rheostat_server.errors import Defect
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.sampling import SamplingSettings
 from rheostat_server.tokenizer import Tokenizer
@@ -108,6 +109,17 @@ class CapturesUpdate(NamedTuple):
     """The position before which nothing changes."""
 
 
+class SteeringUpdate(NamedTuple):
+    """New acts of running samples."""
+
+    plan: Plan
+    """A packed plan with the acts; their vectors are loaded."""
+    plan_ids: Sequence[str]
+    """The ids of the samples' plans."""
+    not_before: int
+    """The position before which nothing changes."""
+
+
 class Backend(Protocol):
     """An engine with a model in it, ready to generate."""
 
@@ -176,20 +188,17 @@ class Backend(Protocol):
             EngineLost: the engine is gone.
         """
 
-    async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
-        """Replaces the acts of a running sample from its next step on.
-
-        Args:
-            plan_id: id of the sample's plan.
-            plan: a packed plan with the new acts; their vectors are loaded.
-            not_before: position before which nothing changes.
+    async def update_steering(
+        self, updates: Sequence[SteeringUpdate]
+    ) -> Sequence[Sequence[int | None] | Defect]:
+        """Replaces the acts of running samples, each from its next step on, in one call.
 
         Returns:
-            The first position on which they act; None if the engine does not run the sample.
+            For each update, the first position of each sample on which the acts apply; None for a
+            sample that the engine does not run. A `Defect` if a worker could not install the acts.
 
         Raises:
             EngineLost: the engine is gone.
-            Defect: a worker could not install the acts.
         """
 
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:

@@ -227,12 +227,7 @@ class _Control:
             raise
         flight.reserved += held
         flight.prepared.append(await self._host.preparations.prepare(plan))
-        positions = await asyncio.gather(*(self._put(life, plan) for life in flight.own))
-        taken = [
-            (life, first)
-            for life, first in zip(flight.own, positions, strict=True)
-            if first is not None
-        ]
+        taken = await self._put(plan)
         if not taken:
             raise RequestNotFound("every sample has ended")
         self._spent = spent
@@ -247,16 +242,28 @@ class _Control:
             ],
         )
 
-    async def _put(self, life: Life, plan: Plan) -> int | None:
-        """Applies a plan's acts to a sample as soon as the engine runs it.
+    async def _put(self, plan: Plan) -> list[tuple[Life, int]]:
+        """Applies a plan's acts to the samples, to each as soon as the engine runs it.
 
         Returns:
-            The first position on which they act; None if the sample has ended.
+            The samples that have not ended, and the first position on which the acts apply.
         """
-        await life.known.wait()
-        if life.ended or not life.installed:
-            return None
-        return await self._host.backend.update(life.plan_id, plan, self._admitted.prompt_len)
+        firsts: dict[Life, int] = {}
+        waiting = self._flight.own
+        while waiting:
+            # vLLM schedules the samples of a request in order.
+            await waiting[0].known.wait()
+            running = [life for life in waiting if life.installed and not life.ended]
+            waiting = [life for life in waiting if not life.known.is_set()]
+            positions = await self._host.steering_updates.apply(
+                plan, [life.plan_id for life in running], self._admitted.prompt_len
+            )
+            firsts |= {
+                life: first
+                for life, first in zip(running, positions, strict=True)
+                if first is not None
+            }
+        return [(life, firsts[life]) for life in self._flight.own if life in firsts]
 
 
 def _refused(number: int, error: RheostatError) -> generation_pb2.UpdateRefused:

@@ -23,7 +23,14 @@ from rheostat_server.allocator import keep_freed_memory
 from rheostat_server.capture.trimming import trimming
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
-from rheostat_server.host import CapturesUpdate, Delta, Job, QueueStats, WorkerStats
+from rheostat_server.host import (
+    CapturesUpdate,
+    Delta,
+    Job,
+    QueueStats,
+    SteeringUpdate,
+    WorkerStats,
+)
 from rheostat_server.loras import Lora
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
@@ -203,20 +210,16 @@ class VllmBackend:
         """Releases preparations by name, and a part of the tables that no request uses."""
         return any(cast(list[bool], await self._call("rheostat_release", list(names))))
 
-    async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
-        """Replaces the acts of a running sample from its next step on."""
-        wire = replace(plan, request_id=plan_id).to_wire()
+    async def update_steering(
+        self, updates: Sequence[SteeringUpdate]
+    ) -> list[list[int | None] | Defect]:
+        """Replaces the acts of running samples, each from its next step on, in one call."""
+        wires = [(one.plan.to_wire(), list(one.plan_ids), one.not_before) for one in updates]
         answers = cast(
-            list[dict[str, object]],
-            await self._call("rheostat_update_steering", plan_id, wire, not_before),
+            list[list[list[tuple[int, str]]]],
+            await self._call("rheostat_update_steering", wires),
         )
-        for answer in answers:
-            if answer["error"]:
-                raise Defect(f"a worker did not take an update up: {answer['error']}")
-        first, *others = (cast(int, answer["first"]) for answer in answers)
-        if any(other != first for other in others):
-            raise Defect("the workers took an update up at different positions")
-        return None if first < 0 else first
+        return [_positions(workers) for workers in zip(*answers, strict=True)]
 
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         """Changes what is captured of samples, each from its next step on."""
@@ -326,6 +329,18 @@ class VllmBackend:
             flat_logprobs=settings.prompt_logprobs is not None,
             extra_args={EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
         )
+
+
+def _positions(workers: Sequence[Sequence[tuple[int, str]]]) -> list[int | None] | Defect:
+    """The first positions of an update, from each worker's results for each sample."""
+    for result in workers:
+        for _, error in result:
+            if error:
+                return Defect(f"a worker did not install an update: {error}")
+    first, *others = ([position for position, _ in result] for result in workers)
+    if any(other != first for other in others):
+        return Defect("the workers installed an update at different positions")
+    return [None if position < 0 else position for position in first]
 
 
 async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:

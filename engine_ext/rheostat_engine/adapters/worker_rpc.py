@@ -13,7 +13,7 @@ import torch
 from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.plan.tables import STEP_COST
 from rheostat_engine.worker.capture.captures import Captures
-from rheostat_engine.worker.runtime import CapturesUpdate
+from rheostat_engine.worker.runtime import CapturesUpdate, UpdateResult
 
 
 class SiteRpc:
@@ -63,10 +63,22 @@ class SiteRpc:
         self._assembled.runtime.steering.drop([bytes.fromhex(digest) for digest in digests])
 
     def rheostat_update_steering(
-        self, name: str, wire: object, not_before: int
-    ) -> dict[str, object]:
-        """Replaces a running request's acts; see `SiteRuntime.update_steering`."""
-        return self._assembled.runtime.update_steering(name, wire, not_before)._asdict()
+        self, updates: Sequence[tuple[object, Sequence[str], int]]
+    ) -> list[list[UpdateResult]]:
+        """Replaces the acts of running requests; see `SiteRuntime.update_steering`.
+
+        Args:
+            updates: for each update, the plan with the new acts, the names of the requests, and the
+                first position that may change.
+
+        Returns:
+            For each update, the `UpdateResult` of each request.
+        """
+        update = self._assembled.runtime.update_steering
+        return [
+            [update(name, wire, not_before) for name in names]
+            for wire, names, not_before in updates
+        ]
 
     def rheostat_prepare(self, name: str, wire: object, plan_cost: int) -> tuple[bool, str]:
         """Builds a part of a plan's tables; see `Preparations.build_part`.

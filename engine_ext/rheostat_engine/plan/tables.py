@@ -33,6 +33,9 @@ MAX_CAPTURE_COST = 4_000
 MAX_INTERVALS = 65_536
 """The most intervals of a table. One takes eight bytes, on the wire and in the workers."""
 
+REQUEST_COST = 20
+"""The cost of an update of a running request, beside its tables."""
+
 STEP_COST = 1000
 """The largest cost that a worker builds or releases between two steps, beside the tables of small
 new requests."""

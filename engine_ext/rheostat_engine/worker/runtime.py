@@ -18,7 +18,7 @@ import torch
 from rheostat_engine.channel.events import AttachedHead, Head, InstalledHead, ReleasedHead
 from rheostat_engine.plan.acts import OPEN_END
 from rheostat_engine.plan.plan import EncodedTable, name_of, read
-from rheostat_engine.plan.tables import STEP_COST
+from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.capture.request_progress import RequestProgress
@@ -34,9 +34,6 @@ from rheostat_engine.worker.transport.event_sender import Frame
 from rheostat_engine.worker.transport.row_sender import RowSender
 
 _LOG = logging.getLogger(__name__)
-
-_REQUEST_COST = 20
-"""The cost of updating the captures of a request, beside its table."""
 
 
 class Batch(NamedTuple):
@@ -341,7 +338,7 @@ class SiteRuntime:
             )
             self._enter(request_id, request, "")
         first = max(int(self._progress.computed_end[request.number]), computed, update.not_before)
-        problem, cost = "", _REQUEST_COST
+        problem, cost = "", REQUEST_COST
         try:
             captures = read(update.wire).captures
             if self.captures is not None:

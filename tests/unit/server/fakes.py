@@ -31,8 +31,16 @@ from rheostat_engine import (
 )
 from rheostat_engine.plan.row_encodings import RAW_KEY
 from rheostat_server.capture.encodings import Form
-from rheostat_server.errors import EngineLost
-from rheostat_server.host import CapturesUpdate, Delta, Ending, Job, QueueStats, WorkerStats
+from rheostat_server.errors import Defect, EngineLost
+from rheostat_server.host import (
+    CapturesUpdate,
+    Delta,
+    Ending,
+    Job,
+    QueueStats,
+    SteeringUpdate,
+    WorkerStats,
+)
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType, converted
 from rheostat_server.tokenizer import Tokenizer
@@ -170,6 +178,8 @@ class ScriptedBackend:
     """What each call for a preparation built of it."""
     update_error: Exception | None = None
     updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
+    update_calls: list[list[SteeringUpdate]] = field(default_factory=list)
+    """Updates of the steering, by the call that brought them."""
     capture_update_error: str = ""
     capture_updates: list[dict[str, CapturesUpdate | None]] = field(default_factory=list)
     """Every change of what is captured that was asked for."""
@@ -311,11 +321,23 @@ class ScriptedBackend:
         self.unused = max(0, self.unused - 1)
         return self.unused > 0
 
-    async def update(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
-        acts = plan.acts
-        self.updates.append((plan_id, acts, not_before))
+    async def update_steering(
+        self, updates: Sequence[SteeringUpdate]
+    ) -> list[list[int | None] | Defect]:
+        self.update_calls.append(list(updates))
+        await asyncio.sleep(0)
+        return [self._update(one) for one in updates]
+
+    def _update(self, update: SteeringUpdate) -> list[int | None] | Defect:
+        if isinstance(self.update_error, Defect):
+            return self.update_error
         if self.update_error is not None:
             raise self.update_error
+        return [self._put(name, update.plan, update.not_before) for name in update.plan_ids]
+
+    def _put(self, plan_id: str, plan: Plan, not_before: int) -> int | None:
+        acts = plan.acts
+        self.updates.append((plan_id, acts, not_before))
         if plan_id not in self.plans:
             return None
         first = max(self.positions.get(plan_id, 0), not_before)

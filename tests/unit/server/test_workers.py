@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +13,7 @@ from rheostat_engine import OPEN_END, Act, EngineSettings, Kind, Plan
 from rheostat_server import vllm_backend, vllm_engine, vllm_outputs
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
-from rheostat_server.host import Delta
+from rheostat_server.host import Delta, SteeringUpdate
 from rheostat_server.loras import Lora
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import make_vector
@@ -285,7 +285,7 @@ def test_the_text_of_a_token_is_decoded_once() -> None:
     assert vllm_outputs.TokenTexts(None)(97) == ""
 
 
-def backend_with(answers: list[dict[str, object]]) -> tuple[vllm_backend.VllmBackend, list[object]]:
+def backend_with(answers: list[object]) -> tuple[vllm_backend.VllmBackend, list[object]]:
     """A backend whose workers answer so, and what they are asked."""
     asked: list[object] = []
 
@@ -301,21 +301,26 @@ def backend_with(answers: list[dict[str, object]]) -> tuple[vllm_backend.VllmBac
 ACT = Act(Kind.NORM_ADD, (bytes(32),), ((4, (0,)),), ((0, OPEN_END),), scale=0.5)
 
 
-@pytest.mark.parametrize(("firsts", "first"), [([7, 7], 7), ([0], 0), ([-1, -1], None)])
-async def test_an_update_reaches_every_worker_as_a_plan(firsts, first) -> None:
-    backend, asked = backend_with([{"first": one, "error": ""} for one in firsts])
-    assert await backend.update("r#0@1", Plan("", (ACT,)), 5) == first
-    assert asked == [("rheostat_update_steering", "r#0@1", Plan("r#0@1", (ACT,)).to_wire(), 5)]
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_updates_reach_every_worker_in_one_call(workers) -> None:
+    backend, asked = backend_with([[[(7, ""), (-1, "")], [(0, "")]]] * workers)
+    one, other = Plan("", (ACT,)), Plan("", (replace(ACT, scale=2.0),))
+    updates = [SteeringUpdate(one, ("r#0@1", "r#1@1"), 5), SteeringUpdate(other, ("s#0@2",), 0)]
+    assert await backend.update_steering(updates) == [[7, None], [0]]
+    sent = [(one.to_wire(), ["r#0@1", "r#1@1"], 5), (other.to_wire(), ["s#0@2"], 0)]
+    assert asked == [("rheostat_update_steering", sent)]
 
 
 @pytest.mark.parametrize(
     ("second", "words"), [((-1, "no vector"), "no vector"), ((8, ""), "different positions")]
 )
-async def test_an_update_that_the_workers_do_not_take_up_alike_is_a_defect(second, words) -> None:
-    first, error = second
-    backend, _ = backend_with([{"first": 7, "error": ""}, {"first": first, "error": error}])
-    with pytest.raises(Defect, match=words):
-        await backend.update("r#0@1", Plan("", (ACT,)), 5)
+async def test_an_update_that_the_workers_do_not_install_alike_fails_alone(second, words) -> None:
+    backend, _ = backend_with([[[(7, "")], [(3, "")]], [[second], [(3, "")]]])
+    updates = [SteeringUpdate(Plan("", (ACT,)), (name,), 5) for name in "rs"]
+    failed, applied = await backend.update_steering(updates)
+    assert isinstance(failed, Defect)
+    assert words in str(failed)
+    assert applied == [3]
 
 
 async def test_vectors_reach_every_worker_as_float32_with_the_norms_of_their_rows() -> None:

@@ -94,12 +94,14 @@ def test_an_update_says_where_it_begins_or_why_it_does_not() -> None:
     rpc = Rpc(worker)
     worker.add_request("v", Plan("r"))
     wire = Plan("r", (add(1),)).to_wire()
-    assert rpc.rheostat_update_steering("r", wire, 3) == {"first": 3, "error": ""}
-    assert rpc.rheostat_update_steering("nobody", wire, 3) == {"first": -1, "error": ""}
-    assert rpc.rheostat_update_steering("r", Plan("r", (add(SITES),)).to_wire(), 0) == {
-        "first": 0,
-        "error": f"the plan names a site that is not one of the model's {SITES}",
-    }
+    unknown_site = Plan("r", (add(SITES),)).to_wire()
+    assert rpc.rheostat_update_steering(
+        [(wire, ["r", "nobody"], 3), (unknown_site, ["r"], 0), (wire, ["r"], 4)]
+    ) == [
+        [(3, ""), (-1, "")],
+        [(0, f"the plan names a site that is not one of the model's {SITES}")],
+        [(4, "")],
+    ]
 
 
 def test_plans_are_prepared_part_by_part_and_let_go_of() -> None:
