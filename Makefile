@@ -2,6 +2,10 @@
 PYTHON ?= python3
 MODEL ?= demo
 BIN := .venv/bin
+# Processes that run tests at the same time.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS)
+# Tests of the server that also run through front ends in processes of their own.
 THROUGH_FRONT_ENDS := generate session subscribe slow_readers trouble
 
 .DEFAULT_GOAL := help
@@ -36,16 +40,16 @@ types: setup ## mypy --strict on all packages
 	$(BIN)/mypy
 
 unit: setup ## Tests without an engine
-	$(BIN)/pytest tests/unit
-	RHEOSTAT_TEST_FRONT_ENDS=1 $(BIN)/pytest $(THROUGH_FRONT_ENDS:%=tests/unit/server/test_%.py)
+	$(PYTEST) --dist worksteal tests/unit
+	RHEOSTAT_TEST_FRONT_ENDS=1 $(PYTEST) --dist worksteal $(THROUGH_FRONT_ENDS:%=tests/unit/server/test_%.py)
 
 integration: setup ## Tests on the real vLLM engine
 	$(BIN)/pytest tests/integration
 
 soak: setup ## Hours: hostile calls, rows compared with a replay, front ends killed, properties
 	RHEOSTAT_TEST_ROUNDS=100 $(BIN)/pytest tests/unit/server/test_front_ends.py --timeout 600
-	RHEOSTAT_TEST_FRONT_ENDS=1 $(BIN)/pytest tests/unit/server
-	RHEOSTAT_EXAMPLES=10 $(BIN)/pytest tests/unit -m hypothesis
+	RHEOSTAT_TEST_FRONT_ENDS=1 $(PYTEST) --dist worksteal tests/unit/server
+	RHEOSTAT_TEST_EFFORT=10 $(PYTEST) --dist worksteal tests/unit -m "hypothesis or at_length"
 	$(BIN)/rheostat bench soak --out build/soak
 	$(BIN)/python -m tests.soak.replay --seeds 12
 	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled

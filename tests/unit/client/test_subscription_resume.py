@@ -11,6 +11,7 @@ import pytest
 import rheostat
 from rheostat import Capture, Cursor
 
+from ...effort import FACTOR, at_length
 from .rows_server import (
     ROW,
     LoadingServer,
@@ -26,7 +27,8 @@ POST = Capture("resid_post", [0, 1])
 ONE = Capture("resid_post", 0)
 
 
-@pytest.mark.parametrize(("ack", "cuts"), [("auto", 1000), ("manual", 50)])
+@at_length
+@pytest.mark.parametrize(("ack", "cuts"), [("auto", 100 * FACTOR), ("manual", 50 * FACTOR)])
 def test_connections_that_are_cut_anywhere_lose_and_repeat_nothing(running, subscriber, ack, cuts):
     def ask() -> None:
         while not enough.is_set():
