@@ -14,8 +14,8 @@ from rheostat_engine import CapacityLedger, Event, Installed, Released
 from rheostat_server.admission import Admitted, Desk, check_queue
 from rheostat_server.capture.budget import Budget, Share
 from rheostat_server.capture.counts import Counts, Drained
+from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.opening import open_outlets
-from rheostat_server.capture.reservoir import Losses
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.spool import Spool
 from rheostat_server.config import ServerConfig
@@ -72,7 +72,7 @@ class EngineHost:
         """A host that serves nothing yet; see `start`."""
         self.sinks = sinks or Sinks([])
         self.runs = Runs(config.runs_bytes)
-        self.losses = Losses()
+        self.deliveries = Deliveries()
         self.budget = Budget(
             config.buffers_bytes, config.request_buffer_bytes, slack=config.capture_bytes
         )
@@ -104,7 +104,7 @@ class EngineHost:
             buffer_bytes=config.subscriptions_bytes,
             resume_window=config.resume_window,
             heartbeat=config.heartbeat,
-            losses=self.losses,
+            deliveries=self.deliveries,
             spillway=self.spillway,
         )
         self.epoch = 0

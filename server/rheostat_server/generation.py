@@ -248,7 +248,7 @@ class _Stream:
     async def _rows(self, item: RowItem) -> Response:
         """The response for captured rows, or for lost rows."""
         if isinstance(item, Chunk | Sealed):
-            return Response(captured=await captured(item))
+            return await captured(item)
         assert isinstance(item, Loss)
         if item.tap.policy in LOSSLESS:
             self._lost += item.rows

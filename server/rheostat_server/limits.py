@@ -52,7 +52,14 @@ SHARED_CHUNK_BYTES = 12 * MIB
 """Size at which raw rows are cut for shared memory, where a message costs more than its bytes.
 Below the largest message, in which they travel where there is no room."""
 
-SHARED_BYTES = 64 << 10
+BATCH_BYTES = 4 * MIB
+"""Rows of a subscription that travel in one message, about. A message costs a front end and its
+client as much as 100 KiB of rows."""
+
+BATCH_EVENTS = 1024
+"""Most events of a subscription that travel in one message."""
+
+SHARED_BYTES = 16 << 10
 """Payloads from this size on go through shared memory, where it is used."""
 
 OFFLOAD_BYTES = 64 << 10

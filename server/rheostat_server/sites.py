@@ -53,6 +53,11 @@ def to_wire(site: Site) -> types_pb2.Site:
     return types_pb2.Site(point=_WIRE_POINTS[site.point], layer=site.layer)
 
 
+def write_site(message: types_pb2.Site, site: Site) -> None:
+    """Makes an empty message name a site: quicker than to copy the message of `to_wire`."""
+    message.point, message.layer = _WIRE_POINTS[site.point], site.layer
+
+
 def from_wire(site: types_pb2.Site) -> Site:
     """The site of a message of our own."""
     return Site(ENGINE_POINTS[site.point], site.layer)

@@ -5,8 +5,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
 from rheostat_engine import ModelSites
+from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.inline import ADVICE, LOSSLESS
-from rheostat_server.capture.reservoir import Losses, Reservoir
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.sink_writer import (
     Recording,
     about_capture,
@@ -38,7 +39,7 @@ class Openers(Protocol):
     sinks: Sinks
     runs: Runs
     subscriptions: Subscriptions
-    losses: Losses
+    deliveries: Deliveries
     spillway: Spillway | None
 
 
@@ -60,7 +61,7 @@ async def open_outlets(flight: Flight, host: Openers) -> None:
         reservoir = Reservoir(
             flight.share,
             lambda _, error: flight.overflow(error),
-            host.losses,
+            host.deliveries,
             news=flight.inline.bell,
             advice=ADVICE,
         )
@@ -121,7 +122,7 @@ def _write(
         captures,
         held=FloatType(host.sites.dtype),
         share=flight.share,
-        losses=host.losses,
+        deliveries=host.deliveries,
         spillway=host.spillway,
         fail=flight.fail,
         threads=threads,

@@ -8,10 +8,10 @@ place, and no more of them than there is no room for.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rheostat_server.capture.budget import Cost, Meter, Share
+from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.leaving import End, Item, Loss
 from rheostat_server.capture.pieces import Piece
 from rheostat_server.errors import CaptureOverflow
@@ -29,6 +29,9 @@ _ADVICE = (
 
 _TIDY = 1024
 """Pieces that are remembered at least before those that have left are forgotten."""
+
+_HURRY_SHARE = 8
+"""When rows take an eighth of the memory that they may take, none waits for later rows."""
 
 _DROPPING = (capture_pb2.OVERLOAD_DROP_OLDEST, capture_pb2.OVERLOAD_DROP_NEWEST)
 
@@ -64,14 +67,6 @@ class Backlog(Protocol):
         """Loses all that waits in it."""
 
 
-@dataclass
-class Losses:
-    """What readers have lost."""
-
-    rows: int = 0
-    """Rows, one for each reader that lost it, whether it was told already or not."""
-
-
 class Reservoir:
     """Room for rows that wait for one reader."""
 
@@ -79,7 +74,7 @@ class Reservoir:
         self,
         share: Share | int,
         on_full: Callable[["Tap", CaptureOverflow], None],
-        losses: Losses | None = None,
+        deliveries: Deliveries | None = None,
         *,
         news: asyncio.Event | None = None,
         advice: str = _ADVICE,
@@ -90,7 +85,7 @@ class Reservoir:
             share: the memory that it takes, with others of the same request; or the bytes that it
                 may take by itself.
             on_full: hears of rows that find no room where none may be lost.
-            losses: counts what is lost here.
+            deliveries: counts what is lost here.
             news: is set when there is something to take.
             advice: what helps where there is no room.
         """
@@ -110,13 +105,18 @@ class Reservoir:
         self._kept = 0
         self._on_full = on_full
         self._advice = advice
-        self._losses = losses or Losses()
+        self.deliveries = deliveries or Deliveries()
+        """What the server delivers to all readers."""
         self._pieces: deque[tuple[Piece, Tap, Lane]] = deque()
         """Under a policy that drops, in the order in which they came."""
         self._last: tuple[Tap, Lane, Sequence[Piece]] | None = None
         """What came last."""
         self._tidy_at = _TIDY
         self._taps: dict[Tap, None] = {}
+        """Taps with something that may leave now."""
+        self._later: dict[Tap, None] = {}
+        """Taps whose rows wait for later rows, until `_timer` is due."""
+        self._timer: asyncio.TimerHandle | None = None
         self._pulling: Iterator[Item] = iter(())
         share.add(self)
 
@@ -171,13 +171,36 @@ class Reservoir:
         return self.spill.excess if self.spill else 0
 
     def touch(self, tap: "Tap") -> None:
-        """A tap has news."""
+        """Lets the rows of a tap leave now."""
+        self._later.pop(tap, None)
         self._taps[tap] = None
         self.news.set()
+
+    def touch_later(self, tap: "Tap") -> None:
+        """Lets the rows of a tap leave now, or with later rows; see `Deliveries.delay`."""
+        if self._timer is not None:
+            if tap not in self._taps:
+                self._later[tap] = None
+        elif delay := self.deliveries.delay:
+            self._later[tap] = None
+            self._timer = asyncio.get_running_loop().call_later(delay, self.hurry)
+        else:
+            self.touch(tap)
+
+    def hurry(self) -> None:
+        """Lets all rows leave now that wait for later rows."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._later:
+            self._taps |= self._later
+            self._later.clear()
+            self.news.set()
 
     def forget(self, tap: "Tap") -> None:
         """A tap's news are none any more."""
         self._taps.pop(tap, None)
+        self._later.pop(tap, None)
 
     def take(self) -> Item | None:
         """What leaves next; None: nothing can, until there is news."""
@@ -198,15 +221,21 @@ class Reservoir:
         if isinstance(item, Loss):
             known = min(item.rows, item.tap.given_up)
             item.tap.given_up -= known
-            self._losses.rows += item.rows - known
+            self.deliveries.lost_rows += item.rows - known
         elif isinstance(item, End):
-            self._losses.rows -= item.tap.given_up  # their tokens turned out not to be selected
+            self.deliveries.lost_rows -= (
+                item.tap.given_up
+            )  # their tokens turned out not to be selected
             item.tap.given_up = 0
         return item
 
     def close(self) -> None:
         """Nothing leaves any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._taps.clear()
+        self._later.clear()
         self._pulling = iter(())
         self._pieces.clear()
         self._last = None
@@ -224,6 +253,8 @@ class Reservoir:
             if len(self._pieces) > self._tidy_at:
                 self._pieces = deque(one for one in self._pieces if len(one[0]))
                 self._tidy_at = max(_TIDY, 2 * len(self._pieces))
+        if self._timer is not None and self.used > self.limit // _HURRY_SHARE:
+            self.hurry()
         self._share.check()
         if self.spill is not None and self.spill.excess:
             self._relieve(self.spill, 0)
@@ -248,6 +279,7 @@ class Reservoir:
 
     def _relieve(self, spill: Backlog, size: int) -> None:
         """Sends what is too much to the disk, and so many bytes more; fails if it cannot be."""
+        self.hurry()
         spill.relieve(size)
         error = spill.refusal()
         if error is not None:
@@ -278,5 +310,5 @@ class Reservoir:
 
     def _count(self, tap: "Tap", rows: int) -> None:
         tap.given_up += rows
-        self._losses.rows += rows
+        self.deliveries.lost_rows += rows
         self.touch(tap)

@@ -1,23 +1,42 @@
 """What leaves a tap, as messages without the request's id."""
 
 from rheostat_server.capture.leaving import Chunk, Loss, Sealed
-from rheostat_server.capture.stream import to_captured, wire_runs
+from rheostat_server.capture.row_tensors import write_rows
+from rheostat_server.capture.stream import wire_runs, write_labels
 from rheostat_server.offload import offload
-from rheostat_wire.v1 import capture_pb2
+from rheostat_wire.v1 import capture_pb2, generation_service_pb2
+
+Response = generation_service_pb2.GenerateResponse
+
+
+def label_captured(message: capture_pb2.Captured, chunk: Chunk) -> None:
+    """Says in a message which rows a chunk holds."""
+    write_labels(
+        message, chunk.block, chunk.track.sample, chunk.token_ids, baseline=chunk.track.baseline
+    )
 
 
 def captured_of(chunk: Chunk) -> capture_pb2.Captured:
     """Rows, encoded."""
-    return to_captured(
-        chunk.block, chunk.track.sample, chunk.token_ids, baseline=chunk.track.baseline
-    )
+    message = capture_pb2.Captured()
+    _fill(message, chunk)
+    return message
 
 
-async def captured(item: Chunk | Sealed) -> capture_pb2.Captured:
-    """Rows, encoded off the event loop if they are many."""
+async def captured(item: Chunk | Sealed) -> Response:
+    """The response with rows, encoded off the event loop if they are many."""
     if isinstance(item, Sealed):
-        return item.message
-    return await offload(item.block.work, captured_of, item)
+        return Response(captured=item.message)
+    response = Response()
+    await offload(item.block.work, _fill, response.captured, item)
+    return response
+
+
+def _fill(message: capture_pb2.Captured, chunk: Chunk) -> None:
+    """Writes rows into a message in place, because to copy them would cost as much again."""
+    label_captured(message, chunk)
+    block = chunk.block
+    write_rows(block.parts, block.capture, block.held, message.tensor)
 
 
 def dropped(loss: Loss) -> capture_pb2.Dropped:

@@ -8,7 +8,9 @@ and ENCODING_RP8).
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
+import numpy.typing as npt
 
 from rheostat_engine import Site
 from rheostat_server.capture.specs import ResolvedCapture
@@ -60,6 +62,40 @@ def tensor_of(
         return form.tensor_of_codes(np.stack(coded), capture.numbers, kind)
     rows = [elements(part, capture, held) for part in parts]
     return form.encode(stack_rows(rows), held=kind, wanted=kind)
+
+
+def write_rows(
+    parts: Sequence[SiteRows],
+    capture: ResolvedCapture,
+    held: FloatType,
+    tensor: tensor_pb2.Tensor,
+    room: npt.NDArray[np.uint8] | None = None,
+) -> int:
+    """Makes `tensor_of` in an empty message; returns the bytes of payload.
+
+    Args:
+        parts: the rows, site by site.
+        capture: says what is to become of them.
+        held: element type of rows as they are.
+        tensor: the message.
+        room: memory for the payload of a raw tensor; None: it goes into the message.
+    """
+    if capture.form.encoding != tensor_pb2.ENCODING_RAW:
+        tensor.CopyFrom(tensor_of(parts, capture, held))
+        return len(tensor.inline)
+    rows = [elements(part, capture, held) for part in parts]
+    tensor.dtype = capture.kind.wire
+    tensor.shape.extend((len(rows), len(rows[0]), capture.numbers))
+    tensor.encoding = tensor_pb2.ENCODING_RAW
+    if room is not None:
+        np.concatenate(rows, out=room.view(rows[0].dtype).reshape(-1, rows[0].shape[1]))
+        tensor.crc32c = google_crc32c.value(room)
+        return len(room)
+    # Each copy of a megabyte counts.
+    payload = rows[0].tobytes() if len(rows) == 1 else b"".join(part.data for part in rows)
+    tensor.inline = payload
+    tensor.crc32c = google_crc32c.value(payload)
+    return len(payload)
 
 
 def elements(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> StoredArray:

@@ -14,9 +14,10 @@ from typing import Protocol
 
 from rheostat_server.admission import Admitted
 from rheostat_server.capture.budget import Cost, Meter, Share
+from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.inline import ADVICE
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, size_of
-from rheostat_server.capture.reservoir import Losses, Reservoir
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.row_messages import captured_of
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.spillway import Spillway
@@ -288,7 +289,7 @@ def start_writer(
     *,
     held: FloatType,
     share: Share,
-    losses: Losses,
+    deliveries: Deliveries,
     spillway: Spillway | None,
     fail: Callable[[RheostatError], None],
     threads: Executor,
@@ -301,12 +302,12 @@ def start_writer(
         captures: by index in the request.
         held: element type in which rows come.
         share: the memory that the request may take.
-        losses: counts what is lost on the way.
+        deliveries: counts what is lost on the way.
         spillway: where more may wait.
         fail: ends the request.
         threads: where the recording may block.
     """
-    reservoir = Reservoir(share, lambda _, error: writer.overflow(error), losses, advice=ADVICE)
+    reservoir = Reservoir(share, lambda _, error: writer.overflow(error), deliveries, advice=ADVICE)
     policy = next(iter(captures.values())).overload
     if spillway is not None and policy == capture_pb2.OVERLOAD_SPILL:
         spillway.open(reservoir, lambda error: writer.overflow(error))

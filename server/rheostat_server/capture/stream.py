@@ -20,7 +20,7 @@ from rheostat_server.capture.row_tensors import SiteRows, encoding_work, tensor_
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.waiting import Waiting
 from rheostat_server.limits import CHUNK_BYTES
-from rheostat_server.sites import to_wire
+from rheostat_server.sites import write_site
 from rheostat_server.spans import clipped, edges, joined, runs, subtracted, united
 from rheostat_server.tensors import FloatType
 from rheostat_wire.dtypes import StoredArray
@@ -288,29 +288,40 @@ def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
         run.start, run.count = start, end - start
 
 
-def to_captured(
+def write_labels(
+    message: capture_pb2.Captured,
     block: Block,
     sample: int,
     token_ids: Sequence[int],
     *,
     baseline: bool = False,
-    tensor: tensor_pb2.Tensor | None = None,
-) -> capture_pb2.Captured:
-    """The message of a block.
+) -> None:
+    """Says in an empty message which rows a block holds.
 
     Args:
+        message: the message, without its tensor.
         block: the rows.
         sample: which sample they are of.
         token_ids: the input tokens at its positions.
         baseline: whether they are of its baseline.
-        tensor: the rows as they travel, if they are encoded already.
     """
-    return capture_pb2.Captured(
-        capture_index=block.capture_index,
-        sample=sample,
-        baseline=baseline,
-        sites=[to_wire(site) for site in block.sites],
-        positions=wire_runs(runs(block.positions)),
-        token_ids=token_ids,
-        tensor=block.encoded() if tensor is None else tensor,
-    )
+    if block.capture_index:
+        message.capture_index = block.capture_index
+    if sample:
+        message.sample = sample
+    if baseline:
+        message.baseline = True
+    for site in block.sites:
+        write_site(message.sites.add(), site)
+    add_runs(message.positions.add, runs(block.positions))
+    message.token_ids.extend(token_ids)
+
+
+def to_captured(
+    block: Block, sample: int, token_ids: Sequence[int], *, baseline: bool = False
+) -> capture_pb2.Captured:
+    """The message of a block; see `write_labels`."""
+    message = capture_pb2.Captured()
+    write_labels(message, block, sample, token_ids, baseline=baseline)
+    message.tensor.CopyFrom(block.encoded())
+    return message

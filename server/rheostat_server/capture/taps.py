@@ -68,6 +68,7 @@ class Tap:
         self._counts: Mapping[int, tuple[int, int]] | None = None
         """What `counts` says, once nothing changes it any more."""
         self._refused: frozenset[int] = frozenset()
+        reservoir.deliveries.feeds += 1
 
     @property
     def weight(self) -> int:
@@ -94,7 +95,7 @@ class Tap:
         if token_ids and self._takes(track):
             self._lane(track).tokens += token_ids
             if not self.closed:
-                self._reservoir.touch(self)
+                self._reservoir.touch_later(self)
 
     def feed(self, track: Track, rows: Rows) -> None:
         """Takes rows, or loses them."""
@@ -104,7 +105,7 @@ class Tap:
         pieces = lane.feed(rows)
         self._reservoir.admit(self, lane, pieces)
         if lane.leave_soon(pieces):
-            self._reservoir.touch(self)
+            self._reservoir.touch_later(self)
 
     def release(self, track: Track, released: Released) -> None:
         """Takes what the engine says of a track that has ended."""
@@ -127,6 +128,7 @@ class Tap:
         """Nothing more enters; what waits leaves, then the end."""
         if not self.closed:
             self.closed = True
+            self._reservoir.deliveries.feeds -= 1
             self.finish_reasons = reasons
             for lane in self._lanes.values():
                 lane.close()
@@ -136,6 +138,8 @@ class Tap:
     def discard(self) -> None:
         """Loses all that waits; nothing leaves any more, not even the end."""
         told = self.closed
+        if not told:
+            self._reservoir.deliveries.feeds -= 1
         self.closed = self.discarded = self._ended = True
         self._reservoir.forget(self)
         for lane in self._lanes.values():

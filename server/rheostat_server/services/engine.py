@@ -57,7 +57,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             bank_row_count=host.sites.capacity.bank_rows,
             captured_row_count=workers.captured_rows,
             captured_bytes=workers.captured_rows * row_bytes,
-            dropped_row_count=host.losses.rows,
+            dropped_row_count=host.deliveries.lost_rows,
             overrun_row_count=workers.lost_rows,
             spooled_row_count=host.spillway.rows if host.spillway is not None else 0,
             prefix_queried_token_count=queue.prefix_queried_token_count,

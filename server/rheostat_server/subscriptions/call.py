@@ -64,7 +64,9 @@ async def subscribe(
         if not wish.HasField("resume"):
             await attach(subscription)
         hearing = asyncio.create_task(_hear(messages, subscription, call, left))
-        responding = subscription.messages(call, wish.credit_bytes, interrupter())
+        responding = subscription.messages(
+            call, wish.credit_bytes, interrupter(), batched=wish.batches
+        )
         async with aclosing(responding) as responses:
             async for response in responses:
                 known = True

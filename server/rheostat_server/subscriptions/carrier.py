@@ -5,11 +5,13 @@ reads it. What finds no room there travels inside its message, so that rows are 
 that they would not be lost to without it.
 """
 
+from collections.abc import Sequence
+
 from rheostat_server import checks
 from rheostat_server.capture.leaving import Item
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CHUNK_BYTES, ID_BYTES, SHARED_CHUNK_BYTES
-from rheostat_server.subscriptions.messages import Message, Response, message_of
+from rheostat_server.subscriptions.messages import Message, Response, messages_of
 from rheostat_server.subscriptions.shared_memory import Arena, NoSharedMemoryError, namespace
 from rheostat_wire.v1 import capture_service_pb2
 
@@ -71,9 +73,9 @@ class Carrier:
             most = max(CHUNK_BYTES, min(SHARED_CHUNK_BYTES, limit // 8, credit // 4))
         return min(most, credit // 2) if credit else most
 
-    async def message_of(self, item: Item) -> Message:
-        """The message of an item."""
-        return await message_of(item, self.arena if self._proven else None)
+    async def messages_of(self, items: Sequence[Item]) -> list[Message]:
+        """The messages of some items, in order."""
+        return await messages_of(items, self.arena if self._proven else None)
 
     def readable(self, response: Response) -> Response:
         """A message as the call's reader can read it."""

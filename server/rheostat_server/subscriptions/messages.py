@@ -1,20 +1,28 @@
 """What a subscription says of rows, losses and ends, and what it counts of each request."""
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import google_crc32c
 
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed
-from rheostat_server.capture.row_messages import dropped
-from rheostat_server.capture.stream import to_captured
+from rheostat_server.capture.row_messages import dropped, label_captured
 from rheostat_server.offload import offload
 from rheostat_server.subscriptions.joining import to_wire
 from rheostat_server.subscriptions.shared_memory import Arena
-from rheostat_server.subscriptions.sharing import move_shared, write_inline, write_shared
-from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
+from rheostat_server.subscriptions.sharing import (
+    Place,
+    give_back,
+    move_shared,
+    placed,
+    write_payload,
+)
+from rheostat_wire.v1 import capture_service_pb2
 
 Response = capture_service_pb2.SubscribeResponse
+
+_CRC32C = struct.Struct("<I")
 
 
 class Tally:
@@ -33,7 +41,7 @@ class Tally:
             captured = response.captured
             self._chunks += 1
             self._rows += len(captured.token_ids) * len(captured.sites)
-            self._checksums += struct.pack("<I", captured.tensor.crc32c)
+            self._checksums += _CRC32C.pack(captured.tensor.crc32c)
         elif isinstance(item, Loss):
             self._dropped += item.rows
         elif isinstance(item, End):
@@ -58,28 +66,45 @@ class Message(NamedTuple):
     """Bytes of payload, wherever it lies. To ask the message for it would copy all of it."""
 
 
-async def message_of(item: Item, arena: Arena | None) -> Message:
-    """The message of an item, without its sequence number.
+async def messages_of(items: Sequence[Item], arena: Arena | None) -> list[Message]:
+    """The messages of some items, without their sequence numbers.
+
+    All are encoded in one piece of work: a thread for each would cost more than most of them.
 
     Args:
-        item: what is said.
-        arena: shared memory that its reader reads; None: it reads none.
+        items: what is said.
+        arena: shared memory that the reader reads; None: it reads none.
     """
+    blocks = [item.block if isinstance(item, Chunk) else None for item in items]
+    places = await placed(blocks, arena)
+    work = sum(block.work for block in blocks if block is not None)
+    try:
+        messages = await offload(work, _encoded, items, places)
+    except Exception:  # not where it is cancelled: the thread may still write
+        give_back(places, arena)
+        raise
+    if arena is not None:
+        for message in messages:
+            tensor = message.response.captured.tensor
+            if message.payload and not tensor.HasField("shm"):
+                await move_shared(tensor, arena)
+    return messages
+
+
+def _encoded(items: Sequence[Item], places: Sequence[Place | None]) -> list[Message]:
+    return [_message_of(item, place) for item, place in zip(items, places, strict=True)]
+
+
+def _message_of(item: Item, place: Place | None) -> Message:
+    """The message of an item, whose rows are written to a place, or inside the message."""
     if isinstance(item, Chunk):
-        response = Response(captured=_labels(item))
-        block, tensor = item.block, response.captured.tensor
-        if arena is not None:
-            return Message(response, await write_shared(block, arena, tensor))
-        return Message(response, await offload(block.work, write_inline, block, tensor))
+        response = _labelled(item)
+        return Message(response, write_payload(item.block, place, response.captured.tensor))
     name = item.tap.request_id
     if isinstance(item, Sealed):
         response = Response(captured=item.message)
         response.captured.request_id = name
-        tensor = response.captured.tensor
-        size = len(tensor.inline)
-        if arena is not None:
-            await move_shared(tensor, arena)
-        return Message(response, size)
+        return Message(response, len(response.captured.tensor.inline))
     if isinstance(item, Loss):
         response = Response(dropped=dropped(item))
         response.dropped.request_id = name
@@ -87,14 +112,9 @@ async def message_of(item: Item, arena: Arena | None) -> Message:
     return Message(Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=name)))
 
 
-def _labels(chunk: Chunk) -> capture_pb2.Captured:
-    """What says which rows they are; the rows are written where they are to lie."""
-    message = to_captured(
-        chunk.block,
-        chunk.track.sample,
-        chunk.token_ids,
-        baseline=chunk.track.baseline,
-        tensor=tensor_pb2.Tensor(),
-    )
-    message.request_id = chunk.tap.request_id
-    return message
+def _labelled(chunk: Chunk) -> Response:
+    """The message of a chunk without its tensor."""
+    response = Response()
+    label_captured(response.captured, chunk)
+    response.captured.request_id = chunk.tap.request_id
+    return response

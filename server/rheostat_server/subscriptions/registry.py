@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from rheostat_engine import ModelSites
 from rheostat_server import checks
-from rheostat_server.capture.reservoir import Losses
+from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.errors import (
     EngineLost,
@@ -58,7 +58,7 @@ class Subscriptions:
         buffer_bytes: int,
         resume_window: float,
         heartbeat: float,
-        losses: Losses | None = None,
+        deliveries: Deliveries | None = None,
         spillway: Spillway | None = None,
     ) -> None:
         """None is open.
@@ -70,7 +70,7 @@ class Subscriptions:
             buffer_bytes: bytes that all of them together may hold.
             resume_window: seconds that one waits for its reader to come back.
             heartbeat: the longest silence of one, in seconds.
-            losses: counts what is lost on the way to their readers.
+            deliveries: counts what is lost on the way to their readers.
             spillway: where rows may wait that find no room in memory.
         """
         self.buffer_bytes = buffer_bytes
@@ -80,7 +80,7 @@ class Subscriptions:
         self._loads: set[asyncio.Task[None]] = set()
         self._typical = typical_context(info)
         self._heartbeat = heartbeat
-        self._losses = losses
+        self._deliveries = deliveries
         self._spillway = spillway
         self._process = secrets.token_hex(4)
         self._open: dict[str, Subscription] = {}
@@ -133,7 +133,7 @@ class Subscriptions:
             heartbeat=self._heartbeat,
             resume_window=self.resume_window,
             on_failed=self._on_failed,
-            losses=self._losses,
+            deliveries=self._deliveries,
             spillway=self._spillway,
         )
         try:

@@ -10,8 +10,9 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
+from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.leaving import End, Item
-from rheostat_server.capture.reservoir import Losses, Reservoir
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.taps import Tap
@@ -21,6 +22,7 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
+from rheostat_server.limits import BATCH_BYTES
 from rheostat_server.subscriptions.carrier import Carrier
 from rheostat_server.subscriptions.joining import Missed, tell
 from rheostat_server.subscriptions.messages import Response, Tally
@@ -68,7 +70,7 @@ class Subscription:
         heartbeat: float,
         resume_window: float = 60.0,
         on_failed: Callable[["Subscription"], None],
-        losses: Losses | None = None,
+        deliveries: Deliveries | None = None,
         spillway: Spillway | None = None,
     ) -> None:
         """No call reads the subscription yet.
@@ -83,7 +85,7 @@ class Subscription:
             heartbeat: the longest silence, in seconds.
             resume_window: seconds that it waits for a reader whose connection broke.
             on_failed: called once when it fails.
-            losses: counts rows that are lost before they reach the reader.
+            deliveries: counts rows that are lost before they reach the reader.
             spillway: stores rows on disk that find no room, if its policy is to spill.
         """
         self.name = name
@@ -93,7 +95,7 @@ class Subscription:
         self.failure: RheostatError | None = None
         self.ended = False
         """Whether it was closed, and all events were sent."""
-        self.reservoir = Reservoir(buffer_bytes, self._overflow, losses)
+        self.reservoir = Reservoir(buffer_bytes, self._overflow, deliveries)
         if spillway is not None and overload == capture_pb2.OVERLOAD_SPILL:
             spillway.open(self.reservoir, self._broken)
         self._heartbeat = heartbeat
@@ -282,6 +284,8 @@ class Subscription:
         call: object,
         credit: int,
         interrupt_write: Callable[[RheostatError], None] = _ignore,
+        *,
+        batched: bool = False,
     ) -> AsyncGenerator[Response, None]:
         """Yields the responses of a call, from the first unacknowledged event on.
 
@@ -290,6 +294,7 @@ class Subscription:
             credit: bytes of payload that may be sent at first.
             interrupt_write: ends the call with an error, even while a write waits for the client to
                 read.
+            batched: whether the client reads several events in a message.
 
         Raises:
             Superseded: a later call reads the subscription.
@@ -299,6 +304,7 @@ class Subscription:
         self._call, self._interruption = call, None
         interrupt_older(Superseded(_SUPERSEDED))
         self._credit.begin(credit)
+        self._upcoming.batched = batched
         self.reservoir.news.set()
         opened = _pb.SubscribeOpened(
             subscription_id=self.name, next_sequence=self._replay.acknowledged + 1
@@ -315,9 +321,9 @@ class Subscription:
             self._check(call)
             sent = await self._after(at, call)
             self._check(call)
-            if sent is not None:
-                at = sent.sequence
-                yield self.carrier.readable(sent.response)
+            if sent:
+                at = sent[-1].sequence
+                yield self._response(sent)
             elif self._closing and not self._taps and not len(self._upcoming):
                 self.ended = True
                 self.reservoir.close()
@@ -346,26 +352,59 @@ class Subscription:
         if self.failure is not None:
             raise self.failure
 
-    async def _after(self, sequence: int, call: object) -> Sent | None:
-        """The event after a sequence number; None if there is none, or too little credit."""
+    async def _after(self, sequence: int, call: object) -> list[Sent]:
+        """The events after a sequence number that leave together.
+
+        None: there is no such event, or too little credit.
+        """
         self.reservoir.news.clear()
-        sent = self._replay.after(sequence)
-        if sent is not None:
-            return sent if self._credit.pay(sent.payload) else None
-        if not self._closing and self.reservoir.kept > self.reservoir.limit + _UNACKNOWLEDGED:
-            return None
-        message = await self._upcoming.message()
-        if message is None or self._call is not call or self.failure is not None:
-            return None
-        response, payload = message
-        if not self._credit.pay(payload):
-            return None
-        self._count(self._upcoming.take(), response)
-        sent = self._replay.add(response, payload)
-        self.reservoir.kept += sent.weight
-        if self.reservoir.kept <= self.reservoir.limit:
+        if self._replay.after(sequence) is not None:
+            return self._sent_before(sequence)
+        if self._paused or await self._upcoming.message() is None:
+            return []
+        if self._call is not call or self.failure is not None:
+            return []
+        sent: list[Sent] = []
+        kept = size = 0
+        while (message := self._upcoming.encoded()) is not None and (
+            not sent or (size < BATCH_BYTES and self._upcoming.batched)
+        ):
+            response, payload = message
+            if not self._credit.pay(payload):
+                break
+            self._count(self._upcoming.take(), response)
+            sent.append(self._replay.add(response, payload))
+            size += payload
+            kept += sent[-1].weight
+        self.reservoir.kept += kept
+        if sent and self.reservoir.kept <= self.reservoir.limit:
             self._upcoming.prepare()
         return sent
+
+    @property
+    def _paused(self) -> bool:
+        """Whether nothing new is sent until more is acknowledged."""
+        most = self.reservoir.limit + _UNACKNOWLEDGED
+        return not self._closing and self.reservoir.kept > most
+
+    def _sent_before(self, sequence: int) -> list[Sent]:
+        """The events after a number that were sent before, as far as the credit covers them."""
+        again: list[Sent] = []
+        size = 0
+        while (sent := self._replay.after(sequence)) is not None and self._credit.pay(sent.payload):
+            again.append(sent)
+            sequence, size = sent.sequence, size + sent.payload
+            if size >= BATCH_BYTES or not self._upcoming.batched:
+                break
+        return again
+
+    def _response(self, sent: Sequence[Sent]) -> Response:
+        """The message of some events."""
+        if len(sent) == 1:
+            return self.carrier.readable(sent[0].response)
+        response = Response()
+        response.batch.events.extend(self.carrier.readable(one.response) for one in sent)
+        return response
 
     def _count(self, item: Item, response: Response) -> None:
         self._tallies[item.tap].count(item, response)

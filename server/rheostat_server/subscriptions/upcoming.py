@@ -1,18 +1,33 @@
 """What a subscription sends next: taken out of the reservoir, encoded, and without a number yet.
 
 Invariant: items leave in the order in which they were pulled, each once, whatever calls come and
-go. Long work on the first two runs beside the loop, while what came before is on its way.
+go. Items of a group are encoded together. Long work on the first two groups runs beside the loop,
+while what came before is on its way.
 """
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rheostat_server.capture.leaving import Chunk, Item, Sealed
 from rheostat_server.capture.reservoir import Reservoir
-from rheostat_server.limits import OFFLOAD_BYTES
+from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS, OFFLOAD_BYTES
 from rheostat_server.subscriptions.carrier import Carrier
 from rheostat_server.subscriptions.messages import Message
+
+_BATCH_SHARE = 8
+"""A batch holds at most an eighth of the subscription's buffer, which does not count it."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Items that are encoded together."""
+
+    pulled: list["_Pulled"] = field(default_factory=list)
+    long: bool = False
+    """Whether encoding them takes long."""
+    encoding: asyncio.Task[None] | None = None
+    """Runs to its end, whoever waits for it: it may write into memory that others would get."""
 
 
 @dataclass(eq=False)
@@ -20,10 +35,7 @@ class _Pulled:
     """An item on its way."""
 
     item: Item
-    long: bool
-    """Whether encoding it takes long."""
-    encoding: asyncio.Task[Message] | None = None
-    """Runs to its end, whoever waits for it: it may write into memory that others would get."""
+    group: _Group
     message: Message | None = None
     """Set once it is encoded."""
 
@@ -40,6 +52,8 @@ class Upcoming:
 
     def __init__(self, reservoir: Reservoir, carrier: Carrier) -> None:
         """Of the rows that wait there, as they are carried."""
+        self.batched = False
+        """Whether the reader takes several events in a message."""
         self._reservoir = reservoir
         self._carrier = carrier
         self._pulled: deque[_Pulled] = deque()
@@ -56,15 +70,30 @@ class Upcoming:
     def prepare(self) -> None:
         """Pulls what comes next, and begins to encode it if that takes long.
 
-        Of what takes long a second one too, so that the threads find work when they come back.
+        Of what takes long a second group too, so that the threads find work when they come back.
         """
-        while not self._pulled or (len(self._pulled) == 1 and self._pulled[0].long):
+        while not self._pulled or (
+            self._pulled[0].group is self._pulled[-1].group and self._pulled[0].group.long
+        ):
+            group = self._pull()
+            if not group.pulled:
+                return
+            self._pulled += group.pulled
+            if group.long:
+                self._begin(group)
+
+    def _pull(self) -> _Group:
+        """The next items that leave together; none if nothing can leave."""
+        group, work = _Group(), 0
+        most = min(BATCH_BYTES, self._reservoir.limit // _BATCH_SHARE) if self.batched else 0
+        while not group.pulled or (work < most and len(group.pulled) < BATCH_EVENTS):
             item = self._reservoir.take()
             if item is None:
-                return
-            self._pulled.append(_Pulled(item, _work(item) >= OFFLOAD_BYTES))
-            if self._pulled[-1].long:
-                self._begin(self._pulled[-1])
+                break
+            group.pulled.append(_Pulled(item, group))
+            work += _work(item)
+        group.long = work >= OFFLOAD_BYTES
+        return group
 
     async def message(self) -> Message | None:
         """That of the first; None: there is none, or it went to somebody else meanwhile."""
@@ -73,8 +102,12 @@ class Upcoming:
             return None
         first = self._pulled[0]
         if first.message is None:
-            first.message = await asyncio.shield(first.encoding or self._begin(first))
+            await asyncio.shield(first.group.encoding or self._begin(first.group))
         return first.message if self._pulled and self._pulled[0] is first else None
+
+    def encoded(self) -> Message | None:
+        """That of the first, if it is encoded already."""
+        return self._pulled[0].message if self._pulled else None
 
     def take(self) -> Item:
         """Gives the first away, once its message is there."""
@@ -84,9 +117,14 @@ class Upcoming:
         """Forgets what was pulled."""
         self._pulled.clear()
 
-    def _begin(self, pulled: _Pulled) -> asyncio.Task[Message]:
-        pulled.encoding = asyncio.create_task(self._carrier.message_of(pulled.item))
-        return pulled.encoding
+    def _begin(self, group: _Group) -> asyncio.Task[None]:
+        group.encoding = asyncio.create_task(self._encode(group))
+        return group.encoding
+
+    async def _encode(self, group: _Group) -> None:
+        messages = await self._carrier.messages_of([one.item for one in group.pulled])
+        for one, message in zip(group.pulled, messages, strict=True):
+            one.message = message
 
 
 def _work(item: Item) -> int:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Point, Released, Rows, Site
+from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
-from rheostat_server.capture.reservoir import Losses, Reservoir
+from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.capture.taps import Tap
 from rheostat_server.errors import CaptureOverflow
@@ -116,19 +117,19 @@ def test_rows_that_have_left_are_forgotten_while_another_request_stands_still() 
 
 @pytest.mark.parametrize("policy", [NEWEST, OLDEST])
 def test_lost_rows_are_counted_before_anybody_reads_and_once(policy: int) -> None:
-    losses = Losses()
-    reservoir = Reservoir(3 * ROW, unexpected, losses)
+    deliveries = Deliveries()
+    reservoir = Reservoir(3 * ROW, unexpected, deliveries)
     tap = tap_of(reservoir, policy, captures=2)
     tap.feed(TRACK, rows(0, 3))
     for position in range(3, 9):
         tap.extend(TRACK, [7])
         tap.feed(TRACK, rows(position, position + 1))
-    at_once = losses.rows
+    at_once = deliveries.lost_rows
     assert at_once > 0
     tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
     tap.close()
     told = sum(item.rows for item in everything(reservoir) if isinstance(item, Loss))
-    assert losses.rows == told >= at_once - 2
+    assert deliveries.lost_rows == told >= at_once - 2
     assert sum(lost for _, lost in tap.counts().values()) == told
 
 
@@ -160,6 +161,73 @@ def test_what_comes_after_a_reader_has_gone_counts_as_lost() -> None:
         tap.extend(TRACK, [7])
     tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
     assert tap.counts() == {0: (0, 8)}
+
+
+def fed(deliveries: Deliveries, limit: int = 1 << 30) -> tuple[Reservoir, Tap]:
+    """A request's feed with two rows, the first of which may leave."""
+    reservoir = Reservoir(limit, unexpected, deliveries)
+    tap = tap_of(reservoir, NEWEST, prompt=1)
+    tap.feed(TRACK, rows(0, 1))
+    tap.extend(TRACK, [7])
+    return reservoir, tap
+
+
+def one_by_one(reservoir: Reservoir) -> list[int]:
+    """Rows of each chunk that can leave."""
+    return [len(item.token_ids) for item in everything(reservoir) if isinstance(item, Chunk)]
+
+
+async def test_with_few_requests_each_row_leaves_at_once() -> None:
+    reservoir, tap = fed(Deliveries())
+    assert one_by_one(reservoir) == [1]
+    tap.feed(TRACK, rows(1, 2))
+    tap.extend(TRACK, [7])
+    assert one_by_one(reservoir) == [1]
+
+
+async def test_with_many_requests_rows_wait_for_later_rows_of_the_same_request() -> None:
+    deliveries = Deliveries()
+    deliveries.feeds = 256
+    assert 0.05 < deliveries.delay < 0.5
+    reservoir, tap = fed(deliveries)
+    assert one_by_one(reservoir) == []
+    assert not reservoir.news.is_set()
+    for position in range(1, 5):
+        tap.feed(TRACK, rows(position, position + 1))
+        tap.extend(TRACK, [7])
+    assert one_by_one(reservoir) == []
+    async with asyncio.timeout(10):
+        await reservoir.news.wait()
+    assert one_by_one(reservoir) == [5]
+
+
+async def test_no_row_waits_for_later_rows_once_its_request_has_ended() -> None:
+    deliveries = Deliveries()
+    deliveries.feeds = 256
+    reservoir, tap = fed(deliveries)
+    tap.close([])
+    assert one_by_one(reservoir) == [1]
+    assert deliveries.feeds == 256
+
+
+async def test_no_row_waits_for_later_rows_where_memory_is_short() -> None:
+    deliveries = Deliveries()
+    deliveries.feeds = 256
+    reservoir, tap = fed(deliveries, limit=16 * ROW)
+    assert one_by_one(reservoir) == []
+    tap.feed(TRACK, rows(1, 4))
+    assert one_by_one(reservoir) == [1]
+
+
+async def test_feeds_that_end_in_any_way_no_longer_delay_others() -> None:
+    deliveries = Deliveries()
+    closed, discarded = (fed(deliveries)[1] for _ in range(2))
+    assert deliveries.feeds == 2
+    closed.close([])
+    closed.discard()
+    discarded.discard()
+    discarded.close([])
+    assert deliveries.feeds == 0
 
 
 def test_losses_are_told_once_in_their_place() -> None:
@@ -286,14 +354,14 @@ def test_of_rows_that_come_at_once_those_stay_that_fit(policy, kept, lost) -> No
 def test_a_position_that_finds_no_room_at_one_site_takes_none_at_the_others(
     policy, kept, lost
 ) -> None:
-    losses = Losses()
-    reservoir = Reservoir(8 * ROW, unexpected, losses)
+    deliveries = Deliveries()
+    reservoir = Reservoir(8 * ROW, unexpected, deliveries)
     tap = Tap("r", [1] * 8, {0: BOTH}, FloatType.FLOAT32, policy, reservoir)
     tap.feed(TRACK, of_site(SITE, 0, 8))
     tap.feed(TRACK, of_site(OTHER, 0, 8))
     ended(tap, 8)
     assert positions(everything(reservoir)) == (kept, lost)
-    assert losses.rows == 2 * len(lost)
+    assert deliveries.lost_rows == 2 * len(lost)
 
 
 def test_what_stays_of_rows_that_come_at_once_is_all_the_memory_that_is_held() -> None:
@@ -310,8 +378,8 @@ def test_what_stays_of_rows_that_come_at_once_is_all_the_memory_that_is_held() -
 @pytest.mark.parametrize("seed", range(12))
 def test_however_rows_come_those_that_fit_stay_and_each_is_given_or_lost(seed, policy) -> None:
     rng = random.Random(seed)
-    losses, limit = Losses(), rng.randrange(2, 30) * ROW
-    reservoir = Reservoir(limit, unexpected, losses)
+    deliveries, limit = Deliveries(), rng.randrange(2, 30) * ROW
+    reservoir = Reservoir(limit, unexpected, deliveries)
     sites = tuple(Site(Point.RESID_POST, layer) for layer in range(rng.randrange(1, 4)))
     capture = ResolvedCapture(sites, EVERYTHING, FloatType.FLOAT32)
     tap = Tap("r", [1], {0: capture}, FloatType.FLOAT32, policy, reservoir)
@@ -335,7 +403,7 @@ def test_however_rows_come_those_that_fit_stay_and_each_is_given_or_lost(seed, p
     given, lost = positions(items)
     assert sorted(given + lost) == list(range(total))
     assert given == sorted(given)
-    assert losses.rows == len(lost) * len(sites)
+    assert deliveries.lost_rows == len(lost) * len(sites)
     assert (reservoir.meter.bytes, reservoir.meter.rows) == (0, 0)
     if not reads and policy == NEWEST:
         assert given == list(range(len(given)))

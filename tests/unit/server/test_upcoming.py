@@ -1,6 +1,7 @@
 """What a subscription sends next: in order, each once, though calls come and go meanwhile."""
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,12 +28,13 @@ class Carrier:
         self.begun: list[Item] = []
         self.go = asyncio.Event()
 
-    async def message_of(self, item: Item) -> Message:
-        self.begun.append(item)
-        if isinstance(item, Chunk | Sealed):
+    async def messages_of(self, items: Sequence[Item]) -> list[Message]:
+        self.begun += items
+        if any(isinstance(item, Chunk | Sealed) for item in items):
             await self.go.wait()
-            return Message(Response(), item.block.size if isinstance(item, Chunk) else 0)
-        return Message(Response())
+        return [
+            Message(Response(), item.block.size if isinstance(item, Chunk) else 0) for item in items
+        ]
 
 
 def requests(count: int, reservoir: Reservoir) -> None:

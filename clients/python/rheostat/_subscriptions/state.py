@@ -131,6 +131,7 @@ class SubscriptionState:
         elif self._open_request is not None:
             request.CopyFrom(self._open_request)
         request.credit_bytes = self._credit
+        request.batches = True
         return _Request(open=request)
 
     def add(self, message: capture_service_pb2.SubscribeResponse) -> None:
@@ -154,6 +155,9 @@ class SubscriptionState:
                 # A chunk may be larger than the window, and would never come.
                 if not self._queued_bytes and heartbeat.buffered_bytes > heartbeat.credit_bytes:
                     self._window = max(self._window, min(2 * self._window, MESSAGE_BYTES))
+            case "batch":
+                for event in message.batch.events:
+                    self._enqueue(event)
             case _ if message.sequence:
                 self._enqueue(message)
 

@@ -140,6 +140,7 @@ class SubscribeOpen(_message.Message):
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
     overload: _capture_pb2.Overload.ValueType
     """Default OVERLOAD_FAIL."""
     credit_bytes: _builtins.int
@@ -160,6 +161,10 @@ class SubscribeOpen(_message.Message):
     """With shared_memory: what `SharedMemory.namespace` is where the client runs. Where it differs,
     nothing is shared. At most 128 bytes. Empty: the client finds out by opening.
     """
+    batches: _builtins.bool
+    """The client reads `SubscribeResponse.batch` in this call. Otherwise each event comes in a message
+    of its own, which costs both sides more. May stand beside resume.
+    """
     @_builtins.property
     def filter(self) -> Global___RequestFilter:
         """Required for a new subscription; absent when resuming."""
@@ -174,7 +179,9 @@ class SubscribeOpen(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
-        """Present: resume this subscription. Other fields but credit_bytes must be absent."""
+        """Present: resume this subscription. Other fields but credit_bytes and
+        batches must be absent.
+        """
 
     def __init__(
         self,
@@ -187,10 +194,11 @@ class SubscribeOpen(_message.Message):
         shared_memory: _builtins.bool = ...,
         resume: Global___ResumePoint | None = ...,
         namespace: _builtins.str = ...,
+        batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "buffer_bytes", b"buffer_bytes", "filter", b"filter", "overload", b"overload", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "buffer_bytes", b"buffer_bytes", "captures", b"captures", "credit_bytes", b"credit_bytes", "filter", b"filter", "namespace", b"namespace", "overload", b"overload", "resume", b"resume", "shared_memory", b"shared_memory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_overload", b"_overload", "batches", b"batches", "buffer_bytes", b"buffer_bytes", "captures", b"captures", "credit_bytes", b"credit_bytes", "filter", b"filter", "namespace", b"namespace", "overload", b"overload", "resume", b"resume", "shared_memory", b"shared_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__buffer_bytes: _TypeAlias = _typing.Literal["buffer_bytes"]  # noqa: Y015
     _WhichOneofArgType__buffer_bytes: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes"]  # noqa: Y015
@@ -408,7 +416,7 @@ Global___Ack: _TypeAlias = Ack  # noqa: Y015
 @_typing.final
 class SharedMemoryProof(_message.Message):
     """The client has mapped the object of `SubscribeOpened.shared_memory`. Until then every payload of
-    this call is inline; from then on those of 64 KiB or more lie there, where there is room for them.
+    this call is inline; from then on those of 16 KiB or more lie there, where there is room for them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -441,6 +449,7 @@ class SubscribeResponse(_message.Message):
     DROPPED_FIELD_NUMBER: _builtins.int
     END_OF_REQUEST_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, 3, ... without gaps within a subscription, across reconnections, for captured, dropped
     and end_of_request. 0 for the others, which are not replayed.
@@ -465,6 +474,10 @@ class SubscribeResponse(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """Nothing else happened for a while."""
 
+    @_builtins.property
+    def batch(self) -> Global___EventBatch:
+        """Several numbered events, in order; `sequence` beside it is 0. Only with SubscribeOpen.batches."""
+
     def __init__(
         self,
         *,
@@ -474,16 +487,41 @@ class SubscribeResponse(_message.Message):
         dropped: _capture_pb2.Dropped | None = ...,
         end_of_request: Global___EndOfRequest | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        batch: Global___EventBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "dropped", b"dropped", "end_of_request", b"end_of_request", "event", b"event", "heartbeat", b"heartbeat", "opened", b"opened"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "captured", b"captured", "dropped", b"dropped", "end_of_request", b"end_of_request", "event", b"event", "heartbeat", b"heartbeat", "opened", b"opened"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "dropped", b"dropped", "end_of_request", b"end_of_request", "event", b"event", "heartbeat", b"heartbeat", "opened", b"opened", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "captured", b"captured", "dropped", b"dropped", "end_of_request", b"end_of_request", "event", b"event", "heartbeat", b"heartbeat", "opened", b"opened", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "captured", "dropped", "end_of_request", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "captured", "dropped", "end_of_request", "heartbeat", "batch"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___SubscribeResponse: _TypeAlias = SubscribeResponse  # noqa: Y015
+
+@_typing.final
+class EventBatch(_message.Message):
+    """Events that were ready at the same time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscribeResponse]:
+        """Each is captured, dropped or end_of_request, with its own sequence number."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___SubscribeResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventBatch: _TypeAlias = EventBatch  # noqa: Y015
 
 @_typing.final
 class SubscribeOpened(_message.Message):
