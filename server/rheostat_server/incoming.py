@@ -148,7 +148,10 @@ class _Reads:
 
 
 class Reads(Protocol):
-    """The method of a call that reads messages; see `Call`."""
+    """The methods of a call that read messages; see `Call`."""
+
+    def received(self) -> bool:
+        """Whether the next message has come, so that `read` returns at once."""
 
     async def read(self) -> bytes | None:
         """The next message; None once the client has closed its side of the stream."""
@@ -169,9 +172,8 @@ class Calls:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextmanager
-    def begun(self, *, control: bool) -> Iterator["Incoming"]:
-        """Counts a call while the context lasts.
+    def begin(self, *, control: bool) -> "Incoming":
+        """Counts a call until `Incoming.end`.
 
         Args:
             control: whether it is a call of EngineService. These calls have a limit of their own,
@@ -189,14 +191,13 @@ class Calls:
             )
         self._running[control] += 1
         self._idle.clear()
-        incoming = Incoming(self)
-        try:
-            yield incoming
-        finally:
-            incoming.release()
-            self._running[control] -= 1
-            if not any(self._running.values()):
-                self._idle.set()
+        return Incoming(self, control=control)
+
+    def end(self, *, control: bool) -> None:
+        """Counts a call no longer."""
+        self._running[control] -= 1
+        if not any(self._running.values()):
+            self._idle.set()
 
     async def until_none(self) -> None:
         """Returns once no call runs."""
@@ -279,9 +280,10 @@ class Calls:
 class Incoming:
     """The messages of one call."""
 
-    def __init__(self, calls: Calls) -> None:
-        """No message has come; see `Calls.begun`."""
+    def __init__(self, calls: Calls, *, control: bool) -> None:
+        """No message has come; see `Calls.begin`."""
         self._calls = calls
+        self._control = control
         self._first = self._last = 0
         """Bytes taken for the first message, and for the latest message."""
 
@@ -289,6 +291,11 @@ class Incoming:
         """Gives back the room of all messages."""
         self._calls.give_back(self._first + self._last)
         self._first = self._last = 0
+
+    def end(self) -> None:
+        """Gives back the room of all messages, and the call's place among those that run."""
+        self.release()
+        self._calls.end(control=self._control)
 
     async def first(self, call: Reads, reader: "Reader[Request]", most: int) -> Request | None:
         """Reads the first message; None if the client has closed its side of the stream.
@@ -304,8 +311,11 @@ class Incoming:
             MessageTooLarge: it is larger than `most`, or has too many fields.
             QueueFull: there is no room for it, or other calls wait to be read.
         """
-        async with self._calls.reads.turn():
+        if call.received():
             data = await call.read()
+        else:
+            async with self._calls.reads.turn():
+                data = await call.read()
         if data is None:
             return None
         self._first = self._taken(data, most)

@@ -5,7 +5,7 @@ Invariant: health says SERVING exactly while `host` would not raise and requests
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
@@ -24,7 +24,7 @@ LOST_GRACE = 5.0
 class Readiness:
     """State of a server: warming up, serving, draining or lost."""
 
-    def __init__(self, set_health: Callable[[int], Awaitable[None]]) -> None:
+    def __init__(self, set_health: Callable[[int], None]) -> None:
         """A server that warms up.
 
         Args:
@@ -38,13 +38,13 @@ class Readiness:
 
     async def warm_up(self) -> None:
         """Health says NOT_SERVING from now on."""
-        await self._set(HealthCheckResponse.NOT_SERVING)
+        self._set(HealthCheckResponse.NOT_SERVING)
 
     async def serve(self, host: EngineHost) -> None:
         """Takes the host in; health says SERVING."""
         self._host = host
         host.start(self._lose)
-        await self._set(HealthCheckResponse.SERVING)
+        self._set(HealthCheckResponse.SERVING)
         _LOG.info("serving %s", host.info.name)
 
     @property
@@ -71,7 +71,7 @@ class Readiness:
 
     async def drain(self, timeout: float | None) -> Drained:
         """Admits nothing more, waits for what runs, aborts what still runs after `timeout`."""
-        await self._set(HealthCheckResponse.NOT_SERVING)
+        self._set(HealthCheckResponse.NOT_SERVING)
         if self._host is None:
             return Drained(0, 0)
         return await self._host.drain(timeout)
@@ -110,6 +110,6 @@ class Readiness:
         No engine can be started in this process again, so a server that stayed would keep its
         supervisor from starting another.
         """
-        await self._set(HealthCheckResponse.NOT_SERVING)
+        self._set(HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(LOST_GRACE)
         self.end()

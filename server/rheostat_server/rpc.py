@@ -12,8 +12,8 @@ import asyncio
 import inspect
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import TypeAlias, TypeVar, cast
 
 import grpc
@@ -104,16 +104,20 @@ class Rpcs:
         Raises:
             AbortError, CancelledError: see `Call.fail`.
         """
-        with ExitStack() as held:  # a call keeps its place while its status is on its way
+        incoming: Incoming | None = None
+        try:
             try:
                 method = self._methods[path]
                 method.check_served()
-                place = self._calls.begun(control=path.startswith(_CONTROL))
-                await method.answer(call, held.enter_context(place))
+                incoming = self._calls.begin(control=method.control)
+                await method.answer(call, incoming)
                 return
             except Exception as error:  # the boundary: whatever it is, the wire gets a status
                 status = _status(path, error)
             await call.fail(status)
+        finally:
+            if incoming is not None:
+                incoming.end()  # a call keeps its place while its status is on its way
 
 
 class _Method:
@@ -139,8 +143,10 @@ class _Method:
         self._served = responses or inspect.iscoroutinefunction(self._behaviour)
         self._reader = Reader(handler.request_deserializer or bytes)
         self._encode = handler.response_serializer or cast(Callable[[object], bytes], bytes)
-        control = path.startswith(_CONTROL)
-        self._most = _LARGEST.get(path, CONTROL_MESSAGE_BYTES if control else TENSOR_MESSAGE_BYTES)
+        self.control = path.startswith(_CONTROL)
+        """Whether the method is one of EngineService."""
+        largest = CONTROL_MESSAGE_BYTES if self.control else TENSOR_MESSAGE_BYTES
+        self._most = _LARGEST.get(path, largest)
 
     def check_served(self) -> None:
         """Raises NotImplementedHere if nothing implements the method."""
@@ -153,12 +159,35 @@ class _Method:
         """Answers a call, unless it fails.
 
         Raises:
+            DeadlinePassed: the caller's deadline has passed.
             Exception: the call has failed.
         """
-        async with (
-            self._request(call, incoming) as request,
-            aclosing(self._responses(request, None)) as responses,
-        ):
+        remaining = call.time_remaining()
+        if remaining is None:
+            await self._answer(call, incoming)
+            return
+        try:
+            async with asyncio.timeout(remaining) as limit:
+                await self._answer(call, incoming)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlinePassed("the call's deadline passed") from error
+
+    async def _answer(self, call: Call, incoming: Incoming) -> None:
+        try:
+            if not self._request_streaming:
+                request = await incoming.only(call, self._reader, self._most)
+                await self._write(self._responses(request, None), call)
+                return
+            async with aclosing(incoming.each(call, self._reader, self._most)) as messages:
+                await self._write(self._responses(messages, None), call)
+        finally:
+            incoming.release()
+
+    async def _write(self, responses: AsyncGenerator[object, None], call: Call) -> None:
+        """Writes all responses."""
+        async with aclosing(responses):
             interruption = Interruption()
             begun = False
             async for response in responses:
@@ -168,35 +197,12 @@ class _Method:
                     begun = True
                 with interruption:
                     await call.write(message)
-
-    @asynccontextmanager
-    async def _request(self, call: Call, incoming: Incoming) -> AsyncIterator[object]:
-        """The behaviour's argument: the message, or an iterator of messages."""
-        try:
-            async with _deadline(call):
-                if not self._request_streaming:
-                    yield await incoming.only(call, self._reader, self._most)
-                    return
-                async with aclosing(incoming.each(call, self._reader, self._most)) as messages:
-                    yield messages
-        finally:
-            incoming.release()
+            with interruption:
+                await call.flush()
 
     async def _only_response(self, request: object, context: None) -> AsyncGenerator[object, None]:
         """Yields the response of a method that has exactly one."""
         yield await cast(Awaitable[object], self._behaviour(request, context))
-
-
-@asynccontextmanager
-async def _deadline(call: Call) -> AsyncIterator[None]:
-    """Cancels the body when the caller's deadline passes, and raises DeadlinePassed."""
-    try:
-        async with asyncio.timeout(call.time_remaining()) as limit:
-            yield
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise DeadlinePassed("the call's deadline passed") from error
 
 
 def _status(method: str, error: Exception) -> status_pb2.Status:

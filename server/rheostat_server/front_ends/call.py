@@ -29,6 +29,9 @@ class Call(Protocol):
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has set none."""
 
+    def received(self) -> bool:
+        """Whether the next message has come, so that `read` returns at once."""
+
     async def read(self) -> bytes | None:
         """The client's next message; None once the client has closed its side of the stream.
 
@@ -47,7 +50,16 @@ class Call(Protocol):
         """
 
     async def write(self, message: bytes) -> None:
-        """Sends a message. Returns when gRPC has taken it, so that a slow client slows its writer.
+        """Sends a message. Returns when gRPC has taken all but a few of the last messages.
+
+        So a slow client slows its writer.
+
+        Raises:
+            CancelledError: the client has disconnected.
+        """
+
+    async def flush(self) -> None:
+        """Returns when gRPC has taken all messages.
 
         Raises:
             CancelledError: the client has disconnected.
@@ -55,6 +67,9 @@ class Call(Protocol):
 
     async def fail(self, status: status_pb2.Status) -> None:
         """Ends the call with a status that is not OK; nothing may be called afterwards.
+
+        Messages that gRPC has not taken go first. If the client does not read them, they are
+        dropped after `STATUS_SECONDS`.
 
         The caller's frame must hold no request, and must not be handling an exception. gRPC keeps
         the exception of its `abort` until a garbage collection, with all its frames.
@@ -76,6 +91,10 @@ class GrpcCall:
         """Seconds until the client's deadline; None if it has set none."""
         return self._context.time_remaining()
 
+    def received(self) -> bool:
+        """Nothing has: gRPC receives a message when it is read."""
+        return False
+
     async def read(self) -> bytes | None:
         """The client's next message; None once the client has closed its side of the stream."""
         message = await self._context.read()
@@ -94,6 +113,9 @@ class GrpcCall:
     async def write(self, message: bytes) -> None:
         """Sends a message. Returns when gRPC has taken it."""
         await _sent(self._context.write(message))
+
+    async def flush(self) -> None:
+        """Does nothing: `write` has waited for every message."""
 
     async def fail(self, status: status_pb2.Status) -> NoReturn:
         """Ends the call. If the client does not read, gRPC keeps the status until it does."""

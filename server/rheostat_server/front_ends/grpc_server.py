@@ -98,7 +98,7 @@ class GrpcServer:
         await self._server.start()
         return port
 
-    async def set_health(self, status: int) -> None:
+    def set_health(self, status: int) -> None:
         """Sets what health checks answer for the server and all its services."""
         self._health.set(status)
 

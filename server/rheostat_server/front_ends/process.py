@@ -11,24 +11,46 @@ import asyncio
 import os
 import signal
 import socket
+from collections import deque
+from dataclasses import dataclass
 from typing import Final
 
 import grpc.aio
 from google.rpc import status_pb2
-from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rheostat_server.errors import PortInUse
 from rheostat_server.front_ends.call import Call
 from rheostat_server.front_ends.grpc_server import GrpcServer
 from rheostat_server.front_ends.records import (
+    CallBegin,
+    First,
     Kind,
     RecordConnection,
     call_body,
+    count_body,
     read_seconds_body,
 )
+from rheostat_server.limits import STATUS_SECONDS
+
+_EAGER_READS = 4
+"""Calls whose first message is read at a time before the server asks for it. It is a few, because
+gRPC keeps the received part of each message."""
+
+_EAGER_SECONDS = 0.005
+"""Seconds that a call waits for its first message before the server learns of it."""
+
+_WRITTEN_AT_ONCE = 2
+"""Messages after which the server learns that gRPC has taken them, while others follow."""
 
 _LOST = 1
 """The exit status if the server has gone without a word."""
+
+
+@dataclass
+class _EagerReads:
+    """Reads of first messages that the server has not asked for."""
+
+    running: int = 0
 
 
 class FrontEnd:
@@ -40,15 +62,14 @@ class FrontEnd:
         self._server = GrpcServer(self._forward, share_port=True)
         self._calls: dict[int, _ForwardedCall] = {}
         self._begun = 0
+        self._eager = _EagerReads()
         self._stop: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """The seconds that calls may still take, once the server has told this process to end."""
-        self._health: asyncio.Task[None] | None = None
 
     async def run(self, connection: socket.socket, host: str, port: int) -> None:
         """Serves until the server says that the front end must end."""
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self._connection, sock=connection)
-        await self._server.set_health(HealthCheckResponse.NOT_SERVING)
         try:
             await self._server.start(host, port)
         except PortInUse as error:
@@ -62,20 +83,19 @@ class FrontEnd:
     async def _forward(self, path: str, call: Call) -> None:
         """Passes a call to the server, and its answer to the client."""
         number = self._begun = (self._begun + 1) & 0xFFFF_FFFF
-        forwarded = self._calls[number] = _ForwardedCall(number, call, self._connection)
-        self._connection.send(Kind.BEGIN, number, call_body(path, call.time_remaining()))
+        forwarded = self._calls[number] = _ForwardedCall(number, path, call, self._connection)
         try:
+            forwarded.begin(self._eager)
             status = await forwarded.run()
             if status is not None:
                 await call.fail(status)
         finally:
             forwarded.close()
             del self._calls[number]
-            self._connection.send(Kind.DONE, number)
 
     def _receive(self, kind: Kind, number: int, body: bytes) -> None:
         if kind is Kind.HEALTH:
-            self._health = asyncio.create_task(self._server.set_health(body[0]))
+            self._server.set_health(body[0])
         elif kind is Kind.STOP:
             if not self._stop.done():
                 self._stop.set_result(read_seconds_body(body))
@@ -90,72 +110,134 @@ class FrontEnd:
 class _ForwardedCall:
     """A call between its client and the server."""
 
-    def __init__(self, number: int, call: Call, connection: RecordConnection) -> None:
+    def __init__(self, number: int, path: str, call: Call, connection: RecordConnection) -> None:
         self._number: Final = number
+        self._path = path
         self._call = call
         self._connection = connection
-        self._message: bytes | None = None
-        """The message that the server wants to be written next."""
+        self._begun = False
+        """Whether the server knows of the call."""
+        self._messages: deque[bytes] = deque()
+        """The server's messages that are not written yet."""
+        self._written = 0
+        """Messages that gRPC has taken and the server does not know of."""
         self._end: bytes | None = None
         """The status with which the server has ended the call."""
+        self._dropped = False
+        """Whether a write was cancelled because the client does not read."""
         self._news = asyncio.Event()
         self._writer: asyncio.Task[object] | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, eager: _EagerReads) -> None:
+        """Passes the call on to the server, with its first message if that comes soon."""
+        if eager.running == _EAGER_READS:
+            self._begin(First.UNREAD)
+            return
+        eager.running += 1
+        self._reader = asyncio.create_task(self._read_first(eager))
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_EAGER_SECONDS, self._begin, First.READING)
 
     async def run(self) -> status_pb2.Status | None:
         """Writes the server's messages until it ends the call; returns the status, None for OK."""
-        begun = False
+        headers = False
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._end is not None:
-                return status_pb2.Status.FromString(self._end) if self._end else None
-            if self._message is not None:
-                if not begun:
+            while self._messages:
+                if headers:
+                    await self._write()
+                else:
                     await self._call.send_headers()
-                    begun = True
-                await self._write(self._message)
+                    headers = True
+            if self._end is not None:
+                if self._timer is not None:
+                    self._timer.cancel()
+                return status_pb2.Status.FromString(self._end) if self._end else None
 
     def receive(self, kind: Kind, body: bytes) -> None:
         """Takes a record of the server."""
         if kind is Kind.MESSAGE:
-            self._message = body
+            self._messages.append(body)
             self._news.set()
         elif kind is Kind.READ:
             self._reader = asyncio.create_task(self._read())
         elif kind is Kind.END:
-            self._end, self._message = body, None
+            self._end = body
             self._news.set()
-            if self._writer is not None:
-                self._writer.cancel()
+            if self._messages or self._writer is not None:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(STATUS_SECONDS, self._drop_messages)
 
     def close(self) -> None:
-        """Stops reading."""
+        """Stops reading, and tells the server that the call is over."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._reader is not None:
             self._reader.cancel()
+        if self._begun:
+            self._connection.send(Kind.DONE, self._number)
 
-    async def _write(self, message: bytes) -> None:
-        """Writes a message, unless the server has ended the call or ends it meanwhile."""
-        if self._end is not None:
-            return
+    def _begin(self, first: First, message: bytes = b"") -> None:
+        """Tells the server of the call."""
+        self._begun = True
+        begin = CallBegin(self._path, self._call.time_remaining(), first, message)
+        self._connection.send(Kind.BEGIN, self._number, call_body(begin))
+
+    async def _write(self) -> None:
+        """Writes the next message, unless it takes too long after the server has ended the call."""
         self._writer = task = asyncio.current_task()
         assert task is not None
         try:
-            await self._call.write(message)
+            await self._call.write(self._messages.popleft())
         except asyncio.CancelledError:
-            if self._end is None:
+            if not self._dropped:
                 raise
             task.uncancel()
             return
         finally:
-            self._writer = self._message = None
-        self._connection.send(Kind.WRITTEN, self._number)
+            self._writer = None
+        self._written += 1
+        if self._written == _WRITTEN_AT_ONCE or not self._messages:
+            self._connection.send(Kind.WRITTEN, self._number, count_body(self._written))
+            self._written = 0
+
+    def _drop_messages(self) -> None:
+        """Ends the call without the messages that its client does not read."""
+        self._messages.clear()
+        if self._writer is not None:
+            self._dropped = True
+            self._writer.cancel()
+
+    async def _read_first(self, eager: _EagerReads) -> None:
+        """Reads the first message, of which the server may learn together with the call."""
+        try:
+            message = await self._received()
+        finally:
+            eager.running -= 1
+        if self._timer is not None:
+            self._timer.cancel()
+        if message is not None and not self._begun:
+            self._begin(First.HERE, message)
+            return
+        if not self._begun:
+            self._begin(First.READING)
+        self._pass_on(message)
 
     async def _read(self) -> None:
+        self._pass_on(await self._received())
+
+    async def _received(self) -> bytes | None:
+        """The client's next message; None once the client has closed its side of the stream."""
         try:
-            message = await self._call.read()
+            return await self._call.read()
         except (grpc.aio.InternalError, grpc.aio.UsageError):
-            return  # the client has disconnected, of which the call's own task learns
+            # The client has disconnected. The call's own task learns of it, and ends this task.
+            raise asyncio.CancelledError from None
+
+    def _pass_on(self, message: bytes | None) -> None:
         if message is None:
             self._connection.send(Kind.HALF_CLOSED, self._number)
         else:

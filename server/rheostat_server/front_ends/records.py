@@ -8,11 +8,18 @@ import asyncio
 import struct
 from collections.abc import Callable
 from enum import IntEnum
+from typing import NamedTuple
 
 _HEAD = struct.Struct("<IBI")
 """Bytes of the body, kind, number of the call."""
 
-_REMAINING = struct.Struct("<d")
+_SECONDS = struct.Struct("<d")
+
+_CALL = struct.Struct("<dB")
+"""Remaining seconds of a call, and a `First`. The method follows, then a zero byte and the message
+if there is one."""
+
+_COUNT = struct.Struct("<I")
 
 
 class Kind(IntEnum):
@@ -25,15 +32,17 @@ class Kind(IntEnum):
     BEGIN = 3
     """Front end: a call begins. Body: see `call_body`."""
     READ = 4
-    """Server: it wants the call's next message."""
+    """Server: it wants the call's next message. The first one may come without; see `First`."""
     MESSAGE = 5
-    """Both: a message. A front end sends one for each READ; the server waits for WRITTEN first."""
+    """Both: a message. A front end sends one for each READ."""
     HALF_CLOSED = 6
     """Front end, instead of MESSAGE: the client has closed its side of the stream."""
     WRITTEN = 7
-    """Front end: gRPC has taken the last message."""
+    """Front end: gRPC has taken messages. Body: how many since the last WRITTEN; see
+    `count_body`."""
     END = 8
-    """Server: the call ends. Body: a `google.rpc.Status`, which is empty for OK."""
+    """Server: the call ends after its messages, or without them if the client does not read them
+    for `STATUS_SECONDS`. Body: a `google.rpc.Status`, which is empty for OK."""
     DONE = 9
     """Front end: the call is over, because its status is sent or its client has disconnected."""
     HEALTH = 10
@@ -42,38 +51,71 @@ class Kind(IntEnum):
     """Server: the front end must end. Body: one double, the seconds that calls may still take."""
 
 
-def call_body(method: str, remaining: float | None) -> bytes:
-    """The body of BEGIN.
+class First(IntEnum):
+    """Where the first message of a call is when the call begins."""
 
-    Args:
-        method: the full name of the method.
-        remaining: seconds until the client's deadline; None if it has set none.
-    """
-    return _REMAINING.pack(-1.0 if remaining is None else max(0.0, remaining)) + method.encode()
+    UNREAD = 0
+    """The front end reads it when the server asks for it."""
+    READING = 1
+    """The front end reads it already: MESSAGE or HALF_CLOSED will come without READ."""
+    HERE = 2
+    """In the body of BEGIN."""
 
 
-def read_call_body(body: bytes) -> tuple[str, float | None]:
-    """The method and the remaining seconds in the body of BEGIN."""
-    (remaining,) = _REMAINING.unpack_from(body)
-    return body[_REMAINING.size :].decode(), None if remaining < 0 else remaining
+class CallBegin(NamedTuple):
+    """What the body of BEGIN says."""
+
+    method: str
+    """The full name of the method."""
+    remaining: float | None
+    """Seconds until the client's deadline; None if it has set none."""
+    first: First = First.UNREAD
+    message: bytes = b""
+    """The first message, if it is here."""
+
+
+def call_body(begin: CallBegin) -> bytes:
+    """The body of BEGIN."""
+    remaining = -1.0 if begin.remaining is None else max(0.0, begin.remaining)
+    head = _CALL.pack(remaining, begin.first) + begin.method.encode()
+    return b"\0".join((head, begin.message)) if begin.first is First.HERE else head
+
+
+def read_call_body(body: bytes) -> CallBegin:
+    """Reads the body of BEGIN."""
+    remaining, first = _CALL.unpack_from(body)
+    end = body.index(0, _CALL.size) if first == First.HERE else len(body)
+    method = body[_CALL.size : end].decode()
+    return CallBegin(method, None if remaining < 0 else remaining, First(first), body[end + 1 :])
+
+
+def count_body(count: int) -> bytes:
+    """The body of WRITTEN."""
+    return _COUNT.pack(count)
+
+
+def read_count_body(body: bytes) -> int:
+    """The number of messages in the body of WRITTEN."""
+    (count,) = _COUNT.unpack(body)
+    return int(count)
 
 
 def seconds_body(seconds: float) -> bytes:
     """The body of STOP."""
-    return _REMAINING.pack(seconds)
+    return _SECONDS.pack(seconds)
 
 
 def read_seconds_body(body: bytes) -> float:
     """The seconds in the body of STOP."""
-    (seconds,) = _REMAINING.unpack(body)
+    (seconds,) = _SECONDS.unpack(body)
     return float(seconds)
 
 
 class RecordConnection(asyncio.Protocol):
     """One end of the socket between the server and a front end.
 
-    Nothing here limits what waits to be sent. Each call sends one message at a time, and waits for
-    the answer.
+    Nothing here limits what waits to be sent. Each call limits the messages that it sends ahead of
+    the answers.
     """
 
     def __init__(

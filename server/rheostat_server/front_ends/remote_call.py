@@ -1,12 +1,13 @@
 """A call that a front end got from its client, as the server answers it."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
 from google.rpc import code_pb2, status_pb2
 
-from rheostat_server.front_ends.records import Kind
+from rheostat_server.front_ends.records import CallBegin, First, Kind, read_count_body
 from rheostat_server.limits import STATUS_SECONDS
 
 T = TypeVar("T")
@@ -15,6 +16,12 @@ _ABANDONED = status_pb2.Status(
     code=code_pb2.CANCELLED, message="the server stopped answering the call"
 ).SerializeToString()
 
+_AHEAD = 4
+"""Messages that a call sends before the front end's gRPC has taken the first of them."""
+
+_AHEAD_BYTES = 64 << 10
+"""Bytes of these messages. A longer message is sent alone."""
+
 Send = Callable[[Kind, bytes], None]
 """Sends a record of the call to the front end."""
 
@@ -22,42 +29,74 @@ Send = Callable[[Kind, bytes], None]
 class RemoteCall:
     """A call of a front end. See `Call`."""
 
-    def __init__(self, send: Send, remaining: float | None) -> None:
+    def __init__(self, send: Send, begin: CallBegin) -> None:
         """A call that begins now.
 
         Args:
             send: sends a record of the call.
-            remaining: seconds until the client's deadline; None if it has set none.
+            begin: what the front end says of the call.
         """
         self._send = send
         self._clock = asyncio.get_running_loop().time
+        remaining = begin.remaining
         self._deadline = None if remaining is None else self._clock() + remaining
+        self._received = begin.message if begin.first is First.HERE else None
+        """The first message, until it is read."""
+        self._reading = begin.first is First.READING
+        """Whether the front end reads a message that `read` did not ask for."""
         self._read: asyncio.Future[bytes | None] | None = None
+        self._unwritten: deque[int] = deque()
+        """Bytes of each message that the front end's gRPC has not taken."""
+        self._unwritten_bytes = 0
         self._written: asyncio.Future[None] | None = None
+        """Is resolved by each WRITTEN record."""
         self._half_closed = False
         self._done = asyncio.Event()
         self.ended = False
-        """Whether the front end was told how the call ends."""
+        """Whether the server has sent END."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has set none."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
+    def received(self) -> bool:
+        """Whether the next message has come, so that `read` returns at once."""
+        return self._received is not None
+
     async def read(self) -> bytes | None:
         """The client's next message; None once the client has closed its side of the stream."""
+        if self._received is not None:
+            message, self._received = self._received, None
+            return message
         if self._half_closed:
             return None
         self._read = asyncio.get_running_loop().create_future()
-        self._send(Kind.READ, b"")
+        if not self._reading:
+            self._send(Kind.READ, b"")
+        self._reading = False
         return await self._read
 
     async def send_headers(self) -> None:
         """Does nothing: the front end sends the headers before the first message."""
 
     async def write(self, message: bytes) -> None:
-        """Sends a message. Returns when the front end's gRPC has taken it."""
-        self._written = asyncio.get_running_loop().create_future()
+        """Sends a message. Returns when the front end's gRPC has taken all but a few of the last.
+
+        Waiting for each message would wake up the task twice for each token.
+        """
         self._send(Kind.MESSAGE, message)
+        self._unwritten.append(len(message))
+        self._unwritten_bytes += len(message)
+        while len(self._unwritten) > _AHEAD or self._unwritten_bytes > _AHEAD_BYTES:
+            await self._next_written()
+
+    async def flush(self) -> None:
+        """Returns when the front end's gRPC has taken all messages."""
+        while self._unwritten:
+            await self._next_written()
+
+    async def _next_written(self) -> None:
+        self._written = asyncio.get_running_loop().create_future()
         await self._written
 
     async def fail(self, status: status_pb2.Status) -> None:
@@ -89,9 +128,14 @@ class RemoteCall:
     def receive(self, kind: Kind, body: bytes) -> None:
         """Takes a record of the front end."""
         if kind is Kind.WRITTEN:
+            for _ in range(read_count_body(body)):
+                self._unwritten_bytes -= self._unwritten.popleft()
             _resolve(self._written, None)
         elif kind is Kind.MESSAGE:
-            _resolve(self._read, body)
+            if self._reading:
+                self._reading, self._received = False, body
+            else:
+                _resolve(self._read, body)
         elif kind is Kind.HALF_CLOSED:
             self._half_closed = True
             _resolve(self._read, None)

@@ -87,7 +87,7 @@ class FrontEnds:
         """The ids of the processes."""
         return [front_end.process_id for front_end in self._front_ends]
 
-    async def set_health(self, status: int) -> None:
+    def set_health(self, status: int) -> None:
         """Sets what health checks answer for the server and all its services."""
         self._health = status
         for front_end in self._front_ends:
@@ -236,13 +236,13 @@ class _FrontEnd:
                     task.cancel()  # the client has disconnected
 
     def _begin(self, number: int, body: bytes) -> None:
-        path, remaining = read_call_body(body)
+        begin = read_call_body(body)
 
         def send(kind: Kind, body: bytes) -> None:
             self._connection.send(kind, number, body)
 
-        call = RemoteCall(send, remaining)
-        task = asyncio.create_task(_answered(self._answer, path, call))
+        call = RemoteCall(send, begin)
+        task = asyncio.create_task(_answered(self._answer, begin.method, call))
         self._calls[number] = call, task
         self._tasks.add(task)
         task.add_done_callback(self._answered)

@@ -231,11 +231,12 @@ async def test_large_messages_are_decoded_in_iterations_of_their_own() -> None:
 
 def test_calls_of_operators_have_places_of_their_own() -> None:
     calls = Calls(1)
-    with calls.begun(control=False):
-        with pytest.raises(QueueFull), calls.begun(control=False):
-            pass
-        with calls.begun(control=True):
-            pass
+    first = calls.begin(control=False)
+    with pytest.raises(QueueFull):
+        calls.begin(control=False)
+    calls.begin(control=True)
+    first.end()
+    calls.begin(control=False)
 
 
 @pytest.mark.parametrize(

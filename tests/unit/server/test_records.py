@@ -9,10 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_server.front_ends.records import (
+    CallBegin,
+    First,
     Kind,
     RecordConnection,
     call_body,
+    count_body,
     read_call_body,
+    read_count_body,
     read_seconds_body,
     seconds_body,
 )
@@ -104,13 +108,28 @@ async def test_what_is_sent_before_a_close_arrives(pair) -> None:
     assert received == [(Kind.NOT_LISTENING, 0, b"why")]
 
 
-@given(st.text(), st.none() | st.floats(0, 1e9))
-def test_a_call_begins_with_its_method_and_deadline(method: str, remaining: float | None) -> None:
-    assert read_call_body(call_body(method, remaining)) == (method, remaining)
+METHODS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+
+
+@given(METHODS, st.none() | st.floats(0, 1e9), st.sampled_from([First.UNREAD, First.READING]))
+def test_a_call_begins_with_its_method_and_deadline(method, remaining, first) -> None:
+    begin = CallBegin(method, remaining, first)
+    assert read_call_body(call_body(begin)) == begin
+
+
+@given(METHODS, st.binary())
+def test_a_call_may_begin_with_its_first_message(method: str, message: bytes) -> None:
+    begin = CallBegin(method, 1.5, First.HERE, message)
+    assert read_call_body(call_body(begin)) == begin
 
 
 def test_a_deadline_that_has_passed_is_zero() -> None:
-    assert read_call_body(call_body("/a/b", -0.5)) == ("/a/b", 0.0)
+    assert read_call_body(call_body(CallBegin("/a/b", -0.5))).remaining == 0.0
+
+
+@given(st.integers(0, (1 << 32) - 1))
+def test_the_number_of_written_messages_is_kept(count: int) -> None:
+    assert read_count_body(count_body(count)) == count
 
 
 @given(st.floats(0, 1e9))

@@ -174,10 +174,15 @@ async def test_no_two_large_messages_are_parsed_in_one_iteration_of_the_event_lo
 
 
 class Interrupted(grpc.GenericRpcHandler):
-    """Fails while its last message is on its way, which its client does not read yet."""
+    """Fails after its last message, which its client does not read yet.
+
+    If the message is still being written then, the call is interrupted. Otherwise the handler sees
+    the error itself, as handlers of requests do.
+    """
 
     def __init__(self, messages: int, size: int) -> None:
         self.messages, self.size = messages, size
+        self.failed = asyncio.Event()
         self.left = asyncio.Event()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
@@ -190,7 +195,8 @@ class Interrupted(grpc.GenericRpcHandler):
                 if number == self.messages - 1:
                     ending = asyncio.create_task(self.end(interrupter()))
                 yield bytes(self.size)
-            await asyncio.sleep(60)
+            await self.failed.wait()
+            raise ResponseOverflow("too slow")
         finally:
             self.left.set()
             assert ending is not None
@@ -199,6 +205,7 @@ class Interrupted(grpc.GenericRpcHandler):
     async def end(self, interrupt: Callable[[RheostatError], None]) -> None:
         while not self.left.is_set():
             interrupt(ResponseOverflow("too slow"))
+            self.failed.set()
             await asyncio.sleep(0)
 
 
@@ -312,7 +319,7 @@ async def test_a_watcher_that_does_not_read_does_not_keep_the_health_from_others
             health = health_pb2_grpc.HealthStub(channel)
             ask = HealthCheckRequest(service="rheostat.v1.GenerationService")
             await asyncio.sleep(0.5)  # the watch begins
-            await server.set_health(HealthCheckResponse.SERVING)
+            server.set_health(HealthCheckResponse.SERVING)
             while (await health.Check(ask)).status != HealthCheckResponse.SERVING:
                 await asyncio.sleep(0.01)
         writer.close()
