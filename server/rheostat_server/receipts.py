@@ -11,7 +11,7 @@ from rheostat_server.admission import Admitted
 from rheostat_server.capture.stream import add_runs
 from rheostat_server.planning import selection_work
 from rheostat_server.sample import Sample
-from rheostat_server.sites import to_wire
+from rheostat_server.sites import to_wire, write_site
 from rheostat_server.spans import length, united
 from rheostat_server.steering import Intervention
 from rheostat_server.tensors import float32
@@ -50,13 +50,13 @@ def write_receipt(
         request_id=admitted.request_id,
         prompt_token_count=admitted.prompt_len,
         generated_token_count=sum(len(sample.tokens) for sample in samples),
-        captures=_captures(admitted, handed_over, runs),
         cached_prompt_token_count=sum(sample.cached_tokens for sample in samples),
         recomputed_token_count=sum(released.recomputed for released in ended),
         preemption_count=sum(released.preemptions for released in ended),
         global_version=admitted.server_wide.version,
         update_count=len({one.update_id for sample in samples for one in sample.amendments}),
     )
+    _add_captures(receipt, admitted, handed_over, runs)
     for record in _records(admitted, samples):
         _apply(receipt.interventions.add(intervention=record.ref), record)
     return receipt
@@ -192,16 +192,15 @@ def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) 
         add_runs(rows.cached_positions.add, united(chain.from_iterable(p.cached for p in mine)))
 
 
-def _captures(
-    admitted: Admitted, handed_over: Mapping[int, tuple[int, int]], runs: Mapping[int, str]
-) -> list[receipt_pb2.CaptureReceipt]:
-    receipts = []
+def _add_captures(
+    receipt: receipt_pb2.Receipt,
+    admitted: Admitted,
+    handed_over: Mapping[int, tuple[int, int]],
+    runs: Mapping[int, str],
+) -> None:
     for spec, capture in enumerate(admitted.captures):
         rows, lost = handed_over.get(spec, (0, 0))
-        sites = [
-            receipt_pb2.CapturedSite(site=to_wire(site), row_count=rows, dropped_row_count=lost)
-            for site in capture.sites
-        ]
-        run = runs.get(spec, "")
-        receipts.append(receipt_pb2.CaptureReceipt(capture_index=spec, sites=sites, run_id=run))
-    return receipts
+        message = receipt.captures.add(capture_index=spec, run_id=runs.get(spec, ""))
+        for site in capture.sites:
+            count = message.sites.add(row_count=rows, dropped_row_count=lost)
+            write_site(count.site, site)

@@ -17,6 +17,11 @@ def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
     A row leaves the device in the form that all who ask for it want, or, where they differ, as it
     is; see `row_tensors`.
     """
+    if len(captures) == 1 and captures[0].site_forms.alike is not None:
+        (one,) = captures
+        reach = one.selection.reach
+        form = _common(set(one.site_forms.alike or ()))
+        return (Capture(one.indices, reach, form),) if reach else ()
     by_sites: dict[tuple[int, ...], list[int]] = {}
     for number, capture in enumerate(captures):
         by_sites.setdefault(capture.indices, []).append(number)

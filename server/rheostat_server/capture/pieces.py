@@ -4,7 +4,7 @@ Invariant: what waits counts in its meter, and what has left holds no memory. Po
 follow one another; then nothing goes over them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import reduce
 from typing import Protocol
 
@@ -130,11 +130,12 @@ class Piece:
         self.data = np.empty((len(self.sites), 0, self.data.shape[2]), self.data.dtype)
 
 
-def common(parts: Sequence[Positions]) -> Positions:
+def common(parts: Iterable[Positions]) -> Positions:
     """The positions that all have; usually all have the same."""
-    if all(_equal(part, parts[0]) for part in parts[1:]):
-        return parts[0]
-    return reduce(np.intersect1d, parts)
+    first, *others = parts
+    if all(_equal(part, first) for part in others):
+        return first
+    return reduce(np.intersect1d, others, first)
 
 
 def _first_of_run(positions: Positions) -> int | None:

@@ -118,9 +118,11 @@ class ResolvedCapture:
         """Works nothing out yet."""
         object.__setattr__(self, "site_forms", SiteForms(self.sites, self.row_encodings))
 
-    def with_selection(self, selection: Selection) -> "ResolvedCapture":
-        """The same rows of other tokens."""
-        other = replace(self, selection=selection)
+    def with_selection(
+        self, selection: Selection, target: Target | None = None
+    ) -> "ResolvedCapture":
+        """The same rows of other tokens; `target`: where they go, if it is elsewhere."""
+        other = replace(self, selection=selection, target=target or self.target)
         object.__setattr__(other, "site_forms", self.site_forms)
         return other
 
@@ -270,6 +272,45 @@ def resolve_capture(
         InvalidArgument: something is malformed.
         FailedPrecondition: something is not served.
     """
+    key = _template_key(spec)
+    known, template = _TEMPLATES.get(key, (None, None))
+    if known is model and template is not None:
+        selection = EVERYTHING
+        if spec.HasField("where"):
+            selection = resolve_selector(spec.where, context, join(path, "where"))
+        return template.with_selection(selection, target)
+    found = _resolve_capture(spec, model, context, path, target)
+    if not found.directions and len(found.sites) <= _TEMPLATE_SITES:
+        if len(_TEMPLATES) >= _TEMPLATE_COUNT:
+            _TEMPLATES.clear()
+        _TEMPLATES[key] = model, found
+    return found
+
+
+_TEMPLATES: dict[bytes, tuple[ModelSites, ResolvedCapture]] = {}
+"""Resolved captures by `_template_key`, because most requests of a client want the same."""
+
+_TEMPLATE_COUNT = 64
+_TEMPLATE_SITES = 256
+"""Most entries of `_TEMPLATES`, and most sites of an entry."""
+
+
+def _template_key(spec: capture_pb2.CaptureSpec) -> bytes:
+    """Everything of a capture but its tokens and where its rows go."""
+    key = capture_pb2.CaptureSpec()
+    key.CopyFrom(spec)
+    for name in ("where", "inline", "subscription_id", "sink", "run"):
+        key.ClearField(name)
+    return key.SerializeToString()
+
+
+def _resolve_capture(
+    spec: capture_pb2.CaptureSpec,
+    model: ModelSites,
+    context: SelectionContext,
+    path: str,
+    target: Target,
+) -> ResolvedCapture:
     if not spec.HasField("sites"):
         raise MissingField("sites are required", field=join(path, "sites"))
     sites = resolve_sites(spec.sites, model, join(path, "sites")).sites

@@ -131,6 +131,8 @@ class CaptureStream:
             return ()
         one = self._specs[spec]
         given = clipped(one.delivered, selected[0][0], selected[-1][1])
+        if given == selected:
+            return ()
         return subtracted(selected, united((*given, *one.waiting)))
 
     def frontier(self, spec: int) -> int:
@@ -175,6 +177,7 @@ class _SpecRows:
             if form is not None and len(forms) == 1
         }
         self._indices = frozenset(capture.indices)
+        self._site_indices = [site.index for site in capture.sites]
         self._mine: _Mine | None = None
         """What the last event had of this, since the next one mostly has the same."""
         self._payload = capture.form.row_bytes(capture.numbers, capture.kind)
@@ -190,7 +193,7 @@ class _SpecRows:
 
     @property
     def waiting(self) -> Spans:
-        return runs(common(self._rows.positions()))
+        return runs(common(self._rows.positions())) if self._rows.row_bytes else ()
 
     def feed(self, rows: Rows) -> list[Piece]:
         mine = self._mine
@@ -233,19 +236,16 @@ class _SpecRows:
             taken = self._rows.take(self._rows.cut(frontier, min(most, _CHUNK_POSITIONS)))
             if not taken:
                 return
-            held = common([column.positions for column in taken.values()])
+            held = common({id(one.positions): one.positions for one in taken.values()}.values())
             positions = self._selected(held, generated)
             if not len(positions):
                 continue
+            columns = [taken[index] for index in self._site_indices]
+            if any(len(one.positions) != len(positions) for one in taken.values()):
+                columns = [one.at(positions) for one in columns]
             parts = [
-                SiteRows(
-                    site,
-                    column.data
-                    if len(column.positions) == len(positions)
-                    else column.data[np.isin(column.positions, positions)],
-                    column.made,
-                )
-                for site, column in ((site, taken[site.index]) for site in self._capture.sites)
+                SiteRows(site, column.data, column.made)
+                for site, column in zip(self._capture.sites, columns, strict=True)
             ]
             self.delivered = joined(self.delivered, runs(positions))
             for lowest in range(0, len(parts), site_count):

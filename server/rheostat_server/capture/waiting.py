@@ -33,6 +33,12 @@ class Column(NamedTuple):
     made: bool
     """Whether the rows are in their form."""
 
+    def at(self, positions: Positions) -> "Column":
+        """The part of it at some of its positions."""
+        if len(positions) == len(self.positions):
+            return self
+        return Column(positions, self.data[np.isin(self.positions, positions)], self.made)
+
 
 class Waiting:
     """Pieces, in a queue for each set of sites that they are of.
