@@ -7,11 +7,11 @@ and Explain share this path.
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from rheostat_engine import ModelSites, Plan
-from rheostat_server import checks, directions
+from rheostat_server import checks
 from rheostat_server.baseline import Baseline, compared_logprobs
 from rheostat_server.capture.specs import (
     ResolvedCapture,
@@ -21,12 +21,14 @@ from rheostat_server.capture.specs import (
     project_all,
     resolve_captures,
 )
+from rheostat_server.compiled_requests import CompiledRequest, CompiledRequests, key_of
 from rheostat_server.errors import LoraNotFound, NotSupported, QueueFull, Resource
 from rheostat_server.global_steering import GlobalSteering
 from rheostat_server.limits import (
     ID_BYTES,
     LARGE_REQUEST_BYTES,
     LARGE_REQUESTS,
+    OFFLOAD_BYTES,
     QUEUED_PROMPT_TOKENS,
     WAITING_REQUESTS,
 )
@@ -34,25 +36,23 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
 from rheostat_server.planning import check_ranges, compile_plan, observe
 from rheostat_server.prompts import Prompts, PromptTokens
+from rheostat_server.request_work import captures_work, observers_work, steering_work
 from rheostat_server.runs.checks import check_runs
 from rheostat_server.runs.store import Runs
 from rheostat_server.sampling import SamplingSettings, resolve_sampling
-from rheostat_server.selection import SelectionContext, needs_text, selector_work
+from rheostat_server.selection import SelectionContext, needs_text
 from rheostat_server.sinks import Sinks
 from rheostat_server.steering import (
-    Draft,
     Intervention,
     check_sums,
-    check_vectors,
-    draft_steering,
-    look_up,
     refuse_probes_and_rules,
-    sums_work,
+    resolve_steering,
 )
 from rheostat_server.subscriptions.registry import Subscriptions
-from rheostat_server.subscriptions.wishes import Wish, merged, wishes, wishes_work
+from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.subscriptions.wishes import Wish, merged, wishes
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Vector, VectorStore
+from rheostat_server.vectors import Lookups, Vector, VectorSource, VectorStore
 from rheostat_wire.v1 import (
     capture_pb2,
     generation_service_pb2,
@@ -88,6 +88,8 @@ class Desk:
     """Whether rows can wait on disk."""
     runs: Runs | None = None
     """Where runs are stored. None: nowhere."""
+    compiled: CompiledRequests | None = None
+    """Compiled requests. None: each request is compiled."""
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_REQUESTS))
     """Held while a large request is checked."""
 
@@ -144,8 +146,21 @@ class Admitted:
         return found
 
 
+class CompiledUpdate(NamedTuple):
+    """Steering for a running request."""
+
+    interventions: tuple[Intervention, ...]
+    """The server-wide ones of the request, then those of the update."""
+    plan: Plan
+    """The packed plan, without an id."""
+    vectors: tuple[Vector, ...]
+    """Every vector that the workers need, each once."""
+
+
 async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = False) -> Admitted:
-    """Checks a request. Large requests wait for each other; see `LARGE_REQUESTS`.
+    """Admits a request: on the event loop if that is little work, otherwise on a thread.
+
+    Large requests wait for each other; see `LARGE_REQUESTS`.
 
     Args:
         request: as it came.
@@ -157,21 +172,64 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
         RheostatError: it cannot run; the error says why, and which field is concerned.
     """
     size = request.ByteSize()
-    async with desk.large if size > LARGE_REQUEST_BYTES else nullcontext():
+    if size <= LARGE_REQUEST_BYTES:
+        return await _admit(request, size, desk, changeable=changeable)
+    async with desk.large:
         return await _admit(request, size, desk, changeable=changeable)
 
 
 async def _admit(request: GenerateRequest, size: int, desk: Desk, *, changeable: bool) -> Admitted:
-    request_id = request.request_id
-    if request_id:
-        checks.matches(request_id, checks.REQUEST_ID, "request_id")
-    refuse_probes_and_rules(request, "")
-    _check_lora(request.lora_name, desk.info.loras)
-    checks.labels(request.labels, "labels")
-    waits = _waits(request)
-    check_ranges(request.steering, request.captures)
+    _check_head(request, desk)
     with_text = await offload(size, _any_needs_text, request.steering, request.captures)
     prompt = await desk.prompts.resolve(request, with_text=with_text)
+    candidate = _Candidate(request, request.request_id or uuid.uuid4().hex, prompt, changeable)
+    observers = candidate.observers(desk)
+    if _work(request, prompt, observers, desk) <= OFFLOAD_BYTES:
+        return admit_now(candidate, observers, desk, desk.store, desk.compiled)
+    # A thread may read the store, and must leave the rest to the event loop.
+    return await asyncio.to_thread(
+        admit_now, candidate, observers, desk, desk.store.view(), compiled_before=None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A request whose prompt is known."""
+
+    request: GenerateRequest
+    request_id: str
+    """Given or made."""
+    prompt: PromptTokens
+    changeable: bool
+    """Whether its steering may change while it runs."""
+
+    def observers(self, desk: Desk) -> Sequence[Subscription]:
+        """The subscriptions that observe the request without its knowledge."""
+        if desk.subscriptions is None or not len(desk.subscriptions):
+            return ()
+        return desk.subscriptions.selecting(self.request_id, self.request.labels)
+
+
+def admit_now(
+    candidate: _Candidate,
+    observers: Sequence[Subscription],
+    desk: Desk,
+    vectors: VectorSource,
+    compiled_before: CompiledRequests | None,
+) -> Admitted:
+    """Admits a request. Takes long for a large one; see `admit`.
+
+    Args:
+        candidate: the request.
+        observers: the subscriptions that observe it.
+        desk: what it is checked against.
+        vectors: where its vectors are looked up.
+        compiled_before: compiled requests of which it may use one; None on a thread.
+
+    Raises:
+        RheostatError: it cannot run.
+    """
+    request, prompt = candidate.request, candidate.prompt
     sampling = resolve_sampling(
         request.sampling,
         prompt_len=len(prompt.token_ids),
@@ -180,55 +238,109 @@ async def _admit(request: GenerateRequest, size: int, desk: Desk, *, changeable:
         has_tokenizer=desk.prompts.has_tokenizer,
     )
     context = SelectionContext(prompt, sampling.max_tokens, desk.info.vocabulary)
-    own = await resolve_steering(request.steering, desk, context, receipt_pb2.ORIGIN_REQUEST)
-    work = size + selector_work([spec.where for spec in request.captures], context)
-    drafted = await offload(
-        work,
-        resolve_captures,
-        request.captures,
-        desk.sites,
-        context,
-        desk.sinks,
-        spools=desk.spools,
-    )
-    check_runs(drafted, desk.runs, samples=sampling.samples, prompt_len=context.prompt_len)
-    directions_of = find_all_directions(drafted, desk.store, desk.sites)
-    work = sum(one.projecting for one in drafted)
-    captures = await offload(work, project_all, drafted, directions_of, desk.sites)
-    request_id = request_id or uuid.uuid4().hex
-    observers = await _observers(request, request_id, desk, context)
-    wanted = merged([*_directed(captures, desk), *observers])
-    server_wide = await resolve_global(desk, context)
-    interventions = (*server_wide, *own)
-    kind = FloatType(desk.sites.dtype)
-    await offload(sums_work(interventions), check_sums, interventions, kind)
-    compiled = await compile_plan(request_id, interventions, captures)
-    plan, wanted = await observe(compiled.plan, captures, wanted)
-    vectors = {vector.digest: vector for vector in compiled.vectors}
+    key, known = None, None
+    if compiled_before is not None:
+        key = key_of(request, context, desk.server_wide)
+        known = None if key is None else compiled_before.find(key)
+    lookups = Lookups(vectors)
+    if known is None:
+        own = resolve_steering(
+            request.steering, desk.sites, context, lookups, receipt_pb2.ORIGIN_REQUEST
+        )
+        captures = _resolve_captures(request, context, sampling.samples, lookups, desk)
+    else:
+        own, captures = known.own, known.captures
+    wanted = merged([*_directed(captures, desk), *wishes(observers, context)])
+    compiled = known
+    if compiled is None:
+        compiled = _compile(own, captures, context, desk)
+        if compiled_before is not None and key is not None:
+            compiled_before.add(key, compiled, lookups)
+    plan, wanted = observe(compiled.plan, captures, wanted)
     baseline = None
     if request.with_baseline:
-        without = await compile_plan(request_id, server_wide, captures)
+        without = compile_plan(candidate.request_id, compiled.server_wide, captures)
         compared = compared_logprobs(sampling, desk.info.logprobs)
         watched = without.plan.with_captures_of(plan)
         baseline = Baseline(watched, compared, desk.info.model_tokens)
+    private_from = context.prompt_len if candidate.changeable else None
     return Admitted(
-        request_id=request_id,
+        request_id=candidate.request_id,
         labels=dict(request.labels),
         prompt=prompt,
         context=context,
         sampling=sampling,
-        interventions=interventions,
+        interventions=(*compiled.server_wide, *own),
         captures=captures,
         wishes=wanted,
-        plan=replace(plan, private_from=context.prompt_len if changeable else None),
+        plan=replace(plan, request_id=candidate.request_id, private_from=private_from),
         unobserved=compiled.plan,
         lora=request.lora_name,
-        vectors=tuple((vectors | direction_vectors(captures)).values()),
+        vectors=compiled.vectors,
         server_wide=desk.server_wide,
         return_prompt_token_ids=request.return_prompt_token_ids,
-        waits=waits,
+        waits=_waits(request),
         baseline=baseline,
     )
+
+
+def _check_head(request: GenerateRequest, desk: Desk) -> None:
+    """Checks all that needs neither the prompt nor the vectors."""
+    if request.request_id:
+        checks.matches(request.request_id, checks.REQUEST_ID, "request_id")
+    refuse_probes_and_rules(request, "")
+    _check_lora(request.lora_name, desk.info.loras)
+    checks.labels(request.labels, "labels")
+    _waits(request)
+    check_ranges(request.steering, request.captures)
+
+
+def _work(
+    request: GenerateRequest,
+    prompt: PromptTokens,
+    observers: Sequence[Subscription],
+    desk: Desk,
+) -> int:
+    """Bytes that `admit_now` counts for; see `offload`."""
+    length, vectors = len(prompt.token_ids), desk.store.view()
+    work = observers_work(observers, length)
+    if request.HasField("steering"):
+        work += steering_work(request.steering, length, desk.sites, vectors)
+    if request.captures:
+        work += captures_work(request.captures, length, desk.sites)
+    if desk.server_wide.ops:
+        work += steering_work(desk.server_wide.steering, length, desk.sites, vectors)
+    return work
+
+
+def _resolve_captures(
+    request: GenerateRequest,
+    context: SelectionContext,
+    samples: int,
+    vectors: VectorSource,
+    desk: Desk,
+) -> tuple[ResolvedCapture, ...]:
+    """The captures of a request, with the vectors on which their rows are projected."""
+    if not request.captures:
+        return ()
+    drafts = resolve_captures(request.captures, desk.sites, context, desk.sinks, spools=desk.spools)
+    check_runs(drafts, desk.runs, samples=samples, prompt_len=context.prompt_len)
+    return project_all(drafts, find_all_directions(drafts, vectors, desk.sites), desk.sites)
+
+
+def _compile(
+    own: tuple[Intervention, ...],
+    captures: tuple[ResolvedCapture, ...],
+    context: SelectionContext,
+    desk: Desk,
+) -> CompiledRequest:
+    """The plan of a request's steering and captures, together with the server-wide steering."""
+    server_wide = desk.server_wide.resolve(context)
+    interventions = (*server_wide, *own)
+    check_sums(interventions, FloatType(desk.sites.dtype))
+    plan, vectors = compile_plan("", interventions, captures)
+    needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
+    return CompiledRequest(own, captures, server_wide, plan, tuple(needed.values()))
 
 
 def check_queue(
@@ -258,50 +370,41 @@ def check_queue(
         )
 
 
-async def resolve_update(
-    steering: steering_pb2.Steering, desk: Desk, context: SelectionContext
-) -> tuple[Intervention, ...]:
-    """Interventions that a running request gets in place of its own.
+async def compile_update(
+    steering: steering_pb2.Steering,
+    desk: Desk,
+    context: SelectionContext,
+    server_wide: Sequence[Intervention],
+) -> CompiledUpdate:
+    """Compiles steering that a running request gets in place of its own.
 
     Raises:
-        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: one cannot be.
+        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be carried out.
     """
+    check_ranges(steering)
     if context.prompt.text is None and await offload(
         steering.ByteSize(), _any_needs_text, steering, ()
     ):
         context = replace(context, prompt=await desk.prompts.read(context.prompt))
-    return await resolve_steering(steering, desk, context, receipt_pb2.ORIGIN_UPDATE)
+    view = desk.store.view()
+    work = steering_work(steering, context.prompt_len, desk.sites, view)
+    vectors = desk.store if work <= OFFLOAD_BYTES else view
+    return await offload(work, _compile_update, steering, vectors, desk, context, server_wide)
 
 
-async def resolve_steering(
+def _compile_update(
     steering: steering_pb2.Steering,
+    vectors: VectorSource,
     desk: Desk,
     context: SelectionContext,
-    origin: receipt_pb2.Origin.ValueType,
-) -> tuple[Intervention, ...]:
-    """Interventions of a request, each checked by itself; see `check_sums` and `compile_plan`.
-
-    The context has the prompt's text if a selector looks for text.
-
-    Raises:
-        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: one cannot be.
-    """
-    selectors = [one.where for one in steering.interventions]
-    size = steering.ByteSize() + selector_work(selectors, context)
-    drafts: list[Draft] = await offload(size, draft_steering, steering, desk.sites, context)
-    found = look_up(drafts, desk.store, desk.sites, origin)
-    await offload(directions.work([one.op for one in found]), check_vectors, drafts, found)
-    return found
-
-
-async def resolve_global(desk: Desk, context: SelectionContext) -> tuple[Intervention, ...]:
-    """The server-wide interventions in a request."""
-    if not desk.server_wide.ops:
-        return ()
-    steering = desk.server_wide.steering
-    size = steering.ByteSize()
-    size += selector_work([one.where for one in steering.interventions], context)
-    return await offload(size, desk.server_wide.resolve, context)
+    server_wide: Sequence[Intervention],
+) -> CompiledUpdate:
+    origin = receipt_pb2.ORIGIN_UPDATE
+    own = resolve_steering(steering, desk.sites, context, vectors, origin)
+    interventions = (*server_wide, *own)
+    check_sums(interventions, FloatType(desk.sites.dtype))
+    plan, needed = compile_plan("", interventions, ())
+    return CompiledUpdate(interventions, plan, needed)
 
 
 def _directed(captures: Sequence[ResolvedCapture], desk: Desk) -> list[Wish]:
@@ -323,16 +426,6 @@ def _directed(captures: Sequence[ResolvedCapture], desk: Desk) -> list[Wish]:
         sent = {after + i: one for i, one in wanted.items()}
         wishes.append(Wish(found, sent, frozenset(sent)))
     return wishes
-
-
-async def _observers(
-    request: GenerateRequest, request_id: str, desk: Desk, context: SelectionContext
-) -> list[Wish]:
-    """What subscriptions want of a request that does not know of them."""
-    if desk.subscriptions is None or not len(desk.subscriptions):
-        return []
-    observers = desk.subscriptions.selecting(request_id, request.labels)
-    return await offload(wishes_work(observers, context), wishes, observers, context)
 
 
 def _any_needs_text(

@@ -18,6 +18,7 @@ from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.opening import open_outlets
 from rheostat_server.capture.spillway import Spillway
 from rheostat_server.capture.spool import Spool
+from rheostat_server.compiled_requests import CompiledRequests
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import (
     CacheSuspect,
@@ -118,6 +119,7 @@ class EngineHost:
         self._prompt_tokens = 0
         """Their prompt tokens, with one prompt for each sample."""
         self._routes: dict[str, tuple[Flight, Life]] = {}
+        self._compiled = CompiledRequests(self.store)
         self._large = asyncio.Semaphore(LARGE_REQUESTS)
         self.attaching = Attaching(self, self._flights, self._routes)
         self._changed = asyncio.Condition()
@@ -137,6 +139,7 @@ class EngineHost:
             self.sinks,
             self.spillway is not None,
             self.runs,
+            self._compiled,
             self._large,
         )
 

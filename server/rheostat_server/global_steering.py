@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rheostat_engine import ModelSites
-from rheostat_server import directions
+from rheostat_engine import ModelSites, Plan
 from rheostat_server.errors import VersionConflict
 from rheostat_server.line import Room
 from rheostat_server.loader import VectorLoader
@@ -19,6 +18,7 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.offload import offload
 from rheostat_server.ops import ResolvedOp, vector_refs
 from rheostat_server.planning import check_ranges, compile_plan
+from rheostat_server.request_work import steering_work
 from rheostat_server.selection import (
     EVERYTHING,
     SelectionContext,
@@ -29,13 +29,10 @@ from rheostat_server.steering import (
     INTERVENTION_PATH,
     Intervention,
     check_sums,
-    check_vectors,
-    draft_steering,
-    look_up,
-    sums_work,
+    resolve_steering,
 )
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Vector
+from rheostat_server.vectors import Vector, VectorSource
 from rheostat_wire.v1 import receipt_pb2, steering_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -136,22 +133,19 @@ class ServerWide:
     async def _check(self, steering: steering_pb2.Steering) -> tuple[ResolvedOp, ...]:
         """The ops of a steering, checked as if it were the only one of a typical request."""
         check_ranges(steering)
-        context = typical_context(self._info)
-        drafts = await offload(
-            steering.ByteSize() + 4 * context.prompt_len,
-            draft_steering,
-            steering,
-            self._sites,
-            context,
-        )
-        interventions = look_up(drafts, self._loader.store, self._sites, receipt_pb2.ORIGIN_REQUEST)
-        ops = tuple(one.op for one in interventions)
-        await offload(directions.work(ops), check_vectors, drafts, interventions)
-        kind = FloatType(self._sites.dtype)
-        await offload(sums_work(interventions), check_sums, interventions, kind)
-        compiled = await compile_plan("server-wide", interventions, ())
-        self._fits([Room(compiled.plan)], context.prompt_len)
-        return ops
+        context, vectors = typical_context(self._info), self._loader.store.view()
+        work = steering_work(steering, context.prompt_len, self._sites, vectors)
+        interventions, plan = await offload(work, self._compile, steering, context, vectors)
+        self._fits([Room(plan)], context.prompt_len)
+        return tuple(one.op for one in interventions)
+
+    def _compile(
+        self, steering: steering_pb2.Steering, context: SelectionContext, vectors: VectorSource
+    ) -> tuple[tuple[Intervention, ...], Plan]:
+        origin = receipt_pb2.ORIGIN_REQUEST
+        interventions = resolve_steering(steering, self._sites, context, vectors, origin)
+        check_sums(interventions, FloatType(self._sites.dtype))
+        return interventions, compile_plan("server-wide", interventions, ()).plan
 
 
 def _spelled_out(

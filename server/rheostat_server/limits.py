@@ -83,6 +83,18 @@ LARGE_REQUESTS = 2
 """Large requests that are checked or explained at a time. The others wait in turn, so that not all
 results reach the event loop in one iteration."""
 
+COMPILED_REQUESTS = 256
+"""Compiled requests that are kept for requests with the same steering and captures."""
+
+COMPILED_REQUEST_BYTES = 16 << 10
+"""Requests with more bytes of steering and captures are compiled anew each time."""
+
+COMPILED_INLINE_BYTES = 64 << 10
+"""Requests with more bytes of inline vectors are compiled anew each time."""
+
+COMPILED_PLAN_COST = 1024
+"""Requests whose plan costs more are compiled anew each time; see `MAX_PLAN_COST`."""
+
 PAGE_ENTRIES = 1000
 """Most entries of a page of a listing."""
 

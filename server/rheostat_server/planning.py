@@ -1,12 +1,12 @@
 """Plans made of interventions and captures, and whether any engine could carry them out.
 
 Invariant: what `compile_plan` returns can be composed and costs a worker no more than the engine's
-limits allow. A plan is packed here, on a thread unless it is small, so that the event loop later
-only adds up arrays.
+limits allow. A plan is packed here, so that the ledger later only adds up arrays. The functions may
+take long, so callers run them on a thread unless `request_work` says that a request is small.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rheostat_engine import MAX_PLAN_COST, Act, Condition, Plan, PlanTooLarge, Spans
 from rheostat_server import checks
@@ -14,7 +14,6 @@ from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_COST, REQUEST_RANGES
-from rheostat_server.offload import offload
 from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
 from rheostat_server.subscriptions.wishes import FRAGMENTED, Wish
@@ -36,8 +35,7 @@ _TOO_MUCH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
+class Compiled(NamedTuple):
     """A plan, with the vectors that the workers must have before it."""
 
     plan: Plan
@@ -46,7 +44,7 @@ class Compiled:
     """Every vector that the plan needs, each once."""
 
 
-async def compile_plan(
+def compile_plan(
     request_id: str, interventions: Sequence[Intervention], captures: Sequence[ResolvedCapture]
 ) -> Compiled:
     """The plan of interventions, in their order, and captures.
@@ -54,14 +52,29 @@ async def compile_plan(
     Raises:
         InvalidValue: no engine could carry it out.
     """
-    work = sum(
-        _SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in interventions
-    )
-    work += captures_work(captures)
-    return await offload(work, _compile, request_id, interventions, captures)
+    acts: list[Act] = []
+    own: list[Act] = []
+    vectors: dict[bytes, Vector] = {}
+    for one in interventions:
+        act = one.act
+        if act is not None:
+            acts.append(act)
+            vectors |= {v.digest: v for v in one.op.vectors if v.digest in act.vectors}
+            if one.origin != receipt_pb2.ORIGIN_GLOBAL:
+                own.append(act)
+    plan = Plan(request_id, tuple(acts), engine_captures(captures))
+    try:
+        plan = plan.pack()
+    except ValueError as error:
+        problem = _why_not(error)
+        # Server-wide steering is named only if the request alone could be carried out.
+        if len(own) < len(acts) and _packs(Plan(request_id, tuple(own), plan.captures)):
+            problem = f"together with the server-wide steering: {problem}"
+        raise InvalidValue(problem, field="steering") from error
+    return Compiled(plan, tuple(vectors.values()))
 
 
-async def observe(
+def observe(
     plan: Plan, captures: Sequence[ResolvedCapture], wishes: Sequence[Wish]
 ) -> tuple[Plan, tuple[Wish, ...]]:
     """Adds the captures of observers to a plan, as long as it stays affordable.
@@ -77,9 +90,7 @@ async def observe(
     observing = [wish for wish in wishes if wish.observed]
     if not observing:
         return plan, tuple(wishes)
-    beside = [one for wish in observing for one in wish.beside]
-    work = captures_work([*captures, *beside]) + plan_work(plan)
-    together, kept = await offload(work, _affordable, plan, captures, observing)
+    together, kept = _affordable(plan, captures, observing)
     names = {wish.subscription.name for wish in kept}
     return together, tuple(
         wish.unobserved(FRAGMENTED)
@@ -170,36 +181,6 @@ def check_ranges(
     for path, selector in selectors:
         total += len(selector.include) + len(selector.exclude)
         checks.at_most(total, REQUEST_RANGES, path, "ranges in the request")
-
-
-def _compile(
-    request_id: str, interventions: Sequence[Intervention], captures: Sequence[ResolvedCapture]
-) -> Compiled:
-    """The plan.
-
-    Raises:
-        InvalidValue: no engine could carry it out.
-    """
-    acts: list[Act] = []
-    own: list[Act] = []
-    vectors: dict[bytes, Vector] = {}
-    for one in interventions:
-        act = one.act
-        if act is not None:
-            acts.append(act)
-            vectors |= {v.digest: v for v in one.op.vectors if v.digest in act.vectors}
-            if one.origin != receipt_pb2.ORIGIN_GLOBAL:
-                own.append(act)
-    plan = Plan(request_id, tuple(acts), engine_captures(captures))
-    try:
-        plan = plan.pack()
-    except ValueError as error:
-        problem = _why_not(error)
-        # Server-wide steering is named only if the request alone could be carried out.
-        if len(own) < len(acts) and _packs(Plan(request_id, tuple(own), plan.captures)):
-            problem = f"together with the server-wide steering: {problem}"
-        raise InvalidValue(problem, field="steering") from error
-    return Compiled(plan, tuple(vectors.values()))
 
 
 def _packs(plan: Plan) -> bool:

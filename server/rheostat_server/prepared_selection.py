@@ -49,6 +49,12 @@ class PreparedSelector:
         self._barred = tuple(sorted(self._exclude.ids))
         self._among = tuple(sorted(self._include.ids - self._exclude.ids))
 
+    def most_spans(self, prompt_len: int) -> int:
+        """The most spans that it can select in a prompt of this length and in the answer."""
+        sides = (self._include, self._exclude)
+        spans = sum(one.windows for one in sides) + 1
+        return spans + prompt_len // 2 if any(one.ids for one in sides) else spans
+
     def resolve(self, context: SelectionContext, most: int) -> Selection:
         """The tokens of a request that it selects.
 
@@ -87,6 +93,11 @@ class _Side:
         self._of_prompt = np.array(of_prompt, np.bool_)
         self.ids = frozenset(_ids(ranges))
         self._ids = np.fromiter(self.ids, np.int64, len(self.ids))
+
+    @property
+    def windows(self) -> int:
+        """The number of its ranges that name positions."""
+        return len(self._windows)
 
     def spans(self, context: SelectionContext, most: int) -> Spans:
         """The positions in a request, the prompt's tokens by id too.

@@ -9,10 +9,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import NamedTuple
 
 from rheostat_engine import Plan
-from rheostat_server.admission import Admitted, admit, resolve_update
+from rheostat_server.admission import Admitted, admit, compile_update
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import (
     Defect,
@@ -28,14 +29,11 @@ from rheostat_server.flight import Flight
 from rheostat_server.generation import run
 from rheostat_server.limits import UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
 from rheostat_server.line import RETRY, Room
-from rheostat_server.offload import offload
-from rheostat_server.planning import check_affordable, check_ranges, compile_plan
+from rheostat_server.planning import check_affordable
 from rheostat_server.response_queue import Notice
 from rheostat_server.sample import Response
 from rheostat_server.sequence import Amendment, Life
 from rheostat_server.status import to_status
-from rheostat_server.steering import check_sums, sums_work
-from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import (
     generation_pb2,
     generation_service_pb2,
@@ -208,15 +206,12 @@ class _Control:
                 f"{UPDATES} updates were carried out; a session takes no more", field="steering"
             )
         flight, admitted = self._flight, self._admitted
-        check_ranges(update.steering)
-        own = await resolve_update(update.steering, self._host.desk, admitted.context)
-        interventions = (*self._server_wide, *own)
-        kind = FloatType(self._host.sites.dtype)
-        await offload(sums_work(interventions), check_sums, interventions, kind)
-        compiled = await compile_plan(flight.plan_id(f"update{update.number}"), interventions, ())
+        compiled = await compile_update(
+            update.steering, self._host.desk, admitted.context, self._server_wide
+        )
         length = admitted.prompt_len
         spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, compiled.plan)
-        plan = compiled.plan
+        plan = replace(compiled.plan, request_id=flight.plan_id(f"update{update.number}"))
         room = Room(plan, len(flight.own))
         held: list[str] = []
         self._host.line.enter_now(room, prompt_len=length, held=held)
@@ -233,7 +228,7 @@ class _Control:
         self._spent = spent
         self._applied += 1
         for life, first in taken:
-            life.amendments.append(Amendment(update.number, first, interventions))
+            life.amendments.append(Amendment(update.number, first, compiled.interventions))
         return generation_pb2.UpdateApplied(
             update_id=update.number,
             first_positions=[

@@ -1,9 +1,4 @@
-"""Steering resolved into acts, server-wide interventions first, then the request's.
-
-In three stages: `draft_steering` checks all that the request says by itself and may run on a
-thread; `look_up` finds the vectors in the store, on the event loop; `check_vectors` looks into them
-and may run on a thread again.
-"""
+"""Steering resolved into interventions, each of which has an act for the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +22,7 @@ from rheostat_server.sites import (
 )
 from rheostat_server.tensors import FloatType
 from rheostat_server.vector_lookup import find_vector, rows_by_layer
-from rheostat_server.vectors import VectorStore
+from rheostat_server.vectors import VectorSource
 from rheostat_wire.v1 import (
     generation_service_pb2,
     receipt_pb2,
@@ -39,9 +34,6 @@ INTERVENTION_PATH = "steering.interventions"
 
 _EXACT = 16
 """Spans of an addition up to which each is looked at by itself when sums are checked."""
-
-_SITE_BYTES = 64
-"""What `offload` counts for a site at which something is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +70,34 @@ class Intervention:
     def ref(self) -> receipt_pb2.InterventionRef:
         """Its name in answers."""
         return receipt_pb2.InterventionRef(origin=self.origin, index=self.index, op=self.op.op)
+
+
+def resolve_steering(
+    steering: steering_pb2.Steering,
+    model: ModelSites,
+    context: SelectionContext,
+    vectors: VectorSource,
+    origin: receipt_pb2.Origin.ValueType,
+) -> tuple[Intervention, ...]:
+    """The interventions of a steering, each checked by itself; see `check_sums`.
+
+    Args:
+        steering: the message.
+        model: the model's sites.
+        context: what selectors are resolved against; with the prompt's text if one looks for text.
+        vectors: where vectors are looked up.
+        origin: the origin of the interventions.
+
+    Raises:
+        InvalidArgument: something is malformed.
+        FailedPrecondition: something is not served.
+        NotFound: a vector is not stored, or a name not known.
+        MessageTooLarge: an inline vector is too large.
+    """
+    drafts = draft_steering(steering, model, context)
+    interventions = look_up(drafts, vectors, model, origin)
+    check_vectors(drafts, interventions)
+    return interventions
 
 
 def draft_steering(
@@ -120,7 +140,7 @@ def refuse_probes_and_rules(
 
 def look_up(
     drafts: Sequence[Draft],
-    store: VectorStore,
+    store: VectorSource,
     model: ModelSites,
     origin: receipt_pb2.Origin.ValueType,
 ) -> tuple[Intervention, ...]:
@@ -150,11 +170,6 @@ def check_vectors(drafts: Sequence[Draft], interventions: Sequence[Intervention]
     """
     for draft, intervention in zip(drafts, interventions, strict=True):
         directions.check_independent(intervention.op, vector_paths(draft))
-
-
-def sums_work(interventions: Sequence[Intervention]) -> int:
-    """Bytes that `check_sums` counts for; see `offload`."""
-    return _SITE_BYTES * sum(len(one.op.sites) for one in interventions)
 
 
 def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
@@ -260,7 +275,7 @@ def _draft(
     return Draft(draft_op(intervention, model.width, path), sites, selection)
 
 
-def _look_up(draft: Draft, store: VectorStore, model: ModelSites) -> ResolvedOp:
+def _look_up(draft: Draft, store: VectorSource, model: ModelSites) -> ResolvedOp:
     found = [find_vector(one, store, model) for one in draft.op.vectors]
     row_of = [rows_by_layer(one, draft.sites.layers) for one in found]
     op = ResolvedOp(

@@ -18,7 +18,7 @@ from rheostat_engine import ModelSites
 from rheostat_server.checks import join
 from rheostat_server.errors import VectorShape
 from rheostat_server.ops import VectorDraft
-from rheostat_server.vectors import Name, Vector, VectorStore
+from rheostat_server.vectors import Name, Vector, VectorSource
 from rheostat_wire.v1 import types_pb2
 
 _SHOWN = 16
@@ -38,7 +38,7 @@ class FoundVector(NamedTuple):
     """The name that says the layers; empty where the request does."""
 
 
-def find_vector(draft: VectorDraft, store: VectorStore, model: ModelSites) -> FoundVector:
+def find_vector(draft: VectorDraft, store: VectorSource, model: ModelSites) -> FoundVector:
     """Looks up the vector of a reference.
 
     Raises:

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -147,6 +147,86 @@ class Entry(NamedTuple):
     users: int
 
 
+class VectorView:
+    """The vectors and names of a store, for reading from any thread.
+
+    Each look-up is one look-up in a dictionary, which no other thread can interrupt.
+    """
+
+    def __init__(self, vectors: Mapping[bytes, Vector], names: Mapping[str, Name]) -> None:
+        """Reads from a store's own dictionaries."""
+        self._vectors = vectors
+        self._names = names
+
+    def get(self, digest: bytes, path: str) -> Vector:
+        """A vector by digest.
+
+        Raises:
+            VectorNotFound: it is not stored.
+        """
+        vector = self._vectors.get(digest)
+        if vector is None:
+            raise VectorNotFound(
+                f"no vector {digest.hex()} is stored",
+                field=path,
+                resource=Resource("vector", digest.hex()),
+            )
+        return vector
+
+    def named(self, name: str, path: str) -> Name:
+        """A name's label.
+
+        Raises:
+            NameNotFound: there is no such name.
+        """
+        label = self._names.get(name)
+        if label is None:
+            raise NameNotFound(
+                f'no vector has the name "{name}"', field=path, resource=Resource("name", name)
+            )
+        return label
+
+    def size(self, reference: str | bytes) -> int:
+        """Bytes of the vector of a name or a digest; 0 if there is none."""
+        if isinstance(reference, str):
+            label = self._names.get(reference)
+            reference = b"" if label is None else label.digest
+        vector = self._vectors.get(reference)
+        return 0 if vector is None else vector.size
+
+
+class VectorSource(Protocol):
+    """Where vectors are looked up: a store, or a view of one."""
+
+    def get(self, digest: bytes, path: str) -> Vector:
+        """A vector by digest; see `VectorView.get`."""
+
+    def named(self, name: str, path: str) -> Name:
+        """A name's label; see `VectorView.named`."""
+
+
+class Lookups:
+    """Looks up vectors, and notes what it found."""
+
+    def __init__(self, source: VectorSource) -> None:
+        """Looks up in `source`."""
+        self._source = source
+        self.vectors: dict[bytes, Vector] = {}
+        """The vectors that were found, by digest."""
+        self.names: dict[str, Name] = {}
+        """The names that were found."""
+
+    def get(self, digest: bytes, path: str) -> Vector:
+        """A vector by digest; see `VectorView.get`."""
+        self.vectors[digest] = vector = self._source.get(digest, path)
+        return vector
+
+    def named(self, name: str, path: str) -> Name:
+        """A name's label; see `VectorView.named`."""
+        self.names[name] = label = self._source.named(name, path)
+        return label
+
+
 class VectorStore:
     """All vectors of a server. Lives on the event loop; nothing in it waits."""
 
@@ -162,6 +242,7 @@ class VectorStore:
         self._vectors: OrderedDict[bytes, Vector] = OrderedDict()
         self._store_time: dict[bytes, float] = {}
         self._names: dict[str, Name] = {}
+        self._view = VectorView(self._vectors, self._names)
         self._named: Counter[bytes] = Counter()
         self._users: Counter[bytes] = Counter()
         self._kept: Counter[bytes] = Counter()
@@ -299,13 +380,7 @@ class VectorStore:
         Raises:
             VectorNotFound: it is not stored.
         """
-        vector = self._vectors.get(digest)
-        if vector is None:
-            raise VectorNotFound(
-                f"no vector {digest.hex()} is stored",
-                field=path,
-                resource=Resource("vector", digest.hex()),
-            )
+        vector = self._view.get(digest, path)
         self._vectors.move_to_end(digest)
         return vector
 
@@ -315,12 +390,26 @@ class VectorStore:
         Raises:
             NameNotFound: there is no such name.
         """
-        label = self._names.get(name)
-        if label is None:
-            raise NameNotFound(
-                f'no vector has the name "{name}"', field=path, resource=Resource("name", name)
-            )
-        return label
+        return self._view.named(name, path)
+
+    def still_has(self, names: Mapping[str, Name], vectors: Mapping[bytes, Vector]) -> bool:
+        """Whether these names and vectors are in the store as they were found before.
+
+        If so, the vectors count as used now.
+        """
+        for name, label in names.items():
+            if self._names.get(name) is not label:
+                return False
+        for digest, vector in vectors.items():
+            if self._vectors.get(digest) is not vector:
+                return False
+        for digest in vectors:
+            self._vectors.move_to_end(digest)
+        return True
+
+    def view(self) -> "VectorView":
+        """The store for functions that run on a thread."""
+        return self._view
 
     def delete_name(self, name: str, path: str) -> bytes:
         """Takes a name off; the digest that it was on.

@@ -18,7 +18,7 @@ from rheostat_server.ops import VectorDraft, draft_vector
 from rheostat_server.readouts import OF_PROJECTIONS, check_readout
 from rheostat_server.tensors import widen
 from rheostat_server.vector_lookup import FoundVector, find_vector, rows_by_layer
-from rheostat_server.vectors import Vector, VectorStore
+from rheostat_server.vectors import Vector, VectorSource
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_pb2, vector_pb2
 
@@ -105,7 +105,7 @@ def projection_work(directions: int, layers: int) -> int:
 
 
 def find_directions(
-    drafts: Sequence[VectorDraft], store: VectorStore, model: ModelSites
+    drafts: Sequence[VectorDraft], store: VectorSource, model: ModelSites
 ) -> tuple[FoundVector, ...]:
     """The vectors of a projection.
 

@@ -37,7 +37,7 @@ from rheostat_server.sites import of_routers, resolve_sites, width_of
 from rheostat_server.spans import clipped, length
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vector_lookup import FoundVector
-from rheostat_server.vectors import Vector, VectorStore
+from rheostat_server.vectors import Vector, VectorSource
 from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 
@@ -204,7 +204,7 @@ def resolve_captures(
 
 
 def find_all_directions(
-    captures: Sequence[ResolvedCapture], store: VectorStore, model: ModelSites
+    captures: Sequence[ResolvedCapture], store: VectorSource, model: ModelSites
 ) -> list[tuple[FoundVector, ...]]:
     """The vectors that the rows of each capture are projected on.
 

@@ -189,7 +189,7 @@ class Attaching:
     async def _wish(self, subscription: Subscription, flight: Flight) -> Wish:
         context, one = flight.admitted.context, [subscription]
         spent = sum(wish.subscription.captures.cost for wish in _observing(flight))
-        (wish,) = await offload(wishes_work(one, context), wishes, one, context, spent)
+        (wish,) = await offload(wishes_work(one, context.prompt_len), wishes, one, context, spent)
         return wish
 
     async def _need(self, flight: Flight, wish: Wish | None = None) -> tuple[CaptureNeed, str]:

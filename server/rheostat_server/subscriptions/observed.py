@@ -53,6 +53,11 @@ class ObservedCaptures:
     cost: int = 0
     """What it costs a request that is observed; see `OBSERVERS_COST`."""
 
+    def most_spans(self, prompt_len: int) -> int:
+        """The most spans that the captures can have in a request with a prompt of this length."""
+        different = {id(one): one for one in self.selectors if one is not None}
+        return 1 + sum(one.most_spans(prompt_len) for one in different.values())
+
     def resolve(self, context: SelectionContext) -> tuple[ResolvedCapture, ...]:
         """The captures in a request. What its prompt does not have is not captured.
 

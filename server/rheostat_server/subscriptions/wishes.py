@@ -92,10 +92,10 @@ def wishes(
     return [found[one.name] for one in observers]
 
 
-def wishes_work(observers: Sequence[Subscription], context: SelectionContext) -> int:
+def wishes_work(observers: Sequence[Subscription], prompt_len: int) -> int:
     """Bytes that `wishes` counts for; see `offload`."""
     cost = min(OBSERVERS_COST, sum(one.captures.cost for one in observers))
-    return cost * _COST_BYTES + len(observers) * context.prompt_len
+    return cost * _COST_BYTES + len(observers) * prompt_len
 
 
 def _wish(one: Subscription, context: SelectionContext) -> Wish:

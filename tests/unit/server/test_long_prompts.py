@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rheostat_engine import Plan, Released
-from rheostat_server import admission, explain, planning
+from rheostat_server import admission, explain, planning, steering
 from rheostat_server.admission import Admitted, Desk
 from rheostat_server.capture import engine_captures
 from rheostat_server.capture.budget import Meter
@@ -67,7 +67,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[
 
 
 def test_ranges_are_looked_for_off_the_event_loop_if_they_are_many(on_threads) -> None:
-    drafting = on_threads(admission, "draft_steering")
+    drafting = on_threads(steering, "draft_steering")
     capturing = on_threads(admission, "resolve_captures")
     admitted(asked(steer=[add()], captures=[capture()]), roomy())
     assert (drafting, capturing) == ([False], [False])
