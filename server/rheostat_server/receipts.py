@@ -11,7 +11,7 @@ from rheostat_server.admission import Admitted
 from rheostat_server.capture.stream import add_runs
 from rheostat_server.planning import selection_work
 from rheostat_server.sample import Sample
-from rheostat_server.sites import to_wire, write_site
+from rheostat_server.sites import write_site
 from rheostat_server.spans import length, united
 from rheostat_server.steering import Intervention
 from rheostat_server.tensors import float32
@@ -69,12 +69,20 @@ class _Part:
     sample: Sample
     released: Released
     intervention: Intervention
-    sites: frozenset[int]
-    """Where it has an act."""
     doses: Mapping[int, Dose]
     """What it did at its sites, as far as that was measured."""
     start: int
     end: int
+
+    @property
+    def sites(self) -> frozenset[int]:
+        """The indices of the sites at which it has an act."""
+        return self.intervention.acting_sites
+
+    @cached_property
+    def computed_rows(self) -> int:
+        """The number of positions that the sample computed under it."""
+        return length(self.computed)
 
     @cached_property
     def computed(self) -> Spans:
@@ -127,10 +135,7 @@ def _records(admitted: Admitted, samples: Sequence[Sample]) -> list[_Record]:
                 record = found.setdefault(key, _Record(one, ref))
                 if one.act is not None:
                     mine = doses.get(index, {})
-                    sites = frozenset(site for site, _ in one.act.rows)
-                    record.parts.append(
-                        _Part(sample, sample.released, one, sites, mine, start, end)
-                    )
+                    record.parts.append(_Part(sample, sample.released, one, mine, start, end))
                     index += 1
     return list(found.values())
 
@@ -155,12 +160,14 @@ def _periods(admitted: Admitted, sample: Sample) -> Iterator[_Period]:
 
 def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     """Says what an intervention did; it has no rows where it would not have changed a bit."""
-    op = record.intervention.op
-    message.digests.extend(vector.digest for vector in op.vectors)
+    intervention = record.intervention
+    message.digests.extend([vector.digest for vector in intervention.op.vectors])
     _add_rows(message, record.parts)
-    for site in op.sites:
-        applied = message.sites.add(site=to_wire(site))
-        _measure(applied, site.index, record.parts)
+    add = message.sites.add
+    for site, index in zip(intervention.op.sites, intervention.site_indices, strict=True):
+        applied = add()
+        write_site(applied.site, site)
+        _measure(applied, index, record.parts)
 
 
 def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]) -> None:
@@ -170,16 +177,26 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     the request's.
     """
     acting = [part for part in parts if site in part.sites]
-    if not all(part.released.measured for part in acting):
-        applied.row_count = sum(length(part.computed) for part in acting)
-        return
-    doses = [part.doses[site] for part in acting if site in part.doses]
-    rows = sum(dose.rows for dose in doses)
-    applied.row_count = max(0, rows - sum(part.surplus for part in acting))
-    if applied.row_count:
-        applied.dose.norm = float32(sum(dose.change for dose in doses) / rows)
-        applied.dose.relative_mean = float32(sum(dose.relative for dose in doses) / rows)
-        applied.dose.relative_max = float32(max(dose.relative_max for dose in doses))
+    for part in acting:
+        if not part.released.measured:
+            applied.row_count = sum(one.computed_rows for one in acting)
+            return
+    rows = surplus = 0
+    change = relative = relative_max = 0.0
+    for part in acting:
+        surplus += part.surplus
+        dose = part.doses.get(site)
+        if dose is not None:
+            rows += dose.rows
+            change += dose.change
+            relative += dose.relative
+            relative_max = max(relative_max, dose.relative_max)
+    applied.row_count = max(0, rows - surplus)
+    if rows > surplus:
+        message = applied.dose
+        message.norm = float32(change / rows)
+        message.relative_mean = float32(relative / rows)
+        message.relative_max = float32(relative_max)
 
 
 def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) -> None:

@@ -66,6 +66,16 @@ class Intervention:
         """What the engine has to do: None where no bit would change."""
         return self.op.act(self.selection)
 
+    @cached_property
+    def acting_sites(self) -> frozenset[int]:
+        """The indices of the sites at which its act changes something."""
+        return frozenset(() if self.act is None else (site for site, _ in self.act.rows))
+
+    @cached_property
+    def site_indices(self) -> tuple[int, ...]:
+        """The index of each of its sites, in their order."""
+        return tuple(site.index for site in self.op.sites)
+
     @property
     def ref(self) -> receipt_pb2.InterventionRef:
         """Its name in answers."""

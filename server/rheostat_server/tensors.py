@@ -73,10 +73,13 @@ _OVERFLOW = {
 }
 
 
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
 def float32(value: float) -> float:
     """Rounds a number for a float field, which must not exceed the largest finite float32."""
-    limit = float(np.finfo(np.float32).max)
-    return min(float(value), limit) if math.isfinite(value) else limit
+    value = float(value)
+    return value if -_LARGEST_FLOAT32 <= value <= _LARGEST_FLOAT32 else _LARGEST_FLOAT32
 
 
 def float_type(dtype: int, path: str) -> FloatType:

@@ -1,4 +1,4 @@
-"""Requests with the same steering and captures are compiled once, and never from what has changed."""
+"""Requests with equal steering and captures are compiled once, and never from what has changed."""
 
 from dataclasses import replace
 
