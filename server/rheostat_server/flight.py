@@ -150,7 +150,9 @@ class Flight:
                 life.released.set()
             return
         for life in lives:
-            life.job = replace(life.job, plan=replace(life.job.plan, epoch=epoch))
+            plan = life.job.plan
+            if plan.epoch != epoch:
+                life.job = replace(life.job, plan=plan.under(plan.request_id, epoch))
             life.started = True
         self._backend = backend
         _keep(self._starting, self._start(backend, lives))
@@ -302,7 +304,7 @@ class Flight:
         return [
             Life(
                 Job(
-                    replace(plan, request_id=self.plan_id(sample, role)),
+                    plan.under(self.plan_id(sample, role), plan.epoch),
                     admitted.prompt.token_ids,
                     sampling,
                     sample,

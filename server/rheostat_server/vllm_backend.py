@@ -5,7 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import zmq
 
@@ -43,8 +44,11 @@ from rheostat_server.warm_up import warm_up
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.inputs import TokensInput
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
 
 _LOG = logging.getLogger(__name__)
 
@@ -173,20 +177,19 @@ class VllmBackend:
         self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
     ) -> None:
         """Starts a sample."""
-        from vllm.inputs import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
+        vllm = _vllm_names()
 
         def failed(error: Exception) -> None:
-            fail(self._lost_engine() if isinstance(error, EngineDeadError) else error)
+            fail(self._lost_engine() if isinstance(error, vllm.EngineDeadError) else error)
 
         try:
             collector = await self._llm.add_request(
                 job.plan.request_id,
-                tokens_input(list(job.prompt)),
+                vllm.tokens_input(list(job.prompt)),
                 self._sampling_params(job),
                 lora_request=self._lora(job.lora),
             )
-        except EngineDeadError as error:
+        except vllm.EngineDeadError as error:
             raise self._lost_engine() from error
         receive_outputs(collector, DeltaReader(job, self._texts, receive, failed).put, failed)
 
@@ -303,11 +306,9 @@ class VllmBackend:
         return _lora_request(self._loaded.loras[name]) if name else None
 
     def _sampling_params(self, job: Job) -> "SamplingParams":
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
+        vllm = _vllm_names()
         settings = job.sampling
-        return SamplingParams(
+        return vllm.SamplingParams(
             n=1,
             temperature=settings.temperature,
             top_p=settings.top_p,
@@ -325,9 +326,10 @@ class VllmBackend:
             frequency_penalty=settings.frequency_penalty,
             ignore_eos=settings.ignore_eos,
             detokenize=self._llm.tokenizer is not None,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=vllm.RequestOutputKind.DELTA,
             flat_logprobs=settings.prompt_logprobs is not None,
             extra_args={EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
+            skip_clone=True,  # nobody else has this object
         )
 
 
@@ -341,6 +343,26 @@ def _positions(workers: Sequence[Sequence[tuple[int, str]]]) -> list[int | None]
     if any(other != first for other in others):
         return Defect("the workers installed an update at different positions")
     return [None if position < 0 else position for position in first]
+
+
+class _VllmNames(NamedTuple):
+    """What each request needs of vLLM."""
+
+    SamplingParams: "type[SamplingParams]"
+    RequestOutputKind: "type[RequestOutputKind]"
+    EngineDeadError: "type[EngineDeadError]"
+    tokens_input: "Callable[[list[int]], TokensInput]"
+
+
+@cache
+def _vllm_names() -> _VllmNames:
+    """Imports once what each request needs: vLLM looks up its names anew in each import."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return _VllmNames(SamplingParams, RequestOutputKind, EngineDeadError, tokens_input)
 
 
 async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:

@@ -293,6 +293,4 @@ class _Shared:
 
 def capture_need(captures: PackedCaptures, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
     """The rows of the ring that captures of a plan need, for one sample."""
-    if captures.table is None:
-        return CaptureNeed(0, 0)
-    return captures.table.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)
+    return captures.need(prompt_len, max_step_tokens)

@@ -16,6 +16,7 @@ import msgspec
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture
 from rheostat_engine.plan.needs import Needs, contents_of, needs_of
 from rheostat_engine.plan.tables import (
+    CaptureNeed,
     CaptureTable,
     SteeringTable,
     capture_table,
@@ -28,6 +29,10 @@ EXTRA_ARG = "rheostat"
 
 CACHED_TOKENS_RECOMPUTED_ARG = "rheostat_cached_tokens_recomputed"
 """The key of the number of cached tokens that are computed again because they are captured."""
+
+
+_LENGTHS = 64
+"""Lengths of prompts for which a plan keeps the need of its captures."""
 
 
 class EncodedTable(NamedTuple):
@@ -123,6 +128,24 @@ class PackedCaptures:
             iter([("intervals", self.encoded.digest, len(self.table.intervals.starts))])
         )
 
+    def need(self, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
+        """The rows of the ring that one sample needs; see `CaptureTable.need`."""
+        if self.table is None:
+            return CaptureNeed(0, 0)
+        lengths = prompt_len, max_step_tokens
+        need = self._needs_by_lengths.get(lengths)
+        if need is None:
+            need = self.table.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)
+            if len(self._needs_by_lengths) == _LENGTHS:
+                self._needs_by_lengths.clear()
+            self._needs_by_lengths[lengths] = need
+        return need
+
+    @cached_property
+    def _needs_by_lengths(self) -> dict[tuple[int, int], CaptureNeed]:
+        """The needs that were computed, because requests with equal captures come together."""
+        return {}
+
     def build(self) -> "PackedCaptures":
         """Builds the table, its bytes and its needs now; returns itself."""
         _ = self.encoded, self.needs
@@ -186,6 +209,18 @@ class Plan:
             PlanTooLarge: it exceeds a worker's limits.
         """
         return self.packed_acts.plan_cost + self.packed_captures.plan_cost
+
+    def under(self, request_id: str, epoch: int) -> "Plan":
+        """The plan under another name and in another epoch, with the same tables."""
+        return Plan(
+            request_id,
+            self.acts,
+            self.captures,
+            epoch,
+            self.private_from,
+            self._acts,
+            self._captures,
+        )
 
     def with_captures(self, captures: tuple[Capture, ...]) -> "Plan":
         """The plan with other captures. Their table is made once, when it is first used."""
