@@ -46,7 +46,10 @@ def _plain(make: _Make) -> _Make:
 
     def plain(target: Target, rng: random.Random, size: float) -> Call:
         call = make(target, rng, size)
-        (message,) = call.messages
+        message = call.messages[0]
+        if call.method == abuse.SESSION:
+            start = generation_service_pb2.SessionRequest.FromString(message).start
+            return replace(call, method=abuse.GENERATE, messages=(start.SerializeToString(),))
         if call.method == abuse.GENERATE:
             request = generation_service_pb2.GenerateRequest.FromString(message)
             if request.captures:
@@ -55,6 +58,10 @@ def _plain(make: _Make) -> _Make:
                 length = len(request.token_ids.ids) * max(1, request.sampling.n)
                 request.token_ids.CopyFrom(abuse.prompt(rng, target, length))
                 request.sampling.ClearField("n")
+            if request.with_baseline:
+                # A baseline is one more sample of the prompt for each sample.
+                request.sampling.n = 2 * max(1, request.sampling.n)
+                request.ClearField("with_baseline")
             request.ClearField("captures")
             request.ClearField("steering")
             return replace(call, messages=(request.SerializeToString(),))
@@ -78,7 +85,13 @@ SCENARIOS: Sequence[Scenario] = (
         variants=4,
         control="those samples, unsteered",
     ),
-    Scenario("sessions with updates", abuse.session, at_once=2, variants=4),
+    Scenario(
+        "sessions with updates",
+        abuse.session,
+        at_once=2,
+        variants=4,
+        control="their samples, never updated",
+    ),
     Scenario("long stop texts", abuse.stop_texts, variants=3, control=SAMPLES),
     Scenario("long texts to tokenize", abuse.tokenize, at_once=2, variants=6),
     Scenario(
@@ -126,7 +139,13 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("malformed messages", abuse_control.malformed, at_once=8, variants=64),
     Scenario("cancelled at once", abuse.cancelled, at_once=16, variants=8),
     Scenario("runs", abuse_captures.run, at_once=2, variants=256),
-    Scenario("baselines", abuse.baseline, at_once=2, variants=4),
+    Scenario(
+        "baselines",
+        abuse.baseline,
+        at_once=2,
+        variants=4,
+        control="as many samples, not compared",
+    ),
 )
 """All scenarios."""
 

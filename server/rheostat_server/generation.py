@@ -6,6 +6,7 @@ reason, the request is aborted in the engine.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 
 from rheostat_engine import Installed, Plan, Released
@@ -99,6 +100,10 @@ class _Stream:
             for life in flight.lives
         }
         self._scores: dict[Life, Score] = {}
+        self._unscored: deque[tuple[Life, Score]] = deque()
+        """Scores that wait until others have ended."""
+        self._scored_tokens = 0
+        """Prompt tokens of the scores that run."""
         self._open: dict[Life, Sample | Score] = dict(self._samples)
         """The sequences that may still produce something."""
         self._admitted = admitted
@@ -208,6 +213,9 @@ class _Stream:
         """Removes a sequence that can produce nothing more."""
         if life in self._open and self._open[life].done:
             del self._open[life]
+            if life in self._scores:
+                self._scored_tokens -= len(life.job.prompt)
+                self._start_scores()
 
     def _may_go(self, life: Life) -> bool:
         """Whether a sample's tokens may be sent now; see `_held_back`."""
@@ -234,16 +242,34 @@ class _Stream:
         return responses
 
     def _compare(self, life: Life, sample: Sample) -> list[Response]:
-        """Starts scoring an ended sample with the baseline, if the request asks for it."""
+        """Lets the baseline score an ended sample, if the request asks for it."""
         baseline = self._admitted.baseline
         if baseline is None or life.role is not Role.OWN or self._flight.aborted:
             return []
         reader = scoring_life(self._flight, baseline, sample)
         if reader is None:
             return [Response(divergence=generation_pb2.Divergence(sample=sample.index))]
-        self._scores[reader] = self._open[reader] = Score(sample, reader)
-        self._host.launch(self._flight, reader)
+        self._unscored.append((reader, Score(sample, reader)))
+        self._start_scores()
         return []
+
+    def _start_scores(self) -> None:
+        """Starts scores until their prompts fill a step of the engine.
+
+        The samples of a request often end in the same step. If all their scores started then, the
+        prompts of other clients would wait for all of them.
+        """
+        if self._flight.aborted:
+            self._unscored.clear()
+        while self._unscored:
+            life, score = self._unscored[0]
+            tokens = len(life.job.prompt)
+            if self._scored_tokens and self._scored_tokens + tokens > self._host.info.step_tokens:
+                return
+            self._unscored.popleft()
+            self._scored_tokens += tokens
+            self._scores[life] = self._open[life] = score
+            self._host.launch(self._flight, life)
 
     async def _rows(self, item: RowItem) -> Response:
         """The response for captured rows, or for lost rows."""

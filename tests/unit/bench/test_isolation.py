@@ -15,7 +15,7 @@ import pytest
 
 import rheostat
 from rheostat_bench import isolation, soak
-from rheostat_bench.abuse import GENERATE, Target
+from rheostat_bench.abuse import GENERATE, SESSION, Target
 from rheostat_bench.calls import HUNG_UP, Call, Caller, Outcome, connect, expected, make
 from rheostat_bench.neighbour import Heard, Job, Neighbour
 from rheostat_bench.scenarios import CONTROLS, SCENARIOS, Scenario, prepared
@@ -214,18 +214,24 @@ def test_a_control_sends_as_many_prompt_tokens_and_nothing_else(control: Scenari
     scenario = next(one for one in SCENARIOS if one.control == control.name)
     calls = [scenario.make(TARGET, random.Random(seed), 0.5) for seed in range(8)]
     alone = [control.make(TARGET, random.Random(seed), 0.5) for seed in range(8)]
-    assert [one.method for one in alone] == [one.method for one in calls]
     for plain, call in zip(alone, calls, strict=True):
-        (message,), (original,) = plain.messages, call.messages
+        (message,), (original, *_) = plain.messages, call.messages
         if plain.method == GENERATE:
             kind = generation_service_pb2.GenerateRequest
-            request, full = kind.FromString(message), kind.FromString(original)
+            request = kind.FromString(message)
+            if call.method == SESSION:
+                full = generation_service_pb2.SessionRequest.FromString(original).start
+            else:
+                full = kind.FromString(original)
             assert not request.captures
             assert not request.steering.interventions
+            assert not request.with_baseline
             samples = [max(1, one.sampling.n) for one in (request, full)]
+            samples[1] *= 1 + full.with_baseline
             prompts = [len(one.token_ids.ids) for one in (request, full)]
             assert prompts[0] * samples[0] == prompts[1] * samples[1]
         else:
+            assert plain.method == call.method
             opened = capture_service_pb2.SubscribeRequest.FromString(message).open
             assert opened.filter.WhichOneof("kind") == "requests"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -131,6 +132,36 @@ async def test_every_sample_is_measured(running) -> None:
     assert all(one.mean_kl > 0.1 for one in found)
 
 
+class Scoring(ScriptedBackend):
+    """Counts the prompt tokens of the scores that run; each runs for a while."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        self.tokens = self.most_tokens = 0
+
+    async def generate(self, job):
+        score = "s@" in job.plan.request_id
+        self.tokens += len(job.prompt) if score else 0
+        self.most_tokens = max(self.most_tokens, self.tokens)
+        async for delta in super().generate(job):
+            if score:
+                await asyncio.sleep(0.01)
+            yield delta
+        self.tokens -= len(job.prompt) if score else 0
+
+
+@pytest.mark.parametrize(("step_tokens", "most"), [(1, 5), (10, 10), (14, 10), (1000, 30)])
+async def test_the_scores_of_a_request_that_run_at_a_time_fit_into_a_step(
+    starter, step_tokens, most
+) -> None:
+    running = await starter(Scoring(info=replace(INFO, step_tokens=step_tokens)))
+    events = await running.client.generate(compared(sampling=Sampling(max_tokens=2, n=6)))
+    assert sorted(one.sample for one in of_kind(events, "divergence")) == [*range(6)]
+    assert all(one.mean_kl > 0.1 for one in of_kind(events, "divergence"))
+    assert running.backend.most_tokens == most
+    await settled(running)
+
+
 @pytest.mark.parametrize("asked", [None, 0, 2])
 async def test_only_the_logprobs_that_were_asked_for_are_sent(running, asked) -> None:
     events = await running.client.generate(
@@ -145,8 +176,6 @@ async def test_only_the_logprobs_that_were_asked_for_are_sent(running, asked) ->
 
 
 async def test_asking_for_more_logprobs_compares_more(starter) -> None:
-    from dataclasses import replace
-
     info = replace(INFO, logprobs=VOCABULARY)
     for asked, listed in ((None, 20), (3, 20), (VOCABULARY, VOCABULARY)):
         running = await starter(ScriptedBackend(info=info))
@@ -270,23 +299,25 @@ async def test_a_client_that_leaves_while_the_baseline_reads_ends_that_too(start
     assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=1, aborted_count=1)
 
 
+@pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("server_wide", [[], [add(scale=0.5)]])
 async def test_a_request_that_is_aborted_while_the_baseline_reads_goes_without_its_divergence(
-    starter, monkeypatch, server_wide
+    starter, monkeypatch, server_wide, samples
 ) -> None:
     monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(Reading())
     await set_global(running, *server_wide)
-    call = running.client.generation.Generate(compared())
-    await until(lambda: bool(jobs(running, "s")))
+    sampling = Sampling(max_tokens=2, n=samples)
+    call = running.client.generation.Generate(compared(sampling=sampling))
+    await until(lambda: len(jobs(running, "s")) == min(samples, 3))  # those that fit into a step
     await running.host.drain(0)
     events = await rest(call)
     assert [one.reason for one in of_kind(events, "finished")] == [
         types_pb2.FINISH_REASON_LENGTH
-    ] * 2
+    ] * (2 * samples)
     assert of_kind(events, "divergence") == []
-    assert events[-1].receipt.generated_token_count == 2
+    assert events[-1].receipt.generated_token_count == 2 * samples
 
 
 async def test_samples_that_are_aborted_are_not_measured(starter) -> None:
