@@ -50,7 +50,7 @@ STEERED_ONE, STEERED_ALL = "one layer steered", "all layers steered"
 CAPTURED, SUBSCRIBED = "one layer captured, in the answer", "one layer captured, to a subscriber"
 LAST_PROMPT = "all layers captured, last prompt token"
 ARMS = (IDLE, STEERED_ONE, STEERED_ALL, CAPTURED, SUBSCRIBED, LAST_PROMPT)
-"""What is asked of this server."""
+"""Kinds of requests that this server is measured with."""
 
 
 class Streamed(NamedTuple):

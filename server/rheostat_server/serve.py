@@ -70,11 +70,12 @@ and a token costs the same.
 """
 
 _FRONT_END_CORES = 8
-"""On a machine with fewer cores the server speaks gRPC itself, unless it is told otherwise."""
+"""Without `--front-ends`, a server on a machine with fewer cores speaks gRPC itself."""
 
 _CORES_PER_FRONT_END = 4
 _MOST_FRONT_ENDS = 8
-"""Without a flag, a server has one front end for so many cores, and at most so many front ends."""
+"""Without `--front-ends`, a server on a larger machine has one front end for each
+`_CORES_PER_FRONT_END` cores, and at most `_MOST_FRONT_ENDS`."""
 
 _LAST_CALLS = 5.0
 """Seconds that calls have to finish after the engine has drained."""

@@ -39,7 +39,7 @@ def show_ranges(ranges: Iterable[range]) -> str:
 
 
 def unknown_sites_text(count: int) -> list[str]:
-    """What is said of ``count`` sites that this client cannot name, behind those that it can."""
+    """Text for ``count`` sites that this client cannot name; it follows the names of the others."""
     sites = "site" if count == 1 else "sites"
     return [f"{count} {sites} unknown to this client"] if count else []
 

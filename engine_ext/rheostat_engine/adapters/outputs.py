@@ -29,10 +29,10 @@ _PUT = "put"
 def receive_outputs(
     collector: Collector, receive: Receive, fail: Callable[[Exception], None]
 ) -> None:
-    """Calls a function with each output of a request, also with one that has come already.
+    """Calls a function with each output of a request, including outputs that are queued already.
 
     Args:
-        collector: from `AsyncLLM.add_request`; nothing may have waited since that call.
+        collector: from `AsyncLLM.add_request`; no task may have awaited the collector since that call.
         receive: is called with each output. Its errors are passed to `fail`.
         fail: is called with an error of the engine. It may not raise an error.
     """

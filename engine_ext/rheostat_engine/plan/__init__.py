@@ -1,1 +1,1 @@
-"""What is done to a request, as data: no torch and no vLLM."""
+"""Plans: the interventions and captures of a request, as data. Imports neither torch nor vLLM."""

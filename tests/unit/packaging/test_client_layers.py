@@ -1,4 +1,4 @@
-"""The client's folders stand on each other, and no module imports one that needs it.
+"""The client's folders import only downwards, and no modules import each other in a circle.
 
 A folder may import what stands to its left in `LAYERS`. `rheostat` itself, which a program imports,
 stands above the folders that it exports from.

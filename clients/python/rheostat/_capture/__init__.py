@@ -1,1 +1,1 @@
-"""What is captured of a request, and captured rows: specs, encodings, rows, runs and files."""
+"""Capture specs and their encodings; captured rows, runs and files."""
