@@ -32,7 +32,7 @@ def receive_outputs(
     """Calls a function with each output of a request, including outputs that are queued already.
 
     Args:
-        collector: from `AsyncLLM.add_request`; no task may have awaited the collector since that call.
+        collector: from `AsyncLLM.add_request`; no task may have waited since that call.
         receive: is called with each output. Its errors are passed to `fail`.
         fail: is called with an error of the engine. It may not raise an error.
     """
