@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 
-from rheostat_engine import Attached, Dropped, Event, Installed, Plan, Released, Report
+from rheostat_engine import Attached, Event, Installed, Plan, Released, Report, Rows
 from rheostat_server.admission import Admitted
 from rheostat_server.baseline import watched_sampling
 from rheostat_server.capture.budget import Share
@@ -179,6 +179,9 @@ class Flight:
 
     def deliver(self, life: Life, event: Event) -> None:
         """Handles an event of a sample from the engine."""
+        if isinstance(event, Rows):
+            self.outlets.feed(life.track, event)
+            return
         if isinstance(event, Installed):
             life.installed = True
             life.known.set()
@@ -194,11 +197,8 @@ class Flight:
             life.tell(event)
             self._close_outlets()
             return
-        elif isinstance(event, Dropped):
-            self._drop(life, event.report)
-            return
         else:
-            self.outlets.feed(life.track, event)
+            self._drop(life, event.report)
             return
         if life.job.has_plan:
             self._put(Item(life, event))

@@ -49,9 +49,13 @@ class Attached:
     """Why the update failed and changed nothing; empty if it did not fail."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Rows:
-    """Captured rows of some sites at the same positions."""
+    """Captured rows of some sites at the same positions.
+
+    Nothing changes it. It is not frozen, because that would triple the time to make one, and a step
+    makes one for each request.
+    """
 
     request_id: str
     sites: tuple[int, ...]
@@ -287,23 +291,25 @@ def split_rows(
     labelled = sum(block.positions * len(block.sites) * block.row_bytes for block in blocks)
     if labelled != len(payload) or any(block.row_bytes < 1 for block in blocks):
         raise ValueError(f"a frame of {len(payload)} bytes labels {labelled}")
-    labels: list[tuple[str, tuple[int, ...], npt.NDArray[np.int32], bytes]] = []
+    plain = np.dtype(_WIRE_DTYPES[head.dtype])
+    every_byte = np.frombuffer(payload, np.uint8)
+    events: list[Rows] = []
     views: list[RowArray] = []
     offset = 0
-    coded, plain = np.dtype(np.uint8), np.dtype(_WIRE_DTYPES[head.dtype])
     for number, sites, start, count, key, row_bytes in blocks:
-        kind = coded if key else plain
-        rows = np.frombuffer(payload, kind, len(sites) * count * row_bytes // kind.itemsize, offset)
-        rows = rows.reshape(len(sites), count, -1)
-        offset += rows.nbytes
+        end = offset + len(sites) * count * row_bytes
+        rows = every_byte[offset:end]
+        offset = end
+        rows = (rows if key else rows.view(plain)).reshape(len(sites), count, -1)
         positions = np.arange(start, start + count, dtype=np.int32)
         if count * row_bytes < _LARGE:
-            labels.append((names[number], sites, positions, key))
+            events.append(Rows(names[number], sites, positions, rows, key))
             views.append(rows)
         else:
-            labels += [(names[number], (site,), positions, key) for site in sites]
-            views += np.split(rows, len(sites))
-    return [
-        Rows(name, sites, positions, data, key)
-        for (name, sites, positions, key), data in zip(labels, copies(views), strict=True)
-    ]
+            for index, site in enumerate(sites):
+                alone = rows[index : index + 1]
+                events.append(Rows(names[number], (site,), positions, alone, key))
+                views.append(alone)
+    for event, data in zip(events, copies(views), strict=True):
+        event.data = data
+    return events

@@ -76,6 +76,8 @@ class Lane:
         if self._start is None:
             self._early.append(rows)
             return []
+        if not self._start:
+            return self._stream.feed(rows)
         if rows.positions[-1] < self._start:
             return []
         if rows.positions[0] < self._start:
@@ -85,8 +87,8 @@ class Lane:
 
     def leave_soon(self, pieces: Sequence[Piece]) -> bool:
         """Whether some of what waits needs no further token."""
-        end = self._row_end(len(self.tokens))
-        return any(len(piece) and piece.positions[0] < end for piece in pieces)
+        end = len(self._prompt) + len(self.tokens) - 1
+        return any(len(piece.positions) and piece.positions[0] < end for piece in pieces)
 
     def lose_from(self, position: int) -> None:
         """Rows from a position on may be missing."""

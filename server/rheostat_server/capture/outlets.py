@@ -36,6 +36,7 @@ class Outlets:
 
     def remove(self, tap: Tap) -> None:
         """A tap takes nothing more."""
+        # Another list, because `feed` may be going over the old one.
         self._taps = [one for one in self._taps if one[0] is not tap]
 
     def add_writer(self, writer: SinkWriter) -> None:
@@ -59,7 +60,7 @@ class Outlets:
 
     def feed(self, track: Track, rows: Rows) -> None:
         """Takes rows."""
-        for tap in self._each():
+        for tap, _ in self._taps:
             tap.feed(track, rows)
 
     def release(self, track: Track, released: Released) -> None:

@@ -16,6 +16,9 @@ from rheostat_wire.dtypes import StoredArray
 
 Positions = npt.NDArray[np.int32]
 
+_NO_POSITIONS: Positions = np.empty(0, np.int32)
+_NO_ROWS: StoredArray = np.empty((0, 0, 0), np.float32)
+
 
 class Queue(Protocol):
     """Where pieces wait, of some sites at the same positions."""
@@ -89,6 +92,16 @@ class Piece:
             self._keep(slice(cut, None), cut)
         return taken
 
+    def ends_by(self, frontier: int) -> bool:
+        """Whether all positions that wait lie below one, and follow one another."""
+        return self._first is not None and self._first + len(self.positions) <= frontier
+
+    def take_all(self) -> tuple[Positions, StoredArray]:
+        """All positions and their rows, which wait no more. The caller counts that in the meter."""
+        taken = self.positions, self.data
+        self._empty()
+        return taken
+
     def give_up(self) -> None:
         """Loses what still waits."""
         if len(self.positions):
@@ -126,8 +139,7 @@ class Piece:
     def _empty(self) -> None:
         """Holds nothing any more, not even memory: a slice would keep all of it."""
         self._first = None
-        self.positions = np.empty(0, self.positions.dtype)
-        self.data = np.empty((len(self.sites), 0, self.data.shape[2]), self.data.dtype)
+        self.positions, self.data = _NO_POSITIONS, _NO_ROWS
 
 
 def common(parts: Iterable[Positions]) -> Positions:

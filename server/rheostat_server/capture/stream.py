@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Rows, Site, Spans
+from rheostat_engine import OPEN_END, Rows, Site, Spans
 from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.pieces import Piece, Positions, common
 from rheostat_server.capture.row_tensors import SiteRows, encoding_work, tensor_of
@@ -92,6 +92,9 @@ class CaptureStream:
 
     def feed(self, rows: Rows) -> list[Piece]:
         """Takes rows; what of them waits."""
+        if len(self._specs) == 1:
+            (only,) = self._specs.values()
+            return only.feed(rows)
         return [piece for spec in self._specs.values() for piece in spec.feed(rows)]
 
     def drop(self, numbers: Collection[int]) -> None:
@@ -170,6 +173,9 @@ class _SpecRows:
         self._held = held
         self._prompt_len = prompt_len
         self._starts, self._ends = capture.selection.edges
+        whole = len(self._starts) == 1 and self._ends[0] >= OPEN_END
+        self._whole = int(self._starts[0]) if whole else None
+        """Position from which on every row is taken; None: see the spans."""
         self._keys = {
             index: form.key
             for index, forms in (capture.forms.items() if capture.row_encodings else ())
@@ -202,6 +208,8 @@ class _SpecRows:
         positions, data = rows.positions, rows.data
         if not mine.sites or not len(self._starts) or not len(positions):
             return []
+        if self._whole is not None and self._whole <= positions[0]:
+            return self._rows.put(mine.sites, mine.at, positions, data, made=bool(rows.encoding))
         span = int(self._starts.searchsorted(positions[0], "right")) - 1
         if span < 0 or positions[-1] >= self._ends[span]:
             spans = self._starts.searchsorted(positions, "right") - 1

@@ -64,8 +64,11 @@ class Waiting:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row that waits; 0: none does."""
-        data = next((pieces[0].data for pieces in self._queues.values()), None)
-        return 0 if data is None else data.shape[2] * data.itemsize
+        for pieces in self._queues.values():
+            for piece in pieces:
+                if len(piece.positions):
+                    return int(piece.data.shape[2]) * piece.data.itemsize
+        return 0
 
     def put(
         self,
@@ -197,6 +200,8 @@ class Waiting:
         only rows in their form.
         """
         several = len(self._queues) > 1  # of one queue all sites have the same
+        if not several and self._fits(frontier, most):
+            return frontier
         rooms: dict[int, int] = {}
         made: dict[int, bool] = {}
         for piece in self._ascending():
@@ -213,6 +218,19 @@ class Waiting:
             for site in sites:
                 rooms[site] = rooms.get(site, most) - count
         return frontier
+
+    def _fits(self, frontier: int, most: int) -> bool:
+        """Whether the only queue has nothing at or above a position, and at most so many below.
+
+        This holds nearly always, and saves going over sites and positions.
+        """
+        for pieces in self._queues.values():
+            made = pieces[0].made
+            for piece in pieces:
+                most -= len(piece.positions)
+                if most < 0 or piece.made != made or not piece.ends_by(frontier):
+                    return False
+        return True
 
     def _ascending(self) -> Iterator[Piece]:
         """All pieces of which something waits, by their first position."""
@@ -241,6 +259,14 @@ class Waiting:
         pieces = self._queues[sites]
         made = False
         taken: list[tuple[Positions, StoredArray]] = []
+        while pieces and pieces[0].ends_by(frontier):
+            piece = pieces.popleft()
+            made = piece.made
+            taken.append(piece.take_all())
+        if taken:
+            count = sum(len(positions) for positions, _ in taken)
+            size = sum(data.nbytes for _, data in taken)
+            self._meter.add(-size, -count * len(sites), -len(taken))
         while pieces:
             piece = pieces[0]
             if piece.below(frontier):
@@ -274,9 +300,9 @@ class Waiting:
 
 def _strip(pieces: deque[Piece]) -> None:
     """Removes what was given up at the ends of a queue."""
-    while pieces and not len(pieces[0]):
+    while pieces and not len(pieces[0].positions):
         pieces.popleft()
-    while pieces and not len(pieces[-1]):
+    while pieces and not len(pieces[-1].positions):
         pieces.pop()
 
 
