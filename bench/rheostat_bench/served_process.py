@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import rheostat
 from rheostat_bench.shapes import write_shape
+from rheostat_server.limits import REQUESTS_BYTES
 from rheostat_server.vllm_engine import DEMO_MODEL
 
 _STARTUP = 300.0
@@ -44,9 +45,9 @@ MEMORY = {
 """MiB that a server may take for each purpose, by the name of its flag."""
 GROWING = ("staging", "buffers", "subscriptions", "vector-store", "runs")
 """Those of which an idle server has taken nothing."""
-ALLOWED_GROWTH = (sum(MEMORY[name] for name in GROWING) + 256) * MIB
-"""Bytes that a server may take beyond what it takes when it is idle. 256 MiB of them are for
-messages on their way, and for freed memory that Python keeps."""
+ALLOWED_GROWTH = sum(MEMORY[name] for name in GROWING) * MIB + REQUESTS_BYTES
+"""Bytes that a server may take beyond what it takes when it is idle: what its flags allow, and
+requests. Freed memory that the C library keeps must fit into it too."""
 
 
 class Died(Exception):

@@ -8,7 +8,7 @@ CONTROL_MESSAGE_BYTES = 4 * MIB
 TENSOR_MESSAGE_BYTES = 16 * MIB
 """Largest request of the other services, in bytes. gRPC itself refuses larger requests."""
 
-REQUESTS_BYTES = 512 * MIB
+REQUESTS_BYTES = 256 * MIB
 """Bytes of all requests larger than `OFFLOAD_BYTES`, while their calls run."""
 
 CONTROL_RPCS = 64
