@@ -157,7 +157,7 @@ class ServerConfig:
     spool_bytes: int = 16384 * _MIB
     """Bytes of disk that they may take there."""
 
-    subscriptions_bytes: int = 1024 * _MIB
+    subscriptions_bytes: int = 2048 * _MIB
     """Memory of the server for captured rows on their way to subscribers, all together; what a
     subscriber has not acknowledged counts."""
 

@@ -215,7 +215,7 @@ async def test_no_row_waits_for_later_rows_where_memory_is_short() -> None:
     deliveries.feeds = 256
     reservoir, tap = fed(deliveries, limit=16 * ROW)
     assert one_by_one(reservoir) == []
-    tap.feed(TRACK, rows(1, 4))
+    tap.feed(TRACK, rows(1, 6))
     assert one_by_one(reservoir) == [1]
 
 
