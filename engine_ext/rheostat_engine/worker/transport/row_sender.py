@@ -156,6 +156,7 @@ class RowSender:
         self._queue: queue.SimpleQueue[Frame | _PendingRows | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending_bytes = 0
+        """Bytes of rows that have no range of the staging area yet."""
         self._lost_rows = 0
         self._next_log: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="rheostat-rows", daemon=True)
@@ -237,9 +238,7 @@ class RowSender:
                 if isinstance(queued, Frame):
                     self._event_sender.send(queued)
                     continue
-                frame = self._send_off(queued)
-                self._count(-queued.bytes)
-                self._event_sender.send(frame)
+                self._event_sender.send(self._send_off(queued))
 
     def _send_off(self, pending: _PendingRows) -> Frame:
         """Launches the copies of rows; returns their frame."""
@@ -253,6 +252,7 @@ class RowSender:
         except Exception:  # any error, because the engine must go on and the requests get a report
             self._log_failure("captured rows could not leave the device and are lost")
             self._lost_rows += len(pending.rows)
+            self._count(-pending.bytes)
             return Frame(head.without_rows)
         finally:
             pending.launched.set()  # the step thread may wait for it in `Ring.reserve`
@@ -266,14 +266,14 @@ class RowSender:
         if self._stream is not None and pending.written is not None:
             self._stream.wait_event(pending.written)
         try:
-            staging_range = self._pack(pending.rows, pending.groups)
+            staging_range = self._pack(pending, pending.groups)
         except Exception:  # most likely the device has no memory left, which raw rows do not need
             if all(group.encoding is None for group in pending.groups):
                 raise
             self._log_failure("captured rows could not be encoded and leave raw")
             self.plain_rows += sum(group.rows for group in pending.groups if group.encoding)
             head = head.as_raw
-            staging_range = self._pack(pending.rows, [Group(None, len(pending.rows))])
+            staging_range = self._pack(pending, [Group(None, len(pending.rows))])
         return msgspec.structs.replace(head, staging_range=staging_range)
 
     def _fence(self) -> Fence | None:
@@ -290,17 +290,25 @@ class RowSender:
             self._next_log[message] = time.monotonic() + _LOG_INTERVAL
             _LOG.exception("%s; so may be others within %.0f s", message, _LOG_INTERVAL)
 
-    def _pack(self, rows: torch.Tensor, groups: Sequence[Group]) -> StagingRange:
-        size = packed_bytes(rows, groups)
+    def _pack(self, pending: _PendingRows, groups: Sequence[Group]) -> StagingRange:
+        """Reserves a range and launches the copies into it.
+
+        From then on the area counts the rows. Paced copies take a while to launch, and rows of the
+        next steps would find no room if the rows also counted as pending.
+        """
+        size = packed_bytes(pending.rows, groups)
         with self._lock:
             staging_range = self.area.reserve(size)
-        if staging_range is None:
-            raise _StagingFull(f"{size} bytes of rows do not fit beside the rows that wait")
+            if staging_range is None:
+                raise _StagingFull(f"{size} bytes of rows do not fit beside the rows that wait")
+            self._pending_bytes -= pending.bytes
+        target = self.area[staging_range]
         try:
-            pack(rows, groups, self.area[staging_range], scratch=self.scratch, copies=self._copies)
+            pack(pending.rows, groups, target, scratch=self.scratch, copies=self._copies)
         except BaseException:
             with self._lock:
                 self.area.ranges.give_back(staging_range)
+                self._pending_bytes += pending.bytes
             raise
         return staging_range
 

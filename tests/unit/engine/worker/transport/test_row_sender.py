@@ -120,6 +120,28 @@ def check(events: list[Event], wanted: dict[int, RowEncoding | None], positions:
     assert found == Counter((site, p) for site in wanted for p in positions)
 
 
+def test_rows_that_are_being_copied_take_their_room_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    copy = PacedCopies.copy
+
+    def paused(self: PacedCopies, target: torch.Tensor, values: torch.Tensor) -> None:
+        copying.set()
+        assert go_on.wait(10)
+        copy(self, target, values)
+
+    monkeypatch.setattr(PacedCopies, "copy", paused)
+    row_sender = RowSender(EventSender(server.address), CPU, server.area, scratch=1)
+    rows = torch.zeros(server.area.size * 3 // 4 // (4 * WIDTH), WIDTH)
+    head = RowsHead(0, "float32", WIDTH, [], b"", b"", b"", b"")
+    row_sender.send_rows(head, rows, [Group(None, len(rows))])
+    assert copying.wait(10)
+    assert row_sender.free_bytes == server.area.size - rows.nbytes
+    go_on.set()
+    row_sender.close()
+
+
 @pytest.mark.parametrize("scratch", [1, 1000, 1 << 20])
 def test_several_forms_of_a_step_leave_together_through_a_ring_that_goes_round(
     server: Server, scratch: int
