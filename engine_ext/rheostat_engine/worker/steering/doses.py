@@ -72,6 +72,43 @@ class Doses:
         return measured
 
 
+class _Entries(NamedTuple):
+    """Measured acts as columns, [n] each, by act, then site."""
+
+    acts: Int64
+    sites: Int64
+    dose_slots: Int64
+    factors: npt.NDArray[np.float64]
+    """The factor for the sums of an addition; 1 for any other act."""
+    added: npt.NDArray[np.bool_]
+    """Whether the act is an addition."""
+    alone: bool
+    """Whether each act has one measurement at a site, so that there is nothing to add up."""
+
+    def part(self, wanted: npt.NDArray[np.bool_]) -> "_Entries":
+        """The entries of a mask, [n]."""
+        return _Entries(
+            self.acts[wanted],
+            self.sites[wanted],
+            self.dose_slots[wanted],
+            self.factors[wanted],
+            self.added[wanted],
+            self.alone,
+        )
+
+
+def _sums(values: npt.NDArray[np.float64], groups: Int64, count: int) -> npt.NDArray[np.float64]:
+    """The sum of each of `count` groups."""
+    return np.bincount(groups, values, count).astype(np.float64, copy=False)
+
+
+def _largest(values: npt.NDArray[np.float64], groups: Int64, count: int) -> npt.NDArray[np.float64]:
+    """The largest value, at least 0, of each of `count` groups."""
+    largest = np.zeros(count)
+    np.maximum.at(largest, groups, values)
+    return largest
+
+
 class Measures:
     """The measurements of a table of acts, shared by all requests with the table.
 
@@ -134,31 +171,40 @@ class Measures:
             measured: [sites, slots, 4]: the request's dose slots.
             first_act: index of the table's first act in the request's plan.
         """
-        acts, sites, dose_slots, factors = self._columns
-        values = measured[sites, dose_slots].astype(np.float64)
+        entries = self._columns
+        values = measured[entries.sites, entries.dose_slots].astype(np.float64)
         keep = values[:, 0] > 0
-        values, factors = values[keep], factors[keep]
-        count = measured.shape[0]
-        names, which = np.unique(acts[keep] * count + sites[keep], return_inverse=True)
-        added = factors >= 0
-        factor = np.where(added, factors, 1.0)
-        rows, share = values[:, 0], values[:, 2] * factor
-        change = np.where(added, rows * factor, values[:, 1])
-        largest = np.zeros(len(names))
-        np.maximum.at(largest, which, values[:, 3] * factor)
-        totals = [np.bincount(which, of, len(names)).tolist() for of in (rows, change, share)]
-        acts_of, sites_of = (first_act + names // count).tolist(), (names % count).tolist()
-        counts = [round(total) for total in totals[0]]
-        columns = (acts_of, sites_of, counts, *totals[1:], largest.tolist())
-        return list(zip(*columns, strict=True))
+        if not keep.all():
+            entries, values = entries.part(keep), values[keep]
+        rows, share = values[:, 0], values[:, 2] * entries.factors
+        change = np.where(entries.added, rows * entries.factors, values[:, 1])
+        largest = values[:, 3] * entries.factors
+        acts, sites = entries.acts, entries.sites
+        if not entries.alone:
+            count = measured.shape[0]
+            names, which = np.unique(acts * count + sites, return_inverse=True)
+            acts, sites = names // count, names % count
+            rows = _sums(rows, which, len(names))
+            change = _sums(change, which, len(names))
+            share = _sums(share, which, len(names))
+            largest = _largest(largest, which, len(names))
+        counts = np.rint(rows).astype(np.int64)
+        columns = (first_act + acts, sites, counts, change, share, largest)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
     @cached_property
-    def _columns(self) -> tuple[Int64, Int64, Int64, npt.NDArray[np.float64]]:
+    def _columns(self) -> _Entries:
         """The entries as columns, once all of them were noted."""
-        columns = np.array(self._entries, np.float64).reshape(-1, 4).T
-        acts, sites, dose_slots = columns[:3].astype(np.int64)
+        listed = np.array(self._entries, np.float64).reshape(-1, 4)
+        listed = listed[np.lexsort((listed[:, 1], listed[:, 0]))]
+        acts, sites, dose_slots = listed[:, :3].astype(np.int64).T
+        factors = listed[:, 3]
         self._entries.clear()
-        return acts, sites, dose_slots, columns[3]
+        added = factors >= 0
+        again = (np.diff(acts) == 0) & (np.diff(sites) == 0)
+        return _Entries(
+            acts, sites, dose_slots, np.where(added, factors, 1.0), added, alone=not again.any()
+        )
 
     def _factor(self, act: Act, row: int) -> float:
         """The factor for the sums of an addition; negative for any other act."""

@@ -35,6 +35,8 @@ from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vector
 _SLOT, _DOSE_SLOT, _RULE = range(3)
 _DOSE_SLOTS, _VARIANTS = range(2)
 
+_NO_VARIANTS: Int32 = np.zeros(0, np.int32)
+
 
 class Part(NamedTuple):
     """The acts of a request from a position on."""
@@ -155,7 +157,7 @@ class Steering:
         """
         old = before or RequestSteering()
         if acts is None:
-            part = Part(first, None, SlotRange(0, 0), np.zeros(0, np.int32))
+            part = Part(first, None, SlotRange(0, 0), _NO_VARIANTS)
         else:
             part = self._part(acts, first, old)
         applied = RequestSteering((*old.parts, part))
@@ -227,14 +229,12 @@ class Steering:
             raise
         count = built_table.measures.dose_slots
         dose_slots = self._doses.acquire(count, old.dose_slots) if old.measured else None
-        start = dose_slots.start if dose_slots is not None else 0
-        at = np.where((ruled.dose_slots > 0) & (start > 0), start + ruled.dose_slots - 1, 0)
-        return Part(
-            first,
-            built_table,
-            dose_slots,
-            self.rules.add_variants(ruled.slots, at.astype(np.int32)),
-        )
+        variants = _NO_VARIANTS
+        if len(ruled.slots):
+            start = dose_slots.start if dose_slots is not None else 0
+            at = np.where((ruled.dose_slots > 0) & (start > 0), start + ruled.dose_slots - 1, 0)
+            variants = self.rules.add_variants(ruled.slots, at.astype(np.int32))
+        return Part(first, built_table, dose_slots, variants)
 
     def _put(self, number: int, applied: RequestSteering) -> None:
         segments = [Segment(0, 0, (0, 0))]

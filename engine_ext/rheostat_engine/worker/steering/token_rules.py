@@ -116,7 +116,8 @@ class TokenRules:
 
     def remove_variants(self, starts: Int32) -> None:
         """Removes the variants that begin at `starts`."""
-        self._free += (starts // VARIANTS).tolist()
+        if len(starts):
+            self._free += (starts // VARIANTS).tolist()
 
     def flush(self) -> None:
         """Copies new variants to the device."""
