@@ -63,7 +63,9 @@ async def subscribe(
     try:
         if not wish.HasField("resume"):
             await attach(subscription)
-        hearing = asyncio.create_task(_hear(messages, subscription, call, left))
+        hearing = asyncio.create_task(
+            _hear(messages, subscription, call, left, subscriptions.forsake)
+        )
         responding = subscription.messages(
             call, wish.credit_bytes, interrupter(), batched=wish.batches
         )
@@ -107,15 +109,30 @@ async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.Subs
 
 
 async def _hear(
-    messages: AsyncIterator[Message], subscription: Subscription, call: object, left: asyncio.Event
+    messages: AsyncIterator[Message],
+    subscription: Subscription,
+    call: object,
+    left: asyncio.Event,
+    discard: Callable[[Subscription], None],
 ) -> None:
-    """Carries out the client's messages. An invalid message ends the call."""
+    """Carries out the client's messages. An invalid message ends the call.
+
+    Args:
+        messages: the client's messages.
+        subscription: the subscription that the call reads.
+        call: identifies the call.
+        left: set when the client leaves.
+        discard: ends a subscription, and drops the events that wait.
+    """
     try:
         async for message in messages:
             if not subscription.read_by(call):
                 return
             if message.HasField("leave"):
                 left.set()
+                if message.leave.end:
+                    subscription.leave(call)  # the call ends with OK, not with the error
+                    discard(subscription)
                 subscription.interrupt(call, Superseded("its client has left"))
                 return
             _do(message, subscription)

@@ -18,6 +18,7 @@ from .rows_server import (
     RowsServer,
     ends_of,
     expected,
+    inner,
     rows_of,
     until,
     until_ends,
@@ -214,6 +215,34 @@ def test_leaving_a_server_that_is_gone_takes_no_time(kind):
     until_ends(subscription)
     running.stop()
     subscription.leave()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_subscription_that_is_closed_without_a_connection_ends_once_there_is_one(
+    running, subscriber, monkeypatch, caplog, forgotten
+):
+    for module in ("subscription", "aio_subscription", "worker"):
+        monkeypatch.setattr(f"rheostat._subscriptions.{module}.CLOSE_TIMEOUT", 0.2)
+    subscription = subscriber.subscribe(capture=ONE, every=True, credit=ROW)
+    running.generate("a")
+    connection = inner(subscription)._worker._connection
+    begin_call, reachable = connection.bidi, threading.Event()
+
+    def bidi(*arguments):
+        if not reachable.is_set():
+            raise rheostat.Unavailable("no route to the server")
+        return begin_call(*arguments)
+
+    monkeypatch.setattr(connection, "bidi", bidi)
+    subscriber.cut(subscription)
+    subscription.close()
+    assert "has not confirmed it" in caplog.text
+    assert running.ask(len) == 1
+    if forgotten:
+        del subscription
+        gc.collect()
+    reachable.set()
+    until(lambda: running.ask(len) == 0)
 
 
 def test_a_call_that_another_took_over_hands_nothing_more_over(running, subscriber):

@@ -14,7 +14,7 @@ from rheostat_server.capture import spillway
 from rheostat_server.capture import spool as disk
 from rheostat_server.capture.leaving import Chunk
 from rheostat_server.errors import SpoolFailed
-from rheostat_wire.v1 import capture_pb2, types_pb2
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, types_pb2
 
 from .conftest import rest
 from .fakes import ScriptedBackend
@@ -57,6 +57,22 @@ def stalled(filter=EVERY, layers=(0, 1), **fields):
     """A subscription that may send nothing and keeps little in memory."""
     fields = {"credit": 0, "buffer_bytes": 3 * ROW, "overload": SPILL, **fields}
     return opening(filter, [wanted(*layers)] if layers else [], **fields)
+
+
+async def test_a_client_that_ends_its_subscription_is_sent_nothing_more(spooling, tmp_path) -> None:
+    one = await Subscriber.open(spooling, stalled())
+    await generate(spooling, "a", tokens=9)
+    await until(lambda: files(tmp_path))
+    read = len(one.events)
+    await one.call.write(Message(leave=capture_service_pb2.SubscribeLeave(end=True)))
+    assert await asyncio.wait_for(one.call.read(), 10) is grpc.aio.EOF
+    assert (len(one.events), await one.call.code()) == (read, Code.OK)
+    assert len(spooling.host.subscriptions) == 0
+    assert (await settled(spooling)).spooled_row_count == 0
+    await until(lambda: not files(tmp_path))
+    two = Subscriber(spooling)
+    await two.call.write(Message(open=resuming(one.name, after=0)))
+    assert (await failure(two)).code == Code.NOT_FOUND
 
 
 async def test_a_reader_that_stands_still_gets_every_row_in_order(spooling, tmp_path) -> None:

@@ -78,7 +78,7 @@ class Subscription(SubscriptionInfo):
 
 def _abandon(loop: asyncio.AbstractEventLoop, worker: SubscriptionWorker) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has been closed, and its calls with it
-        loop.call_soon_threadsafe(worker.drop)
+        loop.call_soon_threadsafe(worker.abandon)
 
 
 class SubscriptionWorker(BaseWorker):
@@ -177,20 +177,29 @@ class SubscriptionWorker(BaseWorker):
     async def close(self) -> None:
         """End the subscription, and wait until the server has ended it."""
         self._begin_close()
-        await self._drop_after_end()
+        try:
+            await self._wait_for_end()
+        except asyncio.CancelledError:
+            self.drop()
+            raise
+        self._warn_unless_ended()
 
     async def leave(self) -> None:
         """End the call alone, once the server has taken the acknowledgements."""
-        if self._begin_leave():
-            await self._drop_after_end()
-        self.drop()
-
-    async def _drop_after_end(self) -> None:
         try:
-            if self._task is not None:
-                await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
+            if self._begin_leave():
+                await self._wait_for_end()
         finally:
             self.drop()
+
+    def abandon(self) -> None:
+        """End the call, unless the subscription is being closed."""
+        if not self._closing:
+            self.drop()
+
+    async def _wait_for_end(self) -> None:
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
 
     async def _wait(self, timeout: float | None) -> None:
         """Until something has changed."""

@@ -12,7 +12,7 @@ from rheostat._subscriptions.state import SubscriptionState
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
 
-_LOG = logging.getLogger("rheostat")
+LOG = logging.getLogger("rheostat")
 """Without a handler of the program's own, Python prints its warnings on stderr."""
 
 
@@ -30,7 +30,7 @@ class ReconnectPolicy:
         """A message arrived, so the connection works again."""
         if self._since is not None:
             lasted = time.monotonic() - self._since
-            _LOG.warning(
+            LOG.warning(
                 "subscription %s continues after %.1f s; no event is lost", self._state.id, lasted
             )
         self._since, self._pause = None, 0.0
@@ -45,7 +45,7 @@ class ReconnectPolicy:
         now, timeout = time.monotonic(), self._state.reconnect_timeout
         if self._since is None:
             self._since = now
-            _LOG.warning(
+            LOG.warning(
                 "the connection to %s was lost; trying for %g s to resume subscription %s",
                 self._target,
                 timeout,

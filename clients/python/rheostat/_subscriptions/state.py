@@ -203,10 +203,13 @@ class SubscriptionState:
         """Acknowledge at once."""
         self._flush = True
 
-    def leave_requests(self) -> list[_Request]:
-        """The last requests of a call: the acknowledgement, and that the client leaves."""
+    def leave_requests(self, *, end: bool = False) -> list[_Request]:
+        """The last requests of a call: the acknowledgement, and that the client leaves.
+
+        ``end`` ends the subscription too.
+        """
         self.flush()
-        leave = _Request(leave=capture_service_pb2.SubscribeLeave())
+        leave = _Request(leave=capture_service_pb2.SubscribeLeave(end=end))
         return [message for message in self.due_requests() if message.HasField("ack")] + [leave]
 
     def discard(self) -> None:

@@ -78,7 +78,9 @@ class Subscription(SubscriptionInfo):
     def close(self) -> None:
         """End the subscription and drop events that were not read. Wakes the thread that iterates.
 
-        Does nothing if it has ended already.
+        Returns when the server has ended it, or after 5 seconds. Then a warning is logged, and the
+        client tries on in the background; the server drops the subscription after its resume window
+        at the latest. Does nothing if it has ended already.
         """
         self._worker.close()
 
@@ -109,6 +111,11 @@ class SubscriptionWorker(BaseWorker):
         self._abandoned = False
         """Whether the program has dropped the `Subscription`."""
 
+    @property
+    def _left_alone(self) -> bool:
+        """Whether the program has dropped the `Subscription` without closing it."""
+        return self._abandoned and not self._closing
+
     def _notify(self) -> None:
         self._changed.notify_all()
 
@@ -119,7 +126,7 @@ class SubscriptionWorker(BaseWorker):
         """Call until the subscription has ended. The thread runs this."""
         failure: RheostatError | None = ended_early_error()
         try:
-            while not (self._ended or self._leaving or self._abandoned):
+            while not (self._ended or self._leaving or self._left_alone):
                 try:
                     self._call()
                 except RheostatError as error:
@@ -145,7 +152,7 @@ class SubscriptionWorker(BaseWorker):
         try:
             for message in responses:
                 self._receive(message)
-                if self._abandoned:
+                if self._left_alone:
                     return
         finally:
             responses.cancel()
@@ -190,7 +197,7 @@ class SubscriptionWorker(BaseWorker):
         with self._changed:
             self._begin_close()
             self._changed.wait_for(lambda: self._ended, CLOSE_TIMEOUT)
-        self.drop()
+            self._warn_unless_ended()
 
     def abandon(self) -> None:
         """Leave it with the next message, a heartbeat at the latest.

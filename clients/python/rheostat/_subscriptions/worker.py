@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from rheostat._connection.channel import ConnectionBase
 from rheostat._errors import Aborted, RheostatError
 from rheostat._subscriptions.events import SubscriptionEvent
-from rheostat._subscriptions.reconnect import ReconnectPolicy
-from rheostat._subscriptions.state import SubscriptionState, closed_error
+from rheostat._subscriptions.reconnect import LOG, ReconnectPolicy
+from rheostat._subscriptions.state import CLOSE_TIMEOUT, SubscriptionState, closed_error
 from rheostat_wire.v1 import capture_service_pb2
 
 
@@ -45,6 +45,8 @@ class BaseWorker(ABC):
         """Whether the server was asked to end the subscription, or will be when a call begins."""
         self._leaving = False
         """Whether the server was asked to end the call, and to keep the subscription."""
+        self._closing = False
+        """Whether the server was asked to drop what it has not sent, or will be."""
         self._stopped = False
         """Whether the reader gets no further event."""
         self._closer: object = None
@@ -66,8 +68,15 @@ class BaseWorker(ABC):
     def _begin_call(self, responses: RunningCall) -> None:
         self._responses = responses
         responses.send(self._state.opening_request())
-        if self._finishing:
+        if self._closing:
+            self._send_end()
+        elif self._finishing:
             responses.send(None)
+
+    def _send_end(self) -> None:
+        """Ask the server to end the subscription now."""
+        for request in (*self._state.leave_requests(end=True), None):
+            self._send(request)
 
     def _receive(self, message: capture_service_pb2.SubscribeResponse) -> None:
         with self._lock:
@@ -128,10 +137,27 @@ class BaseWorker(ABC):
         self._end(None)
 
     def _begin_close(self) -> None:
+        """Ask the server to end the subscription. Without a connection, the next call asks."""
         self._stop_delivery()
         self._state.discard()
-        self.finish()
+        if not (self._closing or self._ended):
+            self._closing = True
+            if not self._finishing:  # otherwise this call takes no further request
+                self._finishing = True
+                self._send_end()
         self._notify()
+
+    def _warn_unless_ended(self) -> None:
+        """Tell the program if the server has not confirmed that a closed subscription ended."""
+        if not self._ended:
+            LOG.warning(
+                "subscription %s is closed, but %s has not confirmed it within %g s; trying again "
+                "in the background for %g s, after which the server drops it",
+                self._state.id,
+                self._target,
+                CLOSE_TIMEOUT,
+                self._state.reconnect_timeout,
+            )
 
     def _begin_leave(self) -> bool:
         """Ask the server to end the call alone. False if there is no call to leave."""

@@ -85,7 +85,7 @@ class SubscribeRequest(_message.Message):
 
     @_builtins.property
     def leave(self) -> Global___SubscribeLeave:
-        """Ends the call, not the subscription."""
+        """Ends the call, and the subscription only if it says so."""
 
     def __init__(
         self,
@@ -115,12 +115,17 @@ class SubscribeLeave(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    END_FIELD_NUMBER: _builtins.int
+    end: _builtins.bool
+    """Ends the subscription too. The server drops the events that it has not sent."""
     def __init__(
         self,
+        *,
+        end: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
