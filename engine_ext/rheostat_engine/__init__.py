@@ -15,7 +15,12 @@ from rheostat_engine.channel.events import (
 )
 from rheostat_engine.channel.staging import StagingError
 from rheostat_engine.channel.worker_channel import WorkerChannel
-from rheostat_engine.front_end import prepare_front_end, receive_outputs, stop_front_end
+from rheostat_engine.front_end import (
+    prepare_front_end,
+    receive_outputs,
+    stop_front_end,
+    watch_scheduler,
+)
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.plan.acts import (
     OPEN_END,
@@ -96,4 +101,5 @@ __all__ = [
     "stop_front_end",
     "update_captures",
     "update_steering",
+    "watch_scheduler",
 ]

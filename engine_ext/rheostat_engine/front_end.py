@@ -4,6 +4,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import SchedulerStats
+
     from rheostat_engine.adapters.output_handler import OutputReader
     from rheostat_engine.adapters.outputs import Collector, Receive
 
@@ -25,6 +28,17 @@ async def stop_front_end(llm: "OutputReader") -> None:
     from rheostat_engine.adapters.output_handler import stop_output_handler
 
     await stop_output_handler(llm)
+
+
+def watch_scheduler(llm: "AsyncLLM", record: "Callable[[SchedulerStats], None]") -> None:
+    """Calls `record` with the scheduler's statistics of each step; see `adapters.scheduler_stats`.
+
+    Raises:
+        RuntimeError: the engine's output handler runs already.
+    """
+    from rheostat_engine.adapters import scheduler_stats
+
+    scheduler_stats.watch_scheduler(llm, record)
 
 
 def receive_outputs(

@@ -14,16 +14,15 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rheostat_engine import EngineSettings, engine_kwargs, prepare_front_end
+from rheostat_engine import EngineSettings, engine_kwargs, prepare_front_end, watch_scheduler
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import EngineFailed, ModelNotFound
 from rheostat_server.host import QueueStats
 from rheostat_server.loras import Lora, lora_arguments, read_loras
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import SchedulerStats
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,13 +49,14 @@ class QueueCounter:
         """Forgets all reports."""
         self.stats = QueueStats()
 
-    def add(self, *, running: int, waiting: int, queried: int, hit: int) -> None:
-        """Takes one report."""
+    def add(self, report: "SchedulerStats") -> None:
+        """Takes the report of a step."""
+        cache = report.prefix_cache_stats
         self.stats = QueueStats(
-            running,
-            waiting,
-            self.stats.prefix_queried_token_count + queried,
-            self.stats.prefix_hit_token_count + hit,
+            report.num_running_reqs,
+            report.num_waiting_reqs,
+            self.stats.prefix_queried_token_count + cache.queries,
+            self.stats.prefix_hit_token_count + cache.hits,
         )
 
 
@@ -170,11 +170,12 @@ def _start(
         **lora_arguments(loras, cpu=device == "cpu"),
     }
     prepare_front_end()
+    arguments["disable_log_stats"] = False  # the scheduler counts for GetStats
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     counter = QueueCounter()
+    watch_scheduler(llm, counter.add)
     return LoadedEngine(
-        AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), stat_loggers=[_logger_factory(counter)]
-        ),
+        llm,
         settings,
         counter,
         device,
@@ -218,39 +219,6 @@ def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
         "shutdown_timeout": int(config.drain_grace) + 1,
     }
     return {name: value for name, value in wanted.items() if value is not None}
-
-
-def _logger_factory(counter: QueueCounter) -> "type[StatLoggerBase]":
-    from vllm.v1.metrics.loggers import StatLoggerBase
-    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
-
-    class Logger(StatLoggerBase):
-        """Hands the scheduler's reports on."""
-
-        def __init__(self, vllm_config: "VllmConfig", engine_index: int = 0) -> None:
-            """Nothing to set up."""
-
-        def record(
-            self,
-            scheduler_stats: SchedulerStats | None,
-            iteration_stats: IterationStats | None,
-            mm_cache_stats: MultiModalCacheStats | None = None,
-            engine_idx: int = 0,
-        ) -> None:
-            """Takes a report."""
-            if scheduler_stats is not None:
-                cache = scheduler_stats.prefix_cache_stats
-                counter.add(
-                    running=scheduler_stats.num_running_reqs,
-                    waiting=scheduler_stats.num_waiting_reqs,
-                    queried=cache.queries,
-                    hit=cache.hits,
-                )
-
-        def log_engine_initialized(self) -> None:
-            """Nothing to say."""
-
-    return Logger
 
 
 def what_happened(error: Exception) -> str:
