@@ -256,7 +256,7 @@ def admit_now(
         compiled = _compile(own, captures, context, desk)
         if compiled_before is not None and key is not None:
             compiled_before.add(key, compiled, lookups)
-    plan, wanted = observe(compiled.plan, captures, wanted)
+    plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
     baseline = None
     if request.with_baseline:
         without = compile_plan(candidate.request_id, compiled.server_wide, captures)

@@ -18,7 +18,7 @@ Invariant: a request that finds an entry is admitted exactly as if it were compi
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rheostat_engine import Plan
@@ -30,6 +30,7 @@ from rheostat_server.limits import (
     COMPILED_REQUEST_BYTES,
     COMPILED_REQUESTS,
 )
+from rheostat_server.planning import ObservedPlans
 from rheostat_server.selection import SelectionContext
 from rheostat_server.steering import Intervention
 from rheostat_server.vectors import Lookups, Name, Vector, VectorStore
@@ -62,6 +63,8 @@ class CompiledRequest:
     """The packed plan, without an id."""
     vectors: tuple[Vector, ...]
     """Every vector that the workers need, each once."""
+    observed: ObservedPlans = field(default_factory=ObservedPlans)
+    """The plan with the captures of observers."""
 
 
 class _Entry(NamedTuple):

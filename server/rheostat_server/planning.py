@@ -29,6 +29,9 @@ _ID_BYTES = 8
 _SITE_BYTES = 16
 """Bytes that it counts for a site of an intervention or a capture."""
 
+_OBSERVED_PLANS = 8
+"""Plans with captures of different observers that are kept for one compiled request."""
+
 _TOO_MUCH = (
     "the selectors cut the request into too many different combinations of interventions, captures "
     "and sites, or name too many token ids; use fewer"
@@ -74,8 +77,41 @@ def compile_plan(
     return Compiled(plan, tuple(vectors.values()))
 
 
+class _ObservedPlan(NamedTuple):
+    plan: Plan
+    names: frozenset[str]
+    """The observers whose captures the plan has."""
+    beside: tuple[ResolvedCapture, ...]
+    """The captures that were asked for. Their identities are the key, so they must stay."""
+
+
+class ObservedPlans:
+    """One plan with the captures of observers, kept for requests that are observed alike.
+
+    Captures with a projection are not kept, because their vectors may take much memory.
+    """
+
+    def __init__(self) -> None:
+        """Keeps nothing yet."""
+        self._plans: dict[tuple[object, ...], _ObservedPlan] = {}
+
+    def find(self, key: tuple[object, ...]) -> _ObservedPlan | None:
+        """The plan under a key; see `observe`."""
+        return self._plans.get(key)
+
+    def add(self, key: tuple[object, ...], observed: _ObservedPlan) -> None:
+        """Keeps a plan."""
+        if all(one.projection is None for one in observed.beside):
+            if len(self._plans) == _OBSERVED_PLANS:
+                self._plans.clear()
+            self._plans[key] = observed
+
+
 def observe(
-    plan: Plan, captures: Sequence[ResolvedCapture], wishes: Sequence[Wish]
+    plan: Plan,
+    captures: Sequence[ResolvedCapture],
+    wishes: Sequence[Wish],
+    plans: ObservedPlans,
 ) -> tuple[Plan, tuple[Wish, ...]]:
     """Adds the captures of observers to a plan, as long as it stays affordable.
 
@@ -83,6 +119,7 @@ def observe(
         plan: the request's own plan.
         captures: the request's own captures.
         wishes: one wish for each subscription that observes the request.
+        plans: keeps the result for the next request with this plan and these captures.
 
     Returns:
         The packed plan, and `wishes`. An observer that the request cannot afford observes nothing.
@@ -90,9 +127,18 @@ def observe(
     observing = [wish for wish in wishes if wish.observed]
     if not observing:
         return plan, tuple(wishes)
-    together, kept = _affordable(plan, captures, observing)
-    names = {wish.subscription.name for wish in kept}
-    return together, tuple(
+    key = tuple((wish.subscription.name, *map(id, wish.beside)) for wish in observing)
+    observed = plans.find(key)
+    if observed is None:
+        together, kept = _affordable(plan, captures, observing)
+        observed = _ObservedPlan(
+            together,
+            frozenset(wish.subscription.name for wish in kept),
+            tuple(one for wish in observing for one in wish.beside),
+        )
+        plans.add(key, observed)
+    names = observed.names
+    return observed.plan, tuple(
         wish.unobserved(FRAGMENTED)
         if wish.observed and wish.subscription.name not in names
         else wish
@@ -111,6 +157,7 @@ def _affordable(
         try:
             together = plan.with_captures(engine_captures([*captures, *beside]))
             if together.packed_captures.plan_cost <= most:
+                together.packed_captures.build()
                 return together, kept
         except PlanTooLarge:  # the same as too dear
             pass

@@ -49,11 +49,16 @@ class PreparedSelector:
         self._barred = tuple(sorted(self._exclude.ids))
         self._among = tuple(sorted(self._include.ids - self._exclude.ids))
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it selects tokens of the prompt by id."""
+        return bool(self._include.ids or self._exclude.ids)
+
     def most_spans(self, prompt_len: int) -> int:
         """The most spans that it can select in a prompt of this length and in the answer."""
         sides = (self._include, self._exclude)
         spans = sum(one.windows for one in sides) + 1
-        return spans + prompt_len // 2 if any(one.ids for one in sides) else spans
+        return spans + prompt_len // 2 if self.reads_tokens else spans
 
     def resolve(self, context: SelectionContext, most: int) -> Selection:
         """The tokens of a request that it selects.

@@ -6,6 +6,7 @@ rest is done while somebody else's request is admitted.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.limits import OBSERVER_SPANS
@@ -15,6 +16,9 @@ from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _CAPTURE_COST = 8
 """What a capture costs beside its sites and ranges, each of which costs 1: about a microsecond."""
+
+_LENGTHS = 64
+"""Lengths of prompt and answer for which the captures of a subscription are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ def observed_requests(filter: capture_service_pb2.RequestFilter) -> ObservedRequ
     return ObservedRequests(labels=dict(filter.labels.labels))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ObservedCaptures:
     """The captures of a subscription, with all that no request changes."""
 
@@ -64,6 +68,30 @@ class ObservedCaptures:
         Raises:
             TooFragmented: together they have more than `OBSERVER_SPANS` spans.
         """
+        if self._reads_tokens:
+            return self._resolve(context)
+        lengths = context.prompt_len, context.row_end
+        captures = self._by_lengths.get(lengths)
+        if captures is None:
+            captures = self._resolve(context)
+            if len(self._by_lengths) == _LENGTHS:
+                self._by_lengths.clear()
+            self._by_lengths[lengths] = captures
+        return captures
+
+    @cached_property
+    def _reads_tokens(self) -> bool:
+        return any(one is not None and one.reads_tokens for one in self.selectors)
+
+    @cached_property
+    def _by_lengths(self) -> dict[tuple[int, int], tuple[ResolvedCapture, ...]]:
+        """The captures in requests with prompts and answers of some lengths.
+
+        Selectors of positions depend on nothing else. Requests with the same captures share a plan.
+        """
+        return {}
+
+    def _resolve(self, context: SelectionContext) -> tuple[ResolvedCapture, ...]:
         lenient = replace(context, lenient=True)
         left = OBSERVER_SPANS
         selections: dict[PreparedSelector | None, Selection] = {None: EVERYTHING}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rheostat_server import errors, steering
-from rheostat_server.admission import Admitted, Desk
+from rheostat_server.admission import Admitted, Desk, admit
 from rheostat_server.compiled_requests import CompiledRequests
 from rheostat_server.global_steering import GlobalSteering
 from rheostat_server.limits import COMPILED_REQUESTS
@@ -17,6 +17,7 @@ from rheostat_wire.v1 import generation_pb2, steering_pb2, types_pb2, vector_pb2
 from .desks import admitted, desk, named, stored
 from .fakes import WIDTH
 from .messages import add, capture, request, selector, token_range, window
+from .subscribers import Subscriber, opening, wanted
 
 
 def keeping(capacity: int = 1 << 20) -> Desk:
@@ -179,3 +180,31 @@ def test_no_more_are_kept_than_the_limit() -> None:
     for number in range(COMPILED_REQUESTS + 5):
         admitted(asked(steer=[add(named(), scale=1.0 + number)]), at)
     assert len(at.compiled or ()) == COMPILED_REQUESTS
+
+
+async def test_requests_that_are_observed_alike_share_a_plan(running) -> None:
+    last = opening(specs=[wanted(1, where=selector(window(-1)))])
+    await Subscriber.open(running, last)
+    first, second, longer = [await admit(asked(length), running.host.desk) for length in (3, 3, 4)]
+    assert first.plan.packed_captures is second.plan.packed_captures
+    assert [one.plan.captures[0].spans for one in (first, longer)] == [((2, 3),), ((3, 4),)]
+    await Subscriber.open(running, last)
+    both = await admit(asked(), running.host.desk)
+    assert len(both.wishes) == 2
+    assert both.plan.captures == first.plan.captures
+
+
+async def test_what_is_observed_of_tokens_is_looked_for_in_each_prompt(running) -> None:
+    await Subscriber.open(running, opening(specs=[wanted(1, where=selector(token_range(6)))]))
+    for ids, spans in (([5, 6, 7], ((1, 2),)), ([6, 5, 7], ((0, 1),))):
+        got = await admit(request(token_ids=types_pb2.TokenIds(ids=ids)), running.host.desk)
+        (one,) = got.plan.captures
+        assert one.spans[0] == spans[0]
+
+
+async def test_a_subscription_that_has_ended_observes_nothing_more(running) -> None:
+    await Subscriber.open(running, opening(specs=[wanted(1)]))
+    assert (await admit(asked(), running.host.desk)).plan.captures
+    (one,) = running.host.subscriptions.selecting("r", {})
+    one.close(errors.Draining("it ends"))
+    assert not (await admit(asked(), running.host.desk)).plan.captures
