@@ -67,7 +67,7 @@ _RETRY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class AdmissionContext:
     """What requests are checked against."""
 
     info: ModelInfo
@@ -95,7 +95,7 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedRequest:
     """A request that can run."""
 
     request_id: str
@@ -157,14 +157,16 @@ class CompiledUpdate(NamedTuple):
     """Every vector that the workers need, each once."""
 
 
-async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = False) -> Admitted:
+async def admit(
+    request: GenerateRequest, admission: AdmissionContext, *, changeable: bool = False
+) -> AdmittedRequest:
     """Admits a request: on the event loop if that is little work, otherwise on a thread.
 
     Large requests wait for each other; see `LARGE_REQUESTS`.
 
     Args:
         request: as it came.
-        desk: what it is checked against.
+        admission: what it is checked against.
         changeable: whether its steering may change while it runs: what it generates is then shared
             with no other request.
 
@@ -173,22 +175,24 @@ async def admit(request: GenerateRequest, desk: Desk, *, changeable: bool = Fals
     """
     size = request.ByteSize()
     if size <= LARGE_REQUEST_BYTES:
-        return await _admit(request, size, desk, changeable=changeable)
-    async with desk.large:
-        return await _admit(request, size, desk, changeable=changeable)
+        return await _admit(request, size, admission, changeable=changeable)
+    async with admission.large:
+        return await _admit(request, size, admission, changeable=changeable)
 
 
-async def _admit(request: GenerateRequest, size: int, desk: Desk, *, changeable: bool) -> Admitted:
-    _check_head(request, desk)
+async def _admit(
+    request: GenerateRequest, size: int, admission: AdmissionContext, *, changeable: bool
+) -> AdmittedRequest:
+    _check_head(request, admission)
     with_text = await offload(size, _any_needs_text, request.steering, request.captures)
-    prompt = await desk.prompts.resolve(request, with_text=with_text)
+    prompt = await admission.prompts.resolve(request, with_text=with_text)
     candidate = _Candidate(request, request.request_id or uuid.uuid4().hex, prompt, changeable)
-    observers = candidate.observers(desk)
-    if _work(request, prompt, observers, desk) <= OFFLOAD_BYTES:
-        return admit_now(candidate, observers, desk, desk.store, desk.compiled)
+    observers = candidate.observers(admission)
+    if _work(request, prompt, observers, admission) <= OFFLOAD_BYTES:
+        return admit_now(candidate, observers, admission, admission.store, admission.compiled)
     # A thread may read the store, and must leave the rest to the event loop.
     return await asyncio.to_thread(
-        admit_now, candidate, observers, desk, desk.store.view(), compiled_before=None
+        admit_now, candidate, observers, admission, admission.store.view(), compiled_before=None
     )
 
 
@@ -203,26 +207,26 @@ class _Candidate:
     changeable: bool
     """Whether its steering may change while it runs."""
 
-    def observers(self, desk: Desk) -> Sequence[Subscription]:
+    def observers(self, admission: AdmissionContext) -> Sequence[Subscription]:
         """The subscriptions that observe the request without its knowledge."""
-        if desk.subscriptions is None or not len(desk.subscriptions):
+        if admission.subscriptions is None or not len(admission.subscriptions):
             return ()
-        return desk.subscriptions.selecting(self.request_id, self.request.labels)
+        return admission.subscriptions.selecting(self.request_id, self.request.labels)
 
 
 def admit_now(
     candidate: _Candidate,
     observers: Sequence[Subscription],
-    desk: Desk,
+    admission: AdmissionContext,
     vectors: VectorSource,
     compiled_before: CompiledRequests | None,
-) -> Admitted:
+) -> AdmittedRequest:
     """Admits a request. Takes long for a large one; see `admit`.
 
     Args:
         candidate: the request.
         observers: the subscriptions that observe it.
-        desk: what it is checked against.
+        admission: what it is checked against.
         vectors: where its vectors are looked up.
         compiled_before: compiled requests of which it may use one; None on a thread.
 
@@ -234,37 +238,37 @@ def admit_now(
         request.sampling,
         prompt_len=len(prompt.token_ids),
         prompt_field=prompt.source,
-        model=desk.info,
-        has_tokenizer=desk.prompts.has_tokenizer,
+        model=admission.info,
+        has_tokenizer=admission.prompts.has_tokenizer,
     )
-    context = SelectionContext(prompt, sampling.max_tokens, desk.info.vocabulary)
+    context = SelectionContext(prompt, sampling.max_tokens, admission.info.vocabulary)
     key, known = None, None
     if compiled_before is not None:
-        key = key_of(request, context, desk.server_wide)
+        key = key_of(request, context, admission.server_wide)
         known = None if key is None else compiled_before.find(key)
     lookups = Lookups(vectors)
     if known is None:
         own = resolve_steering(
-            request.steering, desk.sites, context, lookups, receipt_pb2.ORIGIN_REQUEST
+            request.steering, admission.sites, context, lookups, receipt_pb2.ORIGIN_REQUEST
         )
-        captures = _resolve_captures(request, context, sampling.samples, lookups, desk)
+        captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
         own, captures = known.own, known.captures
-    wanted = merged([*_directed(captures, desk), *wishes(observers, context)])
+    wanted = merged([*_directed(captures, admission), *wishes(observers, context)])
     compiled = known
     if compiled is None:
-        compiled = _compile(own, captures, context, desk)
+        compiled = _compile(own, captures, context, admission)
         if compiled_before is not None and key is not None:
             compiled_before.add(key, compiled, lookups)
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
     baseline = None
     if request.with_baseline:
         without = compile_plan(candidate.request_id, compiled.server_wide, captures)
-        compared = compared_logprobs(sampling, desk.info.logprobs)
+        compared = compared_logprobs(sampling, admission.info.logprobs)
         watched = without.plan.with_captures_of(plan)
-        baseline = Baseline(watched, compared, desk.info.model_tokens)
+        baseline = Baseline(watched, compared, admission.info.model_tokens)
     private_from = context.prompt_len if candidate.changeable else None
-    return Admitted(
+    return AdmittedRequest(
         request_id=candidate.request_id,
         labels=dict(request.labels),
         prompt=prompt,
@@ -277,19 +281,19 @@ def admit_now(
         unobserved=compiled.plan,
         lora=request.lora_name,
         vectors=compiled.vectors,
-        server_wide=desk.server_wide,
+        server_wide=admission.server_wide,
         return_prompt_token_ids=request.return_prompt_token_ids,
         waits=_waits(request),
         baseline=baseline,
     )
 
 
-def _check_head(request: GenerateRequest, desk: Desk) -> None:
+def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
     """Checks all that needs neither the prompt nor the vectors."""
     if request.request_id:
         checks.matches(request.request_id, checks.REQUEST_ID, "request_id")
     refuse_probes_and_rules(request, "")
-    _check_lora(request.lora_name, desk.info.loras)
+    _check_lora(request.lora_name, admission.info.loras)
     checks.labels(request.labels, "labels")
     _waits(request)
     check_ranges(request.steering, request.captures)
@@ -299,17 +303,17 @@ def _work(
     request: GenerateRequest,
     prompt: PromptTokens,
     observers: Sequence[Subscription],
-    desk: Desk,
+    admission: AdmissionContext,
 ) -> int:
     """Bytes that `admit_now` counts for; see `offload`."""
-    length, vectors = len(prompt.token_ids), desk.store.view()
+    length, vectors = len(prompt.token_ids), admission.store.view()
     work = observers_work(observers, length)
     if request.HasField("steering"):
-        work += steering_work(request.steering, length, desk.sites, vectors)
+        work += steering_work(request.steering, length, admission.sites, vectors)
     if request.captures:
-        work += captures_work(request.captures, length, desk.sites)
-    if desk.server_wide.ops:
-        work += steering_work(desk.server_wide.steering, length, desk.sites, vectors)
+        work += captures_work(request.captures, length, admission.sites)
+    if admission.server_wide.ops:
+        work += steering_work(admission.server_wide.steering, length, admission.sites, vectors)
     return work
 
 
@@ -318,33 +322,37 @@ def _resolve_captures(
     context: SelectionContext,
     samples: int,
     vectors: VectorSource,
-    desk: Desk,
+    admission: AdmissionContext,
 ) -> tuple[ResolvedCapture, ...]:
     """The captures of a request, with the vectors on which their rows are projected."""
     if not request.captures:
         return ()
-    drafts = resolve_captures(request.captures, desk.sites, context, desk.sinks, spools=desk.spools)
-    check_runs(drafts, desk.runs, samples=samples, prompt_len=context.prompt_len)
-    return project_all(drafts, find_all_directions(drafts, vectors, desk.sites), desk.sites)
+    drafts = resolve_captures(
+        request.captures, admission.sites, context, admission.sinks, spools=admission.spools
+    )
+    check_runs(drafts, admission.runs, samples=samples, prompt_len=context.prompt_len)
+    return project_all(
+        drafts, find_all_directions(drafts, vectors, admission.sites), admission.sites
+    )
 
 
 def _compile(
     own: tuple[Intervention, ...],
     captures: tuple[ResolvedCapture, ...],
     context: SelectionContext,
-    desk: Desk,
+    admission: AdmissionContext,
 ) -> CompiledRequest:
     """The plan of a request's steering and captures, together with the server-wide steering."""
-    server_wide = desk.server_wide.resolve(context)
+    server_wide = admission.server_wide.resolve(context)
     interventions = (*server_wide, *own)
-    check_sums(interventions, FloatType(desk.sites.dtype))
+    check_sums(interventions, FloatType(admission.sites.dtype))
     plan, vectors = compile_plan("", interventions, captures)
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
     return CompiledRequest(own, captures, server_wide, plan, tuple(needed.values()))
 
 
 def check_queue(
-    admitted: Admitted, running_samples: int, *, samples: int, prompt_tokens: int
+    admitted: AdmittedRequest, running_samples: int, *, samples: int, prompt_tokens: int
 ) -> None:
     """Checks that a request may run or wait beside those that do.
 
@@ -372,7 +380,7 @@ def check_queue(
 
 async def compile_update(
     steering: steering_pb2.Steering,
-    desk: Desk,
+    admission: AdmissionContext,
     context: SelectionContext,
     server_wide: Sequence[Intervention],
 ) -> CompiledUpdate:
@@ -385,29 +393,29 @@ async def compile_update(
     if context.prompt.text is None and await offload(
         steering.ByteSize(), _any_needs_text, steering, ()
     ):
-        context = replace(context, prompt=await desk.prompts.read(context.prompt))
-    view = desk.store.view()
-    work = steering_work(steering, context.prompt_len, desk.sites, view)
-    vectors = desk.store if work <= OFFLOAD_BYTES else view
-    return await offload(work, _compile_update, steering, vectors, desk, context, server_wide)
+        context = replace(context, prompt=await admission.prompts.read(context.prompt))
+    view = admission.store.view()
+    work = steering_work(steering, context.prompt_len, admission.sites, view)
+    vectors = admission.store if work <= OFFLOAD_BYTES else view
+    return await offload(work, _compile_update, steering, vectors, admission, context, server_wide)
 
 
 def _compile_update(
     steering: steering_pb2.Steering,
     vectors: VectorSource,
-    desk: Desk,
+    admission: AdmissionContext,
     context: SelectionContext,
     server_wide: Sequence[Intervention],
 ) -> CompiledUpdate:
     origin = receipt_pb2.ORIGIN_UPDATE
-    own = resolve_steering(steering, desk.sites, context, vectors, origin)
+    own = resolve_steering(steering, admission.sites, context, vectors, origin)
     interventions = (*server_wide, *own)
-    check_sums(interventions, FloatType(desk.sites.dtype))
+    check_sums(interventions, FloatType(admission.sites.dtype))
     plan, needed = compile_plan("", interventions, ())
     return CompiledUpdate(interventions, plan, needed)
 
 
-def _directed(captures: Sequence[ResolvedCapture], desk: Desk) -> list[Wish]:
+def _directed(captures: Sequence[ResolvedCapture], admission: AdmissionContext) -> list[Wish]:
     """What a request sends to subscriptions, each of which must be open.
 
     Rows go out under numbers after those of the subscription's own captures.
@@ -419,9 +427,9 @@ def _directed(captures: Sequence[ResolvedCapture], desk: Desk) -> list[Wish]:
     wishes = []
     for name, wanted in by_name.items():
         path = f"captures[{min(wanted)}].subscription_id"
-        if desk.subscriptions is None:
+        if admission.subscriptions is None:
             raise NotSupported("nobody can subscribe to this request", field=path)
-        found = desk.subscriptions.named(name, path)
+        found = admission.subscriptions.named(name, path)
         after = len(found.captures.templates)
         sent = {after + i: one for i, one in wanted.items()}
         wishes.append(Wish(found, sent, frozenset(sent)))

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from rheostat_engine import CapacityLedger, Event, Installed, Released
-from rheostat_server.admission import Admitted, Desk, check_queue
+from rheostat_server.admission import AdmissionContext, AdmittedRequest, check_queue
 from rheostat_server.capture.budget import Budget, Share
 from rheostat_server.capture.counts import Counts, Drained
 from rheostat_server.capture.deliveries import Deliveries
@@ -127,9 +127,9 @@ class EngineHost:
         self._on_lost: Callable[[], None] = lambda: None
 
     @property
-    def desk(self) -> Desk:
+    def admission(self) -> AdmissionContext:
         """What requests are checked against."""
-        return Desk(
+        return AdmissionContext(
             self.info,
             self.sites,
             self.prompts,
@@ -159,7 +159,7 @@ class EngineHost:
         self.backend.start(self._deliver, self._lose)
 
     @asynccontextmanager
-    async def fly(self, admitted: Admitted) -> AsyncIterator[Flight]:
+    async def fly(self, admitted: AdmittedRequest) -> AsyncIterator[Flight]:
         """Runs a request for as long as the context lasts; leaving early aborts it.
 
         Raises:
@@ -192,7 +192,7 @@ class EngineHost:
             else:
                 self._keep(self._settle(flight))
 
-    def new_bank_row_count(self, admitted: Admitted) -> int:
+    def new_bank_row_count(self, admitted: AdmittedRequest) -> int:
         """Bank rows that a request, without its baseline, would need beyond those that are held.
 
         Raises:
@@ -284,7 +284,7 @@ class EngineHost:
         self._free(flight)
         await asyncio.wait({self._keep(self._settle(flight))}, timeout=_DISCARD_GRACE)
 
-    def _check_open(self, admitted: Admitted) -> None:
+    def _check_open(self, admitted: AdmittedRequest) -> None:
         self._check_serving()
         request_id = admitted.request_id
         if request_id in self._flights:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
-from rheostat_server.admission import Admitted
+from rheostat_server.admission import AdmittedRequest
 from rheostat_server.capture.stream import add_runs
 from rheostat_server.engine import EngineHost
 from rheostat_server.limits import OFFLOAD_BYTES
@@ -28,7 +28,9 @@ _SITE_BYTES = 128
 """Bytes that `offload` counts for each site in the answer, which takes one or two messages."""
 
 
-async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb2.ExplainResponse:
+async def explain(
+    admitted: AdmittedRequest, host: EngineHost
+) -> generation_service_pb2.ExplainResponse:
     """Explains a request. Few large requests are explained at a time; see `LARGE_REQUESTS`.
 
     Raises:
@@ -36,20 +38,20 @@ async def explain(admitted: Admitted, host: EngineHost) -> generation_service_pb
     """
     plan = replace(admitted.plan, epoch=host.epoch)
     work = plan_work(plan) + explain_work(admitted)
-    async with host.desk.large if work > OFFLOAD_BYTES else nullcontext():
+    async with host.admission.large if work > OFFLOAD_BYTES else nullcontext():
         answer = await offload(work, _explain, admitted, plan)
     answer.new_bank_row_count = host.new_bank_row_count(admitted)
     return answer
 
 
-def explain_work(admitted: Admitted) -> int:
+def explain_work(admitted: AdmittedRequest) -> int:
     """Bytes that `offload` counts for the sites and selections of the answer."""
     parts = [(one.op.sites, one.selection) for one in admitted.interventions]
     parts += [(one.sites, one.selection) for one in admitted.captures]
     return sum(_SITE_BYTES * len(sites) + selection_work(chosen) for sites, chosen in parts)
 
 
-def _explain(admitted: Admitted, plan: Plan) -> generation_service_pb2.ExplainResponse:
+def _explain(admitted: AdmittedRequest, plan: Plan) -> generation_service_pb2.ExplainResponse:
     answer = _pb.ExplainResponse(
         prompt_token_count=admitted.prompt_len,
         prompt_token_ids=types_pb2.TokenIds(ids=admitted.prompt.token_ids),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from rheostat_engine import Attached, Event, Installed, Plan, Released, Report, Rows
-from rheostat_server.admission import Admitted
+from rheostat_server.admission import AdmittedRequest
 from rheostat_server.baseline import watched_sampling
 from rheostat_server.capture.budget import Share
 from rheostat_server.capture.inline import Inline
@@ -42,7 +42,7 @@ _NUMBERS = itertools.count()
 class Flight:
     """A running request."""
 
-    def __init__(self, admitted: Admitted, share: Share) -> None:
+    def __init__(self, admitted: AdmittedRequest, share: Share) -> None:
         """The request has not started.
 
         Args:

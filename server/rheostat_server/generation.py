@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 
 from rheostat_engine import Installed, Plan, Released
-from rheostat_server.admission import Admitted
+from rheostat_server.admission import AdmittedRequest
 from rheostat_server.capture.inline import LOSSLESS, rows_lost
 from rheostat_server.capture.leaving import Chunk, Loss, Sealed
 from rheostat_server.capture.leaving import Item as RowItem
@@ -36,7 +36,7 @@ Companion = Callable[[Flight], Coroutine[None, None, None]]
 
 
 async def run(
-    admitted: Admitted, host: EngineHost, companion: Companion | None = None
+    admitted: AdmittedRequest, host: EngineHost, companion: Companion | None = None
 ) -> AsyncGenerator[Response | Notice, None]:
     """Runs a request, and yields its responses.
 
@@ -79,7 +79,7 @@ async def run(
     )
 
 
-def _started(admitted: Admitted, host: EngineHost) -> Response:
+def _started(admitted: AdmittedRequest, host: EngineHost) -> Response:
     started = generation_pb2.Started(
         request_id=admitted.request_id,
         model_name=host.info.name,
@@ -94,7 +94,7 @@ def _started(admitted: Admitted, host: EngineHost) -> Response:
 class _Stream:
     """Turns the items of a flight's queue into responses."""
 
-    def __init__(self, admitted: Admitted, flight: Flight, host: EngineHost) -> None:
+    def __init__(self, admitted: AdmittedRequest, flight: Flight, host: EngineHost) -> None:
         self._samples = {
             life: Sample(admitted, life, flight.admitted_at, flight.queue.meter)
             for life in flight.lives

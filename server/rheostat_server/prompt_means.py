@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Site
-from rheostat_server.admission import Admitted, admit
+from rheostat_server.admission import AdmittedRequest, admit
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import (
     Defect,
@@ -101,7 +101,7 @@ async def read_prompt(
         RheostatError: it cannot run, or failed.
     """
     with _told_of(path):
-        admitted = await admit(_request(prompt, reading), host.desk)
+        admitted = await admit(_request(prompt, reading), host.admission)
         count = _selected(admitted, reading.where)
         mean = _Mean(reading.sites, host.sites.width)
         async with aclosing(run(admitted, host)) as responses:
@@ -144,7 +144,7 @@ def _request(prompt: types_pb2.Prompt, reading: Reading) -> generation_service_p
     return request
 
 
-def _selected(admitted: Admitted, where: selector_pb2.Selector) -> int:
+def _selected(admitted: AdmittedRequest, where: selector_pb2.Selector) -> int:
     """How many rows a site has.
 
     Raises:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Dose, Released, Spans
-from rheostat_server.admission import Admitted
+from rheostat_server.admission import AdmittedRequest
 from rheostat_server.capture.stream import add_runs
 from rheostat_server.planning import selection_work
 from rheostat_server.sample import Sample
@@ -21,7 +21,7 @@ _SITE_BYTES = 256
 """What `offload` counts for a site: two messages."""
 
 
-def receipt_work(admitted: Admitted, samples: Sequence[Sample]) -> int:
+def receipt_work(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
     """Bytes that `write_receipt` counts for; see `offload`."""
     longest = max(samples, key=lambda sample: len(sample.amendments))
     parts = [one for period in _periods(admitted, longest) for one in period.acting]
@@ -31,7 +31,7 @@ def receipt_work(admitted: Admitted, samples: Sequence[Sample]) -> int:
 
 
 def write_receipt(
-    admitted: Admitted,
+    admitted: AdmittedRequest,
     samples: Sequence[Sample],
     handed_over: Mapping[int, tuple[int, int]],
     runs: Mapping[int, str],
@@ -116,7 +116,7 @@ class _Record:
     parts: list[_Part] = field(default_factory=list)
 
 
-def _records(admitted: Admitted, samples: Sequence[Sample]) -> list[_Record]:
+def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Record]:
     """Every intervention, by the order in which they came into force."""
     found = {(one.origin, one.index, 0): _Record(one, one.ref) for one in admitted.interventions}
     for sample in samples:
@@ -149,7 +149,7 @@ class _Period(NamedTuple):
     end: int
 
 
-def _periods(admitted: Admitted, sample: Sample) -> Iterator[_Period]:
+def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
     """What acted, in the order of the acts in the sample's plan as it ended; see `amend`."""
     ends = [amendment.first for amendment in sample.amendments]
     yield _Period(admitted.interventions, 0, 0, min(ends, default=OPEN_END))
@@ -211,7 +211,7 @@ def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) 
 
 def _add_captures(
     receipt: receipt_pb2.Receipt,
-    admitted: Admitted,
+    admitted: AdmittedRequest,
     handed_over: Mapping[int, tuple[int, int]],
     runs: Mapping[int, str],
 ) -> None:

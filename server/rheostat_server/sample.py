@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from google.protobuf import duration_pb2
 
 from rheostat_engine import Released, Spans
-from rheostat_server.admission import Admitted
+from rheostat_server.admission import AdmittedRequest
 from rheostat_server.baseline import asked_for
 from rheostat_server.capture.budget import Meter
 from rheostat_server.host import Delta, Ending
@@ -24,7 +24,9 @@ Response = generation_service_pb2.GenerateResponse
 class Sample:
     """A sample of a request in flight."""
 
-    def __init__(self, admitted: Admitted, life: Life, admitted_at: float, meter: Meter) -> None:
+    def __init__(
+        self, admitted: AdmittedRequest, life: Life, admitted_at: float, meter: Meter
+    ) -> None:
         """A sample of which nothing is known.
 
         Args:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rheostat_engine import Plan
-from rheostat_server.admission import Admitted, admit, compile_update
+from rheostat_server.admission import AdmittedRequest, admit, compile_update
 from rheostat_server.engine import EngineHost
 from rheostat_server.errors import (
     Defect,
@@ -66,7 +66,7 @@ async def run_session(
     request = await _opening(messages)
     begun = False
     try:
-        admitted = await admit(request, host.desk, changeable=True)
+        admitted = await admit(request, host.admission, changeable=True)
 
         async def listen(flight: Flight) -> None:
             await _Control(admitted, flight, host).listen(messages)
@@ -106,7 +106,7 @@ def _to_wire(happening: Response | Notice) -> Answer:
 class _Control:
     """Carries out a client's messages to a running request."""
 
-    def __init__(self, admitted: Admitted, flight: Flight, host: EngineHost) -> None:
+    def __init__(self, admitted: AdmittedRequest, flight: Flight, host: EngineHost) -> None:
         self._admitted = admitted
         self._flight = flight
         self._host = host
@@ -207,7 +207,7 @@ class _Control:
             )
         flight, admitted = self._flight, self._admitted
         compiled = await compile_update(
-            update.steering, self._host.desk, admitted.context, self._server_wide
+            update.steering, self._host.admission, admitted.context, self._server_wide
         )
         length = admitted.prompt_len
         spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, compiled.plan)

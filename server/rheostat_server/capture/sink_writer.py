@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol
 
-from rheostat_server.admission import Admitted
+from rheostat_server.admission import AdmittedRequest
 from rheostat_server.capture.budget import Cost, Meter, Share
 from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.inline import ADVICE
@@ -245,7 +245,7 @@ def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
 
 async def open_recording(
     sinks: Sinks,
-    admitted: Admitted,
+    admitted: AdmittedRequest,
     target: Target,
     captures: Mapping[int, ResolvedCapture],
     *,
@@ -284,7 +284,7 @@ async def open_recording(
 
 def start_writer(
     recording: Recording,
-    admitted: Admitted,
+    admitted: AdmittedRequest,
     captures: Mapping[int, ResolvedCapture],
     *,
     held: FloatType,

@@ -38,7 +38,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         host = self._readiness.host()
         begun = False
         try:
-            admitted = await admit(request, host.desk)
+            admitted = await admit(request, host.admission)
             async with aclosing(run(admitted, host)) as responses:
                 async for response in responses:
                     begun = True
@@ -73,7 +73,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         if not request.HasField("request"):
             raise MissingField("a request is required", field="request")
         try:
-            return await explain(await admit(request.request, host.desk), host)
+            return await explain(await admit(request.request, host.admission), host)
         except RheostatError as error:
             if error.field:
                 error.field = f"request.{error.field}"

@@ -20,8 +20,8 @@ from rheostat_wire.v1 import (
     vector_pb2,
 )
 
+from .admissions import admission_context, admitted, named, refused, stored
 from .characters import CharTokenizer
-from .desks import admitted, desk, named, refused, stored
 from .fakes import INFO, LAYERS, PARALLEL, SITES, VOCABULARY, WIDTH
 from .messages import (
     GENERATED,
@@ -51,7 +51,7 @@ def test_defaults_are_filled_in() -> None:
 
 
 def test_a_request_becomes_a_plan_of_integers() -> None:
-    at = desk()
+    at = admission_context()
     vector = stored(at, rows=2)
     got = admitted(
         request(
@@ -90,7 +90,7 @@ def test_a_request_becomes_a_plan_of_integers() -> None:
 
 
 def test_name_digest_and_inline_are_one_vector() -> None:
-    at = desk()
+    at = admission_context()
     vector = stored(at)
     inline = tensor(np.full((1, WIDTH), 2.0))
     digest = vector_pb2.VectorRef(digest=vector.digest)
@@ -192,7 +192,9 @@ def test_branches_are_points_like_any_other() -> None:
 
 def test_a_point_that_the_architecture_lacks_is_refused_by_name() -> None:
     with pytest.raises(errors.SiteNotServed) as caught:
-        admitted(request(captures=[capture(site_set(MID, layers=[0, 2]))]), desk(PARALLEL))
+        admitted(
+            request(captures=[capture(site_set(MID, layers=[0, 2]))]), admission_context(PARALLEL)
+        )
     assert caught.value.message == (
         "ToyForCausalLM does not serve resid_mid 0, 2: attention and MLP run in "
         "parallel. It serves resid_pre, resid_post, attn_out, mlp_out"
@@ -200,7 +202,7 @@ def test_a_point_that_the_architecture_lacks_is_refused_by_name() -> None:
 
 
 def test_sums_at_one_site_must_be_finite_in_the_models_dtype() -> None:
-    half = desk(replace(SITES, dtype="float16"))
+    half = admission_context(replace(SITES, dtype="float16"))
     large = tensor(np.full((1, WIDTH), 40_000.0))
     assert admitted(request(steer=[add(large)]), half).interventions != ()
     assert refused(request(steer=[add(large), add(large)]), half) == (
@@ -211,7 +213,7 @@ def test_sums_at_one_site_must_be_finite_in_the_models_dtype() -> None:
     assert admitted(request(steer=[add(large), elsewhere]), half).interventions != ()
 
 
-HALF = desk(replace(SITES, dtype="float16"))
+HALF = admission_context(replace(SITES, dtype="float16"))
 LARGE = tensor(np.full((1, WIDTH), 40_000.0))
 
 
@@ -251,7 +253,7 @@ def test_only_what_meets_is_in_the_sum_that_a_refusal_tells() -> None:
 
 
 def test_without_a_tokenizer_only_token_ids_are_taken() -> None:
-    bare = desk(tokenizer=False)
+    bare = admission_context(tokenizer=False)
     assert admitted(request(), bare).prompt.token_ids == (10, 11, 12)
     assert refused(request(text="x"), bare) == (errors.NoTokenizer, "text")
     assert refused(request(chat=types_pb2.Chat()), bare) == (errors.NoTokenizer, "chat")
@@ -262,7 +264,7 @@ def test_without_a_tokenizer_only_token_ids_are_taken() -> None:
 
 
 def test_without_a_chat_template_chats_are_refused() -> None:
-    at = desk()
+    at = admission_context()
     plain = CharTokenizer()
     plain.has_chat_template = False
     at = replace(at, prompts=Prompts(plain, vocabulary=VOCABULARY, model_tokens=INFO.model_tokens))
@@ -341,7 +343,7 @@ def test_few_large_requests_are_checked_at_a_time_and_small_ones_beside_them(
     large = request(steer=[add(where=selector(*[window(0, 1)] * RANGES))] * 4)
 
     async def main() -> None:
-        at = desk()
+        at = admission_context()
         await asyncio.gather(*(admit(one, at) for one in [large] * 4 + [request()]))
 
     asyncio.run(main())

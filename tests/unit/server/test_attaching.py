@@ -326,7 +326,7 @@ async def test_a_subscription_that_opens_while_a_request_is_admitted_gets_all_of
     starter,
 ) -> None:
     running = await starter()
-    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.host.desk)
+    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.host.admission)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     assert not one.events[0].opened.attached
     events = [event async for event in run(admitted, running.host)]

@@ -180,7 +180,7 @@ async def test_an_engine_that_does_not_take_changes_up_delays_no_answer_and_no_r
     call = await begun(running, "a")
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     assert attached(one.events[0].opened) == [("a", 0, None)]
-    admitted = await admit(request(request_id="b", sampling=sampled(5)), running.host.desk)
+    admitted = await admit(request(request_id="b", sampling=sampled(5)), running.host.admission)
     two = await Subscriber.open(running, opening(by_id("b"), [wanted(0)]))
     running.backend.hold.go(40)
     events = [event async for event in run(admitted, running.host)]
@@ -205,7 +205,7 @@ async def test_observers_for_whom_there_is_no_room_take_none_of_those_who_came_l
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=4)))
     everything = opening(EVERY, [wanted(0, 1, 2)], overload=capture_pb2.OVERLOAD_DROP_NEWEST)
     first = await Subscriber.open(running, everything)
-    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.host.desk)
+    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.host.admission)
     second = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     used = []
     async for _ in run(admitted, running.host):
@@ -312,7 +312,7 @@ async def test_no_change_waits_for_a_sample_that_the_engine_has_released(starter
 
 async def test_a_request_that_never_ran_has_no_end_for_who_was_never_told_of_it(starter) -> None:
     running = await starter()
-    admitted = await admit(request(request_id="a"), running.host.desk)
+    admitted = await admit(request(request_id="a"), running.host.admission)
     one = await Subscriber.open(running, opening(by_id("a"), [wanted(0)]))
     running.host._check_serving = refuse_second(running.host._check_serving)
     with pytest.raises(RheostatError):
@@ -351,7 +351,7 @@ async def test_what_there_is_no_room_for_is_lost_where_nobody_was_told_of_the_re
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=6)))
     own = capture(site_set(POST, layers=[0, 1]), inline=INLINE)
     admitted = await admit(
-        request(request_id="a", sampling=sampled(5), captures=[own]), running.host.desk
+        request(request_id="a", sampling=sampled(5), captures=[own]), running.host.admission
     )
     policy = capture_pb2.OVERLOAD_DROP_NEWEST
     one = await Subscriber.open(running, opening(EVERY, [wanted(2)], overload=policy))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rheostat_server import errors, steering
-from rheostat_server.admission import Admitted, Desk, admit
+from rheostat_server.admission import AdmissionContext, AdmittedRequest, admit
 from rheostat_server.compiled_requests import CompiledRequests
 from rheostat_server.global_steering import GlobalSteering
 from rheostat_server.limits import COMPILED_REQUESTS
@@ -14,14 +14,14 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import VectorStore, make_vector
 from rheostat_wire.v1 import generation_pb2, steering_pb2, types_pb2, vector_pb2
 
-from .desks import admitted, desk, named, stored
+from .admissions import admission_context, admitted, named, stored
 from .fakes import WIDTH
 from .messages import add, capture, request, selector, token_range, window
 from .subscribers import Subscriber, opening, wanted
 
 
-def keeping(capacity: int = 1 << 20) -> Desk:
-    at = desk(capacity=capacity)
+def keeping(capacity: int = 1 << 20) -> AdmissionContext:
+    at = admission_context(capacity=capacity)
     return replace(at, compiled=CompiledRequests(at.store))
 
 
@@ -31,7 +31,7 @@ def asked(length: int = 3, max_tokens: int = 4, **fields: object):
     return request(token_ids=ids, sampling=sampling, **fields)
 
 
-def shared(one: Admitted, other: Admitted) -> bool:
+def shared(one: AdmittedRequest, other: AdmittedRequest) -> bool:
     """Whether two requests were compiled once."""
     return one.plan.packed_acts is other.plan.packed_acts
 
@@ -68,7 +68,7 @@ def test_equal_steering_is_compiled_once_for_prompts_of_any_length(compilations)
 def test_a_kept_request_is_admitted_as_if_it_were_compiled_again() -> None:
     message = asked(steer=[add(named(), where=selector(window(1, 2)))], captures=[capture()])
     message.request_id = "r"
-    at, anew = keeping(), desk()
+    at, anew = keeping(), admission_context()
     stored(at), stored(anew)
     admitted(message, at)
     kept, fresh = admitted(message, at), admitted(message, anew)
@@ -185,11 +185,13 @@ def test_no_more_are_kept_than_the_limit() -> None:
 async def test_requests_that_are_observed_alike_share_a_plan(running) -> None:
     last = opening(specs=[wanted(1, where=selector(window(-1)))])
     await Subscriber.open(running, last)
-    first, second, longer = [await admit(asked(length), running.host.desk) for length in (3, 3, 4)]
+    first, second, longer = [
+        await admit(asked(length), running.host.admission) for length in (3, 3, 4)
+    ]
     assert first.plan.packed_captures is second.plan.packed_captures
     assert [one.plan.captures[0].spans for one in (first, longer)] == [((2, 3),), ((3, 4),)]
     await Subscriber.open(running, last)
-    both = await admit(asked(), running.host.desk)
+    both = await admit(asked(), running.host.admission)
     assert len(both.wishes) == 2
     assert both.plan.captures == first.plan.captures
 
@@ -197,14 +199,14 @@ async def test_requests_that_are_observed_alike_share_a_plan(running) -> None:
 async def test_what_is_observed_of_tokens_is_looked_for_in_each_prompt(running) -> None:
     await Subscriber.open(running, opening(specs=[wanted(1, where=selector(token_range(6)))]))
     for ids, spans in (([5, 6, 7], ((1, 2),)), ([6, 5, 7], ((0, 1),))):
-        got = await admit(request(token_ids=types_pb2.TokenIds(ids=ids)), running.host.desk)
+        got = await admit(request(token_ids=types_pb2.TokenIds(ids=ids)), running.host.admission)
         (one,) = got.plan.captures
         assert one.spans[0] == spans[0]
 
 
 async def test_a_subscription_that_has_ended_observes_nothing_more(running) -> None:
     await Subscriber.open(running, opening(specs=[wanted(1)]))
-    assert (await admit(asked(), running.host.desk)).plan.captures
+    assert (await admit(asked(), running.host.admission)).plan.captures
     (one,) = running.host.subscriptions.selecting("r", {})
     one.close(errors.Draining("it ends"))
-    assert not (await admit(asked(), running.host.desk)).plan.captures
+    assert not (await admit(asked(), running.host.admission)).plan.captures

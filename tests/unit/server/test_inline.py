@@ -37,7 +37,7 @@ async def stalled(
 ) -> list[Response]:
     """What comes of a request whose client reads nothing before all of it was generated."""
     wish = request(request_id="a", sampling=sampled(TOKENS, n), captures=specs, **fields)
-    admitted = await admit(wish, running.host.desk)
+    admitted = await admit(wish, running.host.admission)
     events = []
     async with aclosing(run(admitted, running.host)) as responses:
         events.append(await anext(responses))
@@ -119,7 +119,7 @@ async def test_rows_wait_on_disk_and_come_in_order(starter, tmp_path) -> None:
 async def test_a_request_that_goes_away_leaves_no_file(starter, tmp_path) -> None:
     running = await starter(request_buffer_bytes=8 * ROW, spool=str(tmp_path))
     wish = request(request_id="a", sampling=sampled(TOKENS, 3), captures=[spec(SPILL)])
-    async with aclosing(run(await admit(wish, running.host.desk), running.host)) as responses:
+    async with aclosing(run(await admit(wish, running.host.admission), running.host)) as responses:
         await anext(responses)
         await until(lambda: bool(list(tmp_path.glob("*.spool"))))
     await settled(running)
@@ -176,7 +176,7 @@ async def test_an_observer_s_losses_are_not_the_response_s(starter) -> None:
 async def test_a_stalled_client_holds_no_rows_after_it_has_gone(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event(), hold_from=9))
     wish = request(request_id="a", sampling=sampled(TOKENS), captures=[spec(NEWEST)])
-    async with aclosing(run(await admit(wish, running.host.desk), running.host)) as responses:
+    async with aclosing(run(await admit(wish, running.host.admission), running.host)) as responses:
         await anext(responses)
         flight = running.host._flights["a"]
         ((_, reservoir),) = flight.inline._open

@@ -10,7 +10,7 @@ import pytest
 
 from rheostat_engine import Plan, Released
 from rheostat_server import admission, explain, planning, steering
-from rheostat_server.admission import Admitted, Desk
+from rheostat_server.admission import AdmissionContext, AdmittedRequest
 from rheostat_server.capture import engine_captures
 from rheostat_server.capture.budget import Meter
 from rheostat_server.capture.lanes import Lane
@@ -23,8 +23,8 @@ from rheostat_server.sequence import Life, Role
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import generation_pb2, types_pb2
 
+from .admissions import admission_context, admitted
 from .characters import CharTokenizer
-from .desks import admitted, desk
 from .fakes import INFO, VOCABULARY
 from .messages import add, capture, request, selector, site_set, token_range
 
@@ -32,9 +32,11 @@ TOKENS = 3000
 EVERYWHERE = site_set(types_pb2.POINT_RESID_MID, types_pb2.POINT_RESID_POST)
 
 
-def roomy() -> Desk:
+def roomy() -> AdmissionContext:
     prompts = Prompts(CharTokenizer(), vocabulary=VOCABULARY, model_tokens=2 * TOKENS)
-    return replace(desk(), info=replace(INFO, model_tokens=2 * TOKENS), prompts=prompts)
+    return replace(
+        admission_context(), info=replace(INFO, model_tokens=2 * TOKENS), prompts=prompts
+    )
 
 
 def asked(**fields: object):
@@ -111,7 +113,7 @@ def test_a_long_explanation_is_written_off_the_event_loop(on_threads) -> None:
     writing = on_threads(explain, "add_runs")
     at = roomy()
     got = admitted(asked(steer=[add(where=FREQUENT)], captures=[capture(where=FREQUENT)]), at)
-    host = SimpleNamespace(epoch=0, desk=at, new_bank_row_count=lambda admitted: 3)
+    host = SimpleNamespace(epoch=0, admission=at, new_bank_row_count=lambda admitted: 3)
     answer = asyncio.run(explain.explain(got, host))
     assert writing == [True, True]
     assert answer.new_bank_row_count == 3
@@ -120,7 +122,7 @@ def test_a_long_explanation_is_written_off_the_event_loop(on_threads) -> None:
         assert tuple(runs[: len(EVERY_OTHER)]) == EVERY_OTHER
 
 
-def done(got: Admitted) -> Sample:
+def done(got: AdmittedRequest) -> Sample:
     life = Life(Job(got.plan, got.prompt.token_ids, got.sampling, 0), Role.OWN, 0)
     sample = Sample(got, life, 0.0, Meter())
     sample.tokens = [1, 2]

@@ -13,7 +13,7 @@ from rheostat_server import errors
 from rheostat_server.directions import DEPENDENT
 from rheostat_wire.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
 
-from .desks import admitted, desk, named, refused, stored
+from .admissions import admission_context, admitted, named, refused, stored
 from .fakes import WIDTH
 from .messages import (
     FIRST,
@@ -361,7 +361,7 @@ def test_directions_are_dependent_where_the_matrix_lacks_rank(rows) -> None:
 
 
 def test_named_vectors_serve_every_op() -> None:
-    at = desk()
+    at = admission_context()
     vector = stored(at)
     steer = [
         norm_add(named()),

@@ -8,7 +8,7 @@ import pytest
 from rheostat_server import errors
 from rheostat_wire.v1 import capture_pb2, matrix_pb2, steering_pb2, vector_pb2
 
-from .desks import admitted, refused
+from .admissions import admitted, refused
 from .fakes import WIDTH
 from .messages import at_post1, capture, request, tensor
 

@@ -10,7 +10,7 @@ from rheostat_server.sample import Sample
 from rheostat_server.sequence import Amendment, Life, Role
 from rheostat_wire.v1 import generation_pb2, receipt_pb2, types_pb2
 
-from .desks import admitted
+from .admissions import admitted
 from .fakes import PULLED, STREAM_NORM, ScriptedBackend
 from .messages import (
     FIRST,

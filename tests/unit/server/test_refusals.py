@@ -19,7 +19,7 @@ from rheostat_wire.v1 import (
     vector_pb2,
 )
 
-from .desks import admitted, named, refused
+from .admissions import admitted, named, refused
 from .fakes import LAYERS, WIDTH
 from .messages import (
     FIRST,

@@ -92,7 +92,7 @@ def check_exact(events, count: int, n: int, logprobs: int | None) -> None:
 async def read(running, message, pace) -> list:
     """All that comes of a request whose reader waits as `pace` says between messages."""
     events = []
-    admitted = await admit(message, running.host.desk)
+    admitted = await admit(message, running.host.admission)
     async with aclosing(run(admitted, running.host)) as responses:
         async for response in responses:
             events.append(response)

@@ -9,8 +9,8 @@ from rheostat_server import errors
 from rheostat_server.prompts import Prompts
 from rheostat_wire.v1 import generation_pb2, selector_pb2, types_pb2
 
+from .admissions import admission_context, admitted
 from .characters import CharTokenizer
-from .desks import admitted, desk
 from .fakes import INFO, SITES, VOCABULARY
 from .messages import add, capture, request, selector, site_set
 
@@ -64,7 +64,7 @@ def test_a_span_is_named_by_its_text(text, occurrence, message) -> None:
 def test_sites_that_are_not_served_are_named_in_ranges() -> None:
     sites = replace(SITES, num_layers=36)
     everywhere = capture(site_set(types_pb2.POINT_ROUTER_LOGITS))
-    message = message_of(request(captures=[everywhere]), desk(sites))
+    message = message_of(request(captures=[everywhere]), admission_context(sites))
     assert message.startswith("ToyForCausalLM does not serve router_logits 0-35: ")
 
 
@@ -94,7 +94,7 @@ def chat(*roles: str):
 
 def test_a_message_that_the_chat_template_leaves_out_is_refused() -> None:
     prompts = Prompts(DeafTokenizer(), vocabulary=VOCABULARY, model_tokens=INFO.model_tokens)
-    at = replace(desk(), prompts=prompts)
+    at = replace(admission_context(), prompts=prompts)
     for roles in (("usr",), ("user", "usr"), ("system", "usr", "assistant")):
         with pytest.raises(errors.InvalidValue) as caught:
             admitted(chat(*roles), at)

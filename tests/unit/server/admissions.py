@@ -1,4 +1,4 @@
-"""Requests at the desk where they are checked, without a server."""
+"""Requests that are admitted or refused, without a server."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rheostat_server import errors
-from rheostat_server.admission import Admitted, Desk, admit
+from rheostat_server.admission import AdmissionContext, AdmittedRequest, admit
 from rheostat_server.prompts import Prompts
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors import Name, VectorStore, make_vector
@@ -18,26 +18,26 @@ from .characters import CharTokenizer
 from .fakes import INFO, SITES, VOCABULARY, WIDTH
 
 
-def desk(sites=SITES, tokenizer=True, capacity=1 << 20) -> Desk:
+def admission_context(sites=SITES, tokenizer=True, capacity=1 << 20) -> AdmissionContext:
     prompts = Prompts(
         CharTokenizer() if tokenizer else None,
         vocabulary=VOCABULARY,
         model_tokens=INFO.model_tokens,
     )
-    return Desk(INFO, sites, prompts, VectorStore(capacity, lambda digest: None))
+    return AdmissionContext(INFO, sites, prompts, VectorStore(capacity, lambda digest: None))
 
 
-def admitted(message, at: Desk | None = None) -> Admitted:
-    return asyncio.run(admit(message, at or desk()))
+def admitted(message, at: AdmissionContext | None = None) -> AdmittedRequest:
+    return asyncio.run(admit(message, at or admission_context()))
 
 
-def refused(message, at: Desk | None = None) -> tuple[type, str]:
+def refused(message, at: AdmissionContext | None = None) -> tuple[type, str]:
     with pytest.raises(errors.RheostatError) as caught:
         admitted(message, at)
     return type(caught.value), caught.value.field
 
 
-def stored(at: Desk, rows: int = 1, name: str = "joy", value: float = 2.0):
+def stored(at: AdmissionContext, rows: int = 1, name: str = "joy", value: float = 2.0):
     data = np.full((rows, WIDTH), value, dtype="<f4").tobytes()
     vector = make_vector(FloatType.FLOAT32, rows, WIDTH, data, "v")
     at.store.put_named(vector, name, Name(vector.digest, "", None))
