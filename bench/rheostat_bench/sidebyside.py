@@ -320,9 +320,21 @@ def store_vectors(target: str) -> rheostat.ModelInfo:
 
 
 def measure(
-    runs: Mapping[str, Run], streams: Sequence[int], tokens: int, repeats: int
-) -> dict[str, dict[str, list[Turn]]]:
-    """Times every arm at every number of streams; arms take turns. By arm and workload."""
+    runs: Mapping[str, Run],
+    streams: Sequence[int],
+    tokens: int,
+    repeats: int,
+    save: Callable[[Mapping[str, Mapping[str, Sequence[Turn]]]], None],
+) -> None:
+    """Times every arm at every number of streams; arms take turns.
+
+    Args:
+        runs: the arms, by name.
+        streams: the numbers of streams.
+        tokens: tokens of each stream.
+        repeats: turns of each arm and workload.
+        save: is called with all turns so far, by arm and workload, after each workload.
+    """
     turns: dict[str, dict[str, list[Turn]]] = {name: {} for name in runs}
     workloads = [(str(count), count, tokens) for count in streams]
     workloads.append((_ONE_TOKEN, 4 * max(streams), 1))
@@ -334,7 +346,7 @@ def measure(
                 found = runs[name](prompts(count, _PROMPT), length)
                 turns[name].setdefault(workload, []).append(found)
         show(turns, workload)
-    return turns
+        save(turns)
 
 
 def summary(
@@ -399,23 +411,30 @@ def main() -> None:
         config = server_config(model, engines=engines, requests=max(arguments.streams))
         config = replace(config, skip_tokenizer_init=False)
         runs, served = _start(stack, config, scratch, arguments)
-        turns = measure(runs, arguments.streams, arguments.tokens, arguments.repeats)
-    result = {
-        "benchmark": "sidebyside",
-        "measures": "what clients get of stock vLLM, of vLLM's OpenAI server, and of this server",
-        **described(model, served.engine.runner),
-        "compiled": served.engine.compiled,
-        "cores": os.cpu_count(),
-        "client_processes": arguments.client_processes,
-        "prompt": _PROMPT,
-        "tokens": arguments.tokens,
-        "summary": summary(turns),
-        "turns": {
-            name: {workload: [one._asdict() for one in some] for workload, some in by.items()}
-            for name, by in turns.items()
-        },
+        about = {
+            "benchmark": "sidebyside",
+            "measures": "what clients get of stock vLLM, vLLM's OpenAI server, and this server",
+            **described(model, served.engine.runner),
+            "compiled": served.engine.compiled,
+            "cores": os.cpu_count(),
+            "client_processes": arguments.client_processes,
+            "prompt": _PROMPT,
+            "tokens": arguments.tokens,
+        }
+        path = arguments.out / f"sidebyside-{model.name}.json"
+        save = partial(_save, path, about)
+        measure(runs, arguments.streams, arguments.tokens, arguments.repeats, save)
+
+
+def _save(
+    path: Path, about: Mapping[str, object], turns: Mapping[str, Mapping[str, Sequence[Turn]]]
+) -> None:
+    """Writes the turns so far, so that a run which is cut short leaves what it has measured."""
+    by_arm = {
+        name: {workload: [one._asdict() for one in some] for workload, some in by.items()}
+        for name, by in turns.items()
     }
-    (arguments.out / f"sidebyside-{model.name}.json").write_text(json.dumps(result, indent=1))
+    path.write_text(json.dumps({**about, "summary": summary(turns), "turns": by_arm}, indent=1))
 
 
 def _start(

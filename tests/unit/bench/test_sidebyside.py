@@ -59,11 +59,21 @@ def test_arms_take_turns_after_a_warm_up(capsys) -> None:
 
         return run
 
-    turns = measure({STOCK: arm("a"), IDLE: arm("b")}, [2], tokens=7, repeats=2)
+    saved: list[dict[str, list[str]]] = []
+
+    def save(turns) -> None:
+        saved.append({name: list(by) for name, by in turns.items()})
+        assert {len(some) for by in turns.values() for some in by.values()} == {2}
+
+    measure({STOCK: arm("a"), IDLE: arm("b")}, [2], tokens=7, repeats=2, save=save)
     names = [name for name, _, _ in asked]
     assert names == ["a", "b", "a", "b", "b", "a"] * 2
     assert {(count, tokens) for _, count, tokens in asked} == {(2, 7), (8, 1)}
-    assert {len(some) for by in turns.values() for some in by.values()} == {2}
+    workloads = ["2", "requests of one token"]
+    assert saved == [
+        {STOCK: workloads[:1], IDLE: workloads[:1]},
+        {STOCK: workloads, IDLE: workloads},
+    ]
     assert "requests/s" in capsys.readouterr().out
 
 
