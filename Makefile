@@ -24,7 +24,7 @@ demo: setup ## Steering, capture and the picture of a causal trace, on the bundl
 serve: setup ## Serve the bundled model, or MODEL=...
 	$(BIN)/rheostat serve $(MODEL)
 
-test: lint types unit integration ## All that CI runs
+test: lint types unit integration ## All that CI runs; tests/README.md says how long each part takes
 
 lint: setup breaking ## ruff, buf, and whether the generated code is current
 	$(BIN)/ruff check .
@@ -44,12 +44,13 @@ unit: setup ## Tests without an engine
 	RHEOSTAT_TEST_FRONT_ENDS=1 $(PYTEST) --dist worksteal $(THROUGH_FRONT_ENDS:%=tests/unit/server/test_%.py)
 
 integration: setup ## Tests on the real vLLM engine
-	$(BIN)/pytest tests/integration
+	$(PYTEST) --dist loadgroup --no-loadscope-reorder tests/integration
 
-soak: setup ## Hours: hostile calls, rows compared with a replay, front ends killed, properties
+soak: setup ## Hours: hostile calls, rows compared with a replay, front ends killed, large grids
 	RHEOSTAT_TEST_ROUNDS=100 $(BIN)/pytest tests/unit/server/test_front_ends.py --timeout 600
 	RHEOSTAT_TEST_FRONT_ENDS=1 $(PYTEST) --dist worksteal tests/unit/server
 	RHEOSTAT_TEST_EFFORT=10 $(PYTEST) --dist worksteal tests/unit -m "hypothesis or at_length"
+	RHEOSTAT_TEST_EFFORT=10 $(PYTEST) --dist loadgroup --no-loadscope-reorder tests/integration -m "hypothesis or at_length"
 	$(BIN)/rheostat bench soak --out build/soak
 	$(BIN)/python -m tests.soak.replay --seeds 12
 	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled

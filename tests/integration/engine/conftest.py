@@ -19,27 +19,43 @@ def models_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="module")
-def start(models_root: Path) -> Iterator[Start]:
-    """Starts engines, one at a time: starting one stops the one before."""
-    with ExitStack() as cleanup, pytest.MonkeyPatch.context() as patch:
+@pytest.fixture(scope="module", autouse=True)
+def in_this_process() -> Iterator[None]:
+    """vLLM runs in this process. Servers, which other tests start, must not inherit this."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield
+
+
+@pytest.fixture(scope="session")
+def start(models_root: Path) -> Iterator[Start]:
+    """Starts engines, one at a time: starting one stops the one before.
+
+    If the engine before has the same options, it goes on, with an empty prefix cache.
+    """
+    with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rheostat")))
-        running: list[OfflineEngine] = []
+        running: dict[str, OfflineEngine] = {}
         count = 0
 
         def stop() -> None:
             while running:
-                running.pop().close()
+                running.popitem()[1].close()
 
         def begin(name: str = "llama", **options: object) -> OfflineEngine:
             nonlocal count
+            if options.get("enforce_eager"):
+                del options["enforce_eager"]  # the default
+            asked = repr((name, sorted(options.items())))
+            if asked in running:
+                assert running[asked].llm.reset_prefix_cache()
+                return running[asked]
             stop()
             count += 1
-            running.append(
-                OfflineEngine(build(name, models_root), f"ipc://{scratch}/{count}", **options)
+            running[asked] = OfflineEngine(
+                build(name, models_root), f"ipc://{scratch}/{count}", **options
             )
-            return running[-1]
+            return running[asked]
 
         cleanup.callback(stop)
         yield begin

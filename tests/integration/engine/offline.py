@@ -215,6 +215,7 @@ class OfflineEngine:
             elif isinstance(event, Attached):
                 outcome.attached.append(event)
             else:
+                assert isinstance(event, Rows), event
                 self._add_rows(outcome, event)
         return outcome
 

@@ -8,6 +8,7 @@ import pytest
 
 from rheostat_engine import OPEN_END, Capture, Plan
 
+from .groups import IN_TIGHT, PLAIN, TIGHT
 from .models import LAYERS, build
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, as_hooks, capture, prompts, vector
@@ -69,12 +70,17 @@ def planned(prompt: list[int], number: int) -> Plan | None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "eager"), [(1, True), (2, True), (5, True), (9, True), (5, False)]
+    ("steps", "options"),
+    [
+        *((steps, {"max_num_seqs": 4, "max_num_batched_tokens": 32}) for steps in (1, 2, 5, 9)),
+        pytest.param(12, TIGHT, marks=IN_TIGHT),
+    ],
+    ids=["1", "2", "5", "9", "12, compiled"],
 )
 def test_rows_begin_where_it_is_said_in_a_chunked_prompt_and_after_it(
-    start: Start, reference: HfReference, steps: int, eager: bool
+    start: Start, reference: HfReference, steps: int, options: dict[str, object]
 ) -> None:
-    engine = start(max_num_seqs=4, max_num_batched_tokens=32, enforce_eager=eager)
+    engine = start(**options)
     batch = prompts(4, 30, 40, seed=3)
     alone = [o.token_ids for o in engine.run(batch, max_tokens=12)] if steps == 2 else None
     stepped = stepping(engine)
@@ -107,6 +113,7 @@ def test_rows_come_once_through_preemption(start: Start, reference: HfReference)
             assert_rows(stepped, reference, name, outcomes[name])
 
 
+@PLAIN
 def test_one_that_was_not_scheduled_is_captured_from_where_its_cached_prefix_ends(
     start: Start, reference: HfReference
 ) -> None:
@@ -122,6 +129,7 @@ def test_one_that_was_not_scheduled_is_captured_from_where_its_cached_prefix_end
         assert assert_rows(stepped, reference, name, outcomes[name]) == 96
 
 
+@PLAIN
 def test_what_is_not_wanted_any_more_is_not_copied(start: Start, reference: HfReference) -> None:
     engine = start()
     (prompt,) = prompts(1, 20, 21, seed=6)

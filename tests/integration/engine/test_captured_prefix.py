@@ -10,6 +10,7 @@ import pytest
 
 from rheostat_engine import OPEN_END, Act, Plan, Released, Spans
 
+from .groups import PLAIN
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, capture, prompts, steer, vector
 
@@ -92,6 +93,7 @@ def test_only_what_a_capture_needs_is_computed_again(start: Start, block: int, c
             np.testing.assert_array_equal(again.stream(site), expected.stream(site))
 
 
+@PLAIN
 def test_a_capture_finds_what_it_is_steered_alike_with(start: Start) -> None:
     """Of a prompt that is cached without steering, what lies before the first steered token."""
     engine = start()
@@ -126,6 +128,7 @@ def test_a_model_with_sliding_windows_captures_what_a_cold_run_does(
         assert_rows(outcome, expected, positions_of(spans))
 
 
+@PLAIN
 def test_log_probabilities_of_the_prompt_are_no_reason_to_compute_for_a_capture(
     start: Start,
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from rheostat_engine import Act, Band, Kind, Plan, site_count
 
+from .groups import BOTH
 from .models import LAYERS, WIDTH
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, capture, prompts, steer, vector
@@ -31,7 +32,7 @@ class Pair(NamedTuple):
         return self.engine.run(BATCH, plans, max_tokens=TOKENS)
 
 
-@pytest.fixture(scope="module", params=["eager", "compiled"])
+@pytest.fixture(scope="module", params=BOTH)
 def pair(request: pytest.FixtureRequest, start: Callable[..., OfflineEngine]) -> Iterator[Pair]:
     eager = request.param == "eager"
     stock = start(sited=False, enforce_eager=eager).run(BATCH, max_tokens=TOKENS)

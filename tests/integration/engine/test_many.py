@@ -8,6 +8,7 @@ import pytest
 from rheostat_engine import OPEN_END, Act, Band, Kind, Plan, site_count
 from rheostat_engine.plan.needs import SHARED
 
+from ...effort import at_length, some
 from .models import LAYERS
 from .offline import OfflineEngine
 from .plans import EVERYWHERE, prompts, vector
@@ -50,6 +51,7 @@ def configuration(number: int, length: int) -> Plan:
     )
 
 
+@at_length
 def test_256_distinct_configurations_in_one_batch_equal_their_solo_runs(
     engine: OfflineEngine,
 ) -> None:
@@ -58,7 +60,8 @@ def test_256_distinct_configurations_in_one_batch_equal_their_solo_runs(
     together = engine.run(batch, plans, max_tokens=4)
     plain = engine.run(batch, max_tokens=4)
     assert sum(a.token_ids != b.token_ids for a, b in zip(together, plain, strict=True)) > 200
-    for prompt, plan, one in zip(batch, plans, together, strict=True):
+    numbers = some(range(COUNT), *range(0, COUNT, 4))
+    for prompt, plan, one in [(batch[i], plans[i], together[i]) for i in numbers]:
         (alone,) = engine.run([prompt], [plan], max_tokens=4)
         assert one.token_ids == alone.token_ids
         for step in range(4):

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan, Spans, site_count
 
+from ...effort import FACTOR
+from .groups import BOTH
 from .models import LAYERS, VOCAB, build
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, as_hooks, prompts, selected, vector
@@ -40,7 +42,7 @@ class Bench(NamedTuple):
     reference: HfReference
 
 
-@pytest.fixture(scope="module", params=["eager", "compiled"])
+@pytest.fixture(scope="module", params=BOTH)
 def bench(
     request: pytest.FixtureRequest, start: Callable[..., OfflineEngine], models_root: Path
 ) -> Iterator[Bench]:
@@ -119,7 +121,7 @@ def _check(bench: Bench, prompt: list[int], plan: Plan, outcome: Outcome) -> Non
     }
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25 * FACTOR, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=st.lists(st.lists(acts(), max_size=4), min_size=6, max_size=6))
 def test_random_steering_does_what_naive_hooks_do_in_hugging_face(
     bench: Bench, drawn: list[list[Act]]

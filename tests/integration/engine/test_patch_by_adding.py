@@ -14,6 +14,7 @@ import pytest
 
 from rheostat_engine import Act, Kind, Plan, site_count
 
+from .groups import group_of
 from .models import LAYERS, VOCAB
 from .offline import OfflineEngine, Outcome
 from .plans import capture, prompts, steer
@@ -47,7 +48,11 @@ class Pair(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[(name, eager) for name in ("llama", "granite") for eager in (True, False)],
+    params=[
+        pytest.param((name, eager), marks=group_of(name, eager=eager))
+        for name in ("llama", "granite")
+        for eager in (True, False)
+    ],
     ids=lambda param: f"{param[0]}-{'eager' if param[1] else 'compiled'}",
 )
 def pair(request: pytest.FixtureRequest, start: Callable[..., OfflineEngine]) -> Pair:

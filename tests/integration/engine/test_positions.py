@@ -8,6 +8,7 @@ import pytest
 
 from rheostat_engine import OPEN_END, Act, Band, Condition, Kind, Plan, Spans
 
+from .groups import COMPILED, IN_TIGHT, PLAIN, TIGHT
 from .models import VOCAB, build
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, as_hooks, capture, prompts, steer, vector
@@ -67,12 +68,17 @@ def by_token(seed: int, site: int, spans: Spans) -> Act:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "eager"), [(4, True), (7, True), (16, True), (64, True), (7, False)]
+    "options",
+    [
+        *({"max_num_seqs": 4, "max_num_batched_tokens": chunk} for chunk in (4, 7, 16, 64)),
+        pytest.param(TIGHT, marks=IN_TIGHT),
+    ],
+    ids=["4", "7", "16", "64", "7, compiled"],
 )
 def test_phases_split_exactly_at_the_prompts_end_for_every_chunk_size(
-    start: Start, reference: HfReference, chunk: int, eager: bool
+    start: Start, reference: HfReference, options: dict[str, object]
 ) -> None:
-    engine = load(start(max_num_seqs=4, max_num_batched_tokens=chunk, enforce_eager=eager))
+    engine = load(start(**options))
     batch = prompts(4, 17, 40, seed=3)
     plans = [phased(p)[i] for i, p in enumerate(batch)]
     outcomes = engine.run(batch, plans, max_tokens=5)
@@ -81,11 +87,15 @@ def test_phases_split_exactly_at_the_prompts_end_for_every_chunk_size(
         assert outcome.duplicates == 0
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_num_seqs": 6, "num_gpu_blocks_override": 9}, pytest.param(TIGHT, marks=IN_TIGHT)],
+    ids=["eager", "compiled"],
+)
 def test_a_preempted_request_is_steered_as_if_it_had_run_through(
-    start: Start, reference: HfReference, eager: bool
+    start: Start, reference: HfReference, options: dict[str, object]
 ) -> None:
-    engine = load(start(max_num_seqs=6, num_gpu_blocks_override=9, enforce_eager=eager))
+    engine = load(start(**options))
     batch = prompts(6, 30, 40, seed=4)
     plans = [phased(p)[i % 4] for i, p in enumerate(batch)]
     outcomes = engine.run(batch, plans, max_tokens=70)
@@ -100,7 +110,9 @@ def test_a_preempted_request_is_steered_as_if_it_had_run_through(
         assert outcome.duplicates == 0
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize(
+    "eager", [pytest.param(False, marks=COMPILED), pytest.param(True, marks=PLAIN)]
+)
 def test_a_warm_prefix_cache_never_mixes_what_is_steered_differently(
     start: Start, reference: HfReference, eager: bool
 ) -> None:
@@ -122,6 +134,7 @@ def test_a_warm_prefix_cache_never_mixes_what_is_steered_differently(
     assert cached == [0, 0, 96, 96, 96, 96, 64, 96, 96, 0, 96]
 
 
+@PLAIN
 def test_steered_generated_tokens_are_not_reused_as_an_unsteered_prompt(
     start: Start, reference: HfReference
 ) -> None:
@@ -135,6 +148,7 @@ def test_steered_generated_tokens_are_not_reused_as_an_unsteered_prompt(
         assert_as_reference(reference, longer, plan, outcome)
 
 
+@PLAIN
 def test_a_capture_of_cached_positions_recomputes_them(
     start: Start, reference: HfReference
 ) -> None:

@@ -14,13 +14,14 @@ from google.rpc import error_details_pb2, status_pb2
 import rheostat
 from rheostat_wire.v1 import generation_service_pb2
 
+from ...effort import FACTOR, at_length
 from .conftest import Server, assert_empty
 from .hostile import DERIVE, GENERATE, GET, NAMES, PUT, SESSION, SHARES, Attempt, attempts
 from .hostile_captures import SUBSCRIBE
 
 pytestmark = pytest.mark.integration
 
-ATTEMPTS = 20_000
+ATTEMPTS = 2_000 * FACTOR
 AT_ONCE = 24
 PATIENCE = 100
 """Seconds after which a call counts as hanging; the server lets a request wait for at most 30."""
@@ -85,6 +86,7 @@ def _typed(packed: bytes) -> bool:
     return bool(details) and details[0].Unpack(info) and info.domain == "rheostat.dev"
 
 
+@at_length
 def test_hostile_calls_end_with_typed_errors_and_leave_nothing(
     server: Server, engine: rheostat.Engine
 ) -> None:

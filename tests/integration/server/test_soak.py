@@ -6,13 +6,15 @@ import rheostat
 from rheostat_bench.abuse import Target
 from rheostat_bench.soak import Served, soak
 
+from ...effort import FACTOR, at_length
 from .conftest import Server
 
 pytestmark = pytest.mark.integration
 
-CALLS = 300
+CALLS = 100 * FACTOR
 
 
+@at_length
 def test_a_mixture_of_hostile_calls_leaves_nothing_and_changes_no_answer(
     server: Server, engine: rheostat.Engine
 ) -> None:
