@@ -36,6 +36,7 @@ from rheostat_server.keeper import VectorKeeper
 from rheostat_server.limits import LARGE_REQUESTS, STATS_SECONDS
 from rheostat_server.line import RETRY, Line
 from rheostat_server.loader import VectorLoader
+from rheostat_server.pacing import Pace
 from rheostat_server.preparations import Preparations
 from rheostat_server.prompts import Prompts
 from rheostat_server.release import RELEASE_GRACE, until_released
@@ -114,6 +115,7 @@ class EngineHost:
         self.config = config
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._flights: dict[str, Flight] = {}
+        self._pace = Pace()
         self._samples = 0
         """Samples of all requests, with baselines."""
         self._prompt_tokens = 0
@@ -168,7 +170,7 @@ class EngineHost:
             QueueFull, BankFull, CaptureOverflow, StoreFull: there is no room.
         """
         self._check_open(admitted)
-        flight = Flight(admitted, self.budget.share())
+        flight = Flight(admitted, self.budget.share(), self._pace)
         self._flights[admitted.request_id] = flight
         self._count(flight, len(flight.lives))
         try:
@@ -179,7 +181,8 @@ class EngineHost:
         try:
             self.counts.admitted += 1
             flight.start(self.backend, flight.lives, epoch=self.epoch)
-            yield flight
+            with self._pace.counting(len(flight.own)):
+                yield flight
         except Exception:
             flight.failed = True
             raise

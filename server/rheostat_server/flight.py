@@ -20,6 +20,7 @@ from rheostat_server.capture.outlets import Outlets
 from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.host import Backend, Delta, Ending, Job
 from rheostat_server.line import Room
+from rheostat_server.pacing import Pace
 from rheostat_server.preparations import Preparation
 from rheostat_server.response_queue import Item, Notice, ResponseQueue, Sign
 from rheostat_server.sequence import FINISH_REASONS, Life, Role
@@ -42,12 +43,13 @@ _NUMBERS = itertools.count()
 class Flight:
     """A running request."""
 
-    def __init__(self, admitted: AdmittedRequest, share: Share) -> None:
+    def __init__(self, admitted: AdmittedRequest, share: Share, pace: Pace | None = None) -> None:
         """The request has not started.
 
         Args:
             admitted: the request.
             share: the memory for rows and tokens of it that wait.
+            pace: how often its tokens leave. None: each at once.
         """
         self.admitted = admitted
         self.admitted_at = time.monotonic()
@@ -69,7 +71,9 @@ class Flight:
         self.share = share
         self.outlets = Outlets()
         """Destinations of captured rows."""
-        self.queue = ResponseQueue(share, self.overflow)
+        # The client of a session decides by its tokens, so that they never wait.
+        changeable = admitted.plan.private_from is not None
+        self.queue = ResponseQueue(share, self.overflow, None if changeable else pace)
         """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
         """Ends the call at once if its client does not read."""

@@ -5,7 +5,7 @@ wait merge into fewer messages, and each message has a bounded size. The waiting
 the memory of the request. When that is full the request fails, because tokens may not be lost.
 
 A reader that waits gets an entry directly, so that a token of a quick reader is neither stored nor
-counted.
+counted. While many streams run, tokens wait for later tokens; see `Pace`.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from rheostat_engine import Event
 from rheostat_server.capture.budget import Cost, Meter, Share
 from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.host import Delta, Ending
+from rheostat_server.pacing import Pace
 from rheostat_server.sequence import Life
 from rheostat_wire.v1 import generation_pb2
 
@@ -148,12 +149,18 @@ class WaitingDeltas:
 class ResponseQueue:
     """The queue of one request. Lives on the event loop, and has one reader."""
 
-    def __init__(self, share: Share, on_full: Callable[[ResponseOverflow], None]) -> None:
+    def __init__(
+        self,
+        share: Share,
+        on_full: Callable[[ResponseOverflow], None],
+        pace: Pace | None = None,
+    ) -> None:
         """An empty queue.
 
         Args:
             share: the memory of the request.
             on_full: is called with an error when the waiting tokens exceed that memory.
+            pace: how often tokens leave. None: at once.
         """
         self.meter = Meter(share.meter)
         """Counts the memory of tokens that wait, also of those that the reader holds back."""
@@ -164,6 +171,12 @@ class ResponseQueue:
         self._deltas: dict[Life, WaitingDeltas] = {}
         self._reader: asyncio.Future[Entry] | None = None
         """Set while the reader waits for an entry."""
+        self._pace = pace
+        self._clock = asyncio.get_running_loop().time
+        self._left = 0.0
+        """When tokens last left while the reader waited."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Set while tokens wait for later tokens."""
         share.add(self)
 
     @property
@@ -213,8 +226,11 @@ class ResponseQueue:
 
     def put_delta(self, life: Life, delta: Delta) -> None:
         """Adds a delta of a sample, or merges it into the sample's last message."""
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(Item(life, delta))
+        reader = self._reader
+        waits = reader is not None and not reader.done()
+        due = waits and self._is_due(delta)
+        if due and not self._entries and reader is not None:
+            reader.set_result(Item(life, delta))
             return
         deltas = self._deltas.get(life)
         if deltas is None:
@@ -222,12 +238,16 @@ class ResponseQueue:
         if deltas.add(delta):
             self._entries.append(life)
         self._share.check()
+        if due:
+            self._wake()
+        elif waits and self._timer is None and self._pace is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(self._left + self._pace.interval, self._wake)
 
     async def get(self) -> Entry:
         """Removes and returns the first entry; waits for one if there is none."""
         if self._entries:
-            entry = self._entries.popleft()
-            return Item(entry, self._deltas[entry].take()) if isinstance(entry, Life) else entry
+            return self._pop()
         reader: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
         self._reader = reader
         try:
@@ -246,12 +266,40 @@ class ResponseQueue:
         self._deltas.clear()
         self.meter.close()
         self._on_full = lambda _: None  # it refers to the request, which refers to this queue
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _is_due(self, delta: Delta) -> bool:
+        """Whether a delta, for which the reader waits, leaves at once."""
+        if self._pace is None or not self._pace.interval:
+            return True
+        now = self._clock()
+        if delta.ending is None and now < self._left + self._pace.interval:
+            return False
+        self._left = now
+        return True
 
     def _append(self, entry: Entry) -> None:
-        if self._reader is not None and not self._reader.done():
+        if not self._entries and self._reader is not None and not self._reader.done():
             self._reader.set_result(entry)
         else:
             self._entries.append(entry)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Gives the first entry to the reader, if it waits for one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._entries and self._reader is not None and not self._reader.done():
+            self._left = self._clock()
+            self._reader.set_result(self._pop())
+
+    def _pop(self) -> Entry:
+        """Removes and returns the first entry."""
+        entry = self._entries.popleft()
+        return Item(entry, self._deltas[entry].take()) if isinstance(entry, Life) else entry
 
 
 def weight(delta: Delta) -> int:

@@ -1,8 +1,10 @@
 """The queue of a response: order, merging, and memory that is counted exactly."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +12,7 @@ from rheostat_engine import Installed, Plan
 from rheostat_server.capture.budget import Budget
 from rheostat_server.errors import ResponseOverflow
 from rheostat_server.host import Delta, Ending, Job
+from rheostat_server.pacing import Pace
 from rheostat_server.response_queue import Item, ResponseQueue, Sign, WaitingDeltas
 from rheostat_server.sampling import SamplingSettings
 from rheostat_server.sequence import Life, Role
@@ -177,3 +180,99 @@ async def test_a_reader_that_stops_waiting_when_an_entry_comes_loses_nothing() -
     await asyncio.wait({reading})
     assert reading.cancelled()
     assert [await queue.get() for _ in range(2)] == [Item(one, first), Item(one, second)]
+
+
+@pytest.fixture
+def pace() -> Iterator[Pace]:
+    """The pace of so many streams that tokens wait for minutes."""
+    pace = Pace()
+    with pace.counting(1_000_000):
+        yield pace
+
+
+def paced(pace: Pace) -> ResponseQueue:
+    return ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None, pace)
+
+
+async def next_of(queue: ResponseQueue) -> "asyncio.Task[object]":
+    """A reader that waits for the next entry."""
+    reader = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    return reader
+
+
+def taken(reader: "asyncio.Task[object]") -> Delta:
+    item = reader.result()
+    assert isinstance(item, Item)
+    assert isinstance(item.what, Delta)
+    return item.what
+
+
+async def test_tokens_of_few_streams_never_wait() -> None:
+    queue = paced(Pace())
+    for number in range(3):
+        reader = await next_of(queue)
+        queue.put_delta(life(0), delta(number, 1, None))
+        assert taken(await settled(reader)).token_ids == (number,)
+
+
+async def test_tokens_of_many_streams_wait_for_those_that_follow() -> None:
+    pace = Pace()
+    with pace.counting(664):
+        await check_waiting(paced(pace))
+
+
+async def check_waiting(queue: ResponseQueue) -> None:
+    one = life(0)
+    reader = await next_of(queue)
+    queue.put_delta(one, delta(0, 1, None))
+    assert taken(await settled(reader)).token_ids == (0,)  # the first never waits
+    reader = await next_of(queue)
+    for number in (1, 2):
+        queue.put_delta(one, delta(number, 1, None))
+        await asyncio.sleep(0)
+        assert not reader.done()
+    async with asyncio.timeout(10):
+        await reader
+    assert taken(reader).token_ids == (1, 2)
+
+
+async def test_the_end_of_a_sample_does_not_wait(pace: Pace) -> None:
+    queue = paced(pace)
+    one = life(0)
+    reader = await next_of(queue)
+    queue.put_delta(one, delta(0, 1, None))
+    await settled(reader)
+    reader = await next_of(queue)
+    queue.put_delta(one, delta(1, 1, None))
+    queue.put_delta(one, delta(2, 1, None, Ending.LENGTH))
+    last = taken(await settled(reader))
+    assert (last.token_ids, last.ending) == ((1, 2), Ending.LENGTH)
+
+
+async def test_an_event_brings_the_tokens_before_it(pace: Pace) -> None:
+    queue = paced(pace)
+    one = life(0)
+    reader = await next_of(queue)
+    queue.put_delta(one, delta(0, 1, None))
+    await settled(reader)
+    reader = await next_of(queue)
+    queue.put_delta(one, delta(1, 1, None))
+    event = Installed("r", "")
+    queue.put(Item(one, event))
+    assert taken(await settled(reader)).token_ids == (1,)
+    assert await queue.get() == Item(one, event)
+
+
+async def settled(reader: "asyncio.Task[object]") -> "asyncio.Task[object]":
+    """The reader, which has what it waited for."""
+    await asyncio.sleep(0)
+    assert reader.done()
+    return reader
+
+
+def test_the_pace_depends_on_the_streams_that_run() -> None:
+    pace = Pace()
+    with pace.counting(64), pace.counting(60):
+        assert pace.interval == pytest.approx(0.01)
+    assert pace.interval == 0.0
