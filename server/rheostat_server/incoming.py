@@ -14,12 +14,16 @@ The rules:
 * Large messages, and messages of many fields, are walked and decoded in turns. All turns together
   take at most half of the event loop's time.
 * The first messages of at most `FIRST_READS` calls are read at a time, because gRPC keeps the
-  received part of each message. The newest call is read first: it is the least likely to be stuck.
+  received part of each message. Of one connection it is at most `CONNECTION_READS` calls, so that a
+  client with hundreds of large messages delays no other client. The next call is one of the
+  connection with the fewest reads. Of these calls the newest is read first: it is the least likely
+  to be stuck.
 * A call ends if its first message does not come within `FIRST_MESSAGE_SECONDS`, because a silent
   call would count for ever. While other calls wait to be read, the limit is `FIRST_READ_SECONDS`.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Generic, Protocol, TypeVar, cast
@@ -36,6 +40,7 @@ from rheostat_server.errors import (
     UnknownField,
 )
 from rheostat_server.limits import (
+    CONNECTION_READS,
     CONTROL_RPCS,
     FIELD_BYTES,
     FIRST_MESSAGE_SECONDS,
@@ -69,13 +74,20 @@ class _Reads:
 
     def __init__(self, limit: int) -> None:
         self._free = limit
-        self._reading: dict[asyncio.Timeout, float] = {}
-        """Start times of reads that still have `FIRST_MESSAGE_SECONDS`, oldest first."""
-        self._waiting: list[asyncio.Future[None]] = []
+        self._reading: dict[asyncio.Timeout, tuple[str | None, float]] = {}
+        """Connection and start time of reads that still have `FIRST_MESSAGE_SECONDS`, oldest
+        first."""
+        self._reads_of: Counter[str | None] = Counter()
+        """Reads by connection."""
+        self._waiting: dict[str | None, list[asyncio.Future[None]]] = {}
+        """Calls that wait, by connection. The connection of the newest call is last."""
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, connection: str | None) -> AsyncIterator[None]:
         """Enters when a call may be read; the body reads its first message.
+
+        Args:
+            connection: the client's connection; None: not known, which has no limit of its own.
 
         Raises:
             DeadlinePassed: the message did not come within `FIRST_MESSAGE_SECONDS`.
@@ -85,14 +97,14 @@ class _Reads:
         begun = hurried = False
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS) as limit:
-                await self._begin()
+                await self._begin(connection)
                 begun = True
                 try:
-                    self._time(limit)
+                    self._time(limit, connection)
                     yield
                 finally:
                     hurried = self._reading.pop(limit, None) is None
-                    self._end()
+                    self._end(connection)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -111,44 +123,72 @@ class _Reads:
                 f"no request came within {FIRST_MESSAGE_SECONDS:g} s of the call's beginning"
             ) from error
 
-    def _time(self, limit: asyncio.Timeout) -> None:
+    def _time(self, limit: asyncio.Timeout, connection: str | None) -> None:
         """Sets the time limit of a read that begins."""
         now = asyncio.get_running_loop().time()
-        if self._waiting:
+        if connection in self._waiting or (self._waiting and not self._free):
             limit.reschedule(now + FIRST_READ_SECONDS)
         else:
-            self._reading[limit] = now
+            self._reading[limit] = connection, now
 
-    async def _begin(self) -> None:
-        if self._free:
+    def _may_read(self, connection: str | None) -> bool:
+        """Whether a connection has fewer reads than it may have."""
+        return connection is None or self._reads_of[connection] < CONNECTION_READS
+
+    async def _begin(self, connection: str | None) -> None:
+        if self._free and self._may_read(connection):
             self._free -= 1
+            self._reads_of[connection] += 1
             return
-        # An expired limit cannot be rescheduled, and its call is about to end.
-        oldest = next((limit for limit in self._reading if not limit.expired()), None)
-        if oldest is not None:
-            oldest.reschedule(self._reading.pop(oldest) + FIRST_READ_SECONDS)
+        full = not self._free
+        for limit, (its_connection, begun) in self._reading.items():
+            # An expired limit cannot be rescheduled, and its call is about to end.
+            if (full or its_connection == connection) and not limit.expired():
+                del self._reading[limit]
+                limit.reschedule(begun + FIRST_READ_SECONDS)
+                break
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        waiting = self._waiting.pop(connection, [])
+        waiting.append(turn)
+        self._waiting[connection] = waiting
         try:
             await turn
         except asyncio.CancelledError:
-            if turn in self._waiting:
-                self._waiting.remove(turn)
-            elif turn.done() and not turn.cancelled():
-                self._end()
+            if turn.cancelled():
+                self._forget(connection, turn)
+            else:
+                self._end(connection)
             raise
 
-    def _end(self) -> None:
-        while self._waiting:
-            turn = self._waiting.pop()
+    def _end(self, connection: str | None) -> None:
+        """Ends a read; the next call may be read."""
+        self._reads_of[connection] -= 1
+        if not self._reads_of[connection]:
+            del self._reads_of[connection]
+        while waiting := [one for one in reversed(self._waiting) if self._may_read(one)]:
+            following = min(waiting, key=self._reads_of.__getitem__)
+            turn = self._waiting[following][-1]
+            self._forget(following, turn)
             if not turn.done():
+                self._reads_of[following] += 1
                 turn.set_result(None)
                 return
         self._free += 1
 
+    def _forget(self, connection: str | None, turn: asyncio.Future[None]) -> None:
+        """Removes a call that waits no more."""
+        waiting = self._waiting.get(connection, [])
+        if turn in waiting:
+            waiting.remove(turn)
+            if not waiting:
+                del self._waiting[connection]
+
 
 class Reads(Protocol):
     """The methods of a call that read messages; see `Call`."""
+
+    def connection(self) -> str | None:
+        """The client's connection by which the call came; None if it is not known."""
 
     def received(self) -> bool:
         """Whether the next message has come, so that `read` returns at once."""
@@ -314,7 +354,7 @@ class Incoming:
         if call.received():
             data = await call.read()
         else:
-            async with self._calls.reads.turn():
+            async with self._calls.reads.turn(call.connection()):
                 data = await call.read()
         if data is None:
             return None

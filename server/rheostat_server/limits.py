@@ -20,6 +20,9 @@ FIRST_MESSAGE_SECONDS = 30.0
 FIRST_READS = 32
 """Calls whose first message is read at a time. gRPC keeps up to 512 MiB of these messages."""
 
+CONNECTION_READS = 8
+"""Calls of one connection whose first message is read at a time."""
+
 LOOKAHEAD_BYTES = 256 << 10
 """Bytes that gRPC receives of a call ahead of the server's reads."""
 

@@ -29,6 +29,9 @@ class Call(Protocol):
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has set none."""
 
+    def connection(self) -> str | None:
+        """The client's connection by which the call came; None if it is not known."""
+
     def received(self) -> bool:
         """Whether the next message has come, so that `read` returns at once."""
 
@@ -90,6 +93,10 @@ class GrpcCall:
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has set none."""
         return self._context.time_remaining()
+
+    def connection(self) -> str:
+        """The client's connection by which the call came."""
+        return self._context.peer()
 
     def received(self) -> bool:
         """Nothing has: gRPC receives a message when it is read."""

@@ -59,6 +59,9 @@ class RemoteCall:
         """Seconds until the client's deadline; None if it has set none."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
+    def connection(self) -> None:
+        """Not known. Small first messages come with their calls, and wait for no others."""
+
     def received(self) -> bool:
         """Whether the next message has come, so that `read` returns at once."""
         return self._received is not None

@@ -13,13 +13,14 @@ import pytest
 from rheostat_server import incoming, upload
 from rheostat_server.errors import DeadlinePassed, QueueFull
 from rheostat_server.incoming import Calls, Reader
+from rheostat_server.limits import FIRST_READ_SECONDS, FIRST_READS
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_service_pb2,
     steering_service_pb2,
 )
 
-from .conftest import Refusal, rest
+from .conftest import Client, Refusal, rest
 from .fakes import ScriptedBackend
 from .messages import capture, request, selector
 from .streams import until
@@ -274,6 +275,23 @@ async def test_calls_that_say_nothing_give_way_to_others(starter, monkeypatch) -
         call.cancel()
 
 
+async def test_many_calls_of_one_connection_keep_no_other_from_being_read(starter) -> None:
+    running = await starter()
+    session = running.client.channel.stream_stream("/rheostat.v1.GenerationService/Session")
+    silent = [session(timeout=60) for _ in range(3 * FIRST_READS)]
+    for call in silent:
+        await call.wait_for_connection()
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    target = f"127.0.0.1:{running.server.port}"
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
+        for _ in range(3):
+            call = Client(channel).generation.Generate(request(), timeout=FIRST_READ_SECONDS / 2)
+            assert (await rest(call))[-1].HasField("receipt")
+    assert not any(call.done() for call in silent)
+    for call in silent:
+        call.cancel()
+
+
 async def test_a_call_comes_while_another_runs_out_of_time(monkeypatch) -> None:
     """The event loop may be busy, and then see both at once."""
     monkeypatch.setattr(incoming, "FIRST_READS", 1)
@@ -281,11 +299,11 @@ async def test_a_call_comes_while_another_runs_out_of_time(monkeypatch) -> None:
     reads, loop = Calls(2).reads, asyncio.get_running_loop()
 
     async def silent() -> None:
-        async with reads.turn():
+        async with reads.turn("one client"):
             await asyncio.Event().wait()
 
     async def quick() -> None:
-        async with reads.turn():
+        async with reads.turn("one client"):
             pass
 
     first = asyncio.create_task(silent())
