@@ -7,6 +7,7 @@ take long, so callers run them on a thread unless `request_work` says that a req
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from rheostat_engine import MAX_PLAN_COST, Act, Condition, Plan, PlanTooLarge, Spans
 from rheostat_server import checks
@@ -16,6 +17,7 @@ from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_COST, REQUEST_RANGES
 from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
+from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.subscriptions.wishes import FRAGMENTED, Wish
 from rheostat_server.vectors import Vector
 from rheostat_wire.v1 import capture_pb2, receipt_pb2, steering_pb2
@@ -30,7 +32,7 @@ _SITE_BYTES = 16
 """Bytes that it counts for a site of an intervention or a capture."""
 
 _OBSERVED_PLANS = 8
-"""Plans with captures of different observers that are kept for one compiled request."""
+"""Plans with captures of observers that are kept for one compiled request and first observer."""
 
 _TOO_MUCH = (
     "the selectors cut the request into too many different combinations of interventions, captures "
@@ -77,6 +79,10 @@ def compile_plan(
     return Compiled(plan, tuple(vectors.values()))
 
 
+_ObservedKey = tuple[tuple[object, ...], ...]
+"""For each observer, in order: its name, and the identities of its captures in a request."""
+
+
 class _ObservedPlan(NamedTuple):
     plan: Plan
     names: frozenset[str]
@@ -88,23 +94,28 @@ class _ObservedPlan(NamedTuple):
 class ObservedPlans:
     """One plan with the captures of observers, kept for requests that are observed alike.
 
-    Captures with a projection are not kept, because their vectors may take much memory.
+    A plan is kept no longer than its first observer. Captures with a projection are not kept,
+    because their vectors may take much memory.
     """
 
     def __init__(self) -> None:
         """Keeps nothing yet."""
-        self._plans: dict[tuple[object, ...], _ObservedPlan] = {}
+        self._plans: WeakKeyDictionary[Subscription, dict[_ObservedKey, _ObservedPlan]]
+        self._plans = WeakKeyDictionary()
 
-    def find(self, key: tuple[object, ...]) -> _ObservedPlan | None:
+    def find(self, first: Subscription, key: _ObservedKey) -> _ObservedPlan | None:
         """The plan under a key; see `observe`."""
-        return self._plans.get(key)
+        plans = self._plans.get(first)
+        return None if plans is None else plans.get(key)
 
-    def add(self, key: tuple[object, ...], observed: _ObservedPlan) -> None:
+    def add(self, first: Subscription, key: _ObservedKey, observed: _ObservedPlan) -> None:
         """Keeps a plan."""
-        if all(one.projection is None for one in observed.beside):
-            if len(self._plans) == _OBSERVED_PLANS:
-                self._plans.clear()
-            self._plans[key] = observed
+        if any(one.projection is not None for one in observed.beside):
+            return
+        plans = self._plans.setdefault(first, {})
+        if len(plans) == _OBSERVED_PLANS:
+            plans.clear()
+        plans[key] = observed
 
 
 def observe(
@@ -128,7 +139,8 @@ def observe(
     if not observing:
         return plan, tuple(wishes)
     key = tuple((wish.subscription.name, *map(id, wish.beside)) for wish in observing)
-    observed = plans.find(key)
+    first = observing[0].subscription
+    observed = plans.find(first, key)
     if observed is None:
         together, kept = _affordable(plan, captures, observing)
         observed = _ObservedPlan(
@@ -136,7 +148,7 @@ def observe(
             frozenset(wish.subscription.name for wish in kept),
             tuple(one for wish in observing for one in wish.beside),
         )
-        plans.add(key, observed)
+        plans.add(first, key, observed)
     names = observed.names
     return observed.plan, tuple(
         wish.unobserved(FRAGMENTED)

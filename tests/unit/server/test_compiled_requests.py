@@ -1,5 +1,8 @@
 """Requests with equal steering and captures are compiled once, and never from what has changed."""
 
+import asyncio
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +20,7 @@ from rheostat_wire.v1 import generation_pb2, steering_pb2, types_pb2, vector_pb2
 from .admissions import admission_context, admitted, named, stored
 from .fakes import WIDTH
 from .messages import add, capture, request, selector, token_range, window
+from .streams import until
 from .subscribers import Subscriber, opening, wanted
 
 
@@ -210,3 +214,22 @@ async def test_a_subscription_that_has_ended_observes_nothing_more(running) -> N
     (one,) = running.host.subscriptions.selecting("r", {})
     one.close(errors.Draining("it ends"))
     assert not (await admit(asked(), running.host.admission)).plan.captures
+
+
+async def test_nothing_of_a_subscription_stays_in_the_plans_of_requests(running) -> None:
+    await Subscriber.open(running, opening(specs=[wanted(1)]))
+    got = await admit(asked(), running.host.admission)
+    captures = weakref.ref(got.plan.packed_captures)
+    del got
+    gc.collect()
+    assert captures() is not None
+    (one,) = running.host.subscriptions.selecting("r", {})
+    one.close(errors.Draining("it ends"))
+    del one
+    await until(lambda: len(running.host.subscriptions) == 0)
+    for _ in range(50):
+        gc.collect()
+        if captures() is None:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the plan with the subscription's captures is still in memory")
