@@ -167,8 +167,8 @@ def _side_by_side(content: Mapping[str, Any]) -> tuple[Panel, ...]:
         Panel(
             label,
             {
-                arm: {
-                    f"{name} streams": _exact(row[key])
+                arm.removeprefix("this server, ").replace(", ", "\n"): {
+                    f"streams: {name}": _exact(row[key])
                     for name, row in by_workload.items()
                     if name.isdecimal()
                 }

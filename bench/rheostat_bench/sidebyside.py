@@ -449,7 +449,7 @@ def _start(
     for count in arguments.api_servers:
         log = scratch / f"openai-{count}.log"
         port = stack.enter_context(openai_server(config, count, log))
-        name = f"vLLM's OpenAI server, {count} processes"
+        name = f"vLLM's OpenAI server, {_counted(count, 'process', 'processes')}"
         runs |= runs_of_openai(name, clients(partial(http_client, port)))
     served: rheostat.ModelInfo | None = None
     for count in arguments.front_ends:
@@ -459,10 +459,14 @@ def _start(
         served = store_vectors(target)
         watcher = stack.enter_context(Worker(partial(watching, target)))
         streamers = clients(partial(streaming, target, served.layer_count // 2))
-        name = f"this server, {count} front ends"
+        name = f"this server, {_counted(count, 'front end', 'front ends')}"
         runs |= runs_of_server(name, streamers, watcher, served, arguments.arms)
     assert served is not None, "there is at least one"
     return runs, served
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
 
 
 def server_flags(config: ServerConfig, front_ends: int) -> list[str]:

@@ -166,7 +166,7 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
                 difference = f"{value / beside:.1%}" if relative else f"{value - beside:+.0f}"
                 cells.append(f"{value:{form}} ({difference})".replace("-", "\N{MINUS SIGN}"))
             rows.append([arm, *cells])
-        heads = (f"{name} streams" if name.isdecimal() else name for name in workloads)
+        heads = (_streams(name) if name.isdecimal() else name for name in workloads)
         shown.append(_markdown([label, *heads], rows))
     lost = [
         [arm, name, f"{row['lost_rows']:.0f}"]
@@ -175,6 +175,10 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
         if row["lost_rows"]
     ]
     return [*shown, _markdown(["lost rows", "streams", "all turns"], lost)] if lost else shown
+
+
+def _streams(count: str) -> str:
+    return "1 stream" if count == "1" else f"{count} streams"
 
 
 def _spread(row: Mapping[str, float]) -> str:

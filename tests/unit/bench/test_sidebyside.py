@@ -123,8 +123,8 @@ def test_the_picture_shows_shares_and_first_tokens(result: Path) -> None:
     drawn = read_bars(result)
     assert drawn is not None
     share, first = drawn.panels
-    assert share.bars[IDLE] == {"8 streams": Bar(0.9, 0.9, 0.9)}
-    assert first.bars[STOCK] == {"8 streams": Bar(50.0, 50.0, 50.0)}
+    assert share.bars[IDLE] == {"streams: 8": Bar(0.9, 0.9, 0.9)}
+    assert first.bars[STOCK] == {"streams: 8": Bar(50.0, 50.0, 50.0)}
 
 
 @pytest.mark.parametrize(
