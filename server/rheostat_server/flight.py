@@ -190,8 +190,11 @@ class Flight:
             life.installed = True
             life.known.set()
             if event.error:
+                life.install_failed = True
                 _LOG.error("plan %s is not in force: %s", event.request_id, event.error)
                 self.fail(Defect("the engine could not take up the request's plan"))
+            if not life.held_back:
+                return  # nobody waits for it, so the reader need not wake up
         elif isinstance(event, Released):
             life.release()
             if life.role is not Role.SCORE:
@@ -279,7 +282,7 @@ class Flight:
         Tasks that wait for this report continue, because the engine does not repeat it.
         """
         if isinstance(report, Installed):
-            life.installed = True
+            life.installed = life.install_failed = True
         elif isinstance(report, Released):
             life.release()
         elif isinstance(report, Attached):

@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 
-from rheostat_engine import Installed, Plan, Released
+from rheostat_engine import Plan, Released
 from rheostat_server.admission import AdmittedRequest
 from rheostat_server.capture.inline import LOSSLESS, rows_lost
 from rheostat_server.capture.leaving import Chunk, Loss, Sealed
@@ -197,6 +197,7 @@ class _Stream:
         if isinstance(what, Delta):
             if not self._held_back and self._may_go(life):
                 return self._said(life, what)
+            life.held_back = True
             held = self._held_back.get(life)
             if held is None:
                 held = self._held_back[life] = WaitingDeltas(self._flight.queue.meter)
@@ -205,8 +206,6 @@ class _Stream:
             sample.released = what
             self._remove_done(life)
             return ()
-        elif isinstance(what, Installed):
-            sample.installed = True
         return self._release_held() if self._held_back else ()
 
     def _remove_done(self, life: Life) -> None:
@@ -221,7 +220,7 @@ class _Stream:
         """Whether a sample's tokens may be sent now; see `_held_back`."""
         if self._prompt_logprobs_due and life.sample > 0 and life.role in self._prompt_logprobs_due:
             return False
-        return self._samples[life].installed or self._flight.never_scheduled(life)
+        return life.in_force or self._flight.never_scheduled(life)
 
     def _release_held(self) -> Iterator[Response]:
         """Yields the responses of tokens that were held back and may be sent now."""

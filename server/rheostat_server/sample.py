@@ -40,7 +40,6 @@ class Sample:
         self.readings: list[generation_pb2.TokenLogprobs] = []
         """One per token, if the sample is to be compared."""
         self.cached_tokens = 0
-        self.installed = not life.job.has_plan
         self.ended = False
         self.released: Released | None = None
         self._life = life

@@ -69,6 +69,11 @@ class Life:
         """How it ended, once it has."""
         self.heard = False
         self.installed = False
+        """Whether the engine has handled its plan."""
+        self.install_failed = False
+        """Whether the engine could not put its plan in force."""
+        self.held_back = False
+        """Whether tokens of it may have come before `installed` was set."""
         self.tokens: list[int] = []
         """What it has generated."""
         self.changes = 0
@@ -89,6 +94,11 @@ class Life:
     def plan_id(self) -> str:
         """Under which the engine knows it."""
         return self.job.plan.request_id
+
+    @property
+    def in_force(self) -> bool:
+        """Whether its plan is in force, if it has one, so that its tokens may be sent."""
+        return not self.job.has_plan or (self.installed and not self.install_failed)
 
     def tell(self, attached: Attached) -> None:
         """The engine has changed what is captured of it, or it ended before."""

@@ -9,6 +9,7 @@ import pytest
 from rheostat_engine import Dropped, Installed, Released, Rows
 from rheostat_server import admission, errors, generation, release
 from rheostat_server.errors import EngineLost
+from rheostat_server.host import Delta
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -37,6 +38,37 @@ async def test_a_client_that_leaves_aborts_its_request_and_frees_everything(star
     assert [plan_id.split("@")[0] for plan_id in running.backend.aborted] == ["r#0"]
     assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=1, aborted_count=1)
     assert (stats.leaked_count, running.host.ledger.requests) == (0, 0)
+
+
+class TokenFirst(ScriptedBackend):
+    """A token comes before the engine's word that it could not take up the plan."""
+
+    async def add_request(self, job, receive, fail) -> None:
+        plan_id = job.plan.request_id
+        receive(Delta(token_ids=(1,), text="x"))
+        self.deliver(Installed(plan_id, "no such vector"))
+        self.deliver(
+            Released(
+                request_id=plan_id,
+                doses=(),
+                measured=True,
+                captured={},
+                lost_rows=0,
+                preemptions=0,
+                computed=(0, 1),
+            )
+        )
+
+
+async def test_no_token_of_a_plan_that_is_not_in_force_is_sent(starter) -> None:
+    running = await starter(TokenFirst())
+    call = running.client.generation.Generate(request(steer=[add()]), timeout=10)
+    events: list[generation_service_pb2.GenerateResponse] = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rest(call, events)
+    assert caught.value.code() is Code.INTERNAL
+    assert kinds(events) == ["started"]
+    await settled(running)
 
 
 async def test_a_deadline_aborts_the_request(starter) -> None:
