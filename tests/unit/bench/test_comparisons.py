@@ -348,6 +348,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "capture",
         "channel",
         "encodings",
+        "isolation",
         "sidebyside-qwen3-0.6b",
         "sidebyside-qwen3-8b",
         "sidebyside-qwen3-8b-openai",

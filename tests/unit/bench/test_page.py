@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rheostat_bench.tables import tables
 from rheostat_engine.settings import EngineSettings
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
@@ -112,3 +113,8 @@ def test_no_row_was_lost_as_the_page_says(suffix: str) -> None:
     lost = content(f"h200/tpot-qwen3-8b-serving{suffix}.json")["lost_rows"]
     assert set(lost.values()) == {0}
     assert "No row was lost in either version." in PAGE
+
+
+def test_waits_beside_a_hostile_client_are_those_of_both_files() -> None:
+    (shown,) = tables(DOCS / "cpu" / "isolation.json")
+    assert shown in PAGE
