@@ -125,21 +125,31 @@ def _layers(sites: types_pb2.SiteSet, count: int, path: str) -> tuple[int, ...]:
             raise InvalidValue("at least one layer is required", field=field)
         checks.at_most(len(layers), LAYERS, field, "layers")
         checks.no_repeats(layers, field, "layers")
-        for index, layer in enumerate(layers):
-            if layer >= count:
-                raise _unknown_layer(layer, count, f"{field}[{index}]")
+        refuse_unknown_layers(sites, count, path)
         return tuple(sorted(layers))
+    refuse_unknown_layers(sites, count, path)
     field = join(path, "range")
     start = sites.range.start if sites.range.HasField("start") else 0
     stop = sites.range.stop if sites.range.HasField("stop") else count
     step = sites.range.step if sites.range.HasField("step") else 1
-    if stop > count:
-        raise _unknown_layer(stop - 1, count, join(field, "stop"))
     if step < 1:
         raise InvalidValue("must be at least 1", field=join(field, "step"))
     if start >= stop:
         raise InvalidValue(f"the range from {start} to {stop} holds no layer", field=field)
     return tuple(range(start, stop, step))
+
+
+def refuse_unknown_layers(sites: types_pb2.SiteSet, count: int, path: str) -> None:
+    """Refuses a set that names a layer which a model of ``count`` layers lacks.
+
+    Raises:
+        UnknownLayer: it does.
+    """
+    for index, layer in enumerate(sites.list.layers):
+        if layer >= count:
+            raise _unknown_layer(layer, count, f"{path}.list.layers[{index}]")
+    if sites.range.stop > count:
+        raise _unknown_layer(sites.range.stop - 1, count, f"{path}.range.stop")
 
 
 def _unknown_layer(layer: int, count: int, field: str) -> UnknownLayer:

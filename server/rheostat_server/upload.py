@@ -35,6 +35,7 @@ from rheostat_server.limits import (
     VECTOR_BYTES,
 )
 from rheostat_server.offload import offload
+from rheostat_server.sites import refuse_unknown_layers
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.vectors import Vector, make_vector, vector_rows
 from rheostat_wire.v1 import steering_service_pb2, types_pb2
@@ -63,7 +64,9 @@ class Uploads:
         self._making = asyncio.Lock()
 
     @asynccontextmanager
-    async def receive(self, messages: Messages, width: int, capacity: int) -> AsyncIterator[Upload]:
+    async def receive(
+        self, messages: Messages, width: int, layers: int, capacity: int
+    ) -> AsyncIterator[Upload]:
         """Reads an upload to its end, also one that is refused. It has room within the context.
 
         Python's asyncio gRPC reports a write that finds the call ended as INTERNAL, and loses the
@@ -72,6 +75,7 @@ class Uploads:
         Args:
             messages: the header, then chunks.
             width: W of the model.
+            layers: number of layers of the model.
             capacity: bytes of the store.
 
         Raises:
@@ -80,7 +84,7 @@ class Uploads:
         """
         with ExitStack() as room:
             try:
-                header = await _read_header(messages, width, capacity)
+                header = await _read_header(messages, width, layers, capacity)
                 room.enter_context(self._room(header.total_bytes))
                 vector = await self._read_vector(header, messages)
             except RheostatError:
@@ -151,12 +155,12 @@ async def _in_time(
 
 
 async def _read_header(
-    messages: Messages, width: int, capacity: int
+    messages: Messages, width: int, layers: int, capacity: int
 ) -> steering_service_pb2.VectorHeader:
     async for message in messages:
         if _part(message) != "header":
             raise MissingField("the first message is the header", field="header")
-        _check_header(message.header, width, capacity)
+        _check_header(message.header, width, layers, capacity)
         return _detached(message.header)
     raise TruncatedUpload("the upload ended without a header", field="header")
 
@@ -199,14 +203,16 @@ def check_label(name: str, description: str, path: str) -> None:
     checks.text_bytes(description, NAME_DESCRIPTION_BYTES, join(path, "description"))
 
 
-def check_meant_sites(sites: types_pb2.SiteSet, path: str) -> None:
-    """Bounds the sites that are kept with a name.
+def check_meant_sites(sites: types_pb2.SiteSet, layer_count: int, path: str) -> None:
+    """Checks the sites that are kept with a name, for a model of so many layers.
 
     Raises:
         InvalidValue: there are too many.
+        UnknownLayer: the model lacks one of the layers.
     """
     checks.at_most(len(sites.points), POINTS, join(path, "points"), "points")
     checks.at_most(len(sites.list.layers), LAYERS, join(path, "list.layers"), "layers")
+    refuse_unknown_layers(sites, layer_count, path)
 
 
 def _append(data: bytearray, chunk: bytes, total: int) -> None:
@@ -217,13 +223,15 @@ def _append(data: bytearray, chunk: bytes, total: int) -> None:
     data += chunk
 
 
-def _check_header(header: steering_service_pb2.VectorHeader, width: int, capacity: int) -> None:
+def _check_header(
+    header: steering_service_pb2.VectorHeader, width: int, layers: int, capacity: int
+) -> None:
     kind = float_type(header.dtype, "header.dtype")
     _check_shape(header, width, kind)
     if header.digest and len(header.digest) != hashlib.sha256().digest_size:
         raise InvalidValue("a digest has 32 bytes", field="header.digest")
     check_label(header.name, header.description, "header")
-    check_meant_sites(header.sites, "header.sites")
+    check_meant_sites(header.sites, layers, "header.sites")
     total = header.total_bytes
     if total > VECTOR_BYTES:
         raise MessageTooLarge(

@@ -6,6 +6,7 @@ dtype has the name "bfloat16" (ml_dtypes) is read in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -58,6 +59,12 @@ class VectorData:
     def values(self) -> FloatArray:
         """The numbers as float32 [rows, width], exactly."""
         return widened(self.data, self.element, self.shape)
+
+    def select(self, rows: Sequence[int]) -> VectorData:
+        """Some of its rows, in this order."""
+        size = len(self.data) // self.shape[0]
+        data = b"".join(self.data[row * size : (row + 1) * size] for row in rows)
+        return VectorData(self.element, (len(rows), self.shape[1]), data)
 
     def to_tensor(self) -> tensor_pb2.Tensor:
         """The message that carries them inline."""

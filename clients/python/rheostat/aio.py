@@ -171,9 +171,10 @@ class Vectors:
         its numbers, for instance from `load_vector`, supplies the name, description, points and
         layers that are not given.
 
-        Raises InvalidRequest for another rank and for elements that are not finite. ``progress`` is
-        called on a thread of gRPC, in `rheostat.aio` on the event loop. Its exceptions end the
-        upload and are raised unchanged.
+        Raises InvalidRequest for a dose, for another rank, for elements that are not finite, for
+        several rows that are not one for each of ``layers``, and for layers that the model lacks.
+        ``progress`` is called on a thread of gRPC, in `rheostat.aio` on the event loop. Its
+        exceptions end the upload and are raised unchanged.
         """
         call = vector_calls.put_vector(
             array,
@@ -224,7 +225,7 @@ class Vectors:
         ``name``. A vector without a name may be evicted.
 
         To steer at the best layer alone, take its row:
-        ``derived.vector.at(layers=derived.best.site.layer)``.
+        ``derived.vector.select(layers=derived.best.site.layer)``.
 
         ``progress`` is called with the number of prompts that have run and the number of all
         prompts; its exceptions end the call and are raised unchanged. ``timeout`` is in seconds;
@@ -265,7 +266,8 @@ class Vectors:
         ``expected`` is the vector that should have the name now, "" for none. If that is not so,
         Refused is raised with REASON_NAME_CONFLICT. ``points``, ``layers`` and ``description`` are
         stored with the name; those that are neither given nor part of the handle stay unchanged.
-        Raises NotFound if ``vector`` is not stored.
+        Raises NotFound if ``vector`` is not stored, and InvalidRequest for layers that the model
+        lacks.
         """
         call = vector_calls.set_name(
             name,

@@ -41,7 +41,9 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     ) -> steering_service_pb2.PutVectorResponse:
         """Stores one vector."""
         host = self._readiness.host()
-        arriving = self._uploads.receive(request_iterator, host.sites.width, host.store.capacity)
+        arriving = self._uploads.receive(
+            request_iterator, host.sites.width, host.sites.num_layers, host.store.capacity
+        )
         async with arriving as upload:
             return await _store(upload, host)
 
@@ -84,20 +86,20 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.SetNameRequest, context: Context
     ) -> steering_service_pb2.SetNameResponse:
         """Puts a name on a vector that is stored."""
-        keeper = self._readiness.host().keeper
+        host = self._readiness.host()
         checks.matches(request.name, checks.VECTOR_NAME, "name")
         _check_digest(request.digest, "digest")
         if request.expected_digest:
             _check_digest(request.expected_digest, "expected_digest")
         check_label("", request.description, "")
-        check_meant_sites(request.sites, "sites")
+        check_meant_sites(request.sites, host.sites.num_layers, "sites")
         naming = Naming(
             digest=request.digest,
             expected=request.expected_digest if request.HasField("expected_digest") else None,
             description=request.description if request.HasField("description") else None,
             sites=_detached(request.sites) if request.HasField("sites") else None,
         )
-        previous = await keeper.set_name(request.name, naming)
+        previous = await host.keeper.set_name(request.name, naming)
         return _pb.SetNameResponse(previous_digest=previous)
 
     async def DeleteName(

@@ -216,7 +216,8 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
             rheostat.scale(BARE, 2),
             "sites",
             "REASON_MISSING_FIELD",
-            "bare has no default points and layers: give them, with .at(points=, layers=)",
+            "bare has no default points and layers: give them, with .at(points=, layers=), "
+            'or use engine.vectors.get("bare"), which knows them',
         ),
         (
             rheostat.ablate(JOY, CALM),
@@ -248,7 +249,8 @@ def test_what_an_op_cannot_mean_names_the_field(made, path, reason, message):
         ),
         (
             lambda: rheostat.scale(JOY * 2, 0),
-            "scale takes vectors; put .at(...) on what it returns, and leave scales out",
+            "scale takes vectors: this is a dose, not a vector, as .at(...) and a scale make "
+            "doses: pass its vector; vector.select(layers=3) is a vector of the row of layer 3",
         ),
         (
             lambda: steering_to_wire([rheostat.band(JOY, min=0)]),

@@ -218,3 +218,103 @@ def test_handles_read_as_what_they_stand_for():
     unnamed = rheostat.inline(np.ones((2, 3)), points=["resid_pre", "resid_mid"], layers=[0, 4])
     expected = f"vector {unnamed.digest[:12]}, float32 [2, 3], resid_pre+resid_mid, layers 0, 4"
     assert repr(unnamed) == f"Vector({expected})"
+
+
+def rows_of_layers(layers=range(6), **options):
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    return rheostat.inline(rows, points="resid_post", layers=layers, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_some_layers_of_a_vector_are_a_vector_of_their_rows(dtype):
+    part = rows_of_layers(dtype=dtype).select(layers=[4, 2])
+    assert part.values.tolist() == [[4.0, 5.0], [8.0, 9.0]]
+    assert (part.layers, part.layers_of_rows, part.shape) == ((2, 4), (2, 4), (2, 2))
+    assert part == rheostat.inline(part.values, points="resid_post", layers=[2, 4], dtype=dtype)
+    assert rows_of_layers().select(layers="all") == rows_of_layers()
+    assert rows_of_layers("all").select(layers=5).values.tolist() == [[10.0, 11.0]]
+
+
+def test_some_layers_of_a_stored_vector_take_their_rows_at_the_server():
+    vector = rheostat.Vector(DIGEST, "joy", (6, 3), "float32", ("resid_post",), range(6))
+    (steered,) = steering_to_wire(vector.select(layers=3) * 0.5).interventions
+    (dose,) = steering_to_wire(vector.at(layers=3) * 0.5).interventions
+    assert list(steered.add.vector.row_layers.layers) == [0, 1, 2, 3, 4, 5]
+    assert steered == dose
+
+
+def test_one_row_is_the_row_of_any_layer():
+    row = rheostat.inline([1.0, 2.0], points="resid_post", layers=3)
+    assert row.select(layers=4) == rheostat.inline([1.0, 2.0], points="resid_post", layers=4)
+    assert rheostat.named("joy").select(layers=4) == rheostat.named("joy", layers=4)
+
+
+@pytest.mark.parametrize(
+    ("select", "message"),
+    [
+        (
+            lambda: rows_of_layers().select(layers=[5, 6]),
+            "has rows for layers 0-5, not for layer 6",
+        ),
+        (
+            lambda: rows_of_layers(None).select(layers=3),
+            "has 6 rows and does not say their layers: say them with "
+            "dataclasses.replace(vector, layers=range(6))",
+        ),
+    ],
+)
+def test_layers_without_a_row_cannot_be_selected(select, message):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        select()
+    assert (raised.value.path, raised.value.reason) == ("layers", "REASON_VECTOR_SHAPE")
+    assert raised.value.message.endswith(message)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine, dose: engine.vectors.put(dose, name="tone"),
+        lambda engine, dose: engine.vectors.set_name("tone", dose),
+        lambda _, dose: rheostat.inline(dose),
+        lambda _, dose: rheostat.save_vector("tone.npz", dose),
+        lambda _, dose: rheostat.Capture("resid_post", projection=dose),
+        lambda _, dose: rheostat.Capture("resid_post", projection=[dose]),
+        lambda _, dose: rheostat.ablate(dose),
+        lambda _, dose: rheostat.clamp(dose, min=0),
+    ],
+)
+def test_a_dose_in_the_place_of_a_vector_is_answered_with_how_to_take_a_layer(
+    client, server, use, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: use(engine, rows_of_layers().at(layers=3)))
+    assert "this is a dose, not a vector" in raised.value.message
+    assert "vector.select(layers=3) is a vector of the row of layer 3" in raised.value.message
+    assert (server.asked, list(tmp_path.iterdir())) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [(3, "4 rows for 1 layer (3): a vector"), (range(3), "4 rows for 3 layers (0-2): a vector")],
+)
+def test_rows_that_are_not_one_for_each_layer_are_not_sent(client, server, layers, message):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(
+            lambda engine: engine.vectors.put(
+                np.ones((4, 2)), points="resid_post", layers=layers, name="bad"
+            )
+        )
+    assert (raised.value.path, raised.value.reason) == ("layers", "REASON_VECTOR_SHAPE")
+    assert raised.value.message.startswith(message)
+    assert server.asked == []
+
+
+def test_a_name_that_does_not_know_its_sites_is_answered_with_what_does():
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        steering_to_wire(rheostat.named("tone"))
+    assert raised.value.message == (
+        "tone has no default points and layers: give them, with .at(points=, layers=), "
+        'or use engine.vectors.get("tone"), which knows them'
+    )

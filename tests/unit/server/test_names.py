@@ -108,6 +108,12 @@ BAD = {
         "INVALID_VALUE",
         "sites.list.layers",
     ),
+    "layers that the model lacks": (
+        {"sites": site_set(POST, layers=[0, 99])},
+        Code.INVALID_ARGUMENT,
+        "UNKNOWN_LAYER",
+        "sites.list.layers[1]",
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from rheostat_wire.v1 import (
 )
 
 from .conftest import Refusal
-from .fakes import WIDTH
+from .fakes import LAYERS, WIDTH
 from .messages import site_set
 from .streams import until
 from .uploads import chunk, digest, header, put, refusal_of, values
@@ -117,6 +117,24 @@ async def test_an_upload_twice_is_one_vector_and_a_name_moves(running) -> None:
             "INVALID_ARGUMENT",
             "INVALID_VALUE",
             "header.sites.list.layers",
+        ),
+        (
+            [header(sites=site_set(POST, layers=[LAYERS]))],
+            "INVALID_ARGUMENT",
+            "UNKNOWN_LAYER",
+            "header.sites.list.layers[0]",
+        ),
+        (
+            [
+                header(
+                    sites=types_pb2.SiteSet(
+                        points=[POST], range=types_pb2.LayerRange(start=1, stop=99)
+                    )
+                )
+            ],
+            "INVALID_ARGUMENT",
+            "UNKNOWN_LAYER",
+            "header.sites.range.stop",
         ),
         ([header(100)], "RESOURCE_EXHAUSTED", "STORE_FULL", "header.total_bytes"),
     ],

@@ -14,7 +14,7 @@ from rheostat_server.errors import QueueFull, RheostatError
 from rheostat_server.upload import Uploads
 from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
-from .fakes import WIDTH
+from .fakes import LAYERS, WIDTH
 from .messages import site_set
 from .streams import until
 from .uploads import chunk, header, values
@@ -42,7 +42,7 @@ class Sender:
             await asyncio.sleep(0)
 
     async def _receive(self, uploads: Uploads) -> None:
-        async with uploads.receive(self._each(), WIDTH, 1 << 20):
+        async with uploads.receive(self._each(), WIDTH, LAYERS, 1 << 20):
             await self.stored.wait()
 
     async def _each(self) -> AsyncIterator[steering.PutVectorRequest]:

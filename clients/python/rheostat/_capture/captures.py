@@ -18,7 +18,7 @@ from rheostat._fields import UINT64, did_you_mean, utf8_text, whole_number
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
-from rheostat._steering.vectors import Vector, inline, row_ref
+from rheostat._steering.vectors import Vector, inline, refuse_dose, row_ref
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, vector_pb2
 
 Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
@@ -274,6 +274,7 @@ def _directions_of(given: object) -> tuple[Vector, ...]:
         raise invalid(path, f"{len(items)} directions; at most {_MOST_DIRECTIONS} go together")
     directions = []
     for number, direction in enumerate(items):
+        refuse_dose(direction, f"{path}[{number}]")
         if not isinstance(direction, Vector):
             raise invalid(
                 f"{path}[{number}]",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from rheostat._arrays import VectorData
 from rheostat._cli._common import CommandError
 from rheostat._points import Layers, Point, show_layers
 from rheostat._responses.model import ModelInfo
@@ -57,17 +55,9 @@ def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None
         raise CommandError(
             f"{vector.label} has layers {show_layers(own)}, and not {show_layers(other_layers)}", 2
         )
-    return selected if count == 1 else _selected(selected, vector.rows, own, layers)
-
-
-def _selected(
-    vector: Vector, rows: VectorData, own: Sequence[int], layers: Sequence[int]
-) -> Vector:
-    size = len(rows.data) // rows.shape[0]
-    starts = [own.index(layer) * size for layer in layers]
-    data = b"".join(rows.data[start : start + size] for start in starts)
-    kept = VectorData(rows.element, (len(starts), rows.shape[1]), data)
-    return replace(vector, digest=kept.digest.hex(), shape=kept.shape, rows=kept)
+    if count == 1:
+        return selected
+    return replace(vector.select(layers=layers), name=vector.name, points=selected.points)
 
 
 def _numbers(layers: Layers, count: int) -> range | tuple[int, ...]:

@@ -28,7 +28,14 @@ from rheostat._steering.derivations import (
     DeriveMethod,
 )
 from rheostat._steering.transfers import Progress, VectorAccumulator, VectorUpload
-from rheostat._steering.vectors import Vector, VectorInfo, defaults, read_info
+from rheostat._steering.vectors import (
+    Vector,
+    VectorInfo,
+    check_row_count,
+    defaults,
+    read_info,
+    refuse_dose,
+)
 from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
 
 
@@ -44,6 +51,7 @@ def put_vector(
     progress: Progress | None,
 ) -> UploadCall[steering_service_pb2.PutVectorResponse, Vector]:
     """Store a vector."""
+    refuse_dose(array, "vector")
     at_points, at_layers = defaults(points, layers)
     if isinstance(array, Vector):
         at_points, at_layers = at_points or array.points, at_layers or array.layers
@@ -55,6 +63,7 @@ def put_vector(
             data = array.rows
     else:
         data = vector_data(array, dtype)
+    check_row_count(data.shape, at_layers)
     digest = data.digest
     header = steering_service_pb2.VectorHeader(
         dtype=write_element(data.element),
@@ -179,6 +188,7 @@ def set_name(
     description: str | None,
 ) -> UnaryCall[steering_service_pb2.SetNameResponse, str]:
     """Name a stored vector; returns the digest that had the name before, "" for none."""
+    refuse_dose(vector, "vector")
     at_points, at_layers = defaults(points, layers)
     if isinstance(vector, Vector):
         at_points, at_layers = at_points or vector.points, at_layers or vector.layers

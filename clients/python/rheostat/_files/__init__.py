@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 from rheostat._errors import Refused, invalid
 from rheostat._files import _gguf, _npz, _sae, _safetensors
 from rheostat._files._errors import replacing
-from rheostat._steering.vectors import Vector
+from rheostat._steering.vectors import Vector, refuse_dose
 
 VectorFormat: TypeAlias = Literal["safetensors", "npz", "gguf", "sae"]
 """Formats of vector files; "sae" is read only."""
@@ -71,10 +71,11 @@ def save_vector(
     llama.cpp does not read. A file that is there is replaced, that of a
     symbolic link where it is.
 
-    Raises InvalidRequest if the format cannot hold the vector or the file cannot be written, and
-    Refused for a vector without numbers and where a library is missing.
+    Raises InvalidRequest for a dose, if the format cannot hold the vector and if the file cannot be
+    written, and Refused for a vector without numbers and where a library is missing.
     """
     path = Path(path)
+    refuse_dose(vector, "vector")
     if vector.rows is None:
         raise Refused(
             f"{vector.label} has no numbers in this client; fetch it with engine.vectors.get"

@@ -12,7 +12,7 @@ from typing import TypeAlias, overload
 from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import builds_message
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
-from rheostat._steering.vectors import Add, Intervention, Vector
+from rheostat._steering.vectors import DOSE, Add, Intervention, Vector
 from rheostat_wire.v1 import steering_pb2
 
 SteeringLike: TypeAlias = Vector | Intervention | Iterable[Vector | Intervention] | None
@@ -97,15 +97,13 @@ def scale(direction: Vector, factor: float) -> Scale:
 def _vector(op: str, given: object) -> Vector:
     if isinstance(given, Vector):
         return given
-    if isinstance(given, Intervention):
-        raise invalid(
-            "steering", f"{op} takes vectors; put .at(...) on what it returns, and leave scales out"
-        )
     raise _no_vector("steering", op, given)
 
 
 def _no_vector(path: str, what: str, given: object) -> InvalidRequest:
     """The error for what is no vector; it says what makes one of it."""
+    if isinstance(given, Intervention):
+        return invalid(path, f"{what} takes vectors: {DOSE}")
     if isinstance(given, Band):
         return invalid(path, "a band acts in a clamp: use rheostat.clamp(rheostat.band(...))")
     if isinstance(given, str):

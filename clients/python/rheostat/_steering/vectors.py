@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self, TypeVar
 
@@ -93,6 +93,44 @@ class Vector:
         """Name, else the digest's beginning."""
         return self.name or f"vector {(self.digest or '')[:12]}"
 
+    def select(self, *, layers: LayersLike) -> Vector:
+        """A vector of the rows of some layers, meant for these layers; "all" keeps every row.
+
+        If this handle holds its numbers, the result holds the chosen rows. It has no name, because
+        it is another vector, and it travels in requests until ``engine.vectors.put`` stores it.
+        Otherwise the result stays a handle on the stored vector, and requests take these rows of
+        it. A vector of one row keeps that row for any layers.
+
+        Raises InvalidRequest if a layer has no row, and if several rows do not say their layers.
+        """
+        chosen = layers_of(layers)
+        own = self.layers_of_rows
+        if not own:
+            if self.shape is not None and self.shape[0] > 1:
+                raise invalid(
+                    "layers",
+                    f"{self.label} has {self.shape[0]} rows and does not say their layers: say "
+                    f"them with dataclasses.replace(vector, layers=range({self.shape[0]}))",
+                    "REASON_VECTOR_SHAPE",
+                )
+            return replace(self, layers=chosen)
+        if chosen == "all":
+            return self
+        missing = [layer for layer in chosen if layer not in own]
+        if missing:
+            raise invalid(
+                "layers",
+                f"{self.label} has rows for {_name_layers(own)}, not for {_name_layers(missing)}",
+                "REASON_VECTOR_SHAPE",
+            )
+        if self.rows is None:
+            return replace(self, layers=chosen, row_layers=own)
+        rows = self.rows.select([own.index(layer) for layer in chosen])
+        return replace(
+            self, digest=rows.digest.hex(), name=None, shape=rows.shape, layers=chosen, rows=rows,
+            by_value=True, row_layers=None,
+        )  # fmt: skip
+
     def at(
         self,
         *,
@@ -100,7 +138,10 @@ class Vector:
         layers: LayersLike | None = None,
         where: SelectorLike = None,
     ) -> Add:
-        """This vector, added at these points, layers and tokens; the rest stays as it is."""
+        """A dose: this vector, added at these points, layers and tokens.
+
+        What is left out stays as it is. `select` gives a vector, not a dose.
+        """
         return Add(self).at(points=points, layers=layers, where=where)
 
     def __mul__(self, scale: float) -> Add:
@@ -192,7 +233,7 @@ class Intervention(ABC):
             raise invalid(
                 f"{path}.sites",
                 f"{labels(self.vectors)} has no default points and layers: "
-                "give them, with .at(points=, layers=)",
+                f"give them, with .at(points=, layers=){_knower(self.vectors)}",
                 "REASON_MISSING_FIELD",
             )
         message = self._op(path, layers)
@@ -264,6 +305,7 @@ def inline(
 
     ``array`` is [width] or [rows, width]; see ``engine.vectors.put`` for element types.
     """
+    refuse_dose(array, "vector")
     rows = vector_data(array, dtype)
     at_points, at_layers = defaults(points, layers)
     return Vector(
@@ -276,13 +318,49 @@ def named(
 ) -> Vector:
     """The vector that carries ``name`` on the server when a request is admitted.
 
-    If it was stored with as many layers as it has rows, each of ``layers`` takes its own row. The
-    server refuses layers that have none.
+    The client does not know where it acts, so give ``points`` and ``layers`` here or in ``at``;
+    ``engine.vectors.get`` knows them. If it was stored with as many layers as it has rows, each of
+    ``layers`` takes its own row. The server refuses layers that have none.
     """
     if not name:
         raise invalid("vector.name", "the name is empty", "REASON_MISSING_FIELD")
     at_points, at_layers = defaults(points, layers)
     return Vector(None, vector_name(name, "vector.name"), points=at_points, layers=at_layers)
+
+
+def refuse_dose(given: object, path: str) -> None:
+    """Raise InvalidRequest for a dose, or another intervention, in the place of a vector."""
+    if isinstance(given, Intervention):
+        raise invalid(path, DOSE)
+
+
+DOSE = (
+    "this is a dose, not a vector, as .at(...) and a scale make doses: pass its vector; "
+    "vector.select(layers=3) is a vector of the row of layer 3"
+)
+"""What is said of a dose in the place of a vector."""
+
+
+def check_row_count(shape: tuple[int, int], layers: Layers | None) -> None:
+    """Raise InvalidRequest if a vector of several rows has not one for each of ``layers``."""
+    rows = shape[0]
+    if rows > 1 and layers is not None and layers != "all" and rows != len(layers):
+        raise invalid(
+            "layers",
+            f"{rows} rows for {_count_layers(layers)}: a vector has one row, or one row per "
+            "layer; vector.select(layers=...) takes the rows of some layers",
+            "REASON_VECTOR_SHAPE",
+        )
+
+
+def _name_layers(layers: Sequence[int]) -> str:
+    """As "layer 3" or "layers 2-5"."""
+    return f"{'layer' if len(layers) == 1 else 'layers'} {show_layers(layers)}"
+
+
+def _count_layers(layers: range | tuple[int, ...]) -> str:
+    """As "1 layer (3)" or "4 layers (2-5)"."""
+    return f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'} ({show_layers(layers)})"
 
 
 def defaults(
@@ -356,22 +434,29 @@ def row_ref(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
         if rows > 1 and layers != "all" and rows != len(layers):
             raise invalid(
                 path,
-                f"{vector.label} has {rows} rows for {len(layers)} layers ({show_layers(layers)})",
+                f"{vector.label} has {rows} rows for {_count_layers(layers)}",
                 "REASON_VECTOR_SHAPE",
             )
         return ref
     if layers != "all" and not set(layers) <= set(own):
         raise invalid(
             path,
-            f"{vector.label} has rows for layers {show_layers(own)}, not for all of layers "
-            f"{show_layers(layers)}: choose among the former, or use its rows for other layers "
-            "with dataclasses.replace(vector, row_layers=(...))",
+            f"{vector.label} has rows for {_name_layers(own)}, not for "
+            f"{_name_layers([layer for layer in layers if layer not in own])}: choose among "
+            "these, or use its rows for other layers with "
+            "dataclasses.replace(vector, row_layers=(...))",
             "REASON_VECTOR_SHAPE",
         )
     # Rows in the order of the layers are what a reference without row_layers means.
     if vector.row_layers is not None or (layers != vector.layers and tuple(layers) != own):
         ref.row_layers.layers.extend(own)
     return ref
+
+
+def _knower(vectors: Iterable[Vector]) -> str:
+    """Which call knows where a vector acts of which this client has only the name."""
+    names = [vector.name for vector in vectors if vector.digest is None and vector.name]
+    return f', or use engine.vectors.get("{names[0]}"), which knows them' if names else ""
 
 
 def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:

@@ -127,7 +127,8 @@ class VectorHeader(_message.Message):
     def sites(self) -> _types_pb2.SiteSet:
         """Sites that the vector is meant for, kept with the name. If they have as many layers as the
         vector has rows, these are the layers of the rows wherever the name is used: see
-        VectorRef.row_layers. Otherwise they are advice to clients: nothing checks or applies them.
+        VectorRef.row_layers. Otherwise they are advice to clients: nothing applies them. Layers that
+        the model lacks: REASON_UNKNOWN_LAYER.
         """
 
     def __init__(
