@@ -176,7 +176,7 @@ def main() -> None:
     with rheostat.connect(arguments.target) as engine:
         if "disk" not in {sink.name for sink in engine.sinks()}:
             parser.error(
-                "the server has no sink called disk; start it with\n"
+                "the server has no sink called disk; end it, and start one with\n"
                 f"  rheostat serve demo --sink disk=filesystem:root={arguments.root}"
             )
         stored, texts = store(engine, arguments.root)
