@@ -220,8 +220,7 @@ def _check_address(host: str, port: int) -> None:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise PortInUse(f"cannot listen on {in_grpc_notation(host, port)}: {why}") from error
+        raise PortInUse.of(in_grpc_notation(host, port), error) from error
 
 
 def front_end_count(config: ServerConfig) -> int:

@@ -41,7 +41,16 @@ _NO_SUBSCRIPTION = "REASON_SUBSCRIPTION_NOT_FOUND"
 START_ONE = "start one with rheostat serve MODEL, or connect to where one runs"
 """What to do if no server answers."""
 
+CANCELLED_HERE = "the call was cancelled in this program, so it has no result"
+"""What is said of a call that cancel(), close(), the end of its block or Ctrl-C ended."""
+_CANCELLED_HERE = ("Locally cancelled by application!", "Channel closed!")
+"""What gRPC says of it."""
+
 _CAUSES = (
+    (
+        re.compile(r"Failed parsing HTTP/2|http1\.x server"),
+        "something else listens there, which does not speak gRPC",
+    ),
     (re.compile(r"Connection refused"), "nothing listens there"),
     (re.compile(r"DNS|resolv|lookup failed"), "its host is not known"),
     (re.compile(r"No route|unreachable"), "its host cannot be reached"),
@@ -278,6 +287,8 @@ def from_rpc(
             "again once engine.wait_until_ready() has returned"
         )
         return kind(lost if begun else f"{unanswered(target, text)}; {START_ONE}", details=text)
+    if kind is Cancelled and text in _CANCELLED_HERE:
+        return kind(CANCELLED_HERE, details=text)
     if kind is DeadlineExceeded and timeout is not None:
         what = "the answer did not end" if begun else "no answer"
         message = f"{what} within the timeout of {timeout:g} s"

@@ -44,6 +44,8 @@ def put_prompt(
             raise invalid(path, "the prompt is empty", "REASON_MISSING_FIELD")
         request.text = utf8_text(prompt, path, "a prompt")
         return
+    if isinstance(prompt, Mapping):
+        raise invalid(path, 'messages come in a list: [{"role": ..., "content": ...}]')
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Iterable):
         kind = type(prompt).__name__
         raise invalid(path, f"a prompt is text, token ids or messages, not {kind}")

@@ -45,6 +45,8 @@ class _Window(NamedTuple):
         return selector_pb2.Range(positions=selector_pb2.Window(start=self.start, end=self.end))
 
     def __str__(self) -> str:
+        if self.start is not None and self.end == _after(self.start):
+            return f"positions({self.start})"
         return f"window({self.start}, {self.end})"
 
 

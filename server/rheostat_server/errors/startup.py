@@ -1,5 +1,6 @@
 """Why a server does not start, or does not go on. Each class has an exit code of its own."""
 
+import errno
 from typing import ClassVar
 
 
@@ -23,6 +24,14 @@ class PortInUse(StartupError):
     """The address cannot be listened on."""
 
     exit_code = 3
+
+    @classmethod
+    def of(cls, address: str, error: OSError) -> "PortInUse":
+        """The error of an `address` that the system does not give."""
+        why = (error.strerror or str(error)).lower()
+        if error.errno == errno.EADDRINUSE:
+            why += ", perhaps by another rheostat serve: end it, or choose --port"
+        return cls(f"cannot listen on {address}: {why}")
 
 
 class ModelNotFound(StartupError):

@@ -294,8 +294,7 @@ def _reserve(host: str, port: int) -> socket.socket:
             reserved.close()
             raise
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise PortInUse(f"cannot listen on {in_grpc_notation(host, port)}: {why}") from error
+        raise PortInUse.of(in_grpc_notation(host, port), error) from error
     return reserved
 
 

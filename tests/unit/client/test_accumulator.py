@@ -319,7 +319,9 @@ def test_a_timeout_ends_the_call_on_both_sides(client, server):
 def test_cancelling_ends_the_call_on_both_sides(client, server):
     ended = threading.Event()
     server.on("Generate", endless(ended))
-    assert isinstance(client.cancelled("x"), rheostat.Cancelled)
+    error = client.cancelled("x")
+    assert isinstance(error, rheostat.Cancelled)
+    assert error.message == "the call was cancelled in this program, so it has no result"
     assert ended.wait(10)
 
 

@@ -119,3 +119,38 @@ def test_a_derived_vector_that_is_zero_is_warned_of(client, server, caplog, norm
         )
     told = "the two sets do not differ at resid_post 2-3: the vector is zero and steers nothing"
     assert [one.getMessage() for one in caplog.records] == ([told] if warns else [])
+
+
+def test_a_message_outside_of_a_list_is_answered_with_the_list(client, server):
+    message = {"role": "user", "content": "x"}
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.generate(message))
+    assert raised.value.message == 'messages come in a list: [{"role": ..., "content": ...}]'
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("timeout", ["x", -1, float("nan"), float("inf"), [3]])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine, timeout: engine.generate("x", timeout=timeout),
+        lambda engine, timeout: engine.vectors.put([1.0], timeout=timeout),
+        lambda engine, timeout: engine.explain("x", timeout=timeout),
+        lambda engine, timeout: engine.wait_until_ready(timeout),
+        lambda engine, timeout: rheostat.connect("localhost:1", timeout=timeout),
+    ],
+)
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(client, server, use, timeout):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: use(engine, timeout))
+    assert raised.value.path == "timeout"
+    assert raised.value.message.startswith("a timeout is a number of seconds, 0 or more, or None")
+    assert server.asked == []
+
+
+def test_a_dose_says_the_layers_at_which_it_acts():
+    tone = rheostat.inline([1.0, 2.0], points="resid_post", layers=range(6))
+    at = f"add 0.5 * {tone.label} at"
+    assert str(tone.at(layers=3, where="prompt") * 0.5) == f'{at} resid_post 3 on "prompt"'
+    assert str(tone.at(points="resid_mid") * 0.5) == f"{at} resid_mid 0-5"
+    assert str(rheostat.named("joy").at(layers=3)) == "add 1 * joy at its points 3"

@@ -364,6 +364,18 @@ def test_a_demo_server_that_ends_early_tells_why(monkeypatch):
     assert str(raised.value) == "the server ended: the port is in use"
 
 
+def test_a_starting_server_shows_its_own_messages_alone(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("WARNING 11-22 [__init__.py:1] Triton is not installed\n")
+    assert _child.progress_in(log) == ""
+    with log.open("a") as lines:
+        own = "2026-11-22 19:00:00,123 INFO rheostat_server"
+        print(f"{own}.serve: listening on 127.0.0.1:1, loading demo", file=lines)
+        print(f"{own}.warm_up: running 8 requests before serving", file=lines)
+        print("(EngineCore pid=7) ERROR 11-22 [core.py:2] no tcmalloc", file=lines)
+    assert _child.progress_in(log) == "running 8 requests before serving"
+
+
 def test_something_else_at_the_target_is_no_rheostat_server(server):
     with pytest.raises(CommandError) as raised:
         _child.wait_until_serving(server.target)

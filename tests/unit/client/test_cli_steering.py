@@ -9,7 +9,7 @@ from google.protobuf import text_format
 import rheostat
 from rheostat import Ablate, Add, Band, Clamp, NormAdd, Scale
 from rheostat._cli import _ops, main
-from rheostat_wire.v1 import generation_service_pb2, steering_service_pb2
+from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2, steering_service_pb2
 
 JOY_DIGEST, BARE_DIGEST = r"\xab" * 32, r"\xcd" * 32
 STORED = steering_service_pb2.ListVectorsResponse()
@@ -124,9 +124,8 @@ def test_vectors_of_an_op_act_where_those_are_meant_that_are_meant_for_somewhere
     capsys.readouterr()
     assert main([*line, "--ablate", "bare"]) == 2
     assert capsys.readouterr().err == (
-        "rheostat: bare has no default points and layers: give them, with .at(points=, layers=) "
-        "(at steering.interventions[0].sites) [REASON_MISSING_FIELD]; "
-        "here with --points and --layers\n"
+        "rheostat: bare has no default points and layers: give them, with --points and --layers "
+        "(at steering.interventions[0].sites) [REASON_MISSING_FIELD]\n"
     )
 
 
@@ -257,3 +256,23 @@ def test_a_version_that_does_not_hold_any_more_fails_in_one_line(server, capsys,
     server.on("SetGlobal", refusal.of(code, "version 7 holds", "REASON_VERSION_CONFLICT"))
     assert main(["global", "clear", "--target", server.target, "--expected-version", "6"]) == 1
     assert capsys.readouterr().err == "rheostat: version 7 holds [REASON_VERSION_CONFLICT]\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("9", "layer 9 is not one of the model's layers 0 to 5"),
+        ("1-3", "tone has rows for layers 2-5, not for layer 1"),
+    ],
+)
+def test_layers_without_a_row_are_told_in_words_of_the_command_line(server, capsys, typed, said):
+    tone = steering_service_pb2.VectorInfo(
+        digest=b"\xab" * 32, name="tone", dtype="DTYPE_FLOAT32", shape=[4, 2]
+    )
+    tone.sites.points.append("POINT_RESID_POST")
+    tone.sites.list.layers.extend([2, 3, 4, 5])
+    server.on("ListVectors", steering_service_pb2.ListVectorsResponse(vectors=[tone]))
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model_name="demo", layer_count=6))
+    line = ["generate", "x", "--target", server.target, "--steer", "tone:0.5"]
+    assert main([*line, "--points", "resid_post", "--layers", typed]) == 2
+    assert capsys.readouterr().err == f"rheostat: {said}\n"

@@ -113,8 +113,11 @@ def test_a_selector_reads_as_the_expression_that_makes_it():
         '"prompt" - generated()',
         '"all" - window() - "generated"',
         '("generated" | window()) - "generated"',
-        'window(3, 4) | "prompt" | "generated"',
+        'positions(3) | "prompt" | "generated"',
     ]
     for one in words:
-        eval(repr(one), {"generated": rheostat.generated, "window": rheostat.window})
-    assert repr("all" - rheostat.positions(-1)) == '"all" - window(-1, None)'
+        eval(
+            repr(one),
+            {name: getattr(rheostat, name) for name in ("generated", "positions", "window")},
+        )
+    assert repr("all" - rheostat.positions(-1)) == '"all" - positions(-1)'

@@ -310,7 +310,8 @@ def test_a_port_in_use_is_said_in_one_line(capfd) -> None:
         port = taken.getsockname()[1]
         assert run(config(port=port)) == PortInUse.exit_code == 3
     assert capfd.readouterr().err == (
-        f"rheostat: cannot listen on 127.0.0.1:{port}: address already in use\n"
+        f"rheostat: cannot listen on 127.0.0.1:{port}: address already in use, perhaps by "
+        "another rheostat serve: end it, or choose --port\n"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,9 @@ _STARTUP = 900.0
 _UNREACHABLE = 10.0
 _TERMINATION = 30.0
 _LAST_LINES = 12
+_NOTE_WIDTH = 60
+_OWN_MESSAGE = re.compile(r"^\S+ \S+ INFO rheostat_server\S*: (.+)$", re.MULTILINE)
+"""A line of the server's log, as its ``_LOG_FORMAT`` writes it."""
 
 
 @contextmanager
@@ -50,8 +54,7 @@ def demo_server() -> Iterator[str]:
                     lines = _lines(log)
                     if child.poll() is not None:
                         raise CommandError(f"the server ended: {_reason(lines)}")
-                    if lines:
-                        phase.note(lines[-1][-60:])
+                    phase.note(progress_in(log))
 
                 wait_until_serving(target, check, unreachable=_STARTUP)
             yield target
@@ -115,6 +118,15 @@ def _lines(log: Path) -> list[str]:
     """The log's last lines that are not empty."""
     lines = log.read_text(errors="replace").splitlines()
     return [line.strip() for line in lines[-_LAST_LINES:] if line.strip()]
+
+
+def progress_in(log: Path) -> str:
+    """The last message of the server's own in its log, "" if there is none.
+
+    Other lines come from vLLM, whose warnings on a CPU read as failures.
+    """
+    messages = _OWN_MESSAGE.findall(log.read_text(errors="replace"))
+    return messages[-1][:_NOTE_WIDTH] if messages else ""
 
 
 def _reason(lines: list[str]) -> str:

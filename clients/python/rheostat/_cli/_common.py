@@ -15,17 +15,13 @@ from typing import Any, NoReturn, TypeAlias
 
 from rheostat._cli._progress import Phase
 from rheostat._client.engine import Engine, connect
+from rheostat._connection.channel import DEFAULT_TARGET, TARGET_VARIABLE, default_target
 from rheostat._connection.readiness import READY_TIMEOUT
 from rheostat._fields import did_you_mean
 from rheostat._points import LayersLike
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 """Where a command registers itself."""
-
-DEFAULT_TARGET = "localhost:50051"
-"""Where ``rheostat serve`` listens by default."""
-TARGET_VARIABLE = "RHEOSTAT_TARGET"
-"""The environment variable that names a server, so that no command needs ``--target``."""
 
 
 _MOST_LAYERS = 1024
@@ -97,7 +93,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     """Give a command ``--target`` and ``--wait``, for `connected`."""
     parser.add_argument(
         "--target",
-        default=os.environ.get(TARGET_VARIABLE, DEFAULT_TARGET),
+        default=default_target(),
         metavar="HOST:PORT",
         help=f"server to talk to (default: ${TARGET_VARIABLE}, or else {DEFAULT_TARGET})",
     )

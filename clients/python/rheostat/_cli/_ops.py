@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rheostat._cli._common import CommandError, layers, points
 from rheostat._cli._stored import stored
 from rheostat._client.engine import Engine
+from rheostat._points import show_layers
 from rheostat._steering.interventions import Band, Clamp
 from rheostat._steering.steering import ablate, norm_add, scale
 from rheostat._steering.vectors import Add, Intervention, Vector
@@ -67,12 +68,34 @@ def steering(engine: Engine, args: argparse.Namespace) -> list[Intervention]:
     ops: list[Typed] = args.ops
     if not ops and (args.points is not None or args.layers is not None):
         raise CommandError("--points and --layers say where ops act, and no op is given", 2)
-    return [
+    made = [
         op.make(*(stored(engine, name) for name in op.names)).at(
             points=args.points, layers=args.layers
         )
         for op in ops
     ]
+    for intervention in made:
+        _check_layers(engine, intervention)
+    return made
+
+
+def _check_layers(engine: Engine, intervention: Intervention) -> None:
+    """Raise CommandError if one of its vectors has no row for one of its layers."""
+    if intervention.layers is None or intervention.layers == "all":
+        return
+    for vector in intervention.vectors:
+        own = vector.layers_of_rows
+        missing = [layer for layer in intervention.layers if own and layer not in own]
+        if not missing:
+            continue
+        count = engine.model().layer_count
+        if missing[-1] >= count:
+            raise CommandError(
+                f"layer {missing[-1]} is not one of the model's layers 0 to {count - 1}", 2
+            )
+        raise CommandError(
+            f"{vector.label} has rows for layers {show_layers(own)}, not for layer {missing[0]}", 2
+        )
 
 
 def read_steer(text: str) -> Typed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rheostat import _errors
-from rheostat._errors import InvalidRequest, RheostatError
+from rheostat._errors import RheostatError
 
 START_ONE = "start one with rheostat serve MODEL, or name one with --target"
 """What to do if no server answers."""
@@ -13,6 +13,7 @@ _TYPED = {
     _errors.START_ONE: START_ONE,
     "(engine.wait_until_ready() waits for it)": "(--wait waits for it)",
     "once engine.wait_until_ready() has returned": "with --wait, which waits for the server",
+    "with .at(points=, layers=)": "with --points and --layers",
     "; if the server still runs, engine.resume(subscription.acknowledged) goes on": "",
 }
 """What errors advise to call, and what to type instead."""
@@ -32,6 +33,4 @@ def _hint(error: RheostatError) -> str:
         return "; rheostat vectors list shows what is stored"
     if error.path == "layers" and "control vectors" in error.message:
         return "; --layers 1-5, say, takes the rows of those layers"
-    if isinstance(error, InvalidRequest) and error.path.endswith("].sites"):
-        return "; here with --points and --layers"
     return ""

@@ -18,7 +18,7 @@ def add(commands: Subparsers) -> None:
         "generate",
         help="continue a prompt, steered or not",
         description="Continue a prompt, steered or not. The text comes on stdout as it is "
-        "generated, the receipt on stderr.",
+        "generated. What was done by steering comes on stderr: the receipt.",
         example="""\
 rheostat generate "My day was" --max-tokens 16 --temperature 0
 rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 --baseline""",

@@ -21,7 +21,7 @@ from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._connection import readiness
 from rheostat._connection.connection import Connection, Responses, sleep
 from rheostat._connection.calls import Accumulator, Answer, Result, Step
-from rheostat._connection.channel import UNARY_TIMEOUT
+from rheostat._connection.channel import UNARY_TIMEOUT, default_target
 from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
@@ -83,6 +83,10 @@ class Reader(Generic[Answer, Step, Result]):
     def __exit__(self, *exception: object) -> None:
         """Cancel the call if it has not ended."""
         self.cancel()
+
+    def __repr__(self) -> str:
+        """Kind and target."""
+        return f"{type(self).__name__}({self._responses.target!r})"
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
@@ -287,6 +291,10 @@ class Vectors:
         """Delete a name and return its vector's digest. Running requests keep the vector."""
         return self._connection.unary(vector_calls.delete_name(name))
 
+    def __repr__(self) -> str:
+        """The target."""
+        return f"Vectors({self._connection.target!r})"
+
 
 class Steering:
     """The server-wide steering, which acts on every request. To set it takes role steer_global."""
@@ -307,6 +315,10 @@ class Steering:
     def get_global(self) -> GlobalSteering:
         """The steering in force. Its interventions can be set again, changed or not."""
         return self._connection.unary(calls.get_global())
+
+    def __repr__(self) -> str:
+        """The target."""
+        return f"Steering({self._connection.target!r})"
 
 
 class Engine:
@@ -467,11 +479,14 @@ class Engine:
         return f"{_NAME}({self._connection.target!r})"
 
 
-def connect(target: str, *, timeout: float | None = UNARY_TIMEOUT) -> Engine:
+def connect(target: str | None = None, *, timeout: float | None = UNARY_TIMEOUT) -> Engine:
     """A client of the server at ``target``, "host:port". Raises InvalidRequest for another form.
+
+    Without ``target``, the environment variable ``RHEOSTAT_TARGET`` names the server, or else it is
+    "localhost:50051".
 
     ``timeout``, in seconds, limits calls that run no prompt and have no timeout of their own, for
     instance those that put and get vectors. None sets no limit. Calls that run prompts have their
     own ``timeout``.
     """
-    return Engine(target, timeout=timeout)
+    return Engine(default_target() if target is None else target, timeout=timeout)

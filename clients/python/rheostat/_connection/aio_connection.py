@@ -26,7 +26,7 @@ from rheostat._connection.calls import (
     UploadCall,
     serialize,
 )
-from rheostat._connection.channel import OPTIONS, ConnectionBase
+from rheostat._connection.channel import OPTIONS, ConnectionBase, checked_timeout
 
 sleep = asyncio.sleep
 """Waits for some seconds, as `connection.sleep` does."""
@@ -44,7 +44,7 @@ class Responses(Generic[Answer]):
     ) -> None:
         self._call = call
         self._answers = aiter(call)
-        self._target = target
+        self.target = target
         self._timeout = timeout
         self._begun = False
 
@@ -66,7 +66,7 @@ class Responses(Generic[Answer]):
             return answer
         if failure is None:
             raise StopAsyncIteration
-        raise _errors.from_rpc(failure, self._target, self._timeout, begun=self._begun)
+        raise _errors.from_rpc(failure, self.target, self._timeout, begun=self._begun)
 
     async def _failure(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
         """The error with which the server ended the call; None if it ended the call with OK."""
@@ -169,12 +169,14 @@ class Connection(ConnectionBase):
         self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
         """Start a call with many answers. It ends after ``timeout`` seconds; None: never."""
+        timeout = checked_timeout(timeout)
         rpc = self.channel.unary_stream(call.path, serialize, call.answer.FromString)
         return Responses(rpc(call.request, timeout=timeout), self.target, timeout)
 
     def bidi(self, call: BidiCall[Answer], timeout: float | None) -> BidiResponses[Answer]:
         """As `download`, for a call that takes further requests while it runs."""
         requests: asyncio.Queue[Message | None] = asyncio.Queue()
+        timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
         running = rpc(_until_none(requests), timeout=timeout)
         return BidiResponses(running, requests, self.target, timeout)
@@ -200,4 +202,4 @@ def _task_is_cancelled() -> bool:
 
 def cancelled_here() -> _errors.Cancelled:
     """The error of a call that was cancelled although its task was not."""
-    return _errors.Cancelled("the call was cancelled here")
+    return _errors.Cancelled(_errors.CANCELLED_HERE)

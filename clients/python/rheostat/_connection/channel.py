@@ -7,13 +7,20 @@ else would risk doing a thing twice.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+from typing import SupportsFloat
 
 from rheostat._errors import Refused, invalid
 
 MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message, either way."""
 _CLOSED = "this client has been closed; rheostat.connect makes another"
+DEFAULT_TARGET = "localhost:50051"
+"""Where ``rheostat serve`` listens by default."""
+TARGET_VARIABLE = "RHEOSTAT_TARGET"
+"""The environment variable that names a server, for programs and commands that name none."""
 UNARY_TIMEOUT = 60.0
 """Seconds that calls which run no prompt may take by default."""
 
@@ -60,11 +67,35 @@ OPTIONS: tuple[tuple[str, str | int], ...] = (
 """Options of every channel, sync and asyncio."""
 
 
-def checked_target(target: str) -> str:
+def default_target() -> str:
+    """The server that is meant if none is named: ``$RHEOSTAT_TARGET``, or else `DEFAULT_TARGET`."""
+    return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
+
+
+def checked_timeout(timeout: object) -> float | None:
+    """``timeout``, if it is None or a number of seconds, 0 or more.
+
+    Raises InvalidRequest for another.
+    """
+    if timeout is None:
+        return None
+    seconds = float(timeout) if isinstance(timeout, SupportsFloat) else math.nan
+    if not 0 <= seconds < math.inf:
+        raise invalid(
+            "timeout",
+            f"a timeout is a number of seconds, 0 or more, or None for no limit, not {timeout!r}",
+        )
+    return seconds
+
+
+def checked_target(target: object) -> str:
     """``target``, if it is "host:port" or names one of gRPC's resolvers, as "unix:/a/socket".
 
     Raises InvalidRequest for another.
     """
+    if not isinstance(target, str):
+        meant = f': write "localhost:{target}"' if type(target) is int else ""
+        raise invalid("target", f"a target is a text, not {target!r}{meant}")
     if _RESOLVERS.match(target):
         return target
     scheme = _SCHEME.match(target)
@@ -84,7 +115,7 @@ class ConnectionBase:
 
     def __init__(self, target: str, timeout: float | None) -> None:
         self.target = checked_target(target)
-        self.timeout = timeout
+        self.timeout = checked_timeout(timeout)
         self.closed = False
 
     def check_open(self) -> None:
@@ -94,4 +125,4 @@ class ConnectionBase:
 
     def limit(self, timeout: float | None) -> float | None:
         """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
-        return self.timeout if timeout is None else timeout
+        return self.timeout if timeout is None else checked_timeout(timeout)

@@ -25,7 +25,7 @@ from rheostat._connection.calls import (
     UploadCall,
     serialize,
 )
-from rheostat._connection.channel import OPTIONS, ConnectionBase
+from rheostat._connection.channel import OPTIONS, ConnectionBase, checked_timeout
 
 sleep = time.sleep
 """Waits for some seconds, as `aio_connection.sleep` does."""
@@ -47,7 +47,7 @@ class Responses(Generic[Answer]):
 
     def __init__(self, call: _RunningCall[Answer], target: str, timeout: float | None) -> None:
         self._call = call
-        self._target = target
+        self.target = target
         self._timeout = timeout
         self._begun = False
 
@@ -59,7 +59,7 @@ class Responses(Generic[Answer]):
         try:
             answer = next(self._call)
         except grpc.RpcError as error:
-            raise _errors.from_rpc(error, self._target, self._timeout, begun=self._begun) from None
+            raise _errors.from_rpc(error, self.target, self._timeout, begun=self._begun) from None
         self._begun = True
         return answer
 
@@ -140,12 +140,14 @@ class Connection(ConnectionBase):
         self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
         """Start a call with many answers. It ends after ``timeout`` seconds; None: never."""
+        timeout = checked_timeout(timeout)
         rpc = self.channel.unary_stream(call.path, serialize, call.answer.FromString)
         return Responses(rpc(call.request, timeout=timeout), self.target, timeout)
 
     def bidi(self, call: BidiCall[Answer], timeout: float | None) -> BidiResponses[Answer]:
         """As `download`, for a call that takes further requests while it runs."""
         requests: SimpleQueue[Message | None] = SimpleQueue()
+        timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
         running = rpc(iter(requests.get, None), timeout=timeout)
         return BidiResponses(running, requests, self.target, timeout)

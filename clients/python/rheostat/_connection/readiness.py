@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from rheostat._connection.channel import checked_timeout
 from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable, cause, unanswered
 
 POLL = 0.5
@@ -24,7 +25,7 @@ class Wait:
     def __init__(self, target: str, timeout: float | None) -> None:
         """Give up after ``timeout`` seconds; None: never, while the server answers."""
         self._target = target
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout)
         self._began = self._answered = time.monotonic()
 
     def ready(self, health: str) -> bool:

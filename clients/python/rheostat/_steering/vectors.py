@@ -246,8 +246,11 @@ class Intervention(ABC):
     def __str__(self) -> str:
         """What it does, where, and on which tokens."""
         text = self._text()
-        if self.points is not None and self.layers is not None:
-            text += f" at {'+'.join(self.points)} {show_layers(self.layers)}"
+        if self.points is not None or self.layers is not None:
+            points = self.points or _common(vector.points for vector in self.vectors)
+            layers = self.layers or _common(vector.layers for vector in self.vectors)
+            text += f" at {'+'.join(points or ('its points',))}"
+            text += f" {'its layers' if layers is None else show_layers(layers)}"
         return text if self.where == Selector() else f"{text} on {self.where!r}"
 
 
@@ -462,12 +465,22 @@ def _knower(vectors: Iterable[Vector]) -> str:
 def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     """What all vectors that are meant for somewhere are meant for."""
     given = [default for default in defaults if default is not None]
-    if any(tuple(default) != tuple(given[0]) for default in given):
+    if not _equal(given):
         raise invalid(
             path,
             "the vectors are meant for different sites: say which, with .at(points=, layers=)",
         )
     return given[0] if given else None
+
+
+def _equal(defaults: Sequence[tuple[Point, ...] | Layers]) -> bool:
+    return all(tuple(default) == tuple(defaults[0]) for default in defaults)
+
+
+def _common(defaults: Iterable[_Default | None]) -> _Default | None:
+    """The one value of those that are known; None if there are several, or none."""
+    given = [default for default in defaults if default is not None]
+    return given[0] if given and _equal(given) else None
 
 
 def _factor(number: float) -> float:

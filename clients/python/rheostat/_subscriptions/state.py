@@ -267,6 +267,10 @@ class SubscriptionInfo(RowDestination):
         """For the subscription with this state."""
         self._state = state
 
+    def __repr__(self) -> str:
+        """Its id, if it is open."""
+        return f"Subscription({self._state.id!r})" if self._state.id else "Subscription(not open)"
+
     @property
     def id(self) -> str:
         """Its id, for captures that send their rows here. Raises Refused before it is open."""
