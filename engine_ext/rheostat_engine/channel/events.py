@@ -268,19 +268,25 @@ def copy_arrays(arrays: Sequence[RowArray]) -> list[RowArray]:
     return [array.copy() for array in arrays]
 
 
+def same_arrays(arrays: Sequence[RowArray]) -> list[RowArray]:
+    """The arrays themselves, which are copies already."""
+    return [*arrays]
+
+
 def split_rows(
     head: RowsHead,
-    payload: bytes | memoryview,
+    payload: bytes | memoryview | npt.NDArray[np.uint8],
     names: Mapping[int, str],
     copies: Callable[[Sequence[RowArray]], list[RowArray]] = copy_arrays,
 ) -> list[Rows]:
     """The rows of a frame, an event per block, or per site of a large one.
 
     Each event has memory of its own, so that a slow reader does not keep other requests' rows.
+    Unless `copies` copies nothing: then all events of the frame keep the payload.
 
     Args:
         head: the frame's head.
-        payload: the rows, which the events copy.
+        payload: the rows.
         names: request ids by the worker's numbers.
         copies: copies arrays.
 

@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from rheostat_engine.channel.events import (
@@ -41,8 +43,10 @@ from rheostat_engine.channel.events import (
     copy_arrays,
     decode_head,
     lost_rows,
+    same_arrays,
     split_rows,
 )
+from rheostat_engine.channel.frame_copies import FrameCopies
 from rheostat_engine.channel.staging import StagingError, StagingReader, readers_of
 from rheostat_engine.settings import EngineSettings
 
@@ -88,12 +92,19 @@ class EventMerger:
         self._lost: dict[tuple[int, int], Counter[int]] = {}
         """Rows by site that were sent and then lost, by worker and its number of the request."""
 
-    def feed(self, head: Head, rows: bytes | memoryview = b"") -> list[Event]:
+    def feed(
+        self,
+        head: Head,
+        rows: bytes | memoryview | npt.NDArray[np.uint8] = b"",
+        *,
+        copied: bool = False,
+    ) -> list[Event]:
         """Merges a frame and returns the events that it completes.
 
         Args:
             head: the frame's head.
-            rows: the rows that it describes, which the events copy.
+            rows: the rows that it describes.
+            copied: whether the events may keep `rows`; otherwise they copy them.
 
         Raises:
             LookupError, OverflowError, ValueError: the frame is malformed.
@@ -102,7 +113,8 @@ class EventMerger:
             if head.lost:
                 return self._lose(head)
             names = self._names[head.rank]
-            return self._pass_on(split_rows(head, rows, names, self._copies))
+            copies = same_arrays if copied else self._copies
+            return self._pass_on(split_rows(head, rows, names, copies))
         if isinstance(head, InstalledHead):
             return self._install(head)
         if isinstance(head, AttachedHead):
@@ -278,6 +290,7 @@ class WorkerChannel:
         self._thread: threading.Thread | None = None
         self._free_frames = threading.Semaphore(_FRAMES)
         self._areas: dict[int, StagingReader] = {}
+        self._frames = FrameCopies()
 
     def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
         """Maps the memory of captured rows, before the first rows come.
@@ -368,7 +381,10 @@ class WorkerChannel:
             if head.rank not in self._areas:
                 raise StagingError(f"the memory of worker {head.rank} was never attached")
             with self._areas[head.rank].taken(head.staging_range) as rows:
-                return self._merger.feed(head, rows)
+                copied = self._frames.copy(rows)
+                if copied is None:
+                    return self._merger.feed(head, rows)
+            return self._merger.feed(head, copied, copied=True)
         except (StagingError, MemoryError):
             _LOG.exception("captured rows could not be read and are lost")
             return self._merger.feed(head.without_rows)

@@ -8,7 +8,7 @@ whose rows are still to come: none of them could be handed over.
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -282,7 +282,7 @@ class Waiting:
         if len(taken) == 1:
             return Column(*taken[0], made)
         positions = np.concatenate([positions for positions, _ in taken])
-        return Column(positions, np.concatenate([data for _, data in taken], axis=1), made)
+        return Column(positions, _concatenated([data for _, data in taken]), made)
 
     def _of(self, site: int) -> Iterator[Piece]:
         for sites, pieces in self._queues.items():
@@ -296,6 +296,18 @@ class Waiting:
             pieces = self._queues[sites] = deque()
         _strip(pieces)
         return pieces
+
+
+def _concatenated(parts: Sequence[StoredArray]) -> StoredArray:
+    """Rows [sites, n, width] of some sites at all positions.
+
+    Those of one site are joined as bytes, which can become a message without another copy.
+    """
+    sites, _, width = parts[0].shape
+    if sites > 1:
+        return np.concatenate(parts, axis=1)
+    joined = b"".join([np.ascontiguousarray(part).data for part in parts])
+    return np.frombuffer(joined, parts[0].dtype).reshape(1, -1, width)
 
 
 def _strip(pieces: deque[Piece]) -> None:

@@ -17,7 +17,7 @@ from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2
 
 SITE = Site(Point.RESID_POST, 0)
-WIDTH = 1 << 15
+WIDTH = 1 << 18
 """A row of float32 is as long as what a thread takes."""
 
 

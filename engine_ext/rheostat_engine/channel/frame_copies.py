@@ -1,0 +1,43 @@
+"""Copies of small frames of rows, each as a whole.
+
+A step of hundreds of requests has one row for each. To copy the frame at once takes a tenth of the
+time that a copy for each request takes. In return the frame stays as long as one of its rows waits.
+Readers that keep up take their rows within a quarter of a second. If readers are slow, the bytes of
+all such frames reach a limit. From then on each request's rows are copied by themselves, until
+frames are free again.
+"""
+
+import weakref
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+FRAME_BYTES = 8 << 20
+"""The largest frame that is copied as a whole."""
+
+ALL_FRAMES_BYTES = 256 << 20
+"""Bytes of all such frames whose rows wait."""
+
+
+class FrameCopies:
+    """The copies of frames that are in use. One thread makes them, any thread may free them."""
+
+    def __init__(self) -> None:
+        """No frame was copied yet."""
+        self._bytes = 0
+        """Bytes of the frames that are in use, and of those in `_freed`."""
+        self._freed: deque[int] = deque()
+        """Bytes of each frame that was freed since the last copy."""
+
+    def copy(self, rows: memoryview) -> npt.NDArray[np.uint8] | None:
+        """A copy of a frame's rows; None if the frame is too large, or too many are in use."""
+        while self._freed:
+            self._bytes -= self._freed.popleft()
+        size = len(rows)
+        if size > FRAME_BYTES or self._bytes + size > ALL_FRAMES_BYTES:
+            return None
+        copied = np.frombuffer(rows, np.uint8).copy()
+        self._bytes += size
+        weakref.finalize(copied, self._freed.append, size)
+        return copied
