@@ -88,7 +88,7 @@ class Lane:
     def leave_soon(self, pieces: Sequence[Piece]) -> bool:
         """Whether some of what waits needs no further token."""
         end = len(self._prompt) + len(self.tokens) - 1
-        return any(len(piece.positions) and piece.positions[0] < end for piece in pieces)
+        return any(piece.count and piece.first < end for piece in pieces)
 
     def lose_from(self, position: int) -> None:
         """Rows from a position on may be missing."""

@@ -4,7 +4,7 @@ Invariant: what waits counts in its meter, and what has left holds no memory. Po
 follow one another; then nothing goes over them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Protocol
 
@@ -27,10 +27,36 @@ class Queue(Protocol):
         """Loses the highest positions, or the lowest; the first of them, and how many rows."""
 
 
-class Piece:
-    """Rows of some sites that wait, until they are taken or given up."""
+_MERGED_PARTS = 64
+_MERGED_BYTES = 256 << 10
+"""Parts and bytes up to which a piece takes later rows too."""
 
-    __slots__ = ("_first", "_whole", "data", "made", "meter", "positions", "queue", "sites")
+_LARGE_PART = 64 << 10
+"""Rows of so many bytes are a piece of their own."""
+
+_PARTS_OF_A_PIECE = 4
+"""Parts that take as much memory beside their rows as a piece does."""
+
+
+class Piece:
+    """Rows of some sites that wait, until they are taken or given up.
+
+    Rows that follow those of a piece are added to it, because a generated token has one row. They
+    are joined when somebody takes them.
+    """
+
+    __slots__ = (
+        "_first",
+        "_parts",
+        "_positions",
+        "_whole",
+        "count",
+        "counted",
+        "made",
+        "meter",
+        "queue",
+        "sites",
+    )
 
     def __init__(
         self,
@@ -53,36 +79,95 @@ class Piece:
             made: whether they are in their form.
         """
         self.sites = sites
-        self.positions = positions
-        self.data = data
         self.made = made
         self.meter = meter
         self.queue = queue
+        self.count = len(positions)
+        """Positions that still wait."""
+        self.counted = 1
+        """Pieces that the meter counts for it."""
+        self._positions: Positions | None = positions
+        """None: they follow one another from `_first` on."""
+        self._parts = [data]
         self._first = _first_of_run(positions)
-        self._whole = len(positions)
-        """Positions that the memory of `data` is of."""
+        self._whole = self.count
+        """Positions that the memory of the rows is of."""
         meter.add(data.nbytes, self.rows, 1)
 
     def __len__(self) -> int:
         """Positions that still wait."""
-        return len(self.positions)
+        return self.count
+
+    @property
+    def positions(self) -> Positions:
+        """Positions that still wait, ascending."""
+        if self._positions is None:
+            first = self._first or 0
+            self._positions = np.arange(first, first + self.count, dtype=np.int32)
+        return self._positions
+
+    @property
+    def data(self) -> StoredArray:
+        """Their rows, [sites, n, width]."""
+        if len(self._parts) > 1:
+            self._parts = [concatenated(self._parts)]
+        return self._parts[0]
+
+    @property
+    def first(self) -> int:
+        """The first position that waits; there is one."""
+        return int(self.positions[0]) if self._first is None else self._first
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        part = self._parts[0]
+        return int(part.shape[2]) * part.itemsize
 
     @property
     def position_bytes(self) -> int:
         """Bytes of the rows at a position."""
-        sites, _, width = self.data.shape
-        return int(sites * width * self.data.itemsize)
+        return len(self.sites) * self.row_bytes
 
     @property
     def rows(self) -> int:
         """Rows that still wait, of all sites."""
-        return len(self.positions) * len(self.sites)
+        return self.count * len(self.sites)
+
+    def takes(self, first: int, last: int, count: int, size: int) -> bool:
+        """Whether rows of the same sites are to be added to this piece.
+
+        Args:
+            first: their first position.
+            last: their last position.
+            count: how many positions they are of.
+            size: their bytes.
+        """
+        return (
+            self._first is not None
+            and self._first + self.count == first
+            and last - first == count - 1
+            and size < _LARGE_PART
+            and len(self._parts) < _MERGED_PARTS
+            and self.count * self.position_bytes + size <= _MERGED_BYTES
+        )
+
+    def add(self, data: StoredArray) -> None:
+        """Adds the rows of the positions that follow, [sites, n, width]; see `takes`."""
+        count = data.shape[1]
+        self._parts.append(data)
+        self._positions = None
+        self.count += count
+        self._whole += count
+        pieces = len(self._parts) % _PARTS_OF_A_PIECE == 0
+        self.counted += pieces
+        self.meter.add(data.nbytes, count * len(self.sites), pieces)
 
     def below(self, frontier: int) -> int:
         """How many positions wait below one."""
         if self._first is None:
             return int(np.searchsorted(self.positions, frontier))
-        return max(0, min(frontier - self._first, len(self.positions)))
+        return max(0, min(frontier - self._first, self.count))
 
     def take(self, frontier: int) -> tuple[Positions, StoredArray]:
         """The positions below one and their rows, which wait no more."""
@@ -94,18 +179,21 @@ class Piece:
 
     def ends_by(self, frontier: int) -> bool:
         """Whether all positions that wait lie below one, and follow one another."""
-        return self._first is not None and self._first + len(self.positions) <= frontier
+        return self._first is not None and self._first + self.count <= frontier
 
-    def take_all(self) -> tuple[Positions, StoredArray]:
-        """All positions and their rows, which wait no more. The caller counts that in the meter."""
-        taken = self.positions, self.data
+    def take_all(self) -> tuple[Positions, list[StoredArray]]:
+        """All positions, and their rows in parts, which wait no more.
+
+        The caller counts that in the meter.
+        """
+        taken = self.positions, self._parts
         self._empty()
         return taken
 
     def give_up(self) -> None:
         """Loses what still waits."""
-        if len(self.positions):
-            self._keep(slice(0, 0), len(self.positions))
+        if self.count:
+            self._keep(slice(0, 0), self.count)
 
     def lose(self, start: int, end: int) -> int:
         """Loses the rows at positions in [start, end); how many rows."""
@@ -115,31 +203,50 @@ class Piece:
             return 0
         if not first:
             self._keep(slice(past, None), count)
-        elif past == len(self.positions):
+        elif past == self.count:
             self._keep(slice(0, first), count)
         else:
-            self._keep(np.r_[0:first, past : len(self.positions)], count)
-        if 2 * len(self.positions) < self._whole:
+            self._keep(np.r_[0:first, past : self.count], count)
+        if 2 * self.count < self._whole:
             # A slice keeps the memory of what it was cut from. Copying once most of that is lost
             # costs no more than the rows did that came.
-            self.positions, self.data = self.positions.copy(), self.data.copy()
-            self._whole = len(self.positions)
+            self._positions, self._parts = self.positions.copy(), [self.data.copy()]
+            self._whole = self.count
         return count * len(self.sites)
 
     def _keep(self, kept: "slice | npt.NDArray[np.intp]", gone: int) -> None:
         """Keeps some of the positions; so many do not wait any more."""
-        last = gone == len(self.positions)
-        self.meter.add(-gone * self.position_bytes, -gone * len(self.sites), -last)
+        last = gone == self.count
+        left = 0 if last else min(self.counted, 1 + (self.count - gone) // _PARTS_OF_A_PIECE)
+        self.meter.add(-gone * self.position_bytes, -gone * len(self.sites), left - self.counted)
+        self.counted = left
         if last:
             self._empty()
         else:
-            self.positions, self.data = self.positions[kept], self.data[:, kept]
-            self._first = _first_of_run(self.positions)
+            positions, data = self.positions[kept], self.data[:, kept]
+            self._positions, self._parts = positions, [data]
+            self.count = len(positions)
+            self._first = _first_of_run(positions)
 
     def _empty(self) -> None:
         """Holds nothing any more, not even memory: a slice would keep all of it."""
         self._first = None
-        self.positions, self.data = _NO_POSITIONS, _NO_ROWS
+        self._positions, self._parts = _NO_POSITIONS, [_NO_ROWS]
+        self.count = 0
+
+
+def concatenated(parts: Sequence[StoredArray]) -> StoredArray:
+    """Rows [sites, n, width] of some sites at all positions of several parts.
+
+    Those of one site are joined as bytes, which can become a message without another copy.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    sites, _, width = parts[0].shape
+    if sites > 1:
+        return np.concatenate(parts, axis=1)
+    joined = b"".join([np.ascontiguousarray(part).data for part in parts])
+    return np.frombuffer(joined, parts[0].dtype).reshape(1, -1, width)
 
 
 def common(parts: Iterable[Positions]) -> Positions:

@@ -8,12 +8,12 @@ place, and no more of them than there is no room for.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rheostat_server.capture.budget import Cost, Meter, Share
 from rheostat_server.capture.deliveries import Deliveries
 from rheostat_server.capture.leaving import End, Item, Loss
-from rheostat_server.capture.pieces import Piece
+from rheostat_server.capture.pieces import Piece, Positions
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_wire.v1 import capture_pb2
@@ -67,6 +67,19 @@ class Backlog(Protocol):
         """Loses all that waits in it."""
 
 
+class _Arrival(NamedTuple):
+    """Rows that came together."""
+
+    piece: Piece
+    """The piece that holds them, and possibly others."""
+    tap: "Tap"
+    lane: "Lane"
+    first: int
+    """Their first position."""
+    end: int
+    """One past their last position."""
+
+
 class Reservoir:
     """Room for rows that wait for one reader."""
 
@@ -107,9 +120,9 @@ class Reservoir:
         self._advice = advice
         self.deliveries = deliveries or Deliveries()
         """What the server delivers to all readers."""
-        self._pieces: deque[tuple[Piece, Tap, Lane]] = deque()
+        self._arrivals: deque[_Arrival] = deque()
         """Under a policy that drops, in the order in which they came."""
-        self._last: tuple[Tap, Lane, Sequence[Piece]] | None = None
+        self._last: tuple[_Arrival, ...] = ()
         """What came last."""
         self._tidy_at = _TIDY
         self._taps: dict[Tap, None] = {}
@@ -150,8 +163,8 @@ class Reservoir:
         """What it costs to give them up."""
         if self.spill is not None:
             return Cost.TIME
-        tap = self._last[0] if self._last is not None else None
-        return Cost.ROWS if tap is not None and tap.policy in _DROPPING else Cost.REQUEST
+        dropping = self._last and self._last[0].tap.policy in _DROPPING
+        return Cost.ROWS if dropping else Cost.REQUEST
 
     @property
     def held(self) -> int:
@@ -237,22 +250,32 @@ class Reservoir:
         self._taps.clear()
         self._later.clear()
         self._pulling = iter(())
-        self._pieces.clear()
-        self._last = None
+        self._arrivals.clear()
+        self._last = ()
         self.kept = 0
         if self.spill is not None:
             self.spill.close()
 
-    def admit(self, tap: "Tap", lane: "Lane", pieces: Sequence[Piece]) -> None:
-        """Lets rows wait, which count already, or loses them or others."""
+    def admit(
+        self, tap: "Tap", lane: "Lane", pieces: Sequence[Piece], positions: Positions
+    ) -> None:
+        """Lets rows wait, which count already, or loses them or others.
+
+        Args:
+            tap: whose rows they are.
+            lane: their track.
+            pieces: the pieces that hold them, and possibly rows that came before.
+            positions: theirs, ascending, [n].
+        """
         if not pieces:
             return
-        self._last = tap, lane, pieces
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        self._last = tuple([_Arrival(piece, tap, lane, first, end) for piece in pieces])
         if tap.policy in _DROPPING:
-            self._pieces.extend((piece, tap, lane) for piece in pieces)
-            if len(self._pieces) > self._tidy_at:
-                self._pieces = deque(one for one in self._pieces if len(one[0]))
-                self._tidy_at = max(_TIDY, 2 * len(self._pieces))
+            self._arrivals += self._last
+            if len(self._arrivals) > self._tidy_at:
+                self._arrivals = deque(one for one in self._arrivals if one.piece.count)
+                self._tidy_at = max(_TIDY, 2 * len(self._arrivals))
         if self._timer is not None and self.used > self.limit // _HURRY_SHARE:
             self.hurry()
         self._share.check()
@@ -261,9 +284,9 @@ class Reservoir:
 
     def give_up(self, size: int, why: str) -> None:
         """Frees bytes as the policy says, because of what is full."""
-        if self._last is None:
+        if not self._last:
             return
-        tap = self._last[0]
+        tap = self._last[0].tap
         if tap.policy in _DROPPING:
             self._drop(size, newest=tap.policy == capture_pb2.OVERLOAD_DROP_NEWEST)
         elif tap.policy == capture_pb2.OVERLOAD_SPILL and self.spill is not None:
@@ -287,25 +310,23 @@ class Reservoir:
 
     def _fail(self, error: CaptureOverflow) -> None:
         """The rows that came last find no room, and none may be lost."""
-        assert self._last is not None
-        tap, lane, pieces = self._last
-        for piece in pieces:
-            if len(piece):
-                lane.lose_from(int(piece.positions[0]))
-                self._count(tap, piece.rows)
-                piece.give_up()
-        self._on_full(tap, error)
+        for piece, tap, lane, first, end in self._last:
+            if piece.count:
+                lane.lose_from(max(first, piece.first))
+                self._count(tap, piece.lose(first, end))
+        self._on_full(self._last[0].tap, error)
 
     def _drop(self, size: int, *, newest: bool) -> None:
         """Loses the newest rows that wait, or the oldest, and no more of them than it must."""
         target = self.total.weight - size
-        while self._pieces and (over := self.total.weight - target) > 0:
-            piece, tap, lane = self._pieces[-1 if newest else 0]
-            if not len(piece):
-                self._pieces.pop() if newest else self._pieces.popleft()
+        while self._arrivals and (over := self.total.weight - target) > 0:
+            piece, tap, lane, first, end = self._arrivals[-1 if newest else 0]
+            there = piece.count - piece.below(first) if newest else piece.below(end)
+            if not there:
+                self._arrivals.pop() if newest else self._arrivals.popleft()
                 continue
-            first, rows = piece.queue.drop(over, newest=newest)
-            lane.lose_from(first)
+            lost, rows = piece.queue.drop(min(over, there * piece.position_bytes), newest=newest)
+            lane.lose_from(lost)
             self._count(tap, rows)
 
     def _count(self, tap: "Tap", rows: int) -> None:

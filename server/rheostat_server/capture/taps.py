@@ -99,11 +99,15 @@ class Tap:
 
     def feed(self, track: Track, rows: Rows) -> None:
         """Takes rows, or loses them."""
-        if self.closed or not self._takes(track):
+        if self.closed:
             return
-        lane = self._lane(track)
+        lane = self._lanes.get(track)
+        if lane is None:
+            if not self._takes(track):
+                return
+            lane = self._lane(track)
         pieces = lane.feed(rows)
-        self._reservoir.admit(self, lane, pieces)
+        self._reservoir.admit(self, lane, pieces, rows.positions)
         if lane.leave_soon(pieces):
             self._reservoir.touch_later(self)
 

@@ -8,7 +8,7 @@ whose rows are still to come: none of them could be handed over.
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from rheostat_engine import OPEN_END, Spans
 from rheostat_server.capture.budget import Meter
-from rheostat_server.capture.pieces import Piece, Positions
+from rheostat_server.capture.pieces import Piece, Positions, concatenated
 from rheostat_server.spans import clipped, edges, united
 from rheostat_wire.dtypes import StoredArray
 
@@ -53,6 +53,8 @@ class Waiting:
         self._meter = meter
         self._queues: dict[tuple[int, ...], deque[Piece]] = {}
         self._next = dict.fromkeys(sites, 0)
+        self._tail: Piece | None = None
+        """The piece that came last."""
         self._lost: Spans = ()
         """Positions that are lost and whose rows may still come at some sites."""
 
@@ -66,8 +68,8 @@ class Waiting:
         """Bytes of a row that waits; 0: none does."""
         for pieces in self._queues.values():
             for piece in pieces:
-                if len(piece.positions):
-                    return int(piece.data.shape[2]) * piece.data.itemsize
+                if piece.count:
+                    return piece.row_bytes
         return 0
 
     def put(
@@ -106,7 +108,8 @@ class Waiting:
         made: bool,
     ) -> list[Piece]:
         first = int(positions[0])
-        if max([self._next[site] for site in sites]) <= first:
+        known = self._next
+        if (known[sites[0]] if len(sites) == 1 else max([known[one] for one in sites])) <= first:
             rows = data if len(at) == len(data) else data[list(at)]
             return [self._wait(sites, positions, rows, made)]
         by_start: dict[int, list[tuple[int, int]]] = {}
@@ -172,11 +175,20 @@ class Waiting:
     def _wait(
         self, sites: tuple[int, ...], positions: Positions, data: StoredArray, made: bool
     ) -> Piece:
-        piece = Piece(sites, positions, data, self._meter, self, made=made)
-        self._queue(sites).append(piece)
-        end = int(positions[-1]) + 1
+        first, last = int(positions[0]), int(positions[-1])
         for site in sites:
-            self._next[site] = end
+            self._next[site] = last + 1
+        piece = self._tail
+        if (
+            piece is not None
+            and piece.sites == sites
+            and piece.made == made
+            and piece.takes(first, last, len(positions), data.nbytes)
+        ):
+            piece.add(data)
+            return piece
+        piece = self._tail = Piece(sites, positions, data, self._meter, self, made=made)
+        self._queue(sites).append(piece)
         return piece
 
     def discard(self) -> None:
@@ -205,7 +217,7 @@ class Waiting:
         rooms: dict[int, int] = {}
         made: dict[int, bool] = {}
         for piece in self._ascending():
-            first = int(piece.positions[0])
+            first = piece.first
             if first >= frontier:
                 break
             sites = piece.sites if several else piece.sites[:1]
@@ -227,14 +239,14 @@ class Waiting:
         for pieces in self._queues.values():
             made = pieces[0].made
             for piece in pieces:
-                most -= len(piece.positions)
+                most -= piece.count
                 if most < 0 or piece.made != made or not piece.ends_by(frontier):
                     return False
         return True
 
     def _ascending(self) -> Iterator[Piece]:
         """All pieces of which something waits, by their first position."""
-        queues = [(piece for piece in queue if len(piece)) for queue in self._queues.values()]
+        queues = [(piece for piece in queue if piece.count) for queue in self._queues.values()]
         return heapq.merge(*queues, key=_first) if len(queues) > 1 else chain(*queues)
 
     def take(self, frontier: int) -> dict[int, Column]:
@@ -258,31 +270,36 @@ class Waiting:
         """What a queue has below a position; its data are [sites, n, width]."""
         pieces = self._queues[sites]
         made = False
-        taken: list[tuple[Positions, StoredArray]] = []
+        taken: list[Positions] = []
+        parts: list[StoredArray] = []
+        counted = 0
         while pieces and pieces[0].ends_by(frontier):
             piece = pieces.popleft()
             made = piece.made
-            taken.append(piece.take_all())
+            counted += piece.counted
+            positions, some = piece.take_all()
+            taken.append(positions)
+            parts += some
         if taken:
-            count = sum(len(positions) for positions, _ in taken)
-            size = sum(data.nbytes for _, data in taken)
-            self._meter.add(-size, -count * len(sites), -len(taken))
+            count = sum(map(len, taken))
+            size = sum([data.nbytes for data in parts])
+            self._meter.add(-size, -count * len(sites), -counted)
         while pieces:
             piece = pieces[0]
             if piece.below(frontier):
                 made = piece.made
-                taken.append(piece.take(frontier))
-            if len(piece):  # those behind it lie higher
+                positions, data = piece.take(frontier)
+                taken.append(positions)
+                parts.append(data)
+            if piece.count:  # those behind it lie higher
                 break
             pieces.popleft()
         if not pieces:
             del self._queues[sites]
         if not taken:
             return None
-        if len(taken) == 1:
-            return Column(*taken[0], made)
-        positions = np.concatenate([positions for positions, _ in taken])
-        return Column(positions, _concatenated([data for _, data in taken]), made)
+        positions = taken[0] if len(taken) == 1 else np.concatenate(taken)
+        return Column(positions, concatenated(parts), made)
 
     def _of(self, site: int) -> Iterator[Piece]:
         for sites, pieces in self._queues.items():
@@ -298,28 +315,16 @@ class Waiting:
         return pieces
 
 
-def _concatenated(parts: Sequence[StoredArray]) -> StoredArray:
-    """Rows [sites, n, width] of some sites at all positions.
-
-    Those of one site are joined as bytes, which can become a message without another copy.
-    """
-    sites, _, width = parts[0].shape
-    if sites > 1:
-        return np.concatenate(parts, axis=1)
-    joined = b"".join([np.ascontiguousarray(part).data for part in parts])
-    return np.frombuffer(joined, parts[0].dtype).reshape(1, -1, width)
-
-
 def _strip(pieces: deque[Piece]) -> None:
     """Removes what was given up at the ends of a queue."""
-    while pieces and not len(pieces[0].positions):
+    while pieces and not pieces[0].count:
         pieces.popleft()
-    while pieces and not len(pieces[-1].positions):
+    while pieces and not pieces[-1].count:
         pieces.pop()
 
 
 def _first(piece: Piece) -> int:
-    return int(piece.positions[0])
+    return piece.first
 
 
 def _joined(columns: list[Column]) -> Column:

@@ -109,7 +109,7 @@ async def test_all_policies_sinks_and_runs_of_a_request_share_its_limit(
 async def test_forty_readers_that_do_not_read_stay_within_one_limit(
     starter, stalled, tmp_path
 ) -> None:
-    limit = 4096 * KIB
+    limit = 2048 * KIB
     running = await starter(
         engine(), buffers_bytes=limit, request_buffer_bytes=512 * KIB, spool=str(tmp_path),
         capture_bytes=256 * KIB,

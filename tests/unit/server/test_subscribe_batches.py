@@ -5,7 +5,6 @@ import asyncio
 from rheostat_server.limits import BATCH_EVENTS
 from rheostat_server.subscriptions.messages import Response
 
-from .streams import until
 from .subscribers import (
     EVERY,
     PLENTY,
@@ -39,15 +38,14 @@ async def ended(one: Subscriber, requests: int) -> list[Response]:
     return events(one.events)
 
 
-async def waiting(running, one: Subscriber) -> None:
+async def waiting(running) -> None:
     """Requests whose rows wait for credit."""
     await asyncio.gather(*(generate(running, name) for name in "abc"))
-    await until(lambda: running.host.subscriptions.waiting_bytes > 0)
 
 
 async def test_events_that_wait_come_in_one_message(running) -> None:
     one = await Subscriber.open(running, opening(EVERY, [wanted(1)], credit=0, batches=True))
-    await waiting(running, one)
+    await waiting(running)
     await one.credit(PLENTY)
     found = await ended(one, 3)
     assert rows_of(found) == expected("a", 1) | expected("b", 1) | expected("c", 1)
@@ -59,7 +57,7 @@ async def test_events_that_wait_come_in_one_message(running) -> None:
 
 async def test_a_client_that_does_not_ask_for_batches_gets_none(running) -> None:
     one = await Subscriber.open(running, opening(EVERY, [wanted(1)], credit=0))
-    await waiting(running, one)
+    await waiting(running)
     await one.credit(PLENTY)
     await one.until("end_of_request", 3)
     assert not any(event.HasField("batch") for event in one.events)
@@ -68,7 +66,7 @@ async def test_a_client_that_does_not_ask_for_batches_gets_none(running) -> None
 async def test_a_batch_ends_where_the_credit_does(running) -> None:
     rows = 2 * (PROMPT + 2)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0, 1)], credit=0, batches=True))
-    await waiting(running, one)
+    await waiting(running)
     await one.credit(2 * rows * ROW)
     await ended(one, 1)
     await asyncio.sleep(0.05)

@@ -63,10 +63,15 @@ def test_each_row_leaves_once_in_order_and_of_one_kind(
         held = meter.rows
         at = np.array(positions, np.int32)
         pieces = waiting.put(sites, (*range(len(sites)),), at, rows(sites, at), made=made)
+        new = 0
         for site in sites:
             known = max(wanted[site], default=-1)
-            wanted[site] |= {p: made for p in positions if p > known}
-        assert meter.rows == held + sum(piece.rows for piece in pieces)
+            entered = {p: made for p in positions if p > known}
+            wanted[site] |= entered
+            new += len(entered)
+            there = {p for one in pieces if site in one.sites for p in one.positions.tolist()}
+            assert entered.keys() <= there
+        assert meter.rows == held + new == sum(map(len, waiting.positions()))
         assert waiting.frontier == min(max(wanted[site], default=-1) + 1 for site in SITES)
         read(frontier, most)
     waits = [positions.tolist() for positions in waiting.positions()]
@@ -95,13 +100,13 @@ def test_what_is_given_up_leaves_no_more(made: bool) -> None:
     meter = Meter()
     waiting = Waiting(SITES, meter)
     pieces = []
-    for start in (0, 2, 4):
+    for start in (0, 3, 6):
         at = np.arange(start, start + 2, dtype=np.int32)
         pieces += waiting.put(SITES, ALL, at, rows(SITES, at), made=made)
     pieces[0].give_up()
     assert meter.rows == 2 * 2 * len(SITES)
     taken = waiting.take(waiting.cut(100, 100))
-    assert [column.positions.tolist() for column in taken.values()] == [[2, 3, 4, 5]] * 3
+    assert [column.positions.tolist() for column in taken.values()] == [[3, 4, 6, 7]] * 3
     assert {column.made for column in taken.values()} == {made}
 
 
@@ -121,3 +126,47 @@ def test_a_site_that_came_alone_and_with_others_is_counted_once() -> None:
     waiting.put(SITES, ALL, generated, rows(SITES, generated), made=False)
     taken = waiting.take(waiting.cut(100, 12))
     assert [column.positions.tolist() for column in taken.values()] == [[*range(12)]] * 3
+
+
+def test_rows_of_successive_tokens_are_one_piece_until_they_are_taken() -> None:
+    meter = Meter()
+    waiting = Waiting(SITES, meter)
+    for position in range(100):
+        at = np.array([position], np.int32)
+        waiting.put(SITES, ALL, at, rows(SITES, at), made=False)
+    assert meter.rows == 100 * len(SITES)
+    assert meter.bytes == 100 * len(SITES) * WIDTH * 4
+    assert meter.pieces < 50
+    taken = waiting.take(waiting.cut(70, 1000))
+    for site, column in taken.items():
+        assert column.positions.tolist() == [*range(70)]
+        assert column.data.tolist() == [[site, p] for p in range(70)]
+    assert meter.rows == 30 * len(SITES)
+    waiting.take(waiting.cut(1000, 1000))
+    assert (meter.rows, meter.bytes, meter.pieces) == (0, 0, 0)
+
+
+def test_large_rows_are_pieces_of_their_own() -> None:
+    waiting = Waiting(SITES[:1], Meter())
+    found = []
+    for position in range(3):
+        at = np.array([position], np.int32)
+        large = np.zeros((1, 1, 1 << 15), np.float32)
+        found += waiting.put(SITES[:1], (0,), at, large, made=False)
+    assert len(set(map(id, found))) == 3
+
+
+def test_part_of_a_piece_that_grew_can_be_lost() -> None:
+    meter = Meter()
+    waiting = Waiting(SITES[:1], meter)
+    for position in range(10):
+        at = np.array([position], np.int32)
+        (piece,) = waiting.put(SITES[:1], (0,), at, rows(SITES[:1], at), made=False)
+    assert piece.lose(3, 7) == 4
+    assert meter.rows == 6
+    at = np.array([10], np.int32)
+    waiting.put(SITES[:1], (0,), at, rows(SITES[:1], at), made=False)
+    (column,) = waiting.take(waiting.cut(1000, 1000)).values()
+    assert column.positions.tolist() == [0, 1, 2, 7, 8, 9, 10]
+    assert column.data.tolist() == [[SITES[0], p] for p in column.positions]
+    assert (meter.rows, meter.bytes, meter.pieces) == (0, 0, 0)

@@ -38,7 +38,8 @@ def test_large_frames_are_not_copied_as_a_whole(few) -> None:
 
 def test_frames_in_use_are_bounded_and_a_view_keeps_its_frame(few) -> None:
     first, second = few.copy(frame()), few.copy(frame(1))
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert few.copy(frame()) is None
     view = first[3:4]
     del first
