@@ -113,7 +113,9 @@ class Chunk(NamedTuple):
     first: int
     """The first call's number."""
     longest: float
-    """Seconds that the timed client waited for a token, at most."""
+    """Seconds that the timed client waited between two tokens, at most."""
+    longest_first: float
+    """The same for a first token, which waits for the prompts that came first."""
 
 
 class Soaked(NamedTuple):
@@ -206,9 +208,10 @@ def soak(server: Served, calls: int, seed: int, *, first: int = 0, verbose: bool
             began = streaming.do(Neighbour.now)
             outcomes.append(caller.do(partial(Caller.run, at_once=AT_ONCE, seconds=None)))
             heard = streaming.do(partial(Neighbour.heard, since=began))
-            chunks.append(Chunk(start, heard.longest))
+            longest = (max(waits, default=0.0) for waits in (heard.gaps, heard.firsts))
+            chunks.append(Chunk(start, *longest))
             if verbose:
-                _show(start + count, outcomes[-1], heard)
+                _show(start + count, outcomes[-1], chunks[-1])
         time.sleep(1.0)
         heard, others = (
             client.do(partial(Neighbour.heard, since=since)) for client in (streaming, capturing)
@@ -222,11 +225,12 @@ def soak(server: Served, calls: int, seed: int, *, first: int = 0, verbose: bool
     return Soaked(_joined(outcomes), heard, others, left, more, faults(server.log, logged), chunks)
 
 
-def _show(done: int, outcome: Outcome, heard: Heard) -> None:
+def _show(done: int, outcome: Outcome, chunk: Chunk) -> None:
     odd = {label: n for label, n in outcome.endings.items() if not expected(label)}
     print(
         f"until call {done}: {outcome.calls / outcome.seconds:.0f} calls per second, "
-        f"{1000 * heard.longest:.0f} ms for a token at most {odd or ''}",
+        f"at most {1000 * chunk.longest:.0f} ms between tokens and "
+        f"{1000 * chunk.longest_first:.0f} ms for a first token {odd or ''}",
         flush=True,
     )
 
@@ -350,7 +354,11 @@ def main() -> None:
         "streaming": _figures(found.streaming),
         "capturing": _figures(found.capturing),
         "slowest_chunks": [
-            {"first": one.first, "longest_ms": 1000 * one.longest}
+            {
+                "first": one.first,
+                "longest_ms": 1000 * one.longest,
+                "first_token_longest_ms": 1000 * one.longest_first,
+            }
             for one in sorted(found.chunks, key=lambda one: -one.longest)[:10]
         ],
         "memory_mib": {
