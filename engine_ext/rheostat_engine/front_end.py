@@ -4,11 +4,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.stats import SchedulerStats
-
     from rheostat_engine.adapters.output_handler import OutputReader
     from rheostat_engine.adapters.outputs import Collector, Receive
+    from rheostat_engine.adapters.scheduler_stats import Engine, Record
 
 
 def prepare_front_end() -> None:
@@ -30,7 +28,7 @@ async def stop_front_end(llm: "OutputReader") -> None:
     await stop_output_handler(llm)
 
 
-def watch_scheduler(llm: "AsyncLLM", record: "Callable[[SchedulerStats], None]") -> None:
+def watch_scheduler(llm: "Engine", record: "Record") -> None:
     """Calls `record` with the scheduler's statistics of each step; see `adapters.scheduler_stats`.
 
     Raises:

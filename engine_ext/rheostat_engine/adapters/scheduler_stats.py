@@ -18,7 +18,12 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 
-def watch_scheduler(llm: AsyncLLM, record: Callable[[SchedulerStats], None]) -> None:
+Engine = AsyncLLM
+
+Record = Callable[[SchedulerStats], None]
+
+
+def watch_scheduler(llm: Engine, record: Record) -> None:
     """Calls `record` with the scheduler's statistics of each step.
 
     Raises:
@@ -33,7 +38,7 @@ def watch_scheduler(llm: AsyncLLM, record: Callable[[SchedulerStats], None]) -> 
 class _SchedulerOnly(StatLoggerManager):
     """A manager of no loggers."""
 
-    def __init__(self, record: Callable[[SchedulerStats], None]) -> None:
+    def __init__(self, record: Record) -> None:
         self.engine_indexes = [0]
         self.stat_loggers = []
         self._record = record
