@@ -17,7 +17,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-
 Engine = AsyncLLM
 
 Record = Callable[[SchedulerStats], None]
