@@ -265,9 +265,9 @@ OBSERVER_SPANS = 1024
 """Most spans of positions that a subscription may capture of a request. With more it misses the
 request, because they would cut the request's own plan into as many pieces."""
 
-OBSERVERS_COST = 400
-"""Most that all subscriptions that observe a request may add to the effort of its captures, about
-one for each different combination of captures. The most fragmented miss the request."""
+OBSERVERS_PLAN_COST = 400
+"""The largest sum that the subscriptions which observe a request may add to the cost of its plan,
+about 1 for each different combination of captures. The most fragmented subscriptions miss it."""
 
 MISSED_REQUESTS = 1024
 """Most requests that a new subscription reports as missed because they began before it."""

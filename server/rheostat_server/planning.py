@@ -14,7 +14,7 @@ from rheostat_server import checks
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
-from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_COST, REQUEST_RANGES
+from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_PLAN_COST, REQUEST_RANGES
 from rheostat_server.selection import Selection
 from rheostat_server.steering import INTERVENTION_PATH, Intervention
 from rheostat_server.subscriptions.subscription import Subscription
@@ -162,7 +162,7 @@ def _affordable(
     plan: Plan, captures: Sequence[ResolvedCapture], observing: Sequence[Wish]
 ) -> tuple[Plan, Sequence[Wish]]:
     """The plan with captures for as many observers as fit the limits of cost and intervals."""
-    most = plan.packed_captures.plan_cost + OBSERVERS_COST
+    most = plan.packed_captures.plan_cost + OBSERVERS_PLAN_COST
     kept = sorted(observing, key=_spans)
     while kept:
         beside = [one for wish in kept for one in wish.beside]

@@ -123,6 +123,14 @@ async def test_what_no_prompt_changes_is_worked_out_once(starter, monkeypatch) -
     assert set(ends_of(one.events)) == set("abc")
 
 
+async def test_a_subscription_with_hundreds_of_ranges_observes_a_request(running) -> None:
+    ranges = selector(*[window(0, 1)] * 500)
+    one = await Subscriber.open(running, opening(EVERY, [wanted(where=ranges)]))
+    await generate(running, "seen")
+    await one.until("end_of_request")
+    assert len(rows_of(one.events)) == 1
+
+
 async def test_the_cheapest_observers_come_first_and_the_others_miss_the_request(
     starter, monkeypatch
 ) -> None:
@@ -179,7 +187,7 @@ async def test_an_observer_that_would_cut_a_request_to_pieces_misses_it(
 
 
 async def test_what_observers_add_to_a_plan_is_limited(starter, monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.planning.OBSERVERS_COST", 3)
+    monkeypatch.setattr("rheostat_server.planning.OBSERVERS_PLAN_COST", 3)
     running = await starter()
     pieces = selector(*[window(2 * n, 2 * n + 1) for n in range(2)], generated(2, 3))
     ones = [
