@@ -19,6 +19,7 @@ from rheostat_engine import (
     Rows,
     WorkerChannel,
 )
+from rheostat_engine.channel import frame_copies
 from rheostat_engine.channel.events import (
     Head,
     RowsHead,
@@ -187,7 +188,10 @@ def test_rows_keep_their_bits(server: Server, dtype: torch.dtype) -> None:
     assert event.data.tobytes() == values.view(torch.uint8).numpy().tobytes()
 
 
-def test_large_frames_are_copied_by_threads_and_come_in_order(tmp_path: Path) -> None:
+def test_large_frames_are_copied_by_threads_and_come_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_copies, "FRAME_BYTES", 1 << 20)
     blocks, width = 9, 1 << 17  # half a mebibyte each
     server = Server(f"ipc://{tmp_path}/channel", area=8 << 20)
     values = torch.arange(blocks, dtype=torch.float32)[:, None].expand(-1, width).contiguous()
