@@ -22,7 +22,7 @@ from rheostat_server.errors import (
     RheostatError,
     Superseded,
 )
-from rheostat_server.limits import BATCH_BYTES
+from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
 from rheostat_server.subscriptions.carrier import Carrier
 from rheostat_server.subscriptions.joining import Missed, tell
 from rheostat_server.subscriptions.messages import Response, Tally
@@ -365,18 +365,15 @@ class Subscription:
         if self._call is not call or self.failure is not None:
             return []
         sent: list[Sent] = []
-        kept = size = 0
-        while (message := self._upcoming.encoded()) is not None and (
-            not sent or (size < BATCH_BYTES and self._upcoming.batched)
-        ):
+        size = 0
+        while (message := self._upcoming.encoded()) is not None:
             response, payload = message
-            if not self._credit.pay(payload):
+            if not (self._fits(sent, size + payload) and self._credit.pay(payload)):
                 break
             self._count(self._upcoming.take(), response)
             sent.append(self._replay.add(response, payload))
-            size += payload
-            kept += sent[-1].weight
-        self.reservoir.kept += kept
+            size += sent[-1].weight
+        self.reservoir.kept += size
         if sent and self.reservoir.kept <= self.reservoir.limit:
             self._upcoming.prepare()
         return sent
@@ -391,12 +388,18 @@ class Subscription:
         """The events after a number that were sent before, as far as the credit covers them."""
         again: list[Sent] = []
         size = 0
-        while (sent := self._replay.after(sequence)) is not None and self._credit.pay(sent.payload):
-            again.append(sent)
-            sequence, size = sent.sequence, size + sent.payload
-            if size >= BATCH_BYTES or not self._upcoming.batched:
+        while (sent := self._replay.after(sequence)) is not None:
+            if not (self._fits(again, size + sent.payload) and self._credit.pay(sent.payload)):
                 break
+            again.append(sent)
+            sequence, size = sent.sequence, size + sent.weight
         return again
+
+    def _fits(self, batch: Sequence[Sent], size: int) -> bool:
+        """Whether another event may join a batch, which would then have so many bytes."""
+        if not batch:
+            return True
+        return self._upcoming.batched and len(batch) < BATCH_EVENTS and size <= BATCH_BYTES
 
     def _response(self, sent: Sequence[Sent]) -> Response:
         """The message of some events."""

@@ -2,8 +2,12 @@
 
 import asyncio
 
-from rheostat_server.limits import BATCH_EVENTS
+import pytest
+
+from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
 from rheostat_server.subscriptions.messages import Response
+from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_wire.v1 import capture_pb2
 
 from .subscribers import (
     EVERY,
@@ -91,3 +95,38 @@ async def test_what_was_sent_is_sent_again_in_batches_or_one_by_one(running) -> 
     singly = await Subscriber.open(running, resuming(one.name))
     assert await ended(singly, 3) == sent
     assert len(singly.events) == len(sent) + 1
+
+
+def replayed(count: int, payload: int) -> Subscription:
+    """A subscription that has sent so many events, of which none is acknowledged."""
+    one = Subscription(
+        "one",
+        None,
+        (),
+        capture_pb2.OVERLOAD_FAIL,
+        buffer_bytes=64 << 20,
+        heartbeat=60.0,
+        on_failed=lambda error: None,
+    )
+    for _ in range(count):
+        event = Response()
+        event.captured.tensor.inline = bytes(payload)
+        one.reservoir.kept += one._replay.add(event, payload).weight
+    one.resume_after(0)
+    return one
+
+
+@pytest.mark.parametrize(("count", "payload"), [(3000, 4), (8, (4 << 20) - 600), (40, 300_000)])
+async def test_replayed_events_come_in_messages_of_bounded_size(count: int, payload: int) -> None:
+    one = replayed(count, payload)
+    messages = one.messages(object(), PLENTY, batched=True)
+    await anext(messages)  # that it stands
+    left = count
+    while left:
+        async with asyncio.timeout(30):
+            message = await anext(messages)
+        events = message.batch.events or [message]
+        assert len(events) <= BATCH_EVENTS
+        assert message.ByteSize() <= BATCH_BYTES + (1 << 20) or len(events) == 1
+        left -= len(events)
+    await messages.aclose()
