@@ -12,8 +12,12 @@ if TYPE_CHECKING:
 def prepare_front_end() -> None:
     """Keeps vLLM from decoding log-probabilities and whole prompts on the event loop.
 
-    See `adapters.logprobs` and `adapters.detokenizer`.
+    To be called before an `AsyncLLM` is made. See `adapters.logprobs` and `adapters.detokenizer`.
     """
+    # The adapters of the other functions are imported here too. Errors of optional imports are kept
+    # in vLLM, and with them all frames that were on the stack. If a variable of such a frame
+    # referred to an `AsyncLLM`, it would only be freed while Python ends, and fail at that.
+    from rheostat_engine.adapters import output_handler, outputs, scheduler_stats  # noqa: F401
     from rheostat_engine.adapters.detokenizer import decode_last_tokens
     from rheostat_engine.adapters.logprobs import leave_logprobs_undecoded
 

@@ -171,16 +171,16 @@ def _start(
     }
     prepare_front_end()
     arguments["disable_log_stats"] = False  # the scheduler counts for GetStats
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    counter = QueueCounter()
-    watch_scheduler(llm, counter.add)
-    return LoadedEngine(
-        llm,
+    # No variable here may refer to the `AsyncLLM`: see `prepare_front_end`.
+    loaded = LoadedEngine(
+        AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)),
         settings,
-        counter,
+        QueueCounter(),
         device,
         {lora.name: lora for lora in loras},
     )
+    watch_scheduler(loaded.llm, loaded.counter.add)
+    return loaded
 
 
 def cpu_memory(config: ServerConfig) -> dict[str, object]:
