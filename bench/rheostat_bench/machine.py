@@ -61,7 +61,7 @@ def chosen(arguments: argparse.Namespace, scratch: Path) -> Model:
         shape = str(arguments.shape)
         path = write_shape(shape, scratch)
         return Model(shape, path, str(SHAPES[shape]["torch_dtype"]), "dummy")
-    from rheostat_server.vllm_engine import model_path
+    from rheostat_server.engine.vllm_engine import model_path
 
     path = Path(model_path(arguments.model or "demo"))
     return Model(path.name, path, _dtype(path), "auto")

@@ -16,8 +16,8 @@ import numpy as np
 import rheostat
 from rheostat_bench.machine import device
 from rheostat_server.config import ServerConfig
+from rheostat_server.engine.vllm_engine import cpu_memory, engine_arguments
 from rheostat_server.serve import RunningServer, start
-from rheostat_server.vllm_engine import cpu_memory, engine_arguments
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import rheostat
 from rheostat_bench.shapes import write_shape
+from rheostat_server.engine.vllm_engine import DEMO_MODEL
 from rheostat_server.limits import REQUESTS_BYTES
-from rheostat_server.vllm_engine import DEMO_MODEL
 
 _STARTUP = 300.0
 """Seconds that a server gets until it serves."""

@@ -28,8 +28,7 @@ import rheostat
 from rheostat_bench.summaries import Figures
 from rheostat_engine import Capacity, Event, Installed, ModelSites, Plan, Released, Rows
 from rheostat_server.config import ServerConfig
-from rheostat_server.errors import Defect
-from rheostat_server.host import (
+from rheostat_server.engine.backend import (
     Backend,
     CapturesUpdate,
     Delta,
@@ -39,10 +38,11 @@ from rheostat_server.host import (
     SteeringUpdate,
     WorkerStats,
 )
+from rheostat_server.errors import Defect
 from rheostat_server.model_info import ModelInfo
+from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_server.serve import start
-from rheostat_server.tokenizer import Tokenizer
-from rheostat_server.vectors import Vector
+from rheostat_server.vectors.store import Vector
 
 _SPAWNED = multiprocessing.get_context("spawn")
 

@@ -17,9 +17,20 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rheostat_server.capture.spool import Spool
+from rheostat_server.api.capture import CaptureService
+from rheostat_server.api.engine import EngineService
+from rheostat_server.api.generation import GenerationService
+from rheostat_server.api.incoming import Calls
+from rheostat_server.api.readiness import Readiness
+from rheostat_server.api.rpc import Rpcs
+from rheostat_server.api.runs import RunService
+from rheostat_server.api.steering import SteeringService
 from rheostat_server.config import ServerConfig, check_config
-from rheostat_server.engine import EngineHost
+from rheostat_server.delivery.spill_directory import SpillDirectory
+from rheostat_server.engine.backend import Backend
+from rheostat_server.engine.loras import read_loras
+from rheostat_server.engine.vllm_backend import start_backend
+from rheostat_server.engine.vllm_engine import model_path
 from rheostat_server.errors import (
     EngineDied,
     InvalidConfig,
@@ -29,23 +40,12 @@ from rheostat_server.errors import (
 )
 from rheostat_server.front_ends.grpc_server import GrpcServer, in_grpc_notation
 from rheostat_server.front_ends.supervisor import FrontEnds
-from rheostat_server.host import Backend
-from rheostat_server.incoming import Calls
-from rheostat_server.loras import read_loras
 from rheostat_server.open_files import raise_descriptor_limit
-from rheostat_server.prompts import Prompts
-from rheostat_server.readiness import Readiness
-from rheostat_server.rpc import Rpcs
-from rheostat_server.services.capture import CaptureService
-from rheostat_server.services.engine import EngineService
-from rheostat_server.services.generation import GenerationService
-from rheostat_server.services.runs import RunService
-from rheostat_server.services.steering import SteeringService
+from rheostat_server.prompts.prompts import Prompts
+from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
-from rheostat_server.vector_files import VectorFiles
-from rheostat_server.vllm_backend import start_backend
-from rheostat_server.vllm_engine import model_path
+from rheostat_server.vectors.files import VectorFiles
 from rheostat_wire.v1 import (
     capture_service_pb2_grpc,
     engine_service_pb2_grpc,
@@ -108,8 +108,8 @@ class RunningServer:
         self._prompts: Prompts | None = None
         self._files: VectorFiles | None = None
         self._sinks: Sinks | None = None
-        self._spool: Spool | None = None
-        self._host: EngineHost | None = None
+        self._spool: SpillDirectory | None = None
+        self._host: RequestManager | None = None
 
     async def bind(self) -> None:
         """Listens. Health reports NOT_SERVING, and rpcs fail because the model is being loaded.
@@ -164,7 +164,7 @@ class RunningServer:
         await asyncio.to_thread(sweep)
         if self._config.spool is not None:
             folder = Path(self._config.spool)
-            self._spool = await asyncio.to_thread(Spool, folder, self._config.spool_bytes)
+            self._spool = await asyncio.to_thread(SpillDirectory, folder, self._config.spool_bytes)
         backend = await bring_up(self._config)
         self._backend = backend
         self._prompts = Prompts(
@@ -172,9 +172,9 @@ class RunningServer:
             vocabulary=backend.info.vocabulary,
             model_tokens=backend.info.model_tokens,
         )
-        self._host = EngineHost(backend, self._prompts, self._config, self._sinks, self._spool)
+        self._host = RequestManager(backend, self._prompts, self._config, self._sinks, self._spool)
         if self._files is not None:
-            await self._host.keeper.restore(self._files, backend.sites.width)
+            await self._host.persistent_vectors.restore(self._files, backend.sites.width)
         await self.readiness.serve(self._host)
 
     async def stop(self, grace: float | None = None) -> None:
@@ -189,7 +189,7 @@ class RunningServer:
             self._prompts.close()
         if self._host is not None:
             self._host.subscriptions.remove_shared_memory()
-            await self._host.keeper.settle()
+            await self._host.persistent_vectors.settle()
             await self._host.preparations.close()
         if self._backend is not None:
             await self._backend.close()

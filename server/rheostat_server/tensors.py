@@ -11,13 +11,13 @@ from enum import Enum
 import google_crc32c
 import numpy as np
 
-from rheostat_server.checks import join, known_enum
 from rheostat_server.errors import (
     InvalidValue,
     MissingField,
     TensorPayload,
 )
 from rheostat_server.limits import TENSOR_RANK
+from rheostat_server.validation import field_path, known_enum
 from rheostat_wire import byte_planes
 from rheostat_wire.dtypes import (
     FROM_WIRE,
@@ -107,33 +107,33 @@ def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) ->
     if len(tensor.shape) > TENSOR_RANK:
         raise InvalidValue(
             f"{len(tensor.shape)} extents; at most {TENSOR_RANK} are allowed",
-            field=join(path, "shape"),
+            field=field_path(path, "shape"),
         )
     _check_encoding(tensor, path)
     payload = tensor.WhichOneof("payload")
     if payload is None:
-        raise MissingField("a payload is required", field=join(path, "inline"))
+        raise MissingField("a payload is required", field=field_path(path, "inline"))
     if payload != "inline":
-        raise InvalidValue("a request's tensors are inline", field=join(path, payload))
+        raise InvalidValue("a request's tensors are inline", field=field_path(path, payload))
     expected = math.prod(tensor.shape) * kind.itemsize
     raw = tensor.encoding == tensor_pb2.ENCODING_RAW
     if raw and len(tensor.inline) != expected:
         raise TensorPayload(
             f"the tensor has {len(tensor.inline)} bytes; its dtype and shape need {expected}",
-            field=join(path, "inline"),
+            field=field_path(path, "inline"),
         )
     if tensor.HasField("crc32c") and google_crc32c.value(tensor.inline) != tensor.crc32c:
-        raise TensorPayload("the bytes do not have this checksum", field=join(path, "crc32c"))
+        raise TensorPayload("the bytes do not have this checksum", field=field_path(path, "crc32c"))
     if raw:
         return tensor.inline
     try:
         return byte_planes.decompress(tensor.inline, expected, kind.itemsize)
     except ValueError as error:
-        raise TensorPayload(str(error), field=join(path, "inline")) from error
+        raise TensorPayload(str(error), field=field_path(path, "inline")) from error
 
 
 def _check_encoding(tensor: tensor_pb2.Tensor, path: str) -> None:
-    field = join(path, "encoding")
+    field = field_path(path, "encoding")
     known_enum(tensor.encoding, tensor_pb2.Encoding.values(), field)
     if tensor.encoding not in (tensor_pb2.ENCODING_RAW, tensor_pb2.ENCODING_LZ4_PLANES):
         raise InvalidValue("send ENCODING_RAW or ENCODING_LZ4_PLANES", field=field)

@@ -8,7 +8,7 @@ from itertools import chain
 
 from rheostat_engine import Capture, RowEncoding, Spans
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.spans import united
+from rheostat_server.selectors.spans import united
 
 
 def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:

@@ -10,15 +10,15 @@ from functools import lru_cache
 import numpy as np
 
 from rheostat_engine import Directions, ModelSites
-from rheostat_server import checks
-from rheostat_server.checks import join
+from rheostat_server import validation
 from rheostat_server.errors import MissingField, NotSupported
 from rheostat_server.limits import PROJECTIONS
-from rheostat_server.ops import VectorDraft, draft_vector
-from rheostat_server.readouts import OF_PROJECTIONS, check_readout
+from rheostat_server.steering.ops import VectorDraft, draft_vector
+from rheostat_server.steering.readouts import OF_PROJECTIONS, check_readout
+from rheostat_server.steering.vector_lookup import FoundVector, find_vector, rows_by_layer
 from rheostat_server.tensors import widen
-from rheostat_server.vector_lookup import FoundVector, find_vector, rows_by_layer
-from rheostat_server.vectors import Vector, VectorSource
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Vector, VectorSource
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_pb2, vector_pb2
 
@@ -74,20 +74,21 @@ def draft_directions(
         NotSupported: something is not served yet.
         MessageTooLarge: an inline vector is too large.
     """
-    kind = checks.required(projection.WhichOneof("onto"), path, "readouts and matrix")
+    kind = validation.required(projection.WhichOneof("onto"), path, "readouts and matrix")
     if kind == "matrix":
         raise NotSupported(
             f"matrices are not served yet: give readouts one by one, at most {PROJECTIONS} of them",
-            field=join(path, kind),
+            field=field_path(path, kind),
         )
     if projection.HasField("top_k"):
         raise NotSupported(
-            "top_k is not served yet: choose among the numbers that come", field=join(path, "top_k")
+            "top_k is not served yet: choose among the numbers that come",
+            field=field_path(path, "top_k"),
         )
-    readouts, field = projection.readouts.readouts, join(path, "readouts.readouts")
+    readouts, field = projection.readouts.readouts, field_path(path, "readouts.readouts")
     if not readouts:
         raise MissingField("at least one readout is required", field=field)
-    checks.at_most(len(readouts), PROJECTIONS, field, "readouts")
+    validation.check_count(len(readouts), PROJECTIONS, field, "readouts")
     return tuple(
         _draft(readout, width, f"{field}[{index}]") for index, readout in enumerate(readouts)
     )
@@ -96,7 +97,7 @@ def draft_directions(
 def _draft(readout: vector_pb2.Readout, width: int, path: str) -> VectorDraft:
     check_readout(readout, OF_PROJECTIONS, path)
     ref = readout.vector if readout.HasField("vector") else None
-    return draft_vector(ref, width, join(path, "vector"))
+    return draft_vector(ref, width, field_path(path, "vector"))
 
 
 def projection_work(directions: int, layers: int) -> int:

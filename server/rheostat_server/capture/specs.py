@@ -11,7 +11,7 @@ from enum import Enum
 from functools import cached_property
 
 from rheostat_engine import Codec, Directions, ModelSites, RowEncoding, Site
-from rheostat_server import checks
+from rheostat_server import validation
 from rheostat_server.capture.encodings import AS_THEY_ARE, Form
 from rheostat_server.capture.projections import (
     Projection,
@@ -20,24 +20,24 @@ from rheostat_server.capture.projections import (
     project_on,
     projection_work,
 )
-from rheostat_server.checks import join
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
-from rheostat_server.ops import VectorDraft
 from rheostat_server.runs.targets import RunTarget, run_target
-from rheostat_server.selection import (
+from rheostat_server.selectors.selection import (
     EVERYTHING,
     Selection,
     SelectionContext,
     resolve_selector,
 )
+from rheostat_server.selectors.sites import of_routers, resolve_sites, width_of
+from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.sinks import Sinks, encoding_of, group_targets
 from rheostat_server.sinks import Target as SinkTarget
-from rheostat_server.sites import of_routers, resolve_sites, width_of
-from rheostat_server.spans import clipped, length
+from rheostat_server.steering.ops import VectorDraft
+from rheostat_server.steering.vector_lookup import FoundVector
 from rheostat_server.tensors import FloatType, float_type
-from rheostat_server.vector_lookup import FoundVector
-from rheostat_server.vectors import Vector, VectorSource
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Vector, VectorSource
 from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 
@@ -192,7 +192,7 @@ def resolve_captures(
         InvalidArgument: something is malformed.
         FailedPrecondition: something is not served.
     """
-    checks.at_most(len(specs), CAPTURES, "captures", "captures")
+    validation.check_count(len(specs), CAPTURES, "captures", "captures")
     found = tuple(
         _aimed(resolve_capture(spec, model, context, path, _target(spec, path)), spec, sinks, path)
         for spec, path in ((spec, f"captures[{index}]") for index, spec in enumerate(specs))
@@ -277,7 +277,7 @@ def resolve_capture(
     if known is model and template is not None:
         selection = EVERYTHING
         if spec.HasField("where"):
-            selection = resolve_selector(spec.where, context, join(path, "where"))
+            selection = resolve_selector(spec.where, context, field_path(path, "where"))
         return template.with_selection(selection, target)
     found = _resolve_capture(spec, model, context, path, target)
     if not found.directions and len(found.sites) <= _TEMPLATE_SITES:
@@ -312,25 +312,25 @@ def _resolve_capture(
     target: Target,
 ) -> ResolvedCapture:
     if not spec.HasField("sites"):
-        raise MissingField("sites are required", field=join(path, "sites"))
-    sites = resolve_sites(spec.sites, model, join(path, "sites")).sites
-    width = width_of(sites, model, join(path, "sites"))
+        raise MissingField("sites are required", field=field_path(path, "sites"))
+    sites = resolve_sites(spec.sites, model, field_path(path, "sites")).sites
+    width = width_of(sites, model, field_path(path, "sites"))
     directions: tuple[VectorDraft, ...] = ()
     if spec.HasField("projection"):
         if of_routers(sites):
             raise NotSupported(
                 "router_logits are not projected; capture them whole, they are few",
-                field=join(path, "projection"),
+                field=field_path(path, "projection"),
             )
-        directions = draft_directions(spec.projection, width, join(path, "projection"))
+        directions = draft_directions(spec.projection, width, field_path(path, "projection"))
     form = _form(spec, len(directions) or width, path)
     _check_enum_options(spec, path)
     selection = EVERYTHING
     if spec.HasField("where"):
-        selection = resolve_selector(spec.where, context, join(path, "where"))
+        selection = resolve_selector(spec.where, context, field_path(path, "where"))
     kind = FloatType.FLOAT32 if directions else FloatType(model.dtype)
     if spec.HasField("dtype"):
-        kind = float_type(spec.dtype, join(path, "dtype"))
+        kind = float_type(spec.dtype, field_path(path, "dtype"))
     overload = spec.overload if spec.HasField("overload") else capture_pb2.OVERLOAD_FAIL
     found = ResolvedCapture(
         sites,
@@ -346,9 +346,13 @@ def _resolve_capture(
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
-    target = checks.required(spec.WhichOneof("to"), path, "inline, subscription_id, sink and run")
+    target = validation.required(
+        spec.WhichOneof("to"), path, "inline, subscription_id, sink and run"
+    )
     if target == "subscription_id" and spec.HasField("overload"):
-        raise InvalidValue("the subscription's own policy holds", field=join(path, "overload"))
+        raise InvalidValue(
+            "the subscription's own policy holds", field=field_path(path, "overload")
+        )
     return Target(target)
 
 
@@ -363,9 +367,9 @@ def _aimed(
     if capture.target is Target.RUN:
         return replace(capture, run=run_target(spec, path))
     if sinks is None:
-        raise NotSupported("sinks are not served here", field=join(path, "sink"))
-    encoding_of(capture.form.encoding, join(path, "encoding"))
-    return replace(capture, sink=sinks.check(spec.sink, join(path, "sink")))
+        raise NotSupported("sinks are not served here", field=field_path(path, "sink"))
+    encoding_of(capture.form.encoding, field_path(path, "encoding"))
+    return replace(capture, sink=sinks.check(spec.sink, field_path(path, "sink")))
 
 
 _LOSSY = (tensor_pb2.ENCODING_RP8, tensor_pb2.ENCODING_TOPK8)
@@ -374,18 +378,18 @@ _LOSSY = (tensor_pb2.ENCODING_RP8, tensor_pb2.ENCODING_TOPK8)
 
 def _form(spec: capture_pb2.CaptureSpec, width: int, path: str) -> Form:
     encoding = spec.encoding if spec.HasField("encoding") else tensor_pb2.ENCODING_RAW
-    checks.known_enum(encoding, tensor_pb2.Encoding.values(), join(path, "encoding"))
+    validation.known_enum(encoding, tensor_pb2.Encoding.values(), field_path(path, "encoding"))
     name = tensor_pb2.Encoding.Name(encoding)
     if spec.HasField("seed") and encoding != tensor_pb2.ENCODING_RP8:
-        raise InvalidValue(f"has no meaning for {name}", field=join(path, "seed"))
+        raise InvalidValue(f"has no meaning for {name}", field=field_path(path, "seed"))
     if encoding not in _LOSSY:
         if spec.HasField("kept"):
-            raise InvalidValue(f"has no meaning for {name}", field=join(path, "kept"))
+            raise InvalidValue(f"has no meaning for {name}", field=field_path(path, "kept"))
         return Form(encoding)
     if not spec.HasField("kept"):
-        raise MissingField(f"{name} wants to know how many", field=join(path, "kept"))
+        raise MissingField(f"{name} wants to know how many", field=field_path(path, "kept"))
     if not 1 <= spec.kept <= width:
-        raise InvalidValue(f"must be 1 to {width}", field=join(path, "kept"))
+        raise InvalidValue(f"must be 1 to {width}", field=field_path(path, "kept"))
     return Form(encoding, spec.kept, spec.seed)
 
 
@@ -420,10 +424,12 @@ def _row_encodings(capture: ResolvedCapture, model: ModelSites) -> dict[Site, Ro
 
 def _check_enum_options(spec: capture_pb2.CaptureSpec, path: str) -> None:
     if spec.HasField("sharding"):
-        checks.known_enum(spec.sharding, capture_pb2.Sharding.values(), join(path, "sharding"))
+        validation.known_enum(
+            spec.sharding, capture_pb2.Sharding.values(), field_path(path, "sharding")
+        )
     if spec.HasField("overload"):
-        field = join(path, "overload")
-        checks.known_enum(spec.overload, capture_pb2.Overload.values(), field)
+        field = field_path(path, "overload")
+        validation.known_enum(spec.overload, capture_pb2.Overload.values(), field)
 
 
 def check_spill(overload: capture_pb2.Overload.ValueType, path: str, *, spools: bool) -> None:

@@ -273,6 +273,15 @@ class RowsLost(DataLoss):
 
     reason = "REASON_ROWS_LOST"
 
+    @classmethod
+    def no_room(cls, rows: int) -> "RowsLost":
+        """The error of `rows` that the engine had no room for."""
+        return cls(
+            f"{rows} captured rows are lost: they found no room. Capture fewer sites or tokens, or "
+            "raise the server's --staging-mib and --capture-mib",
+            metadata={"rows": str(rows)},
+        )
+
 
 class CursorExpired(OutOfRange):
     """The cursor is older than what is kept for a resumption."""

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_server.capture.inline import rows_lost
+from rheostat_server.errors import RowsLost
 from rheostat_server.runs.run import Run
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Labels, Outcome, RowBlock
@@ -106,7 +106,7 @@ class RunDraft:
             self.drop()
             return
         if outcome.dropped_rows and self.lossless:
-            raise rows_lost(outcome.dropped_rows)
+            raise RowsLost.no_room(outcome.dropped_rows)
         with self._lock:
             self._join()
         self.complete = True

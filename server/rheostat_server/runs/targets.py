@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from google.protobuf import duration_pb2
 
-from rheostat_server import checks
-from rheostat_server.checks import join
+from rheostat_server import validation
 from rheostat_server.errors import InvalidValue
+from rheostat_server.validation import field_path
 from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -38,20 +38,20 @@ def run_target(spec: capture_pb2.CaptureSpec, path: str) -> RunTarget:
     """
     target = spec.run
     if target.run_id:
-        checks.matches(target.run_id, RUN_ID, join(path, "run.run_id"))
+        validation.matches(target.run_id, RUN_ID, field_path(path, "run.run_id"))
     if spec.HasField("encoding") and spec.encoding != tensor_pb2.ENCODING_RAW:
         raise InvalidValue(
             "a run keeps rows as they are: use ENCODING_RAW, or a sink for other encodings",
-            field=join(path, "encoding"),
+            field=field_path(path, "encoding"),
         )
     if spec.HasField("projection"):
         raise InvalidValue(
             "a run keeps whole rows: leave the projection out, or send it to a sink",
-            field=join(path, "projection"),
+            field=field_path(path, "projection"),
         )
     lease = target.lease if target.HasField("lease") else None
     return RunTarget(
-        target.run_id or uuid.uuid4().hex, lease_seconds(lease, join(path, "run.lease"))
+        target.run_id or uuid.uuid4().hex, lease_seconds(lease, field_path(path, "run.lease"))
     )
 
 

@@ -13,8 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, NoReturn
 
-from rheostat_server import checks
-from rheostat_server.checks import join
+from rheostat_server import validation
 from rheostat_server.errors import (
     ArtifactNotFound,
     Defect,
@@ -25,7 +24,6 @@ from rheostat_server.errors import (
     SinksFailed,
 )
 from rheostat_server.limits import ID_BYTES, SINK_OPTION_BYTES, SINK_OPTIONS
-from rheostat_server.offload import offload, on_pool
 from rheostat_server.sinks.guarded import ArtifactKey, Found, GuardedRecording, Written
 from rheostat_server.sinks.protocol import (
     Artifact,
@@ -39,6 +37,8 @@ from rheostat_server.sinks.protocol import (
 )
 from rheostat_server.sinks.settings import SinkConfig
 from rheostat_server.sinks.wire import layout_of
+from rheostat_server.tasks.offload import offload, on_pool
+from rheostat_server.validation import field_path
 from rheostat_wire.v1 import capture_pb2
 
 GROUP = "rheostat.capture_sinks"
@@ -169,27 +169,28 @@ class Sinks:
             SinkNotFound: there is no such sink.
             InvalidArgument: the sink does not take it.
         """
-        sink = self._get(target.sink_name, join(path, "sink_name")).sink
+        sink = self._get(target.sink_name, field_path(path, "sink_name")).sink
         tag = target.tag if target.HasField("tag") else "default"
-        checks.matches(tag, TAG, join(path, "tag"))
+        validation.matches(tag, TAG, field_path(path, "tag"))
         layout = layout_of(target, sink.layouts, path)
-        field = join(path, "options")
-        checks.at_most(len(target.options), SINK_OPTIONS, field, "options")
+        field = field_path(path, "options")
+        validation.check_count(len(target.options), SINK_OPTIONS, field, "options")
         for name in sorted(target.options):
-            checks.text_bytes(name, ID_BYTES, field)
-            checks.text_bytes(target.options[name], SINK_OPTION_BYTES, join(field, name))
+            validation.text_bytes(name, ID_BYTES, field)
+            validation.text_bytes(target.options[name], SINK_OPTION_BYTES, field_path(field, name))
             if name not in sink.options:
                 there = (
                     f"it has {', '.join(sorted(sink.options))}" if sink.options else "it has none"
                 )
                 raise InvalidValue(
-                    f"{target.sink_name} has no option {name}; {there}", field=join(field, name)
+                    f"{target.sink_name} has no option {name}; {there}",
+                    field=field_path(field, name),
                 )
         found = Target(target.sink_name, tag, layout, dict(target.options))
         try:
             sink.check(found)
         except SinkRefusal as refusal:
-            raise InvalidValue(str(refusal), field=join(path, refusal.field)) from refusal
+            raise InvalidValue(str(refusal), field=field_path(path, refusal.field)) from refusal
         except Exception as error:  # a plugin may raise anything
             raise Defect(f"the sink {target.sink_name} failed to check its options") from error
         return found
@@ -297,7 +298,7 @@ class Sinks:
                 threads.shutdown(wait=False)
 
     def _get(self, name: str, field: str) -> _Made:
-        checks.text_bytes(name, ID_BYTES, field)
+        validation.text_bytes(name, ID_BYTES, field)
         if name not in self._made:
             there = (
                 f"there are {', '.join(sorted(self._made))}"

@@ -6,9 +6,9 @@ from itertools import chain
 import numpy as np
 
 from rheostat_engine import Site
-from rheostat_server import checks
-from rheostat_server.checks import join
+from rheostat_server import validation
 from rheostat_server.errors import InvalidValue
+from rheostat_server.selectors.sites import to_wire
 from rheostat_server.sinks.guarded import Found
 from rheostat_server.sinks.protocol import (
     CaptureAbout,
@@ -19,7 +19,7 @@ from rheostat_server.sinks.protocol import (
     Target,
 )
 from rheostat_server.sinks.tables import NUMPY
-from rheostat_server.sites import to_wire
+from rheostat_server.validation import field_path
 from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
@@ -68,8 +68,8 @@ def layout_of(
     """
     if not target.HasField("layout"):
         return layouts[0] if layouts else None
-    field = join(path, "layout")
-    checks.known_enum(target.layout, capture_pb2.Layout.values(), field)
+    field = field_path(path, "layout")
+    validation.known_enum(target.layout, capture_pb2.Layout.values(), field)
     layout = _LAYOUTS[target.layout]
     if layout not in layouts:
         there = f"it writes {', '.join(layouts)}" if layouts else "it writes no files"

@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Superseded
-from rheostat_server.interruption import interrupter
 from rheostat_server.subscriptions.messages import Response
 from rheostat_server.subscriptions.registry import Subscriptions, gone_with_its_server
 from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.tasks.interruption import interrupter
 from rheostat_wire.v1 import capture_service_pb2
 
 Message = capture_service_pb2.SubscribeRequest
@@ -41,8 +41,8 @@ async def subscribe(
     Raises:
         RheostatError: the call is refused, or the subscription has failed.
     """
-    wish = await _opening(messages)
-    if wish.HasField("resume"):
+    observer_capture = await _opening(messages)
+    if observer_capture.HasField("resume"):
         for name in (
             "filter",
             "shared_memory",
@@ -51,23 +51,23 @@ async def subscribe(
             "overload",
             "captures",
         ):
-            if _is_set(wish, name):
+            if _is_set(observer_capture, name):
                 raise InvalidValue("has no place beside resume", field=f"open.{name}")
-        subscription = subscriptions.resume(wish.resume)
+        subscription = subscriptions.resume(observer_capture.resume)
     else:
-        subscription = await subscriptions.open(wish)
+        subscription = await subscriptions.open(observer_capture)
     call = object()
     left = asyncio.Event()
     hearing: asyncio.Task[None] | None = None
-    known = wish.HasField("resume")
+    known = observer_capture.HasField("resume")
     try:
-        if not wish.HasField("resume"):
+        if not observer_capture.HasField("resume"):
             await attach(subscription)
         hearing = asyncio.create_task(
             _hear(messages, subscription, call, left, subscriptions.forsake)
         )
         responding = subscription.messages(
-            call, wish.credit_bytes, interrupter(), batched=wish.batches
+            call, observer_capture.credit_bytes, interrupter(), batched=observer_capture.batches
         )
         async with aclosing(responding) as responses:
             async for response in responses:
@@ -95,9 +95,9 @@ async def refuse_resumption(messages: AsyncIterator[Message]) -> None:
     """
     with contextlib.suppress(TimeoutError, MissingField):
         async with asyncio.timeout(_FIRST_WORD):
-            wish = await _opening(messages)
-            if wish.HasField("resume"):
-                raise gone_with_its_server(wish.resume.subscription_id)
+            observer_capture = await _opening(messages)
+            if observer_capture.HasField("resume"):
+                raise gone_with_its_server(observer_capture.resume.subscription_id)
 
 
 async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.SubscribeOpen:
@@ -157,5 +157,5 @@ def _do(message: Message, subscription: Subscription) -> None:
         raise MissingField("one of credit, ack, proof and leave is required")
 
 
-def _is_set(wish: capture_service_pb2.SubscribeOpen, name: str) -> bool:
-    return any(field.name == name for field, _ in wish.ListFields())
+def _is_set(observer_capture: capture_service_pb2.SubscribeOpen, name: str) -> bool:
+    return any(field.name == name for field, _ in observer_capture.ListFields())

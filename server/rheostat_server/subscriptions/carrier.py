@@ -7,8 +7,8 @@ that they would not be lost to without it.
 
 from collections.abc import Sequence
 
-from rheostat_server import checks
-from rheostat_server.capture.leaving import Item
+from rheostat_server import validation
+from rheostat_server.delivery.items import DeliveryItem
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CHUNK_BYTES, ID_BYTES, SHARED_CHUNK_BYTES
 from rheostat_server.subscriptions.messages import Message, Response, messages_of
@@ -54,7 +54,7 @@ class Carrier:
         Raises:
             InvalidValue: it has not.
         """
-        checks.at_most(len(nonce), ID_BYTES, "proof.nonce", "bytes")
+        validation.check_count(len(nonce), ID_BYTES, "proof.nonce", "bytes")
         if self.arena is None or not self.arena.proven(nonce):
             raise InvalidValue(
                 "is not the nonce in the shared memory of this subscription", field="proof.nonce"
@@ -73,7 +73,7 @@ class Carrier:
             most = max(CHUNK_BYTES, min(SHARED_CHUNK_BYTES, limit // 8, credit // 4))
         return min(most, credit // 2) if credit else most
 
-    async def messages_of(self, items: Sequence[Item]) -> list[Message]:
+    async def messages_of(self, items: Sequence[DeliveryItem]) -> list[Message]:
         """The messages of some items, in order."""
         return await messages_of(items, self.arena if self._proven else None)
 

@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed
-from rheostat_server.capture.row_messages import dropped, label_captured
-from rheostat_server.offload import offload
-from rheostat_server.subscriptions.joining import to_wire
-from rheostat_server.subscriptions.shared_memory import Arena
-from rheostat_server.subscriptions.sharing import (
+from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss
+from rheostat_server.delivery.row_messages import dropped, label_captured
+from rheostat_server.subscriptions.payload_transport import (
     Place,
     give_back,
     move_shared,
     placed,
     write_payload,
 )
+from rheostat_server.subscriptions.pending_changes import to_wire
+from rheostat_server.subscriptions.shared_memory import Arena
+from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import capture_service_pb2
 
 Response = capture_service_pb2.SubscribeResponse
@@ -25,7 +25,7 @@ Response = capture_service_pb2.SubscribeResponse
 _CRC32C = struct.Struct("<I")
 
 
-class Tally:
+class DeliveryCounts:
     """What was sent of one request."""
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Tally:
         self._dropped = 0
         self._checksums = bytearray()
 
-    def count(self, item: Item, response: Response) -> None:
+    def count(self, item: DeliveryItem, response: Response) -> None:
         """Counts what is sent; an end is told what was counted."""
-        if isinstance(item, Chunk | Sealed):
+        if isinstance(item, Chunk | EncodedChunk):
             captured = response.captured
             self._chunks += 1
             self._rows += len(captured.token_ids) * len(captured.sites)
@@ -52,9 +52,9 @@ class Tally:
                 self._dropped,
             )
             end.crc32c = google_crc32c.value(bytes(self._checksums))
-            end.finish_reasons.extend(item.tap.finish_reasons)
-            end.attached.extend(to_wire([item.tap]))
-            end.missed_reason = item.tap.missed
+            end.finish_reasons.extend(item.feed.finish_reasons)
+            end.attached.extend(to_wire([item.feed]))
+            end.missed_reason = item.feed.missed
 
 
 class Message(NamedTuple):
@@ -66,7 +66,7 @@ class Message(NamedTuple):
     """Bytes of payload, wherever it lies. To ask the message for it would copy all of it."""
 
 
-async def messages_of(items: Sequence[Item], arena: Arena | None) -> list[Message]:
+async def messages_of(items: Sequence[DeliveryItem], arena: Arena | None) -> list[Message]:
     """The messages of some items, without their sequence numbers.
 
     All are encoded in one piece of work: a thread for each would cost more than most of them.
@@ -91,17 +91,17 @@ async def messages_of(items: Sequence[Item], arena: Arena | None) -> list[Messag
     return messages
 
 
-def _encoded(items: Sequence[Item], places: Sequence[Place | None]) -> list[Message]:
+def _encoded(items: Sequence[DeliveryItem], places: Sequence[Place | None]) -> list[Message]:
     return [_message_of(item, place) for item, place in zip(items, places, strict=True)]
 
 
-def _message_of(item: Item, place: Place | None) -> Message:
+def _message_of(item: DeliveryItem, place: Place | None) -> Message:
     """The message of an item, whose rows are written to a place, or inside the message."""
     if isinstance(item, Chunk):
         response = _labelled(item)
         return Message(response, write_payload(item.block, place, response.captured.tensor))
-    name = item.tap.request_id
-    if isinstance(item, Sealed):
+    name = item.feed.request_id
+    if isinstance(item, EncodedChunk):
         response = Response(captured=item.message)
         response.captured.request_id = name
         return Message(response, len(response.captured.tensor.inline))
@@ -116,5 +116,5 @@ def _labelled(chunk: Chunk) -> Response:
     """The message of a chunk without its tensor."""
     response = Response()
     label_captured(response.captured, chunk)
-    response.captured.request_id = chunk.tap.request_id
+    response.captured.request_id = chunk.feed.request_id
     return response

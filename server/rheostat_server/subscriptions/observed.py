@@ -10,8 +10,8 @@ from functools import cached_property
 
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.limits import OBSERVER_SPANS
-from rheostat_server.prepared_selection import PreparedSelector
-from rheostat_server.selection import EVERYTHING, Selection, SelectionContext
+from rheostat_server.selectors.prepared_selection import PreparedSelector
+from rheostat_server.selectors.selection import EVERYTHING, Selection, SelectionContext
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _CAPTURE_COST = 8

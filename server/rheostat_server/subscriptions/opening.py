@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rheostat_engine import ModelSites
-from rheostat_server import checks
+from rheostat_server import validation
 from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
@@ -14,7 +14,6 @@ from rheostat_server.capture.specs import (
     project_all,
     resolve_capture,
 )
-from rheostat_server.checks import join
 from rheostat_server.errors import InvalidValue, MissingField
 from rheostat_server.limits import (
     CAPTURES,
@@ -24,15 +23,16 @@ from rheostat_server.limits import (
     SUBSCRIBED_REQUESTS,
     SUBSCRIPTION_SELECTOR_BYTES,
 )
-from rheostat_server.offload import offload
-from rheostat_server.selection import SelectionContext, selector_work
+from rheostat_server.selectors.selection import SelectionContext, selector_work
 from rheostat_server.subscriptions.observed import (
     ObservedCaptures,
     ObservedRequests,
     observed_captures,
     observed_requests,
 )
-from rheostat_server.vectors import Vector, VectorStore
+from rheostat_server.tasks.offload import offload
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Vector, VectorStore
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 
@@ -50,7 +50,7 @@ class Opening:
 
 
 async def check_opening(
-    wish: capture_service_pb2.SubscribeOpen,
+    observer_capture: capture_service_pb2.SubscribeOpen,
     *,
     model: ModelSites,
     typical: SelectionContext,
@@ -60,7 +60,7 @@ async def check_opening(
     """Checks the message that opens a subscription, except for the memory that it asks for.
 
     Args:
-        wish: the message.
+        observer_capture: the message.
         model: the model's sites.
         typical: a context that stands for later requests.
         store: the stored vectors.
@@ -71,22 +71,24 @@ async def check_opening(
             support what it asks for.
         NotFound: a vector or a name of a vector is not stored.
     """
-    size = wish.ByteSize()
-    if not wish.HasField("filter"):
+    size = observer_capture.ByteSize()
+    if not observer_capture.HasField("filter"):
         raise MissingField("a filter is required", field="open.filter")
-    checks.at_most(len(wish.captures), CAPTURES, "open.captures", "captures")
-    _check_selectors(wish)
-    checks.text_bytes(wish.namespace, ID_BYTES, "open.namespace")
-    if wish.HasField("overload"):
-        checks.known_enum(wish.overload, capture_pb2.Overload.values(), "open.overload")
-        check_spill(wish.overload, "open.overload", spools=spools)
-    await offload(size, _check_filter, wish.filter)
-    work = size + selector_work([spec.where for spec in wish.captures], typical)
-    drafts = await offload(work, _draft, wish.captures, model, typical)
+    validation.check_count(len(observer_capture.captures), CAPTURES, "open.captures", "captures")
+    _check_selectors(observer_capture)
+    validation.text_bytes(observer_capture.namespace, ID_BYTES, "open.namespace")
+    if observer_capture.HasField("overload"):
+        validation.known_enum(
+            observer_capture.overload, capture_pb2.Overload.values(), "open.overload"
+        )
+        check_spill(observer_capture.overload, "open.overload", spools=spools)
+    await offload(size, _check_filter, observer_capture.filter)
+    work = size + selector_work([spec.where for spec in observer_capture.captures], typical)
+    drafts = await offload(work, _draft, observer_capture.captures, model, typical)
     found = find_all_directions(drafts, store, model)
     work = sum(one.projecting for one in drafts)
     resolved = await offload(work, project_all, drafts, found, model)
-    captures = await offload(size, observed_captures, wish.captures, resolved)
+    captures = await offload(size, observed_captures, observer_capture.captures, resolved)
     if captures.cost > OBSERVER_COST:
         raise InvalidValue(
             f"sites, ranges and 8 for each capture add up to {captures.cost}; at most "
@@ -94,17 +96,17 @@ async def check_opening(
             field="open.captures",
         )
     vectors = direction_vectors(resolved)
-    return Opening(observed_requests(wish.filter), captures, tuple(vectors.values()))
+    return Opening(observed_requests(observer_capture.filter), captures, tuple(vectors.values()))
 
 
-def _check_selectors(wish: capture_service_pb2.SubscribeOpen) -> None:
+def _check_selectors(observer_capture: capture_service_pb2.SubscribeOpen) -> None:
     ranges = size = 0
-    for number, spec in enumerate(wish.captures):
+    for number, spec in enumerate(observer_capture.captures):
         path = f"open.captures[{number}].where"
         ranges += len(spec.where.include) + len(spec.where.exclude)
-        checks.at_most(ranges, REQUEST_RANGES, path, "ranges in the subscription")
+        validation.check_count(ranges, REQUEST_RANGES, path, "ranges in the subscription")
         size += spec.where.ByteSize()
-        checks.at_most(size, SUBSCRIPTION_SELECTOR_BYTES, path, "bytes of selectors")
+        validation.check_count(size, SUBSCRIPTION_SELECTOR_BYTES, path, "bytes of selectors")
 
 
 def _draft(
@@ -116,9 +118,11 @@ def _draft(
         path = f"open.captures[{number}]"
         target = spec.WhichOneof("to")
         if target is not None:
-            raise InvalidValue("the rows come here", field=join(path, target))
+            raise InvalidValue("the rows come here", field=field_path(path, target))
         if spec.HasField("overload"):
-            raise InvalidValue("the subscription's own policy holds", field=join(path, "overload"))
+            raise InvalidValue(
+                "the subscription's own policy holds", field=field_path(path, "overload")
+            )
         lenient = replace(typical, lenient=True)
         found.append(resolve_capture(spec, model, lenient, path, Target.SUBSCRIPTION))
     return found
@@ -126,16 +130,16 @@ def _draft(
 
 def _check_filter(wanted: capture_service_pb2.RequestFilter) -> None:
     path = "open.filter"
-    kind = checks.required(wanted.WhichOneof("kind"), path, "requests, labels and every")
+    kind = validation.required(wanted.WhichOneof("kind"), path, "requests, labels and every")
     if kind == "requests":
         ids, field = wanted.requests.request_ids, f"{path}.requests.request_ids"
         if not ids:
             raise InvalidValue("at least one request id is required", field=field)
-        checks.at_most(len(ids), SUBSCRIBED_REQUESTS, field, "request ids")
+        validation.check_count(len(ids), SUBSCRIBED_REQUESTS, field, "request ids")
         for index, one in enumerate(ids):
-            checks.matches(one, checks.REQUEST_ID, f"{field}[{index}]")
+            validation.matches(one, validation.REQUEST_ID, f"{field}[{index}]")
     elif kind == "labels":
         labels, field = wanted.labels.labels, f"{path}.labels.labels"
         if not labels:
             raise InvalidValue("at least one label is required", field=field)
-        checks.labels(labels, field)
+        validation.labels(labels, field)

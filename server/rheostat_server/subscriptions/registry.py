@@ -13,9 +13,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from rheostat_engine import ModelSites
-from rheostat_server import checks
-from rheostat_server.capture.deliveries import Deliveries
-from rheostat_server.capture.spillway import Spillway
+from rheostat_server import validation
+from rheostat_server.delivery.deliveries import Deliveries
+from rheostat_server.delivery.spill_manager import SpillManager
+from rheostat_server.engine.admission_queue import RETRY
+from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import (
     EngineLost,
     InvalidValue,
@@ -26,15 +28,13 @@ from rheostat_server.errors import (
     SubscriptionNotFound,
 )
 from rheostat_server.limits import DEFAULT_SUBSCRIPTIONS, ID_BYTES, SUBSCRIPTIONS
-from rheostat_server.line import RETRY
-from rheostat_server.loader import VectorLoader
 from rheostat_server.model_info import ModelInfo
-from rheostat_server.selection import typical_context
+from rheostat_server.selectors.selection import typical_context
+from rheostat_server.subscriptions.flow_control import check_room, position_bytes
 from rheostat_server.subscriptions.opening import check_opening
-from rheostat_server.subscriptions.room import check_room, position_bytes
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Vector
+from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ class Subscriptions:
         self,
         info: ModelInfo,
         sites: ModelSites,
-        loader: VectorLoader,
+        loader: WorkerVectorCache,
         *,
         buffer_bytes: int,
         resume_window: float,
         heartbeat: float,
         deliveries: Deliveries | None = None,
-        spillway: Spillway | None = None,
+        spill_manager: SpillManager | None = None,
     ) -> None:
         """None is open.
 
@@ -71,7 +71,7 @@ class Subscriptions:
             resume_window: seconds that one waits for its reader to come back.
             heartbeat: the longest silence of one, in seconds.
             deliveries: counts what is lost on the way to their readers.
-            spillway: where rows may wait that find no room in memory.
+            spill_manager: where rows may wait that find no room in memory.
         """
         self.buffer_bytes = buffer_bytes
         self.resume_window = resume_window
@@ -81,7 +81,7 @@ class Subscriptions:
         self._typical = typical_context(info)
         self._heartbeat = heartbeat
         self._deliveries = deliveries
-        self._spillway = spillway
+        self._spill_manager = spill_manager
         self._process = secrets.token_hex(4)
         self._open: dict[str, Subscription] = {}
         self._failed: OrderedDict[str, Subscription] = OrderedDict()
@@ -94,19 +94,19 @@ class Subscriptions:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of rows that none of them has sent yet."""
-        return sum(one.reservoir.waiting for one in self._open.values())
+        return sum(one.buffer.waiting for one in self._open.values())
 
     @property
     def used_bytes(self) -> int:
         """Bytes of memory that they hold, what was sent and not acknowledged included."""
-        return sum(one.reservoir.total.weight for one in self._open.values())
+        return sum(one.buffer.total.weight for one in self._open.values())
 
     @property
     def waiting(self) -> int:
         """How many have no reader now."""
         return len(self._expiries)
 
-    async def open(self, wish: capture_service_pb2.SubscribeOpen) -> Subscription:
+    async def open(self, observer_capture: capture_service_pb2.SubscribeOpen) -> Subscription:
         """A new subscription, which captures from requests that are admitted from now on.
 
         Raises:
@@ -116,34 +116,36 @@ class Subscriptions:
             QueueFull, StoreFull: the others hold all that there is.
         """
         opening = await check_opening(
-            wish,
+            observer_capture,
             model=self._sites,
             typical=self._typical,
             store=self._loader.store,
-            spools=self._spillway is not None,
+            spools=self._spill_manager is not None,
         )
         templates, held = opening.captures.templates, FloatType(self._sites.dtype)
-        check_room(wish, templates, held)
+        check_room(observer_capture, templates, held)
         subscription = Subscription(
             self._process + secrets.token_hex(12),
             opening.requests if templates else None,
             opening.captures,
-            wish.overload if wish.HasField("overload") else capture_pb2.OVERLOAD_FAIL,
-            buffer_bytes=self._buffer(wish, position_bytes(templates, held)),
+            observer_capture.overload
+            if observer_capture.HasField("overload")
+            else capture_pb2.OVERLOAD_FAIL,
+            buffer_bytes=self._buffer(observer_capture, position_bytes(templates, held)),
             heartbeat=self._heartbeat,
             resume_window=self.resume_window,
             on_failed=self._on_failed,
             deliveries=self._deliveries,
-            spillway=self._spillway,
+            spill_manager=self._spill_manager,
         )
         try:
             self._keep(subscription, opening.vectors)
         except StoreFull:
-            subscription.reservoir.close()  # or the spillway would keep its place
+            subscription.buffer.close()  # or the spillway would keep its place
             raise
-        subscription.expect(wish.credit_bytes)
-        if wish.shared_memory:
-            subscription.carrier.share(subscription.reservoir.limit, wish.namespace)
+        subscription.expect(observer_capture.credit_bytes)
+        if observer_capture.shared_memory:
+            subscription.carrier.share(subscription.buffer.limit, observer_capture.namespace)
         self._open[subscription.name] = subscription
         inline = subscription.carrier.inline_reason
         _LOG.info(
@@ -154,20 +156,20 @@ class Subscriptions:
         )
         return subscription
 
-    def _buffer(self, wish: capture_service_pb2.SubscribeOpen, least: int) -> int:
+    def _buffer(self, observer_capture: capture_service_pb2.SubscribeOpen, least: int) -> int:
         """Bytes of the buffer of a new subscription, one position of which takes `least`.
 
         Raises:
             InvalidValue: it asks for more than there is.
             QueueFull: the others leave too little, or there are too many.
         """
-        size = wish.buffer_bytes if wish.HasField("buffer_bytes") else 0
+        size = observer_capture.buffer_bytes if observer_capture.HasField("buffer_bytes") else 0
         if size > self.buffer_bytes:
             raise InvalidValue(
                 f"a subscription has at most {self.buffer_bytes} bytes", field="open.buffer_bytes"
             )
         size = size or max(self.buffer_bytes // DEFAULT_SUBSCRIPTIONS, least)
-        free = self.buffer_bytes - sum(one.reservoir.limit for one in self._open.values())
+        free = self.buffer_bytes - sum(one.buffer.limit for one in self._open.values())
         if len(self._open) >= SUBSCRIPTIONS or size > free:
             raise QueueFull(
                 f"{len(self._open)} subscriptions are open; {max(0, free)} of "
@@ -188,7 +190,7 @@ class Subscriptions:
             RheostatError: it has failed meanwhile.
         """
         name = point.subscription_id
-        checks.text_bytes(name, ID_BYTES, "open.resume.subscription_id")
+        validation.text_bytes(name, ID_BYTES, "open.resume.subscription_id")
         subscription = self._open.get(name) or self._failed.get(name)
         if subscription is None:
             raise self._not_found(name, "open.resume.subscription_id")
@@ -220,7 +222,7 @@ class Subscriptions:
         Raises:
             SubscriptionNotFound: there is none.
         """
-        checks.text_bytes(name, ID_BYTES, path)
+        validation.text_bytes(name, ID_BYTES, path)
         found = self._open.get(name)
         if found is None or not found.taking:
             raise self._not_found(name, path)

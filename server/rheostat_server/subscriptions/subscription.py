@@ -10,12 +10,12 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
-from rheostat_server.capture.deliveries import Deliveries
-from rheostat_server.capture.leaving import End, Item
-from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.capture.spillway import Spillway
-from rheostat_server.capture.taps import Tap
+from rheostat_server.delivery.deliveries import Deliveries
+from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.items import DeliveryItem, End
+from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.errors import (
     CaptureOverflow,
     CursorExpired,
@@ -24,14 +24,14 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
 from rheostat_server.subscriptions.carrier import Carrier
-from rheostat_server.subscriptions.joining import Missed, tell
-from rheostat_server.subscriptions.messages import Response, Tally
+from rheostat_server.subscriptions.flow_control import Credit
+from rheostat_server.subscriptions.messages import DeliveryCounts, Response
 from rheostat_server.subscriptions.observed import ObservedCaptures, ObservedRequests
+from rheostat_server.subscriptions.pending_changes import Missed, tell
 from rheostat_server.subscriptions.replay import Replay, Sent
-from rheostat_server.subscriptions.room import Credit
-from rheostat_server.subscriptions.upcoming import Upcoming
+from rheostat_server.subscriptions.send_queue import SendQueue
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Vector
+from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _pb = capture_service_pb2
@@ -71,7 +71,7 @@ class Subscription:
         resume_window: float = 60.0,
         on_failed: Callable[["Subscription"], None],
         deliveries: Deliveries | None = None,
-        spillway: Spillway | None = None,
+        spill_manager: SpillManager | None = None,
     ) -> None:
         """No call reads the subscription yet.
 
@@ -86,7 +86,7 @@ class Subscription:
             resume_window: seconds that it waits for a reader whose connection broke.
             on_failed: called once when it fails.
             deliveries: counts rows that are lost before they reach the reader.
-            spillway: stores rows on disk that find no room, if its policy is to spill.
+            spill_manager: stores rows on disk that find no room, if its policy is to spill.
         """
         self.name = name
         self.captures = captures
@@ -95,15 +95,15 @@ class Subscription:
         self.failure: RheostatError | None = None
         self.ended = False
         """Whether it was closed, and all events were sent."""
-        self.reservoir = Reservoir(buffer_bytes, self._overflow, deliveries)
-        if spillway is not None and overload == capture_pb2.OVERLOAD_SPILL:
-            spillway.open(self.reservoir, self._broken)
+        self.buffer = DeliveryBuffer(buffer_bytes, self._overflow, deliveries)
+        if spill_manager is not None and overload == capture_pb2.OVERLOAD_SPILL:
+            spill_manager.open(self.buffer, self._broken)
         self._heartbeat = heartbeat
         self._resume_window = resume_window
         self._on_failed = on_failed
-        self._taps: dict[Tap, Callable[[RheostatError], None] | None] = {}
-        self._tallies: dict[Tap, Tally] = {}
-        self._unread: dict[Tap, int] = {}
+        self._feeds: dict[RowFeed, Callable[[RheostatError], None] | None] = {}
+        self._tallies: dict[RowFeed, DeliveryCounts] = {}
+        self._unread: dict[RowFeed, int] = {}
         """Bytes of each ended request that was not read to its end."""
         self._unread_bytes = 0
         self._replay = Replay()
@@ -116,8 +116,8 @@ class Subscription:
         self._reason: RheostatError | None = None
         self.carrier = Carrier()
         """Sends payloads to the reader, in messages or through shared memory."""
-        self._upcoming = Upcoming(self.reservoir, self.carrier)
-        self.attached: Sequence[Tap] = ()
+        self._send_queue = SendQueue(self.buffer, self.carrier)
+        self.attached: Sequence[RowFeed] = ()
         """Taps of requests that began before the subscription."""
         self.missed: Sequence[Missed] = ()
         """Requests that it selects, that began before it, and that it could not join."""
@@ -140,19 +140,19 @@ class Subscription:
         """Ends the call that reads it with an error. The subscription itself stays."""
         if self._call is call:
             self._interruption = error
-            self.reservoir.news.set()
+            self.buffer.news.set()
 
     @property
     def taking(self) -> bool:
         """Whether rows may still be sent here."""
         return not self._closing and not self.ended and self.failure is None
 
-    def refuse(self, tap: Tap, numbers: Collection[int], reason: str = "") -> None:
+    def refuse(self, feed: RowFeed, numbers: Collection[int], reason: str = "") -> None:
         """Removes captures of a tap for which the engine has no room.
 
         If the policy allows no lost rows, the subscription fails.
         """
-        tap.refuse(numbers)
+        feed.refuse(numbers)
         if self.overload in (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL):
             self.fail(
                 CaptureOverflow(
@@ -160,10 +160,10 @@ class Subscription:
                 )
             )
 
-    def miss(self, tap: Tap, reason: str) -> None:
+    def miss(self, feed: RowFeed, reason: str) -> None:
         """Notes that it misses a request. If the policy allows no lost rows, it fails."""
-        tap.missed = reason
-        self.refuse(tap, (), f"a request cannot be observed: {reason}")
+        feed.missed = reason
+        self.refuse(feed, (), f"a request cannot be observed: {reason}")
 
     def selects(self, request_id: str, labels: Mapping[str, str]) -> bool:
         """Whether it observes a request."""
@@ -171,14 +171,14 @@ class Subscription:
             return False
         return self._requests.hold(request_id, labels)
 
-    def tap(
+    def feed(
         self,
         request_id: str,
         prompt: Sequence[int],
         captures: Mapping[int, ResolvedCapture],
         held: FloatType,
         fail: Callable[[RheostatError], None] | None,
-    ) -> Tap:
+    ) -> RowFeed:
         """Adds a tap, which sends rows of a request to this subscription.
 
         Args:
@@ -188,12 +188,12 @@ class Subscription:
             held: element type in which rows come.
             fail: fails the request when the buffer is full; None if the subscription fails instead.
         """
-        tap = Tap(
-            request_id, prompt, captures, held, self.overload, self.reservoir, self._request_ended
+        feed = RowFeed(
+            request_id, prompt, captures, held, self.overload, self.buffer, self._request_ended
         )
-        self._taps[tap] = fail
-        self._tallies[tap] = Tally()
-        return tap
+        self._feeds[feed] = fail
+        self._tallies[feed] = DeliveryCounts()
+        return feed
 
     def allow(self, size: int) -> None:
         """Grants credit for more payload.
@@ -206,7 +206,7 @@ class Subscription:
         """
         self._credit.grant(size)
         self._size_chunks()
-        self.reservoir.news.set()
+        self.buffer.news.set()
 
     def acknowledge(self, sequence: int) -> None:
         """Removes the events up to a sequence number, because the reader has them.
@@ -216,9 +216,9 @@ class Subscription:
         """
         self._replay.check(sequence, "ack.sequence")
         for sent in self._replay.acknowledge(sequence):
-            self.reservoir.kept -= sent.weight
+            self.buffer.kept -= sent.weight
             self.carrier.free(sent.response)
-        self.reservoir.news.set()
+        self.buffer.news.set()
 
     def prove(self, nonce: bytes) -> None:
         """Checks the reader's proof that it reads the shared memory; see `Carrier.prove`."""
@@ -257,24 +257,24 @@ class Subscription:
             self._reason = reason
         self._closing = True
         self._credit.endless = True
-        for tap in list(self._taps):
-            tap.close()
+        for feed in list(self._feeds):
+            feed.close()
         self.on_left()
-        self.reservoir.news.set()
+        self.buffer.news.set()
 
     def fail(self, error: RheostatError) -> None:
         """Ends it with an error. Waiting events are lost."""
         if self.failure is None and not self.ended:
             self.failure = error
-            for tap in list(self._taps):
-                tap.discard()
-            self._taps.clear()
+            for feed in list(self._feeds):
+                feed.discard()
+            self._feeds.clear()
             self._tallies.clear()
             self._unread.clear()
             self._replay.clear()
-            self._upcoming.clear()
-            self.reservoir.close()
-            self.reservoir.news.set()
+            self._send_queue.clear()
+            self.buffer.close()
+            self.buffer.news.set()
             self._interrupt_write(error)
             self._on_failed(self)
             self.on_left()
@@ -304,8 +304,8 @@ class Subscription:
         self._call, self._interruption = call, None
         interrupt_older(Superseded(_SUPERSEDED))
         self._credit.begin(credit)
-        self._upcoming.batched = batched
-        self.reservoir.news.set()
+        self._send_queue.batched = batched
+        self.buffer.news.set()
         opened = _pb.SubscribeOpened(
             subscription_id=self.name, next_sequence=self._replay.acknowledged + 1
         )
@@ -324,9 +324,9 @@ class Subscription:
             if sent:
                 at = sent[-1].sequence
                 yield self._response(sent)
-            elif self._closing and not self._taps and not len(self._upcoming):
+            elif self._closing and not self._feeds and not len(self._send_queue):
                 self.ended = True
-                self.reservoir.close()
+                self.buffer.close()
                 if self._reason is not None:
                     raise self._reason
                 return
@@ -335,7 +335,7 @@ class Subscription:
                 continue
             else:
                 self.carrier.rest()
-                yield Response(heartbeat=self._sign_of_life())
+                yield Response(heartbeat=self._sign_of_sequence())
             silent_until = time.monotonic() + self._heartbeat
 
     def leave(self, call: object) -> None:
@@ -357,32 +357,32 @@ class Subscription:
 
         None: there is no such event, or too little credit.
         """
-        self.reservoir.news.clear()
+        self.buffer.news.clear()
         if self._replay.after(sequence) is not None:
             return self._sent_before(sequence)
-        if self._paused or await self._upcoming.message() is None:
+        if self._paused or await self._send_queue.message() is None:
             return []
         if self._call is not call or self.failure is not None:
             return []
         sent: list[Sent] = []
         size = 0
-        while (message := self._upcoming.encoded()) is not None:
+        while (message := self._send_queue.encoded()) is not None:
             response, payload = message
             if not (self._fits(sent, size + payload) and self._credit.pay(payload)):
                 break
-            self._count(self._upcoming.take(), response)
+            self._count(self._send_queue.take(), response)
             sent.append(self._replay.add(response, payload))
             size += sent[-1].weight
-        self.reservoir.kept += size
-        if sent and self.reservoir.kept <= self.reservoir.limit:
-            self._upcoming.prepare()
+        self.buffer.kept += size
+        if sent and self.buffer.kept <= self.buffer.limit:
+            self._send_queue.prepare()
         return sent
 
     @property
     def _paused(self) -> bool:
         """Whether nothing new is sent until more is acknowledged."""
-        most = self.reservoir.limit + _UNACKNOWLEDGED
-        return not self._closing and self.reservoir.kept > most
+        most = self.buffer.limit + _UNACKNOWLEDGED
+        return not self._closing and self.buffer.kept > most
 
     def _sent_before(self, sequence: int) -> list[Sent]:
         """The events after a number that were sent before, as far as the credit covers them."""
@@ -399,7 +399,7 @@ class Subscription:
         """Whether another event may join a batch, which would then have so many bytes."""
         if not batch:
             return True
-        return self._upcoming.batched and len(batch) < BATCH_EVENTS and size <= BATCH_BYTES
+        return self._send_queue.batched and len(batch) < BATCH_EVENTS and size <= BATCH_BYTES
 
     def _response(self, sent: Sequence[Sent]) -> Response:
         """The message of some events."""
@@ -409,24 +409,24 @@ class Subscription:
         response.batch.events.extend(self.carrier.readable(one.response) for one in sent)
         return response
 
-    def _count(self, item: Item, response: Response) -> None:
-        self._tallies[item.tap].count(item, response)
+    def _count(self, item: DeliveryItem, response: Response) -> None:
+        self._tallies[item.feed].count(item, response)
         if isinstance(item, End):
-            self._forget(item.tap)
+            self._forget(item.feed)
 
-    def _forget(self, tap: Tap) -> None:
-        del self._taps[tap], self._tallies[tap]
-        self._unread_bytes -= self._unread.pop(tap, 0)
+    def _forget(self, feed: RowFeed) -> None:
+        del self._feeds[feed], self._tallies[feed]
+        self._unread_bytes -= self._unread.pop(feed, 0)
 
-    def _request_ended(self, tap: Tap) -> None:
+    def _request_ended(self, feed: RowFeed) -> None:
         """Handles the end of a request, or of a request that never started."""
-        if tap.discarded:
-            self._forget(tap)
-            self.reservoir.news.set()
+        if feed.discarded:
+            self._forget(feed)
+            self.buffer.news.set()
             return
-        self._unread[tap] = tap.weight
-        self._unread_bytes += self._unread[tap]
-        most = max(_UNREAD, self.reservoir.limit)
+        self._unread[feed] = feed.weight
+        self._unread_bytes += self._unread[feed]
+        most = max(_UNREAD, self.buffer.limit)
         if self._unread_bytes > most:
             self._unread = {one: one.weight for one in self._unread}
             self._unread_bytes = sum(self._unread.values())
@@ -445,31 +445,29 @@ class Subscription:
 
     def _size_chunks(self) -> None:
         """Sizes new chunks so that each fits the credit of the call."""
-        self.reservoir.chunk_bytes = self.carrier.chunk_bytes(
-            self.reservoir.limit, self._credit.window
-        )
+        self.buffer.chunk_bytes = self.carrier.chunk_bytes(self.buffer.limit, self._credit.window)
 
     async def _news_until(self, moment: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(moment - time.monotonic()):
-                await self.reservoir.news.wait()
+                await self.buffer.news.wait()
 
-    def _sign_of_life(self) -> capture_service_pb2.Heartbeat:
+    def _sign_of_sequence(self) -> capture_service_pb2.Heartbeat:
         return _pb.Heartbeat(
-            buffered_bytes=self.reservoir.waiting + self._upcoming.bytes,
+            buffered_bytes=self.buffer.waiting + self._send_queue.bytes,
             credit_bytes=self._credit.left,
             last_sequence=self._replay.last,
         )
 
     def _broken(self, error: RheostatError) -> None:
         """Fails the subscription and the requests that send rows to it, because rows were lost."""
-        senders = [fail for fail in self._taps.values() if fail is not None]
+        senders = [fail for fail in self._feeds.values() if fail is not None]
         self.fail(error)
         for fail in senders:
             fail(error)
 
-    def _overflow(self, tap: Tap, error: RheostatError) -> None:
-        fail = self._taps.get(tap)
+    def _overflow(self, feed: RowFeed, error: RheostatError) -> None:
+        fail = self._feeds.get(feed)
         if fail is None:
             self.fail(error)
         else:

@@ -22,7 +22,7 @@ from rheostat_bench.scenarios import CONTROLS, SCENARIOS, Scenario, prepared
 from rheostat_bench.served_process import Handles, faults, handles, memory_of, write_model
 from rheostat_bench.soak import MORE_HANDLES, Soaked, mixture
 from rheostat_bench.summaries import percentile
-from rheostat_server.vllm_engine import DEMO_MODEL
+from rheostat_server.engine.vllm_engine import DEMO_MODEL
 from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2
 
 from ..server.conftest import Running

@@ -73,7 +73,7 @@ class RowsServer:
 
     def kept(self, name: str) -> int:
         """Bytes of a subscription that were sent and are not acknowledged."""
-        return self.ask(lambda them: them.named(name, "").reservoir.kept)
+        return self.ask(lambda them: them.named(name, "").buffer.kept)
 
     def crash(self) -> None:
         """End every call and close the port, without a word to anybody."""

@@ -253,7 +253,7 @@ def test_rows_that_are_lost_are_told(running, subscriber, policy):
 
 
 def test_a_request_that_is_missed_says_why(running, subscriber, monkeypatch):
-    monkeypatch.setattr("rheostat_server.subscriptions.wishes.OBSERVERS_COST", 1)
+    monkeypatch.setattr("rheostat_server.subscriptions.observer_captures.OBSERVERS_COST", 1)
     with subscriber.subscribe(capture=ONE, every=True, overload="drop_newest") as subscription:
         running.generate("a")
         (event,) = until_ends(subscription)

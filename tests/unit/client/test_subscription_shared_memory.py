@@ -14,7 +14,7 @@ import rheostat
 from rheostat import Capture, CapturedRows, Cursor
 from rheostat._subscriptions import requests, shared_memory
 from rheostat._subscriptions.payloads import Payloads, View
-from rheostat_server.subscriptions import sharing
+from rheostat_server.subscriptions import payload_transport
 from rheostat_server.subscriptions.shared_memory import namespace
 from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
@@ -26,7 +26,7 @@ ONE = Capture("resid_post", 0)
 
 @pytest.fixture(autouse=True)
 def everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "SHARED_BYTES", 1)
+    monkeypatch.setattr(payload_transport, "SHARED_BYTES", 1)
 
 
 def ready(running, subscription) -> None:

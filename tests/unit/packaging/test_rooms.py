@@ -5,10 +5,11 @@ rheostat (the client) -> rheostat_wire <- rheostat_server -> rheostat_engine -> 
 bench, which is not a part of the product, may import all of them.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 from .imports import Import, imports_in, imports_of
 
@@ -48,6 +49,34 @@ ENGINE_LAYERS = (
     "",
 )
 """Folders and modules of the engine, the lowest first; the last is the package's face."""
+SERVER_LAYERS = (
+    "errors",
+    "config",
+    "limits",
+    "validation",
+    "model_info",
+    "open_files",
+    "tensors",
+    "tasks",
+    "prompts",
+    "selectors",
+    "vectors",
+    "steering",
+    "sinks",
+    "runs",
+    "capture",
+    "delivery",
+    "engine",
+    "subscriptions",
+    "admission",
+    "requests",
+    "generation",
+    "derivation",
+    "front_ends",
+    "api",
+    "serve",
+)
+"""Folders and modules of the server, the lowest first."""
 
 
 def client(root: Path) -> Iterable[Import]:
@@ -131,24 +160,40 @@ def test_vllm_enters_the_engine_through_its_adapters_alone(root: Path) -> None:
     assert used != []
 
 
-def test_a_module_of_the_engine_imports_only_its_own_layer_and_lower_ones(root: Path) -> None:
+LAYERS = pytest.mark.parametrize(
+    ("face", "layers"),
+    [
+        ("engine_ext/rheostat_engine", ENGINE_LAYERS),
+        ("server/rheostat_server", SERVER_LAYERS),
+    ],
+)
+
+
+@LAYERS
+def test_a_module_imports_only_its_own_layer_and_lower_ones(
+    root: Path, face: str, layers: Sequence[str]
+) -> None:
     upward = [
         f"{module} imports {imported}"
-        for module, imports in engine_imports(root).items()
+        for module, imports in imports_by_module(root, face).items()
         for imported in imports
-        if layer(imported) > layer(module)
+        if layer(imported, layers) > layer(module, layers)
     ]
     assert upward == []
 
 
 def test_no_modules_of_the_engine_import_each_other(root: Path) -> None:
-    order = TopologicalSorter(engine_imports(root)).static_order()
-    assert next(iter(order)) != ""  # raises CycleError for a circle
+    imports = imports_by_module(root, "engine_ext/rheostat_engine")
+    assert list(TopologicalSorter(imports).static_order())  # or CycleError
 
 
-def test_every_module_of_the_engine_has_a_layer(root: Path) -> None:
-    outside = {module for module in engine_imports(root) if layer(module) == len(ENGINE_LAYERS) - 1}
-    assert outside == {""}
+@LAYERS
+def test_every_module_has_a_layer_and_every_layer_a_module(
+    root: Path, face: str, layers: Sequence[str]
+) -> None:
+    modules = set(imports_by_module(root, face)) - {""}
+    assert [one for one in layers if one and not {one} & {*parents(modules)}] == []
+    assert [one for one in modules if not {*layers} & {*parents([one])}] == []
 
 
 def test_plans_and_reports_need_neither_torch_nor_vllm(root: Path) -> None:
@@ -157,16 +202,15 @@ def test_plans_and_reports_need_neither_torch_nor_vllm(root: Path) -> None:
     assert any(found.below("numpy") for found in plain)
 
 
-def engine_imports(root: Path) -> dict[str, set[str]]:
-    """The modules of the engine that each of its modules imports, lazily too."""
-    face = root / "engine_ext/rheostat_engine"
-    modules = {module_name(path.relative_to(face)) for path in face.rglob("*.py")}
-    imports: dict[str, set[str]] = defaultdict(set)
-    for one in engine(root):
-        module = module_name(one.path.relative_to("engine_ext/rheostat_engine"))
-        imports[module]  # also a module that imports none
-        if one.below("rheostat_engine"):
-            name = one.name.removeprefix("rheostat_engine").removeprefix(".")
+def imports_by_module(root: Path, face: str) -> dict[str, set[str]]:
+    """The modules of a package that each of its modules imports, lazily too."""
+    package = Path(face).name
+    modules = {module_name(path.relative_to(root / face)) for path in (root / face).rglob("*.py")}
+    imports: dict[str, set[str]] = {module: set() for module in modules}
+    for one in imports_in(root / face, below=root):
+        module = module_name(one.path.relative_to(face))
+        if one.below(package):
+            name = one.name.removeprefix(package).removeprefix(".")
             while name not in modules:
                 name = name.rpartition(".")[0]
             imports[module].add(name)
@@ -174,15 +218,21 @@ def engine_imports(root: Path) -> dict[str, set[str]]:
 
 
 def module_name(path: Path) -> str:
-    """A module's dotted name within the engine; empty for the package's face."""
+    """A module's dotted name within its package; empty for the package's face."""
     return ".".join(path.with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
-def layer(module: str) -> int:
-    """The place of a module among `ENGINE_LAYERS`."""
-    while module not in ENGINE_LAYERS:
-        module = module.rpartition(".")[0]
-    return ENGINE_LAYERS.index(module)
+def parents(modules: Iterable[str]) -> Iterator[str]:
+    """Each module and the folders that it is in."""
+    for module in modules:
+        while module:
+            yield module
+            module = module.rpartition(".")[0]
+
+
+def layer(module: str, layers: Sequence[str]) -> int:
+    """The place of a module among `layers`; the face of a package, if not named, is above all."""
+    return next((layers.index(one) for one in parents([module]) if one in layers), len(layers))
 
 
 def test_the_product_does_not_know_its_benchmarks(root: Path) -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rheostat_server import errors
-from rheostat_server.admission import AdmissionContext, AdmittedRequest, admit
-from rheostat_server.prompts import Prompts
+from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, admit
+from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Name, VectorStore, make_vector
+from rheostat_server.vectors.store import Name, VectorStore, make_vector
 from rheostat_wire.v1 import (
     vector_pb2,
 )

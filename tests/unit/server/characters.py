@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rheostat_server.tokenizer import ChatTemplateError, Encoded, TooManyTokens
+from rheostat_server.prompts.tokenizer import ChatTemplateError, Encoded, TooManyTokens
 
 BOS = 1
 

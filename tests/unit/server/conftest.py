@@ -14,8 +14,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2_grpc
 
 from rheostat_server.config import ServerConfig
-from rheostat_server.engine import EngineHost
-from rheostat_server.host import Backend
+from rheostat_server.engine.backend import Backend
+from rheostat_server.requests.manager import RequestManager
 from rheostat_server.serve import RunningServer, start
 from rheostat_wire.v1 import (
     capture_service_pb2_grpc,
@@ -135,7 +135,7 @@ class Running:
     client: Client
 
     @property
-    def host(self) -> EngineHost:
+    def host(self) -> RequestManager:
         return self.server.readiness.host()
 
 

@@ -31,8 +31,7 @@ from rheostat_engine import (
 )
 from rheostat_engine.plan.row_encodings import RAW_KEY
 from rheostat_server.capture.encodings import Form
-from rheostat_server.errors import Defect, EngineLost
-from rheostat_server.host import (
+from rheostat_server.engine.backend import (
     CapturesUpdate,
     Delta,
     Ending,
@@ -41,10 +40,11 @@ from rheostat_server.host import (
     SteeringUpdate,
     WorkerStats,
 )
+from rheostat_server.errors import Defect, EngineLost
 from rheostat_server.model_info import ModelInfo
+from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_server.tensors import FloatType, converted
-from rheostat_server.tokenizer import Tokenizer
-from rheostat_server.vectors import Vector
+from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import (
     generation_pb2,
     tensor_pb2,

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point, Site
-from rheostat_server import admission, errors
-from rheostat_server.admission import admit
+from rheostat_server import errors
+from rheostat_server.admission import admit as admission
+from rheostat_server.admission.admit import admit
+from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.limits import LARGE_REQUEST_BYTES, LARGE_REQUESTS, OFFLOAD_BYTES, RANGES
-from rheostat_server.prompts import Prompts
-from rheostat_server.sampling import SamplingSettings
-from rheostat_server.selection import needs_text
+from rheostat_server.prompts.prompts import Prompts
+from rheostat_server.selectors.selection import needs_text
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import make_vector
+from rheostat_server.vectors.store import make_vector
 from rheostat_wire.v1 import (
     generation_pb2,
     types_pb2,

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from rheostat_server.admission import admit
-from rheostat_server.generation import run
-from rheostat_server.offload import offload
-from rheostat_server.subscriptions import attaching
+from rheostat_server.admission.admit import admit
+from rheostat_server.generation.responses import run
+from rheostat_server.requests import late_attachment
+from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, types_pb2
 
 from .conftest import rest
@@ -53,7 +53,7 @@ class Steps(asyncio.Event):
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaching, "PATIENCE", 0.2)
+    monkeypatch.setattr(late_attachment, "PATIENCE", 0.2)
 
 
 async def begun(running, request_id: str, tokens: int = 5, n: int = 1, **fields: object):
@@ -289,14 +289,14 @@ async def test_a_change_that_cannot_be_made_is_lost_as_the_policy_says_and_logge
     starter, policy, monkeypatch, caplog
 ) -> None:
     async def broken(size, work, *args, **kwargs):
-        if work is attaching._captures_from:
+        if work is late_attachment._captures_from:
             raise MemoryError("no room")
         return await offload(size, work, *args, **kwargs)
 
     running = await starter(ScriptedBackend(hold=Steps()))
     call = await begun(running, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(attaching, "offload", broken)
+        patch.setattr(late_attachment, "offload", broken)
         one = await Subscriber.open(running, opening(EVERY, [wanted(0)], overload=policy))
         assert attached(one.events[0].opened) == [("a", 0, None)]
         assert "what to capture of a was not told to the engine" in caplog.text

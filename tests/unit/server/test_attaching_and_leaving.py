@@ -8,13 +8,13 @@ import pytest
 
 from rheostat_engine import Event
 from rheostat_engine.plan import tables
-from rheostat_server import offload
-from rheostat_server.admission import admit
+from rheostat_server.admission.admit import admit
 from rheostat_server.capture.engine_captures import engine_captures
+from rheostat_server.engine.backend import CapturesUpdate, Delta, Job
 from rheostat_server.errors import RheostatError
-from rheostat_server.generation import run
-from rheostat_server.host import CapturesUpdate, Delta, Job
-from rheostat_server.subscriptions import attaching
+from rheostat_server.generation.responses import run
+from rheostat_server.requests import late_attachment
+from rheostat_server.tasks import offload
 from rheostat_wire.v1 import capture_pb2
 
 from .conftest import rest
@@ -93,7 +93,7 @@ class Broken(ScriptedBackend):
 async def test_what_a_subscription_held_of_a_request_comes_back_once_it_has_left(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=4), hold=Steps()))
     call = await begun(running, "a", tokens=40)
-    flight = running.host._flights["a"]
+    active = running.host._active_requests["a"]
     for _ in range(5):
         one = await opened_while_they_step(running, opening(EVERY, [wanted(0, 1, 2)]))
         assert not one.events[0].opened.missed
@@ -104,13 +104,13 @@ async def test_what_a_subscription_held_of_a_request_comes_back_once_it_has_left
         assert running.host.ledger.used("capture_rows") == 3, "the engine copies still"
         running.backend.hold.go(1)
         await until(lambda: not running.host.ledger.used("capture_rows"))
-        assert not flight.joined
-        assert not flight.reserved
-        assert not list(flight.outlets._each())
+        assert not active.joined
+        assert not active.reserved
+        assert not list(active.outputs._each())
     running.backend.hold.go(100)
     assert (await rest(call))[-1].HasField("receipt")
     await settled(running)
-    assert not running.host.attaching._tasks
+    assert not running.host.late_attachment._tasks
 
 
 async def test_what_the_last_of_several_samples_holds_comes_back_too(starter) -> None:
@@ -122,7 +122,7 @@ async def test_what_the_last_of_several_samples_holds_comes_back_too(starter) ->
     call.cancel()
     await settled(running)
     assert running.host.ledger.requests == 0
-    await until(lambda: not running.host.attaching._tasks)
+    await until(lambda: not running.host.late_attachment._tasks)
     assert not running.backend.changes
 
 
@@ -144,10 +144,10 @@ async def test_samples_that_had_ended_before_are_no_loss(starter) -> None:
     running = await starter(Late(hold=Steps()))
     running.backend.delay = 0.3
     call = await begun(running, "a", tokens=3, n=2, **OWN["its own capture"])
-    flight = running.host._flights["a"]
+    active = running.host._active_requests["a"]
     running.backend.hold.go(3)
-    await until(lambda: any(life.ended for life in flight.lives))
-    (left,) = (life for life in flight.lives if not life.ended)
+    await until(lambda: any(sequence.ended for sequence in active.sequences))
+    (left,) = (sequence for sequence in active.sequences if not sequence.ended)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     assert [sample for _, sample, _ in attached(one.events[0].opened)] == [left.sample]
     running.backend.hold.go(20)
@@ -159,16 +159,16 @@ async def test_samples_that_had_ended_before_are_no_loss(starter) -> None:
 async def test_a_call_that_ends_before_it_was_answered_leaves_no_subscription(
     starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attaching, "PATIENCE", 60.0)
+    monkeypatch.setattr(late_attachment, "PATIENCE", 60.0)
     running = await starter(ScriptedBackend(hold=Steps()))
     request_call = await begun(running, "a")
     for _ in range(6):
         one = Subscriber(running)
         await one.call.write(Message(open=opening(EVERY, [wanted(0)])))
-        await until(lambda: running.host._flights["a"].joined)
+        await until(lambda: running.host._active_requests["a"].joined)
         one.call.cancel()
         await until(lambda: not len(running.host.subscriptions))
-    assert not running.host._flights["a"].joined
+    assert not running.host._active_requests["a"].joined
     request_call.cancel()
     await settled(running)
 
@@ -367,11 +367,11 @@ async def test_that_a_subscription_has_left_is_heard_once(starter) -> None:
     running = await starter(ScriptedBackend(hold=Steps()))
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     call = await begun(running, "a")
-    (life,) = running.host._flights["a"].lives
+    (sequence,) = running.host._active_requests["a"].sequences
     subscription = running.host.subscriptions.named(one.name, "")
     subscription.close()
     subscription.fail(RheostatError("failed"))
-    assert life.changes == 1
+    assert sequence.changes == 1
     call.cancel()
     one.call.cancel()
 
@@ -386,7 +386,7 @@ async def test_captures_are_made_beside_the_event_loop(
             threads.append(threading.current_thread())
         return engine_captures(captures)
 
-    monkeypatch.setattr(attaching, "engine_captures", recording)
+    monkeypatch.setattr(late_attachment, "engine_captures", recording)
     running = await starter(ScriptedBackend(hold=Steps()))
     calls = [await begun(running, name) for name in "ab"]
     monkeypatch.setattr(offload, "OFFLOAD_BYTES", 1)

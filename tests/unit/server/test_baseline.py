@@ -7,8 +7,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat_server import generation, release
-from rheostat_server.divergence import Listed, compare
+from rheostat_server.generation import responses as generation
+from rheostat_server.generation.divergence import Listed, compare
+from rheostat_server.requests import release
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rheostat_server.capture.budget import Budget, Cost, Meter, Share
+from rheostat_server.delivery.byte_budget import Budget, ByteCounter, Cost, Share
 
 MIB = 1 << 20
 
@@ -22,7 +22,7 @@ class Waiting:
     why: str = ""
 
     def __post_init__(self) -> None:
-        self.meter = Meter(self.share.meter)
+        self.byte_counter = ByteCounter(self.share.byte_counter)
         self.share.add(self)
 
     @property
@@ -31,10 +31,10 @@ class Waiting:
 
     @property
     def held(self) -> int:
-        return self.meter.bytes - self.leaving
+        return self.byte_counter.bytes - self.leaving
 
     def put(self, size: int) -> None:
-        self.meter.add(size)
+        self.byte_counter.add(size)
         self.share.check()
 
     def give_up(self, size: int, why: str) -> None:
@@ -44,7 +44,7 @@ class Waiting:
         if self.cost is Cost.TIME:
             self.leaving += size
         else:
-            self.meter.add(-(self.held if self.cost is Cost.REQUEST else size))
+            self.byte_counter.add(-(self.held if self.cost is Cost.REQUEST else size))
 
 
 def budget(limit: int = 16 * MIB, request: int = 100 * MIB) -> Budget:
@@ -69,7 +69,7 @@ def test_what_is_cheap_gives_way_before_the_request_fails() -> None:
         one.put(MIB)
     fails.put(2 * MIB)
     assert (spills.leaving, drops.gave, fails.gave) == (MIB, [], [])
-    spills.meter.add(-MIB)
+    spills.byte_counter.add(-MIB)
     spills.leaving = 0
     fails.put(MIB)
     assert (drops.held, fails.held) == (0, 4 * MIB)
@@ -137,7 +137,7 @@ def test_what_is_on_its_way_to_a_disk_is_not_asked_for_again() -> None:
 def test_small_pieces_weigh_more_than_their_rows() -> None:
     whole = budget(limit=MIB, request=MIB)
     share = whole.share()
-    waiting = Meter(share.meter)
+    waiting = ByteCounter(share.byte_counter)
     for _ in range(1000):
         waiting.add(4, rows=1, pieces=1)
     assert whole.used > 500_000
@@ -175,9 +175,9 @@ def test_tokens_that_come_while_rows_go_to_disk_look_through_no_other_request() 
     assert whole.used > whole.limit  # the rest is on its way to a disk
     assert whole.leaving > 0
     share = whole.share()
-    meter, looks = Meter(share.meter), 0
+    byte_counter, looks = ByteCounter(share.byte_counter), 0
     for _ in range(1000):
-        meter.add_tokens(1)
+        byte_counter.add_tokens(1)
         share.check()
     assert looks <= 20 * len(others)  # not 1000 times
 
@@ -210,14 +210,14 @@ def test_what_is_on_its_way_is_counted_exactly_whoever_comes_and_goes(seed: int)
             case 0 if one.leaving:  # the disk has some of it
                 done = rng.randrange(one.leaving + 1)
                 one.leaving -= done
-                one.meter.add(-done)
+                one.byte_counter.add(-done)
             case 1:
                 one.share.close()
-                one.meter.add(rng.randrange(99))  # which may come late
+                one.byte_counter.add(rng.randrange(99))  # which may come late
                 some.remove(one)
                 some.append(Waiting(whole.share(), rng.choice([*Cost])))
             case 2:
-                Meter(one.share.meter).add_tokens(rng.randrange(1000))
+                ByteCounter(one.share.byte_counter).add_tokens(rng.randrange(1000))
                 one.share.check()
             case _:
                 one.put(rng.randrange(MIB // 4))

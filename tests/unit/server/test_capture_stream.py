@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from rheostat_engine import OPEN_END, Condition, Point, Rows, Site
 from rheostat_server.capture.encodings import Form
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.capture.stream import Block, CaptureStream, to_captured
+from rheostat_server.delivery.stream import Block, CaptureStream, to_captured
 from rheostat_server.limits import CHUNK_BYTES
-from rheostat_server.selection import Selection
-from rheostat_server.spans import runs
+from rheostat_server.selectors.selection import Selection
+from rheostat_server.selectors.spans import runs
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import tensor_pb2, types_pb2
 
@@ -56,9 +56,9 @@ def both(*positions: int) -> Rows:
 
 def test_rows_of_several_sites_come_together_and_each_once() -> None:
     joined = stream(spec(POST0, POST1))
-    joined.feed(rows(POST1, 0, 1))
-    assert sorted(len(piece) for piece in joined.feed(both(0, 1, 2))) == [1, 3]
-    assert joined.feed(both(1, 2)) == []
+    joined.add(rows(POST1, 0, 1))
+    assert sorted(len(piece) for piece in joined.add(both(0, 1, 2))) == [1, 3]
+    assert joined.add(both(1, 2)) == []
     (block,) = joined.ready(TOKENS, 3)
     assert block.positions.tolist() == [0, 1, 2]
     for site, data in zip(block.sites, block.rows, strict=True):
@@ -67,34 +67,34 @@ def test_rows_of_several_sites_come_together_and_each_once() -> None:
 
 def test_whoever_wants_some_of_the_sites_keeps_none_of_the_others_in_memory() -> None:
     event = both(0, 1)
-    (piece,) = stream(spec(POST1)).feed(event)
+    (piece,) = stream(spec(POST1)).add(event)
     assert not np.shares_memory(piece.data, event.data)
     assert np.array_equal(piece.data, event.data[1:])
-    (partly,) = stream(spec(POST1, spans=((1, 2),))).feed(event)
+    (partly,) = stream(spec(POST1, spans=((1, 2),))).add(event)
     assert not np.shares_memory(partly.data, event.data)
-    (whole,) = stream(spec(POST0, POST1)).feed(event)
+    (whole,) = stream(spec(POST0, POST1)).add(event)
     assert np.shares_memory(whole.data, event.data)
 
 
 def test_rows_leave_once_all_sites_have_them() -> None:
     joined = stream(spec(POST0, POST1))
-    joined.feed(rows(POST0, 0, 1, 2))
+    joined.add(rows(POST0, 0, 1, 2))
     assert list(joined.ready(TOKENS, 10)) == []
-    joined.feed(rows(POST1, 0, 1))
+    joined.add(rows(POST1, 0, 1))
     (block,) = list(joined.ready(TOKENS, 10))
     assert labels([block]) == [(0, (POST0, POST1), [0, 1])]
     assert [part.tolist() for part in block.rows] == [
         [[200.0, 200.0], [201.0, 201.0]],
         [[400.0, 400.0], [401.0, 401.0]],
     ]
-    joined.feed(rows(POST1, 2))
+    joined.add(rows(POST1, 2))
     assert labels(list(joined.ready(TOKENS, 10))) == [(0, (POST0, POST1), [2])]
     assert joined.lost(0, ((0, 4),)) == ((3, 4),)
 
 
 def test_rows_wait_until_their_position_is_known_to_have_one() -> None:
     joined = stream(spec(POST0))
-    joined.feed(rows(POST0, 0, 1, 2))
+    joined.add(rows(POST0, 0, 1, 2))
     assert labels(list(joined.ready(TOKENS, 2))) == [(0, (POST0,), [0, 1])]
     assert list(joined.ready(TOKENS, 2)) == []
     assert labels(list(joined.ready(TOKENS, 3))) == [(0, (POST0,), [2])]
@@ -103,19 +103,19 @@ def test_rows_wait_until_their_position_is_known_to_have_one() -> None:
 def test_recomputed_rows_come_once() -> None:
     joined = stream(spec(POST0))
     for positions in ((0, 1), (0, 1, 2), (1, 2, 3)):
-        joined.feed(rows(POST0, *positions))
+        joined.add(rows(POST0, *positions))
     assert [p for _, _, part in labels(list(joined.ready(TOKENS, 9))) for p in part] == [0, 1, 2, 3]
 
 
 def test_each_capture_gets_its_own_positions_of_a_shared_site() -> None:
     joined = stream(spec(POST0, spans=((0, 2),)), spec(PRE1, spans=((1, 2), (3, 4))))
-    joined.feed(rows(POST0, 0, 1, 3))
+    joined.add(rows(POST0, 0, 1, 3))
     assert labels(list(joined.ready(TOKENS, 9))) == [(0, (POST0,), [0, 1]), (1, (PRE1,), [1, 3])]
 
 
 def test_both_names_of_a_site_get_its_rows() -> None:
     joined = stream(spec(POST0, PRE1))
-    joined.feed(rows(POST0, 0))
+    joined.add(rows(POST0, 0))
     (block,) = list(joined.ready(TOKENS, 9))
     assert block.sites == (POST0, PRE1)
     assert block.rows[0].tolist() == block.rows[1].tolist() == [[200.0, 200.0]]
@@ -123,8 +123,8 @@ def test_both_names_of_a_site_get_its_rows() -> None:
 
 def test_a_position_that_one_site_lost_is_missing_at_all() -> None:
     joined = stream(spec(POST0, POST1))
-    joined.feed(rows(POST0, 0, 1, 2))
-    joined.feed(rows(POST1, 0, 2))
+    joined.add(rows(POST0, 0, 1, 2))
+    joined.add(rows(POST1, 0, 2))
     (block,) = list(joined.ready(TOKENS, 9))
     assert block.positions.tolist() == [0, 2]
     assert block.rows[0].tolist() == [[200.0, 200.0], [202.0, 202.0]]
@@ -137,7 +137,7 @@ def test_rows_of_tokens_that_are_not_selected_end_here() -> None:
         spec(POST0, spans=(), conditions=(Condition(((2, 9),), (51, 54), False),)),
     )
     for site in (POST0, POST1):
-        joined.feed(rows(site, *range(8)))
+        joined.add(rows(site, *range(8)))
     first, second = list(joined.ready(TOKENS, 8))
     assert labels([first, second]) == [
         (0, (POST0, POST1), [1, 3, 6]),
@@ -153,7 +153,7 @@ def test_rows_of_tokens_that_are_not_selected_end_here() -> None:
 
 def test_a_capture_of_nothing_delivers_nothing() -> None:
     joined = stream(spec(POST0, spans=()))
-    joined.feed(rows(POST0, 0, 1))
+    joined.add(rows(POST0, 0, 1))
     assert list(joined.ready(TOKENS, 9)) == []
 
 
@@ -165,7 +165,7 @@ def test_blocks_have_about_a_mebibyte_and_hold_everything_once(sites, count, wid
     names = tuple(Site(Point.RESID_POST, layer) for layer in range(sites))
     joined = stream(spec(*names))
     for name in names:
-        joined.feed(rows(name, *range(count), width=width))
+        joined.add(rows(name, *range(count), width=width))
     blocks = list(joined.ready(TOKENS, count))
     assert all(block.size <= max(CHUNK_BYTES, width * 4) for block in blocks)
     got = sorted((s, p) for b in blocks for s in b.sites for p in b.positions.tolist())
@@ -174,8 +174,8 @@ def test_blocks_have_about_a_mebibyte_and_hold_everything_once(sites, count, wid
 
 def test_a_message_labels_its_rows() -> None:
     joined = stream(spec(POST0, POST1))
-    joined.feed(rows(POST0, 4, 5, 8))
-    joined.feed(rows(POST1, 4, 5, 8))
+    joined.add(rows(POST0, 4, 5, 8))
+    joined.add(rows(POST1, 4, 5, 8))
     (block,) = list(joined.ready(TOKENS, 9))
     message = to_captured(block, 1, [7, 8, 9])
     assert (message.capture_index, message.sample, list(message.token_ids)) == (0, 1, [7, 8, 9])
@@ -205,7 +205,7 @@ def test_only_raw_rows_are_cut_larger_than_a_message(form: Form, most: int) -> N
     """Others may take more bytes than the rows that they stand for."""
     capture = ResolvedCapture((POST0,), Selection(((0, OPEN_END),), ()), F32, form)
     joined = stream(capture)
-    joined.feed(rows(POST0, *range(8192), width=1024))
+    joined.add(rows(POST0, *range(8192), width=1024))
     blocks = list(joined.ready(TOKENS, 8192, chunk_bytes=8 * CHUNK_BYTES))
     row = max(4096, form.row_bytes(1024, F32))
     assert {len(block.positions) for block in blocks[:-1]} == {most // row}

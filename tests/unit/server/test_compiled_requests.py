@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rheostat_server import errors, steering
-from rheostat_server.admission import AdmissionContext, AdmittedRequest, admit
-from rheostat_server.compiled_requests import CompiledRequests
-from rheostat_server.global_steering import GlobalSteering
+from rheostat_server import errors
+from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, admit
+from rheostat_server.admission.compiled_requests import CompiledRequests
+from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.limits import COMPILED_REQUESTS
+from rheostat_server.steering import interventions as steering
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import VectorStore, make_vector
+from rheostat_server.vectors.store import VectorStore, make_vector
 from rheostat_wire.v1 import generation_pb2, steering_pb2, types_pb2, vector_pb2
 
 from .admissions import admission_context, admitted, named, stored
@@ -196,7 +197,7 @@ async def test_requests_that_are_observed_alike_share_a_plan(running) -> None:
     assert [one.plan.captures[0].spans for one in (first, longer)] == [((2, 3),), ((3, 4),)]
     await Subscriber.open(running, last)
     both = await admit(asked(), running.host.admission)
-    assert len(both.wishes) == 2
+    assert len(both.observer_captures) == 2
     assert both.plan.captures == first.plan.captures
 
 

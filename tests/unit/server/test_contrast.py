@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rheostat_server.contrast import Method, contrast
+from rheostat_server.derivation.contrast import Method, contrast
 
 MEANS, COMPONENT = Method.DIFFERENCE_OF_MEANS, Method.PRINCIPAL_COMPONENT
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from rheostat_engine import Point, Rows, Site, site_count
-from rheostat_server import derivation, generation, release
-from rheostat_server.contrast import Method, contrast
-from rheostat_server.host import Job
+from rheostat_server.derivation import derive as derivation
+from rheostat_server.derivation.contrast import Method, contrast
+from rheostat_server.engine.backend import Job
+from rheostat_server.generation import responses as generation
+from rheostat_server.requests import release
 from rheostat_wire.v1 import (
     steering_service_pb2,
     tensor_pb2,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rheostat_server.divergence import RESOLUTION, Listed, compare, measure
+from rheostat_server.generation.divergence import RESOLUTION, Listed, compare, measure
 from rheostat_wire.v1 import generation_pb2
 
 VOCABULARY = 40

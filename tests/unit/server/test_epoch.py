@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from rheostat_engine import Installed
-from rheostat_server.host import Job
+from rheostat_server.engine.backend import Job
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend

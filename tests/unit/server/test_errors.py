@@ -8,8 +8,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from rheostat_server import errors
+from rheostat_server.errors.status import STATUS_CODES, status_code, to_status
 from rheostat_server.front_ends.call import DETAILS_KEY
-from rheostat_server.status import STATUS_CODES, status_code, to_status
 from rheostat_wire.v1 import errors_pb2
 
 LEAVES = [

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rheostat_engine import OPEN_END, Act, Condition, Installed, Kind, Plan, Spans
-from rheostat_server import explain
-from rheostat_server.explain import cache_keys
+from rheostat_server.generation import explain
+from rheostat_server.generation.explain import cache_keys
 from rheostat_server.limits import LARGE_REQUESTS
 from rheostat_wire.v1 import (
     generation_pb2,

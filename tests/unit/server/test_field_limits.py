@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from rheostat_server.field_limits import CONTEXT_FIELDS, FIELD_LIMITS, UNSERVED_FIELDS
+from rheostat_server.api.field_limits import CONTEXT_FIELDS, FIELD_LIMITS, UNSERVED_FIELDS
 from rheostat_server.limits import POINTS
 from rheostat_wire.v1 import types_pb2
 

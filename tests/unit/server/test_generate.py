@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat_server.host import Delta, Job
+from rheostat_server.engine.backend import Delta, Job
 from rheostat_wire.v1 import (
     generation_pb2,
     receipt_pb2,

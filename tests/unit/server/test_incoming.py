@@ -10,10 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rheostat_server import incoming, upload
+from rheostat_server.api import incoming
+from rheostat_server.api.incoming import Calls, Reader
 from rheostat_server.errors import DeadlinePassed, QueueFull
-from rheostat_server.incoming import Calls, Reader
 from rheostat_server.limits import FIRST_READ_SECONDS, FIRST_READS
+from rheostat_server.vectors import upload
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_service_pb2,

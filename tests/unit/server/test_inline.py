@@ -7,10 +7,10 @@ from contextlib import aclosing
 import pytest
 
 from rheostat_engine import Point, Site
-from rheostat_server.admission import admit
+from rheostat_server.admission.admit import admit
 from rheostat_server.errors import CaptureOverflow, RheostatError, RowsLost
-from rheostat_server.generation import run
-from rheostat_server.sample import Response
+from rheostat_server.generation.responses import run
+from rheostat_server.generation.sample import Response
 from rheostat_wire.v1 import capture_pb2, engine_service_pb2
 
 from .fakes import ScriptedBackend, row
@@ -41,12 +41,12 @@ async def stalled(
     events = []
     async with aclosing(run(admitted, running.host)) as responses:
         events.append(await anext(responses))
-        flight = running.host._flights["a"]
-        await until(lambda: flight.settled or flight.failed)
-        spillway = running.host.spillway
-        if spillway is not None:
+        active = running.host._active_requests["a"]
+        await until(lambda: active.settled or active.failed)
+        spill_manager = running.host.spill_manager
+        if spill_manager is not None:
             await until(
-                lambda: all(one._task is None or one._task.done() for one in spillway._spills)
+                lambda: all(one._task is None or one._task.done() for one in spill_manager._spills)
             )
         events += [response async for response in responses]
     return events
@@ -178,9 +178,9 @@ async def test_a_stalled_client_holds_no_rows_after_it_has_gone(starter) -> None
     wish = request(request_id="a", sampling=sampled(TOKENS), captures=[spec(NEWEST)])
     async with aclosing(run(await admit(wish, running.host.admission), running.host)) as responses:
         await anext(responses)
-        flight = running.host._flights["a"]
-        ((_, reservoir),) = flight.inline._open
-        await until(lambda: reservoir.meter.rows > 0)
-    assert (reservoir.meter.rows, reservoir.used) == (0, 0)
+        active = running.host._active_requests["a"]
+        ((_, buffer),) = active.inline._open
+        await until(lambda: buffer.byte_counter.rows > 0)
+    assert (buffer.byte_counter.rows, buffer.used) == (0, 0)
     running.backend.hold.set()
     await settled(running)

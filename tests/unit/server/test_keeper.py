@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat_server import vectors
+from rheostat_server.engine.persistent_vectors import Naming, PersistentVectorStore
 from rheostat_server.errors import (
     NameConflict,
     NameNotFound,
@@ -16,10 +16,10 @@ from rheostat_server.errors import (
     StoreFull,
     VectorDirFailed,
 )
-from rheostat_server.keeper import Naming, VectorKeeper
 from rheostat_server.tensors import FloatType
-from rheostat_server.vector_files import VectorFiles
-from rheostat_server.vectors import Name, PutResult, Vector, VectorStore, make_vector
+from rheostat_server.vectors import store as vectors
+from rheostat_server.vectors.files import VectorFiles
+from rheostat_server.vectors.store import Name, PutResult, Vector, VectorStore, make_vector
 from rheostat_wire.v1 import types_pb2
 
 WIDTH = 2
@@ -41,14 +41,14 @@ class Server:
     def __init__(self, folder: Path, vectors: int) -> None:
         self.files = VectorFiles(folder)
         self.store = VectorStore(vectors * SIZE, lambda digest: None)
-        self.keeper = VectorKeeper(self.store)
+        self.persistent_vectors = PersistentVectorStore(self.store)
 
     async def begin(self) -> "Server":
-        await self.keeper.restore(self.files, WIDTH)
+        await self.persistent_vectors.restore(self.files, WIDTH)
         return self
 
     async def end(self) -> None:
-        await self.keeper.settle()
+        await self.persistent_vectors.settle()
         self.files.close()
 
     @property
@@ -77,16 +77,16 @@ async def begin(tmp_path: Path):
 
 async def test_what_was_put_is_there_after_a_restart(begin) -> None:
     server = await begin()
-    assert not await server.keeper.put(vector(1))
+    assert not await server.persistent_vectors.put(vector(1))
     joy = label(vector(2), "glad")
-    assert await server.keeper.put_named(vector(2), "joy", joy) == PutResult(False, b"")
+    assert await server.persistent_vectors.put_named(vector(2), "joy", joy) == PutResult(False, b"")
     ages = [server.store.store_time(vector(value).digest) for value in (1, 2)]
     again = await begin()
     assert again.held == [("", vector(1).digest), ("joy", vector(2).digest)]
     assert again.store.get(vector(2).digest, "v") == vector(2)
     assert again.store.names == {"joy": joy}
     assert [again.store.store_time(vector(value).digest) for value in (1, 2)] == ages
-    assert await again.keeper.put(vector(1))
+    assert await again.persistent_vectors.put(vector(1))
 
 
 async def test_names_are_gone_through_once_however_many_vectors_are_restored(
@@ -94,7 +94,7 @@ async def test_names_are_gone_through_once_however_many_vectors_are_restored(
 ) -> None:
     server = await begin(vectors=8)
     for value in range(8):
-        await server.keeper.put_named(vector(value), f"v{value}", label(vector(value)))
+        await server.persistent_vectors.put_named(vector(value), f"v{value}", label(vector(value)))
     walks: list[int] = []
 
     class Names(dict[str, Name]):
@@ -116,13 +116,13 @@ async def test_names_are_gone_through_once_however_many_vectors_are_restored(
 
 async def test_a_name_that_moved_or_went_is_so_after_a_restart(begin) -> None:
     server = await begin()
-    await server.keeper.put_named(vector(1), "joy", label(vector(1)))
-    await server.keeper.put_named(vector(1), "fear", label(vector(1)))
-    moved = await server.keeper.put_named(vector(2), "joy", label(vector(2)))
+    await server.persistent_vectors.put_named(vector(1), "joy", label(vector(1)))
+    await server.persistent_vectors.put_named(vector(1), "fear", label(vector(1)))
+    moved = await server.persistent_vectors.put_named(vector(2), "joy", label(vector(2)))
     assert moved == PutResult(False, vector(1).digest)
-    assert await server.keeper.delete_name("fear", "name") == vector(1).digest
+    assert await server.persistent_vectors.delete_name("fear", "name") == vector(1).digest
     with pytest.raises(NameNotFound):
-        await server.keeper.delete_name("fear", "name")
+        await server.persistent_vectors.delete_name("fear", "name")
     again = await begin()
     assert again.held == [("", vector(1).digest), ("joy", vector(2).digest)]
 
@@ -130,12 +130,12 @@ async def test_a_name_that_moved_or_went_is_so_after_a_restart(begin) -> None:
 async def test_a_name_that_was_set_is_so_after_a_restart(begin) -> None:
     server = await begin()
     sites = types_pb2.SiteSet(points=[types_pb2.POINT_RESID_PRE])
-    await server.keeper.put_named(vector(1), "joy", label(vector(1), "glad"))
-    await server.keeper.put(vector(2))
+    await server.persistent_vectors.put_named(vector(1), "joy", label(vector(1), "glad"))
+    await server.persistent_vectors.put(vector(2))
     naming = Naming(vector(2).digest, vector(1).digest, None, sites)
-    assert await server.keeper.set_name("joy", naming) == vector(1).digest
+    assert await server.persistent_vectors.set_name("joy", naming) == vector(1).digest
     with pytest.raises(NameConflict):
-        await server.keeper.set_name("joy", naming)
+        await server.persistent_vectors.set_name("joy", naming)
     again = await begin()
     assert again.held == [("", vector(1).digest), ("joy", vector(2).digest)]
     assert again.store.names == {"joy": Name(vector(2).digest, "glad", sites)}
@@ -143,13 +143,13 @@ async def test_a_name_that_was_set_is_so_after_a_restart(begin) -> None:
 
 async def test_an_evicted_vector_leaves_the_folder(begin) -> None:
     server = await begin(vectors=2)
-    await server.keeper.put(vector(1))
-    await server.keeper.put_named(vector(2), "joy", label(vector(2)))
-    await server.keeper.put(vector(3))
-    await server.keeper.settle()
+    await server.persistent_vectors.put(vector(1))
+    await server.persistent_vectors.put_named(vector(2), "joy", label(vector(2)))
+    await server.persistent_vectors.put(vector(3))
+    await server.persistent_vectors.settle()
     assert server.on_disk == {vector(2).digest, vector(3).digest}
     server.store.pin(vector(4))
-    await server.keeper.settle()
+    await server.persistent_vectors.settle()
     assert server.on_disk == {vector(2).digest}
 
 
@@ -158,36 +158,36 @@ async def test_a_vector_that_only_a_request_brought_does_not_last_until_it_is_pu
     server.store.pin(vector(1))
     server.store.pin(vector(2))
     assert server.on_disk == set()
-    assert await server.keeper.put(vector(2))
+    assert await server.persistent_vectors.put(vector(2))
     assert server.on_disk == {vector(2).digest}
     assert (await begin()).held == [("", vector(2).digest)]
 
 
 async def test_a_vector_that_comes_back_before_its_file_went_keeps_it(begin) -> None:
     server = await begin(vectors=1)
-    await server.keeper.put(vector(1))
+    await server.persistent_vectors.put(vector(1))
     server.store.put(vector(2))
-    await server.keeper.put(vector(1))
-    await server.keeper.settle()
+    await server.persistent_vectors.put(vector(1))
+    await server.persistent_vectors.settle()
     assert server.on_disk == {vector(1).digest}
 
 
 async def test_a_smaller_budget_evicts_the_oldest_without_a_name(begin) -> None:
     server = await begin()
-    await server.keeper.put_named(vector(1), "joy", label(vector(1)))
-    await server.keeper.put(vector(2))
-    await server.keeper.put(vector(3))
+    await server.persistent_vectors.put_named(vector(1), "joy", label(vector(1)))
+    await server.persistent_vectors.put(vector(2))
+    await server.persistent_vectors.put(vector(3))
     again = await begin(vectors=2)
-    await again.keeper.settle()
+    await again.persistent_vectors.settle()
     assert again.held == [("", vector(3).digest), ("joy", vector(1).digest)]
     assert again.on_disk == {vector(1).digest, vector(3).digest}
 
 
 async def test_a_budget_too_small_for_the_names_ends_the_start_and_loses_nothing(begin) -> None:
     server = await begin()
-    await server.keeper.put(vector(1))
+    await server.persistent_vectors.put(vector(1))
     for value in (2, 3):
-        await server.keeper.put_named(vector(value), f"v{value}", label(vector(value)))
+        await server.persistent_vectors.put_named(vector(value), f"v{value}", label(vector(value)))
     with pytest.raises(VectorDirFailed, match="raise --vector-store-mib"):
         await begin(vectors=1)
     assert len((await begin()).held) == 3
@@ -195,10 +195,10 @@ async def test_a_budget_too_small_for_the_names_ends_the_start_and_loses_nothing
 
 async def test_the_folder_of_a_model_of_another_width_ends_the_start(begin, tmp_path) -> None:
     server = await begin()
-    await server.keeper.put(vector(1))
-    await server.keeper.settle()
+    await server.persistent_vectors.put(vector(1))
+    await server.persistent_vectors.settle()
     with pytest.raises(VectorDirFailed, match="vectors of width 2, but the model's stream has 3"):
-        await VectorKeeper(server.store).restore(server.files, 3)
+        await PersistentVectorStore(server.store).restore(server.files, 3)
 
 
 @pytest.mark.parametrize(
@@ -215,18 +215,18 @@ async def test_a_vector_that_cannot_be_written_is_not_stored(
     with monkeypatch.context() as broken:
         broken.setattr(server.files, "write", fail)
         for put in (
-            server.keeper.put(vector(1)),
-            server.keeper.put_named(vector(1), "joy", label(vector(1))),
+            server.persistent_vectors.put(vector(1)),
+            server.persistent_vectors.put_named(vector(1), "joy", label(vector(1))),
         ):
             with pytest.raises(error, match="nothing was changed"):
                 await put
     assert (server.held, server.on_disk, server.store.used_bytes) == ([], set(), 0)
-    assert not await server.keeper.put(vector(1))
+    assert not await server.persistent_vectors.put(vector(1))
 
 
 async def test_names_that_cannot_be_written_stay_as_they_were(begin, monkeypatch) -> None:
     server = await begin()
-    await server.keeper.put_named(vector(1), "joy", label(vector(1)))
+    await server.persistent_vectors.put_named(vector(1), "joy", label(vector(1)))
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "why")
@@ -234,27 +234,27 @@ async def test_names_that_cannot_be_written_stay_as_they_were(begin, monkeypatch
     monkeypatch.setattr(server.files, "set_name", fail)
     monkeypatch.setattr(server.files, "delete_name", fail)
     with pytest.raises(NotSupported, match="nothing was changed"):
-        await server.keeper.put_named(vector(2), "joy", label(vector(2)))
+        await server.persistent_vectors.put_named(vector(2), "joy", label(vector(2)))
     with pytest.raises(NotSupported, match="nothing was changed"):
-        await server.keeper.delete_name("joy", "name")
+        await server.persistent_vectors.delete_name("joy", "name")
     assert server.held == [("joy", vector(1).digest)]
     assert (await begin()).store.names == {"joy": label(vector(1))}
 
 
 async def test_a_full_store_refuses_before_anything_is_written(begin) -> None:
     server = await begin(vectors=1)
-    await server.keeper.put_named(vector(1), "joy", label(vector(1)))
+    await server.persistent_vectors.put_named(vector(1), "joy", label(vector(1)))
     with pytest.raises(StoreFull):
-        await server.keeper.put_named(vector(2), "fear", label(vector(2)))
+        await server.persistent_vectors.put_named(vector(2), "fear", label(vector(2)))
     assert server.on_disk == {vector(1).digest}
 
 
 async def test_one_name_too_many_is_refused_before_anything_is_written(begin, monkeypatch) -> None:
     monkeypatch.setattr(vectors, "NAMES", 1)
     server = await begin()
-    await server.keeper.put_named(vector(1), "joy", label(vector(1)))
+    await server.persistent_vectors.put_named(vector(1), "joy", label(vector(1)))
     with pytest.raises(StoreFull, match="there are 1 names"):
-        await server.keeper.put_named(vector(2), "fear", label(vector(2)))
+        await server.persistent_vectors.put_named(vector(2), "fear", label(vector(2)))
     assert server.files.read().names.keys() == {"joy"}
 
 
@@ -263,19 +263,19 @@ async def test_names_that_take_too_much_memory_are_refused_before_anything_is_wr
 ) -> None:
     monkeypatch.setattr(vectors, "NAMES_BYTES", 2000)
     server = await begin()
-    await server.keeper.put_named(vector(1), "joy", label(vector(1), "d" * 1000))
+    await server.persistent_vectors.put_named(vector(1), "joy", label(vector(1), "d" * 1000))
     words = r"all names take 15\d\d of 2000"
     with pytest.raises(StoreFull, match=words) as caught:
-        await server.keeper.put_named(vector(2), "fear", label(vector(2), "d" * 1000))
+        await server.persistent_vectors.put_named(vector(2), "fear", label(vector(2), "d" * 1000))
     assert caught.value.field == "header.name"
     naming = Naming(vector(1).digest, None, "d" * 1000, None)
     with pytest.raises(StoreFull, match=words) as caught:
-        await server.keeper.set_name("fear", naming)
+        await server.persistent_vectors.set_name("fear", naming)
     assert caught.value.field == "name"
     assert server.files.read().names.keys() == {"joy"}
     assert server.on_disk == {vector(1).digest}
-    await server.keeper.delete_name("joy", "name")
-    await server.keeper.put_named(vector(2), "fear", label(vector(2), "d" * 1000))
+    await server.persistent_vectors.delete_name("joy", "name")
+    await server.persistent_vectors.put_named(vector(2), "fear", label(vector(2), "d" * 1000))
 
 
 async def test_a_put_that_nobody_waits_for_any_more_is_seen_through(begin, monkeypatch) -> None:
@@ -289,13 +289,17 @@ async def test_a_put_that_nobody_waits_for_any_more_is_seen_through(begin, monke
         set_name(name, label)
 
     monkeypatch.setattr(server.files, "set_name", slow)
-    put = asyncio.create_task(server.keeper.put_named(vector(1), "joy", label(vector(1))))
+    put = asyncio.create_task(
+        server.persistent_vectors.put_named(vector(1), "joy", label(vector(1)))
+    )
     await asyncio.to_thread(entered.wait, 10)
     assert server.store.names == {}
     put.cancel()
     with pytest.raises(asyncio.CancelledError):
         await put
-    second = asyncio.create_task(server.keeper.put_named(vector(2), "fear", label(vector(2))))
+    second = asyncio.create_task(
+        server.persistent_vectors.put_named(vector(2), "fear", label(vector(2)))
+    )
     go_on.set()
     await second
     assert server.files.read().names.keys() == {"joy", "fear"}
@@ -313,7 +317,7 @@ async def test_a_vector_on_its_way_to_the_disk_is_not_evicted(begin, monkeypatch
         write(one, store_time)
 
     monkeypatch.setattr(server.files, "write", slow)
-    put = asyncio.create_task(server.keeper.put(vector(1)))
+    put = asyncio.create_task(server.persistent_vectors.put(vector(1)))
     await asyncio.to_thread(entered.wait, 10)
     with pytest.raises(StoreFull):
         server.store.pin(vector(2))
@@ -324,22 +328,24 @@ async def test_a_vector_on_its_way_to_the_disk_is_not_evicted(begin, monkeypatch
 
 async def test_a_file_that_cannot_be_removed_is_reported(begin, monkeypatch, caplog) -> None:
     server = await begin(vectors=1)
-    await server.keeper.put(vector(1))
+    await server.persistent_vectors.put(vector(1))
 
     def fail(_: object) -> None:
         raise OSError(errno.EIO, "why")
 
     monkeypatch.setattr(server.files, "remove", fail)
-    await server.keeper.put(vector(2))
-    await server.keeper.settle()
+    await server.persistent_vectors.put(vector(2))
+    await server.persistent_vectors.settle()
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert vector(1).digest.hex() in record.message
 
 
 async def test_without_a_folder_the_store_is_all_there_is() -> None:
     store = VectorStore(2 * SIZE, lambda digest: None)
-    keeper = VectorKeeper(store)
-    assert not await keeper.put(vector(1))
-    assert await keeper.put_named(vector(1), "joy", label(vector(1))) == PutResult(True, b"")
-    assert await keeper.delete_name("joy", "name") == vector(1).digest
+    persistent_vectors = PersistentVectorStore(store)
+    assert not await persistent_vectors.put(vector(1))
+    assert await persistent_vectors.put_named(vector(1), "joy", label(vector(1))) == PutResult(
+        True, b""
+    )
+    assert await persistent_vectors.delete_name("joy", "name") == vector(1).digest
     assert store.names == {}

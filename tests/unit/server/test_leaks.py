@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from rheostat_engine import Capacity
-from rheostat_server import compiled_requests
+from rheostat_server.admission import compiled_requests
 from rheostat_wire.v1 import capture_pb2, generation_pb2, generation_service_pb2, run_service_pb2
 
 from .conftest import Client, Running, narrow, rest

@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from rheostat_server import loader as loading
+from rheostat_server.engine import worker_vectors as loading
+from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import EngineLost
-from rheostat_server.loader import VectorLoader
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Vector, make_vector
+from rheostat_server.vectors.store import Vector, make_vector
 
 from .fakes import WIDTH, ScriptedBackend
 from .streams import until
@@ -38,9 +38,9 @@ def vector(value: float) -> Vector:
     return make_vector(FloatType.FLOAT32, 1, WIDTH, data, "v")
 
 
-async def cancelled_while_loading(backend: Slow, loader: VectorLoader) -> None:
+async def cancelled_while_loading(backend: Slow, worker_vectors: WorkerVectorCache) -> None:
     backend.gate = asyncio.Event()
-    waiting = asyncio.create_task(loader.ensure([vector(1)]))
+    waiting = asyncio.create_task(worker_vectors.ensure([vector(1)]))
     await until(lambda: bool(backend.loaded))
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -49,36 +49,36 @@ async def cancelled_while_loading(backend: Slow, loader: VectorLoader) -> None:
 
 async def test_vectors_that_nobody_waits_for_any_more_are_loaded_once_and_dropped_in_time() -> None:
     backend = Slow()
-    loader = VectorLoader(backend, vector(1).size)
-    loader.store.put(vector(1))
-    await cancelled_while_loading(backend, loader)
+    worker_vectors = WorkerVectorCache(backend, vector(1).size)
+    worker_vectors.store.put(vector(1))
+    await cancelled_while_loading(backend, worker_vectors)
     backend.gate.set()
-    await loader.ensure([vector(1)])
+    await worker_vectors.ensure([vector(1)])
     assert backend.loaded == [vector(1).digest.hex()]
-    loader.store.put(vector(2))
+    worker_vectors.store.put(vector(2))
     await until(lambda: backend.dropped == [vector(1).digest.hex()])
 
 
 async def test_vectors_that_leave_the_store_while_they_are_loaded_are_dropped() -> None:
     backend = Slow()
-    loader = VectorLoader(backend, vector(1).size)
-    loader.store.put(vector(1))
-    await cancelled_while_loading(backend, loader)
-    loader.store.put(vector(2))
+    worker_vectors = WorkerVectorCache(backend, vector(1).size)
+    worker_vectors.store.put(vector(1))
+    await cancelled_while_loading(backend, worker_vectors)
+    worker_vectors.store.put(vector(2))
     backend.gate.set()
     await until(lambda: backend.dropped == [vector(1).digest.hex()])
 
 
 async def waiting_for(
-    backend: Slow, loader: VectorLoader, *wanted: list[int]
+    backend: Slow, worker_vectors: WorkerVectorCache, *wanted: list[int]
 ) -> list[asyncio.Task]:
     """Waits for vectors, each request by itself; the first one's are on their way."""
     backend.gate = asyncio.Event()
     tasks = []
     for values in wanted:
         vectors = [vector(value) for value in values]
-        loader.store.keep(vectors)
-        tasks.append(asyncio.create_task(loader.ensure(vectors)))
+        worker_vectors.store.keep(vectors)
+        tasks.append(asyncio.create_task(worker_vectors.ensure(vectors)))
         await until(lambda: bool(backend.calls))
     await asyncio.sleep(0)
     return tasks
@@ -86,45 +86,45 @@ async def waiting_for(
 
 async def test_vectors_that_are_wanted_meanwhile_are_loaded_together_and_once() -> None:
     backend = Slow()
-    loader = VectorLoader(backend, 1 << 20)
-    waiting = await waiting_for(backend, loader, [1], [2, 3], [4], [3, 1], [1])
+    worker_vectors = WorkerVectorCache(backend, 1 << 20)
+    waiting = await waiting_for(backend, worker_vectors, [1], [2, 3], [4], [3, 1], [1])
     assert backend.calls == [[1]]
     backend.gate.set()
     await asyncio.gather(*waiting)
     assert backend.calls == [[1], [2, 3, 4]]
-    await loader.ensure([vector(value) for value in (1, 2, 3, 4)])
+    await worker_vectors.ensure([vector(value) for value in (1, 2, 3, 4)])
     assert len(backend.calls) == 2
 
 
 async def test_a_call_carries_so_many_bytes_or_one_vector(monkeypatch) -> None:
     monkeypatch.setattr(loading, "CALL_BYTES", 3 * vector(1).size - 1)
     backend = Slow()
-    loader = VectorLoader(backend, 1 << 20)
-    waiting = await waiting_for(backend, loader, [1], [2, 3], [4], [5, 6], [2])
+    worker_vectors = WorkerVectorCache(backend, 1 << 20)
+    waiting = await waiting_for(backend, worker_vectors, [1], [2, 3], [4], [5, 6], [2])
     backend.gate.set()
     await asyncio.gather(*waiting)
     assert backend.calls == [[1], [2, 3], [4, 5], [6]]
     monkeypatch.setattr(loading, "CALL_BYTES", 1)
-    await loader.ensure([vector(7), vector(8)])
+    await worker_vectors.ensure([vector(7), vector(8)])
     assert backend.calls[4:] == [[7], [8]]
 
 
 async def test_all_who_wait_for_a_call_that_fails_learn_of_it() -> None:
     backend = Slow()
-    loader = VectorLoader(backend, 1 << 20)
-    waiting = await waiting_for(backend, loader, [1], [2], [3, 2], [1, 3])
+    worker_vectors = WorkerVectorCache(backend, 1 << 20)
+    waiting = await waiting_for(backend, worker_vectors, [1], [2], [3, 2], [1, 3])
     backend.trouble = EngineLost("gone")
     backend.gate.set()
     assert await asyncio.gather(*waiting, return_exceptions=True) == [backend.trouble] * 4
     backend.trouble = None
-    await loader.ensure([vector(1), vector(2)])
+    await worker_vectors.ensure([vector(1), vector(2)])
     assert backend.calls == [[1], [2, 3], [1, 2]]
 
 
 async def test_who_stops_waiting_takes_nothing_from_the_others() -> None:
     backend = Slow()
-    loader = VectorLoader(backend, 1 << 20)
-    first, second, third = await waiting_for(backend, loader, [1], [2], [2, 3])
+    worker_vectors = WorkerVectorCache(backend, 1 << 20)
+    first, second, third = await waiting_for(backend, worker_vectors, [1], [2], [2, 3])
     first.cancel()
     second.cancel()
     backend.gate.set()

@@ -9,17 +9,20 @@ from types import SimpleNamespace
 import pytest
 
 from rheostat_engine import Plan, Released
-from rheostat_server import admission, explain, planning, steering
-from rheostat_server.admission import AdmissionContext, AdmittedRequest
+from rheostat_server.admission import admit as admission
+from rheostat_server.admission import planning
+from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
 from rheostat_server.capture import engine_captures
-from rheostat_server.capture.budget import Meter
-from rheostat_server.capture.lanes import Lane
-from rheostat_server.host import Job
+from rheostat_server.delivery.byte_budget import ByteCounter
+from rheostat_server.delivery.sequence_rows import SequenceRows
+from rheostat_server.engine.backend import Job
+from rheostat_server.generation import explain
+from rheostat_server.generation.receipts import receipt_work, write_receipt
+from rheostat_server.generation.sample import Sample
 from rheostat_server.limits import OFFLOAD_BYTES
-from rheostat_server.prompts import Prompts
-from rheostat_server.receipts import receipt_work, write_receipt
-from rheostat_server.sample import Sample
-from rheostat_server.sequence import Life, Role
+from rheostat_server.prompts.prompts import Prompts
+from rheostat_server.requests.sequence import EngineSequence, SequenceKind
+from rheostat_server.steering import interventions as steering
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import generation_pb2, types_pb2
 
@@ -123,8 +126,10 @@ def test_a_long_explanation_is_written_off_the_event_loop(on_threads) -> None:
 
 
 def done(got: AdmittedRequest) -> Sample:
-    life = Life(Job(got.plan, got.prompt.token_ids, got.sampling, 0), Role.OWN, 0)
-    sample = Sample(got, life, 0.0, Meter())
+    sequence = EngineSequence(
+        Job(got.plan, got.prompt.token_ids, got.sampling, 0), SequenceKind.OWN, 0
+    )
+    sample = Sample(got, sequence, 0.0, ByteCounter())
     sample.tokens = [1, 2]
     sample.released = Released(
         request_id="r",
@@ -164,12 +169,12 @@ def test_samples_share_what_a_capture_reaches() -> None:
     got = admitted(asked(captures=[capture(where=FREQUENT)]), roomy())
     selection = got.captures[0].selection
 
-    def lane() -> Lane:
+    def sequence_rows() -> SequenceRows:
         captures = dict(enumerate(got.captures))
-        return Lane(got.prompt.token_ids, captures, (), FloatType.FLOAT32, Meter())
+        return SequenceRows(got.prompt.token_ids, captures, (), FloatType.FLOAT32, ByteCounter())
 
-    lane()
+    sequence_rows()
     made = selection.edges
-    lane()
+    sequence_rows()
     assert selection.edges is made
     assert made.spans == selection.reach

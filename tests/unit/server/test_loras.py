@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rheostat_server.engine.loras import Lora, lora_arguments, read_loras
 from rheostat_server.errors import InvalidConfig, ModelNotFound
-from rheostat_server.loras import Lora, lora_arguments, read_loras
 
 
 def adapter(folder: Path, rank: object) -> str:

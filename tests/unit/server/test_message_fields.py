@@ -5,9 +5,9 @@ import asyncio
 import grpc
 import pytest
 
-from rheostat_server import incoming
+from rheostat_server.api import incoming
+from rheostat_server.api.incoming import Calls, Reader
 from rheostat_server.errors import MessageTooLarge
-from rheostat_server.incoming import Calls, Reader
 from rheostat_server.limits import (
     CAPTURES,
     CHAT_MESSAGES,

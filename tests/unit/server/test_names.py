@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from rheostat_server import vectors
+from rheostat_server.vectors import store as vectors
 from rheostat_wire.v1 import steering_service_pb2, types_pb2, vector_pb2
 
 from .messages import add, request, site_set

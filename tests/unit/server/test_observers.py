@@ -12,7 +12,7 @@ from rheostat_server.limits import (
     SUBSCRIBE_OPEN_BYTES,
     SUBSCRIPTION_SELECTOR_BYTES,
 )
-from rheostat_server.subscriptions import observed, wishes
+from rheostat_server.subscriptions import observed, observer_captures
 from rheostat_server.subscriptions import opening as openings
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, types_pb2
 
@@ -138,7 +138,7 @@ async def test_the_cheapest_observers_come_first_and_the_others_miss_the_request
     dear = opening(specs=[wanted(0, 1, 2)], overload=NEWEST)
     ones = [await Subscriber.open(running, wish) for wish in (dear, opening(specs=[wanted(1)]))]
     cheap_cost = running.host.subscriptions.named(ones[1].name, "").captures.cost
-    monkeypatch.setattr(wishes, "OBSERVERS_COST", cheap_cost)
+    monkeypatch.setattr(observer_captures, "OBSERVERS_COST", cheap_cost)
     await generate(running, "a")
     for one in ones:
         await one.rest()
@@ -155,7 +155,7 @@ async def test_an_observer_that_may_lose_no_row_fails_where_it_misses_a_request(
 ) -> None:
     running = await starter()
     one = await Subscriber.open(running, opening(specs=[wanted(0)]))
-    monkeypatch.setattr(wishes, "OBSERVERS_COST", 1)
+    monkeypatch.setattr(observer_captures, "OBSERVERS_COST", 1)
     await generate(running, "a")
     refusal = await failure(one)
     assert (refusal.code, refusal.reason) == (Code.RESOURCE_EXHAUSTED, "REASON_CAPTURE_OVERFLOW")
@@ -187,7 +187,7 @@ async def test_an_observer_that_would_cut_a_request_to_pieces_misses_it(
 
 
 async def test_what_observers_add_to_a_plan_is_limited(starter, monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.planning.OBSERVERS_PLAN_COST", 3)
+    monkeypatch.setattr("rheostat_server.admission.planning.OBSERVERS_PLAN_COST", 3)
     running = await starter()
     pieces = selector(*[window(2 * n, 2 * n + 1) for n in range(2)], generated(2, 3))
     ones = [
@@ -209,7 +209,7 @@ async def test_a_request_keeps_its_own_rows_where_an_observer_misses_it(
 ) -> None:
     running = await starter()
     one = await Subscriber.open(running, opening(specs=[wanted(1)], overload=NEWEST))
-    monkeypatch.setattr(wishes, "OBSERVERS_COST", 1)
+    monkeypatch.setattr(observer_captures, "OBSERVERS_COST", 1)
     sent = capture_pb2.CaptureSpec(
         sites=site_set(types_pb2.POINT_RESID_POST, layers=[2]), subscription_id=one.name
     )
@@ -227,7 +227,7 @@ async def test_a_request_that_runs_is_missed_by_name(starter, monkeypatch) -> No
     call = running.client.generation.Generate(request(request_id="a"))
     await call.read()
     await call.read()
-    monkeypatch.setattr(wishes, "OBSERVERS_COST", 1)
+    monkeypatch.setattr(observer_captures, "OBSERVERS_COST", 1)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     (missed,) = one.events[0].opened.missed
     assert isinstance(missed, capture_service_pb2.Missed)

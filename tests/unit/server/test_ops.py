@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rheostat_engine import OPEN_END, Act, Band, Condition, Kind
 from rheostat_engine.plan.plan import read, steering_of
 from rheostat_server import errors
-from rheostat_server.directions import DEPENDENT
+from rheostat_server.steering.directions import DEPENDENT
 from rheostat_wire.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
 
 from .admissions import admission_context, admitted, named, refused, stored

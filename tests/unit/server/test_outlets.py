@@ -255,7 +255,7 @@ async def test_rows_of_steps_that_ran_on_do_not_fill_a_subscription(starter) -> 
     for number in range(5):
         await generate(running, f"{number}")
     await one.until("end_of_request", 5)
-    assert running.host.subscriptions.named(one.name, "").reservoir.meter.bytes == 0
+    assert running.host.subscriptions.named(one.name, "").buffer.byte_counter.bytes == 0
     assert len(ends_of(one.events)) == 5
 
 
@@ -284,7 +284,7 @@ async def test_a_call_that_is_cancelled_while_it_ends_is_left(running) -> None:
             await gate.wait()
 
     async def read() -> None:
-        async for _ in subscribe(messages(), subscriptions, running.host.attaching.attach):
+        async for _ in subscribe(messages(), subscriptions, running.host.late_attachment.attach):
             pass
 
     reading = asyncio.create_task(read())

@@ -5,8 +5,8 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from rheostat_server.api.paging import fitting, from_token, page_size, to_token
 from rheostat_server.errors import InvalidValue
-from rheostat_server.paging import fitting, from_token, page_size, to_token
 from rheostat_wire.v1 import (
     capture_pb2,
     capture_service_pb2,

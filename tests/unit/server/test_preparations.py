@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from rheostat_server import preparations
+from rheostat_server.engine import preparations
 
 from .conftest import Refusal, rest
 from .fakes import ScriptedBackend, sites_with

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END
-from rheostat_server import prepared_selection
 from rheostat_server.errors import InvalidArgument
-from rheostat_server.prepared_selection import PreparedSelector, TooFragmented
-from rheostat_server.prompts import PromptTokens
-from rheostat_server.selection import SelectionContext, resolve_selector
+from rheostat_server.prompts.prompts import PromptTokens
+from rheostat_server.selectors import prepared_selection
+from rheostat_server.selectors.prepared_selection import PreparedSelector, TooFragmented
+from rheostat_server.selectors.selection import SelectionContext, resolve_selector
 from rheostat_wire.v1 import selector_pb2
 
 from .messages import GENERATED, PROMPT, generated, selector, token_range, window
@@ -71,7 +71,9 @@ def test_a_selection_of_too_many_spans_is_none() -> None:
 
 def test_the_spans_of_many_tokens_are_not_even_made_where_they_are_too_many(monkeypatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr("rheostat_server.prepared_selection.runs", lambda at: made.append(1) or ())
+    monkeypatch.setattr(
+        "rheostat_server.selectors.prepared_selection.runs", lambda at: made.append(1) or ()
+    )
     with pytest.raises(TooFragmented):
         PreparedSelector(selector(token_range(1))).resolve(context([1, 2] * 5000, 4), 100)
     assert made == []

@@ -8,9 +8,9 @@ import pytest
 
 from rheostat._capture.encodings import read_tensor
 from rheostat_server import errors
-from rheostat_server.capture.spillway import Spill
+from rheostat_server.delivery.spill_manager import SpillQueue
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Name, make_vector
+from rheostat_server.vectors.store import Name, make_vector
 from rheostat_wire.v1 import capture_pb2, generation_service_pb2, tensor_pb2, vector_pb2
 
 from .fakes import LAYERS, WIDTH, ScriptedBackend, row
@@ -160,7 +160,7 @@ async def test_a_refused_subscription_keeps_no_place_to_spill_to(starter, tmp_pa
     running = await starter(vector_store_bytes=FLAT.nbytes, spool=str(tmp_path))
     put(running, FLAT)
     gc.collect()
-    before = sum(isinstance(one, Spill) for one in gc.get_objects())
+    before = sum(isinstance(one, SpillQueue) for one in gc.get_objects())
     own = tensor(2 * FLAT)
     for _ in range(3):
         with pytest.raises(errors.StoreFull):
@@ -172,7 +172,7 @@ async def test_a_refused_subscription_keeps_no_place_to_spill_to(starter, tmp_pa
                 )
             )
     gc.collect()
-    assert sum(isinstance(one, Spill) for one in gc.get_objects()) == before
+    assert sum(isinstance(one, SpillQueue) for one in gc.get_objects()) == before
 
 
 async def test_a_subscription_on_what_is_not_stored_is_refused(running) -> None:

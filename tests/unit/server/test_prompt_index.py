@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_server.errors import InvalidValue
-from rheostat_server.prompt_index import PromptIndex
-from rheostat_server.prompts import PromptTokens
-from rheostat_server.selection import SelectionContext, resolve_selector
+from rheostat_server.prompts.prompts import PromptTokens
+from rheostat_server.selectors.prompt_index import PromptIndex
+from rheostat_server.selectors.selection import SelectionContext, resolve_selector
 
 from .messages import selector, span
 
@@ -77,7 +77,7 @@ def test_a_text_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_searching_for_many_texts_in_a_long_prompt_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.prompt_index.SPAN_SEARCH", 3 * (26 + 128))
+    monkeypatch.setattr("rheostat_server.selectors.prompt_index.SPAN_SEARCH", 3 * (26 + 128))
     text = "abcdefghijklmnopqrstuvwxyz"
     prompt = PromptTokens(tuple(range(26)), "text", text, tuple((p, p + 1) for p in range(26)))
 

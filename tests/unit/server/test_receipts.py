@@ -3,11 +3,11 @@
 import numpy as np
 
 from rheostat_engine import Dose, Point, Released, Site
-from rheostat_server.capture.budget import Meter
-from rheostat_server.host import Job
-from rheostat_server.receipts import write_receipt
-from rheostat_server.sample import Sample
-from rheostat_server.sequence import Amendment, Life, Role
+from rheostat_server.delivery.byte_budget import ByteCounter
+from rheostat_server.engine.backend import Job
+from rheostat_server.generation.receipts import write_receipt
+from rheostat_server.generation.sample import Sample
+from rheostat_server.requests.sequence import EngineSequence, SequenceKind, SteeringChange
 from rheostat_wire.v1 import generation_pb2, receipt_pb2, types_pb2
 
 from .admissions import admitted
@@ -176,9 +176,11 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
     after = tuple(
         type(one)(receipt_pb2.ORIGIN_UPDATE, one.index, one.op, one.selection) for one in after
     )
-    life = Life(Job(before.plan, before.prompt.token_ids, before.sampling, 0), Role.OWN, 0)
-    life.amendments.append(Amendment(7, 5, after))
-    sample = Sample(before, life, 0.0, Meter())
+    sequence = EngineSequence(
+        Job(before.plan, before.prompt.token_ids, before.sampling, 0), SequenceKind.OWN, 0
+    )
+    sequence.amendments.append(SteeringChange(7, 5, after))
+    sample = Sample(before, sequence, 0.0, ByteCounter())
     sample.tokens = [13, 14, 15, 16]
     sample.released = Released(
         request_id="r",

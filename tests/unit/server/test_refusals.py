@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from rheostat_engine.plan import tables
-from rheostat_server import errors, sampling
+from rheostat_server import errors
+from rheostat_server.engine import sampling
 from rheostat_wire.v1 import (
     capture_pb2,
     gate_pb2,

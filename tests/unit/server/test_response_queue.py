@@ -9,19 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rheostat_engine import Installed, Plan
-from rheostat_server.capture.budget import Budget
+from rheostat_server.delivery.byte_budget import Budget
+from rheostat_server.engine.backend import Delta, Ending, Job
+from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import ResponseOverflow
-from rheostat_server.host import Delta, Ending, Job
-from rheostat_server.pacing import Pace
-from rheostat_server.response_queue import Item, ResponseQueue, Sign, WaitingDeltas
-from rheostat_server.sampling import SamplingSettings
-from rheostat_server.sequence import Life, Role
+from rheostat_server.requests.pacing import Pace
+from rheostat_server.requests.response_queue import ResponseItem, ResponseQueue, Sign, WaitingDeltas
+from rheostat_server.requests.sequence import EngineSequence, SequenceKind
 from rheostat_wire.v1 import generation_pb2
 
 
-def life(sample: int) -> Life:
-    return Life(
-        Job(Plan(f"r#{sample}"), (1,), SamplingSettings(max_tokens=9), sample), Role.OWN, sample
+def sequence(sample: int) -> EngineSequence:
+    return EngineSequence(
+        Job(Plan(f"r#{sample}"), (1,), SamplingSettings(max_tokens=9), sample),
+        SequenceKind.OWN,
+        sample,
     )
 
 
@@ -79,9 +81,9 @@ async def play(steps: list, limit: int) -> None:
         queue.close()
 
     queue = ResponseQueue(share, overflow)
-    lives = [life(sample) for sample in range(3)]
-    sent = {one: Sent() for one in lives}
-    held = {one: WaitingDeltas(queue.meter) for one in lives}
+    sequences = [sequence(sample) for sample in range(3)]
+    sent = {one: Sent() for one in sequences}
+    held = {one: WaitingDeltas(queue.byte_counter) for one in sequences}
     made = 0
     for kind, *values in steps:
         if errors:
@@ -90,29 +92,33 @@ async def play(steps: list, limit: int) -> None:
             sample, count, alternatives = values
             new = delta(made, count, alternatives)
             made += count
-            sent[lives[sample]].put.append(new)
-            queue.put(Item(lives[sample], new))
+            sent[sequences[sample]].put.append(new)
+            queue.put(ResponseItem(sequences[sample], new))
         elif kind == "event":
             event = Installed("r", "")
-            sent[lives[values[0]]].put.append(event)
-            queue.put(Item(lives[values[0]], event))
+            sent[sequences[values[0]]].put.append(event)
+            queue.put(ResponseItem(sequences[values[0]], event))
         elif kind == "rows":
             queue.put(Sign.ROWS)
         else:
             for _ in range(min(values[0], len(queue))):
                 item = await queue.get()
-                if isinstance(item, Item):
+                if isinstance(item, ResponseItem):
                     if kind == "hold" and isinstance(item.what, Delta):
-                        held[item.life].add(item.what)
-                        item = item._replace(what=held[item.life].take())
-                    sent[item.life].got.append(item.what)
+                        held[item.sequence].add(item.what)
+                        item = item._replace(what=held[item.sequence].take())
+                    sent[item.sequence].got.append(item.what)
         assert 0 <= share.used <= limit
-        assert share.meter.token_bytes == queue.meter.token_bytes == budget.meter.token_bytes
+        assert (
+            share.byte_counter.token_bytes
+            == queue.byte_counter.token_bytes
+            == budget.byte_counter.token_bytes
+        )
     if not errors:
         while len(queue):
             item = await queue.get()
-            if isinstance(item, Item):
-                sent[item.life].got.append(item.what)
+            if isinstance(item, ResponseItem):
+                sent[item.sequence].got.append(item.what)
         for one in sent.values():
             for way in (str, int, Installed):
                 put, got = (
@@ -120,18 +126,18 @@ async def play(steps: list, limit: int) -> None:
                     for some in (one.put, one.got)
                 )
                 assert put == got
-        assert share.meter.token_bytes == 0
+        assert share.byte_counter.token_bytes == 0
     queue.close()
     queue.close()
-    assert share.meter.token_bytes == budget.meter.token_bytes == 0
+    assert share.byte_counter.token_bytes == budget.byte_counter.token_bytes == 0
 
 
 async def test_events_come_between_the_tokens_between_which_they_went_in() -> None:
     queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None)
-    one, event = life(0), Installed("r", "")
+    one, event = sequence(0), Installed("r", "")
     for what in (delta(1, 1, None), delta(2, 1, None), event, delta(3, 1, None)):
-        queue.put(Item(one, what))
-    queue.put(Item(one, delta(4, 1, None, Ending.LENGTH)))
+        queue.put(ResponseItem(one, what))
+    queue.put(ResponseItem(one, delta(4, 1, None, Ending.LENGTH)))
     first, second, third = [(await queue.get()).what for _ in range(3)]
     assert (first.token_ids, second, third.token_ids) == ((1, 2), event, (3, 4))
     assert (first.ending, third.ending) == (None, Ending.LENGTH)
@@ -142,44 +148,47 @@ async def test_what_is_taken_after_the_end_counts_nowhere() -> None:
     budget = Budget(1 << 20, 1 << 20, slack=0)
     share = budget.share()
     queue = ResponseQueue(share, lambda _: None)
-    held = WaitingDeltas(queue.meter)
+    held = WaitingDeltas(queue.byte_counter)
     held.add(delta(1, 5, 3))
-    assert budget.meter.token_bytes > 0
+    assert budget.byte_counter.token_bytes > 0
     queue.close()
-    assert budget.meter.token_bytes == 0
+    assert budget.byte_counter.token_bytes == 0
     held.take()
     held.add(delta(1, 5, 3))
-    assert (budget.meter.token_bytes, share.meter.token_bytes) == (0, 0)
+    assert (budget.byte_counter.token_bytes, share.byte_counter.token_bytes) == (0, 0)
 
 
 async def test_a_reader_that_waits_gets_a_token_at_once() -> None:
     budget = Budget(1 << 20, 1 << 20, slack=0)
     queue = ResponseQueue(budget.share(), lambda _: None)
-    one, (first, second, third) = life(0), (delta(count, 1, None) for count in range(3))
+    one, (first, second, third) = sequence(0), (delta(count, 1, None) for count in range(3))
     reading = asyncio.ensure_future(queue.get())
     await asyncio.sleep(0)
-    queue.put(Item(one, first))
-    assert (len(queue), budget.meter.token_bytes) == (0, 0)
+    queue.put(ResponseItem(one, first))
+    assert (len(queue), budget.byte_counter.token_bytes) == (0, 0)
     for later in (second, third):
-        queue.put(Item(one, later))
+        queue.put(ResponseItem(one, later))
     assert len(queue) == 1, "tokens that come before the reader runs merge"
-    assert budget.meter.token_bytes > 0
-    assert await reading == Item(one, first)
+    assert budget.byte_counter.token_bytes > 0
+    assert await reading == ResponseItem(one, first)
     assert (await queue.get()).what.token_ids == (1, 2)
-    assert budget.meter.token_bytes == 0
+    assert budget.byte_counter.token_bytes == 0
 
 
 async def test_a_reader_that_stops_waiting_when_an_entry_comes_loses_nothing() -> None:
     queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None)
-    one, (first, second) = life(0), (delta(count, 1, None) for count in range(2))
+    one, (first, second) = sequence(0), (delta(count, 1, None) for count in range(2))
     reading = asyncio.ensure_future(queue.get())
     await asyncio.sleep(0)
-    queue.put(Item(one, first))
-    queue.put(Item(one, second))
+    queue.put(ResponseItem(one, first))
+    queue.put(ResponseItem(one, second))
     reading.cancel()
     await asyncio.wait({reading})
     assert reading.cancelled()
-    assert [await queue.get() for _ in range(2)] == [Item(one, first), Item(one, second)]
+    assert [await queue.get() for _ in range(2)] == [
+        ResponseItem(one, first),
+        ResponseItem(one, second),
+    ]
 
 
 @pytest.fixture
@@ -203,7 +212,7 @@ async def next_of(queue: ResponseQueue) -> "asyncio.Task[object]":
 
 def taken(reader: "asyncio.Task[object]") -> Delta:
     item = reader.result()
-    assert isinstance(item, Item)
+    assert isinstance(item, ResponseItem)
     assert isinstance(item.what, Delta)
     return item.what
 
@@ -212,7 +221,7 @@ async def test_tokens_of_few_streams_never_wait() -> None:
     queue = paced(Pace())
     for number in range(3):
         reader = await next_of(queue)
-        queue.put_delta(life(0), delta(number, 1, None))
+        queue.put_delta(sequence(0), delta(number, 1, None))
         assert taken(await settled(reader)).token_ids == (number,)
 
 
@@ -223,7 +232,7 @@ async def test_tokens_of_many_streams_wait_for_those_that_follow() -> None:
 
 
 async def check_waiting(queue: ResponseQueue) -> None:
-    one = life(0)
+    one = sequence(0)
     reader = await next_of(queue)
     queue.put_delta(one, delta(0, 1, None))
     assert taken(await settled(reader)).token_ids == (0,)  # the first never waits
@@ -239,7 +248,7 @@ async def check_waiting(queue: ResponseQueue) -> None:
 
 async def test_the_end_of_a_sample_does_not_wait(pace: Pace) -> None:
     queue = paced(pace)
-    one = life(0)
+    one = sequence(0)
     reader = await next_of(queue)
     queue.put_delta(one, delta(0, 1, None))
     await settled(reader)
@@ -252,16 +261,16 @@ async def test_the_end_of_a_sample_does_not_wait(pace: Pace) -> None:
 
 async def test_an_event_brings_the_tokens_before_it(pace: Pace) -> None:
     queue = paced(pace)
-    one = life(0)
+    one = sequence(0)
     reader = await next_of(queue)
     queue.put_delta(one, delta(0, 1, None))
     await settled(reader)
     reader = await next_of(queue)
     queue.put_delta(one, delta(1, 1, None))
     event = Installed("r", "")
-    queue.put(Item(one, event))
+    queue.put(ResponseItem(one, event))
     assert taken(await settled(reader)).token_ids == (1,)
-    assert await queue.get() == Item(one, event)
+    assert await queue.get() == ResponseItem(one, event)
 
 
 async def settled(reader: "asyncio.Task[object]") -> "asyncio.Task[object]":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import ROUTERS, Event, Rows
-from rheostat_server.capture.trimming import trimming
+from rheostat_server.engine.row_widths import trimming
 from rheostat_wire.v1 import (
     capture_pb2,
     engine_service_pb2,

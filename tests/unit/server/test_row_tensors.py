@@ -17,10 +17,10 @@ from rheostat_server.capture.specs import (
     project_all,
     resolve_capture,
 )
-from rheostat_server.capture.stream import CaptureStream, to_captured
-from rheostat_server.selection import Selection, typical_context
+from rheostat_server.delivery.stream import CaptureStream, to_captured
+from rheostat_server.selectors.selection import Selection, typical_context
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Vector, VectorStore
+from rheostat_server.vectors.store import Vector, VectorStore
 from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 from .fakes import INFO, SITES, WIDTH, ScriptedBackend, row
@@ -91,7 +91,7 @@ def read(capture: ResolvedCapture, plan: list[list[tuple[int, bool]]]) -> list[t
         for count, made in runs:
             end = min(END, at + count)
             if end > at:
-                stream.feed(rows(capture, site, at, end, made=made))
+                stream.add(rows(capture, site, at, end, made=made))
             at = end
     found = []
     for block in stream.ready([], END):
@@ -132,8 +132,8 @@ def test_rows_in_a_form_that_others_want_are_not_read() -> None:
     capture, other = resolved(**WANTED["full8"]), resolved(**WANTED["topk8"])
     stream = CaptureStream({0: capture}, FloatType.FLOAT32, END)
     for site in capture.sites:
-        assert stream.feed(rows(other, site, 0, 2, made=True)) == []
-        assert len(stream.feed(rows(capture, site, 2, END, made=True))) == 1
+        assert stream.add(rows(other, site, 0, 2, made=True)) == []
+        assert len(stream.add(rows(capture, site, 2, END, made=True))) == 1
     (block,) = stream.ready([], END)
     assert block.positions.tolist() == list(range(2, END))
 

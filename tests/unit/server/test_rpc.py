@@ -15,13 +15,13 @@ import pytest
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from rheostat_server.api.incoming import Calls
+from rheostat_server.api.rpc import Rpcs
 from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.front_ends.grpc_server import GrpcServer
 from rheostat_server.front_ends.supervisor import FrontEnds
-from rheostat_server.incoming import Calls
-from rheostat_server.interruption import interrupter
 from rheostat_server.limits import LARGE_MESSAGE_BYTES
-from rheostat_server.rpc import Rpcs
+from rheostat_server.tasks.interruption import interrupter
 
 from .conftest import rest
 from .streams import until

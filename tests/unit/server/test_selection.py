@@ -16,9 +16,9 @@ from rheostat_server.errors import (
     UnknownEnum,
     UnknownToken,
 )
-from rheostat_server.prompts import PromptTokens
-from rheostat_server.selection import Selection, SelectionContext, resolve_selector
-from rheostat_server.spans import clipped, subtracted, united
+from rheostat_server.prompts.prompts import PromptTokens
+from rheostat_server.selectors.selection import Selection, SelectionContext, resolve_selector
+from rheostat_server.selectors.spans import clipped, subtracted, united
 from rheostat_wire.v1 import selector_pb2, types_pb2
 
 from .characters import CharTokenizer

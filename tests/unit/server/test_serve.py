@@ -13,11 +13,13 @@ from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rheostat_server import readiness, serve, vllm_engine
+from rheostat_server import serve
+from rheostat_server.api import readiness
 from rheostat_server.config import ServerConfig
+from rheostat_server.engine import vllm_engine
+from rheostat_server.engine.vllm_engine import engine_arguments, model_path
 from rheostat_server.errors import EngineDied, EngineFailed, ModelNotFound, PortInUse
 from rheostat_server.serve import RunningServer, run, start
-from rheostat_server.vllm_engine import engine_arguments, model_path
 from rheostat_wire.v1 import engine_service_pb2, types_pb2
 
 from .conftest import Client, Refusal, rest

@@ -9,10 +9,10 @@ import grpc
 import numpy as np
 from google.protobuf import empty_pb2
 
-from rheostat_server.host import WorkerStats
+from rheostat_server.api import generation as generation_services
+from rheostat_server.api.model_report import build_version
+from rheostat_server.engine.backend import WorkerStats
 from rheostat_server.limits import STATS_SECONDS
-from rheostat_server.model_report import build_version
-from rheostat_server.services import generation as generation_services
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,

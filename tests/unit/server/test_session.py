@@ -7,8 +7,8 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat_server import prompts
-from rheostat_server.tokenizer import Tokenizer
+from rheostat_server.prompts import prompts
+from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -232,7 +232,8 @@ async def test_stop_ends_every_sample_and_the_receipt_still_comes(starter) -> No
 
 
 async def test_stop_does_not_wait_behind_updates(starter, monkeypatch) -> None:
-    from rheostat_server import generation, release
+    from rheostat_server.generation import responses as generation
+    from rheostat_server.requests import release
 
     monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)

@@ -6,8 +6,8 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat_server import session
 from rheostat_server.errors import Defect
+from rheostat_server.generation import session
 from rheostat_wire.v1 import (
     engine_service_pb2,
     gate_pb2,
@@ -272,7 +272,7 @@ async def test_only_so_many_updates_wait(starter, monkeypatch) -> None:
 
 
 async def test_updates_that_together_cost_too_much_are_refused(starter, monkeypatch) -> None:
-    from rheostat_server import planning
+    from rheostat_server.admission import planning
 
     running, talk = await held(starter, steer=[add()])
     monkeypatch.setattr(planning, "MAX_PLAN_COST", 9)

@@ -3,7 +3,7 @@
 import asyncio
 
 from rheostat_server.errors import EngineLost
-from rheostat_server.shared_query import SharedQuery
+from rheostat_server.tasks.shared_query import SharedQuery
 
 
 class Engine:

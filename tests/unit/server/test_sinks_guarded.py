@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from rheostat_server import errors
+from rheostat_server.errors.status import status_code
 from rheostat_server.sinks import (
     Artifact,
     Ending,
@@ -23,7 +24,6 @@ from rheostat_server.sinks import (
 )
 from rheostat_server.sinks.guarded import Written
 from rheostat_server.sinks.samples import CAPTURES, blocks, request
-from rheostat_server.status import status_code
 
 from .sink_plugins import Broken, failing, recorded, with_plugin
 

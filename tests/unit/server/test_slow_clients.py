@@ -9,10 +9,10 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat_server.admission import admit
+from rheostat_server.admission.admit import admit
+from rheostat_server.engine.backend import Delta, Job
 from rheostat_server.errors import Defect
-from rheostat_server.generation import run
-from rheostat_server.host import Delta, Job
+from rheostat_server.generation.responses import run
 from rheostat_server.sinks import registry
 from rheostat_wire.v1 import (
     capture_pb2,
@@ -107,8 +107,8 @@ async def test_tokens_that_are_not_read_merge_into_few_messages(starter, n, logp
 
     async def pace(number: int) -> None:
         if number == 1:
-            flight = running.host._flights["a"]
-            await until(lambda: all(life.ended for life in flight.lives))
+            active = running.host._active_requests["a"]
+            await until(lambda: all(sequence.ended for sequence in active.sequences))
 
     events = await read(running, wish(500, n, logprobs, request_id="a"), pace)
     check_exact(events, 500, n, logprobs)
@@ -153,13 +153,13 @@ async def test_a_reader_that_keeps_up_gets_each_token_by_itself(starter) -> None
 
 
 async def test_messages_that_merged_are_of_bounded_size(starter, monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.response_queue._MESSAGE_BYTES", 8 * KIB)
+    monkeypatch.setattr("rheostat_server.requests.response_queue._MESSAGE_BYTES", 8 * KIB)
     running = await starter(engine())
 
     async def pace(number: int) -> None:
         if number == 1:
-            flight = running.host._flights["a"]
-            await until(lambda: all(life.ended for life in flight.lives))
+            active = running.host._active_requests["a"]
+            await until(lambda: all(sequence.ended for sequence in active.sequences))
 
     events = await read(running, wish(300, 2, 3, request_id="a"), pace)
     check_exact(events, 300, 2, 3)
@@ -223,7 +223,7 @@ async def test_tokens_of_a_hog_give_way_for_all_together(starter) -> None:
         hog = client.generation.Generate(wish(600, 8, 5, request_id="hog"))
         for call in (modest, hog):
             await call.read()
-        await until(lambda: "hog" not in running.host._flights)
+        await until(lambda: "hog" not in running.host._active_requests)
         refusal = await refusal_of(hog)
         assert refusal.reason == "REASON_RESPONSE_OVERFLOW"
         assert "--buffers-mib" in refusal.message
@@ -280,7 +280,9 @@ async def test_what_the_engine_has_let_go_of_is_free_though_nobody_reads(starter
     async with narrow(running) as client:
         unread = client.generation.Generate(wish(1000, logprobs=5, steer=[add()], request_id="a"))
         await unread.read()
-        await until(lambda: all(life.ended for life in running.host._flights["a"].lives))
+        await until(
+            lambda: all(sequence.ended for sequence in running.host._active_requests["a"].sequences)
+        )
         other = request(steer=[add(scale=2.0)], when_full=generation_service_pb2.WHEN_FULL_REFUSE)
         assert kinds(await running.client.generate(other))[-1] == "receipt"
         assert kinds(await rest(unread))[-1] == "receipt"
@@ -294,10 +296,10 @@ async def test_what_a_failed_request_held_is_free_though_nobody_reads(starter) -
     async with narrow(running) as client:
         unread = client.generation.Generate(wish(4000, logprobs=5, steer=[add()], request_id="a"))
         await unread.read()
-        flight = running.host._flights["a"]
-        await until(lambda: flight.queue.held > 4 * UNCOUNTED)
-        flight.fail(Defect("it fails"))
-        await until(lambda: flight.lives[0].released.is_set())
+        active = running.host._active_requests["a"]
+        await until(lambda: active.queue.held > 4 * UNCOUNTED)
+        active.fail(Defect("it fails"))
+        await until(lambda: active.sequences[0].released.is_set())
         other = request(steer=[add(scale=2.0)], when_full=generation_service_pb2.WHEN_FULL_REFUSE)
         assert kinds(await running.client.generate(other))[-1] == "receipt"
         assert (await refusal_of(unread)).message == "it fails"
@@ -313,9 +315,9 @@ async def test_sinks_of_a_failed_request_end_though_nobody_reads(starter, monkey
             wish(4000, logprobs=5, captures=[to_sink], request_id="a")
         )
         await unread.read()
-        flight = running.host._flights["a"]
-        await until(lambda: flight.queue.held > UNCOUNTED and "write" in Slow.made.calls)
-        flight.fail(Defect("it fails"))
+        active = running.host._active_requests["a"]
+        await until(lambda: active.queue.held > UNCOUNTED and "write" in Slow.made.calls)
+        active.fail(Defect("it fails"))
         await until(lambda: "finish" in Slow.made.calls)
         assert (await refusal_of(unread)).message == "it fails"
     assert (await settled(running)).leaked_count == 0
@@ -325,10 +327,10 @@ async def test_a_request_that_has_failed_ends_though_its_tokens_give_way(starter
     running = await starter(engine())
 
     async def pace(number: int) -> None:
-        flight = running.host._flights["a"]
-        await until(lambda: flight.queue.held > 0)
-        flight.fail(Defect("it fails"))
-        flight.share.give_up(flight.share.held, "the memory of all is full")
+        active = running.host._active_requests["a"]
+        await until(lambda: active.queue.held > 0)
+        active.fail(Defect("it fails"))
+        active.share.give_up(active.share.held, "the memory of all is full")
 
     with pytest.raises(Defect, match="it fails"):
         async with asyncio.timeout(10):
@@ -338,12 +340,12 @@ async def test_a_request_that_has_failed_ends_though_its_tokens_give_way(starter
 
 
 async def test_a_client_that_does_not_read_holds_up_no_drain(starter, monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.engine._LAST_READS", 0.2)
+    monkeypatch.setattr("rheostat_server.requests.manager._LAST_READS", 0.2)
     running = await starter(engine())
     async with narrow(running) as client:
         unread = client.generation.Generate(wish(1000, logprobs=5, request_id="a"))
         await unread.read()
-        await until(lambda: running.host._flights["a"].lives[0].ended)
+        await until(lambda: running.host._active_requests["a"].sequences[0].ended)
         async with asyncio.timeout(10):
             assert await running.host.drain(0.1) == (0, 1)
         assert (await refusal_of(unread)).reason == "REASON_DRAINING"

@@ -96,7 +96,7 @@ async def test_all_policies_sinks_and_runs_of_a_request_share_its_limit(
     Slow.made.at = "write"
     sink = capture_pb2.SinkTarget(sink_name="slow")
     call = await stalled(running, "a", [spec(NEWEST), spec(OLDEST), spec(NEWEST, sink=sink)])
-    await until(lambda: running.host._flights["a"].lives[0].ended)
+    await until(lambda: running.host._active_requests["a"].sequences[0].ended)
     assert 64 * KIB < await waiting(running) <= 257 * KIB + UNCOUNTED
     Slow.made.gate.set()
     events = await outcome(call)
@@ -141,7 +141,12 @@ async def test_a_hog_gives_way_and_those_within_their_share_lose_nothing(starter
     running = await starter(engine(), buffers_bytes=limit, request_buffer_bytes=limit)
     modest = [await stalled(running, f"m{k}", [spec(FAIL)], tokens=100) for k in range(6)]
     hog = await stalled(running, "hog", [spec(FAIL)], tokens=3000)
-    await until(lambda: "hog" not in running.host._flights or running.host._flights["hog"].failed)
+    await until(
+        lambda: (
+            "hog" not in running.host._active_requests
+            or running.host._active_requests["hog"].failed
+        )
+    )
     assert await outcome(hog) == "REASON_CAPTURE_OVERFLOW"
     for call in modest:
         events = await outcome(call)

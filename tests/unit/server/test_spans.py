@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import Spans
-from rheostat_server.spans import clipped, joined, length, runs, subtracted, united
+from rheostat_server.selectors.spans import clipped, joined, length, runs, subtracted, united
 
 END = 400
 pairs = st.tuples(st.integers(0, END), st.integers(0, END))

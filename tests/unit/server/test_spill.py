@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rheostat_server.capture import spillway
-from rheostat_server.capture import spool as disk
-from rheostat_server.capture.leaving import Chunk
+from rheostat_server.delivery import spill_directory as disk
+from rheostat_server.delivery import spill_manager
+from rheostat_server.delivery.items import Chunk
 from rheostat_server.errors import SpoolFailed
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, types_pb2
 
@@ -101,7 +101,7 @@ async def test_what_is_on_disk_counts_as_waiting(starter, tmp_path) -> None:
     async with asyncio.timeout(10):  # heartbeats that are older come first
         while one.events[-1].heartbeat.buffered_bytes != 6 * 2 * 11 * ROW:
             await one.hear()
-    assert running.host.spillway.rows > 0
+    assert running.host.spill_manager.rows > 0
 
 
 async def test_connections_that_break_lose_and_repeat_nothing_that_was_spilled(
@@ -152,7 +152,7 @@ async def test_a_reader_that_stays_away_leaves_no_file(starter, tmp_path) -> Non
     one.call.cancel()
     await until(lambda: not len(running.host.subscriptions))
     await until(lambda: not files(tmp_path))
-    assert running.host.spillway.spool.used == 0
+    assert running.host.spill_manager.spool.used == 0
 
 
 async def test_a_full_spool_ends_the_subscription_and_no_request(starter, tmp_path) -> None:
@@ -209,7 +209,7 @@ async def test_rows_that_cannot_be_read_back_end_the_subscription_and_who_sends(
     call = running.client.generation.Generate(
         request(request_id="a", sampling=sampled(30, 4), captures=[spec])
     )
-    await until(lambda: running.host.spillway.rows > 50)
+    await until(lambda: running.host.spill_manager.rows > 50)
     failing(monkeypatch, "pread")
     await one.credit(PLENTY)
     refusal = await failure(one)
@@ -227,7 +227,7 @@ async def test_a_defect_on_the_way_to_the_disk_is_heard_of(spooling, monkeypatch
     def fail(chunk: Chunk) -> capture_pb2.Captured:
         raise ValueError("by the test")
 
-    monkeypatch.setattr(spillway, "captured_of", fail)
+    monkeypatch.setattr(spill_manager, "captured_of", fail)
     one = await Subscriber.open(spooling, stalled())
     for number in range(6):
         assert (await generate(spooling, f"r{number}", tokens=9))[-1].HasField("receipt")
@@ -256,7 +256,9 @@ async def test_the_server_does_not_wait_for_a_disk_that_hangs(spooling, monkeypa
 async def test_rows_wait_on_disk_for_a_slow_sink(starter, tmp_path) -> None:
     folder, kept = tmp_path / "spool", tmp_path / "kept"
     running = await starter(
-        spool=str(folder), sinks=(f"disk=filesystem:root={kept}",), request_buffer_bytes=3 * ROW
+        spool=str(folder),
+        sinks=(f"disk=filesystem:root={kept}",),
+        request_buffer_bytes=3 * ROW,
     )
     sink = capture_pb2.SinkTarget(sink_name="disk")
     spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0, 1]), sink=sink, overload=SPILL)

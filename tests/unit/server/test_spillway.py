@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from rheostat_engine import Point, Released, Rows, Site
-from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Sealed, Track
-from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.capture.spillway import Spillway
-from rheostat_server.capture.spool import Spool
-from rheostat_server.capture.taps import Tap
+from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss, SequenceKey
+from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.delivery.spill_directory import SpillDirectory
+from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.errors import CaptureOverflow
-from rheostat_server.selection import EVERYTHING
+from rheostat_server.selectors.selection import EVERYTHING
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import types_pb2
 
@@ -28,7 +28,7 @@ from .streams import until
 from .subscribers import ROW
 from .test_spill import SPILL, failing, files
 
-TRACK = Track(0, False)
+TRACK = SequenceKey(0, False)
 SITES = tuple(Site(Point.RESID_POST, layer) for layer in range(2))
 
 
@@ -40,42 +40,42 @@ class Watched:
     """A reservoir that spills, in which several requests' rows wait."""
 
     def __init__(self, folder: Path, limit: int = 40 * ROW, spool_bytes: int = 1 << 20) -> None:
-        self.spool = Spool(folder, spool_bytes)
+        self.spool = SpillDirectory(folder, spool_bytes)
         self.errors: list[CaptureOverflow] = []
-        self.reservoir = Reservoir(limit, lambda _, error: self.errors.append(error))
-        Spillway(self.spool, 1 << 30).open(self.reservoir, unexpected)
+        self.buffer = DeliveryBuffer(limit, lambda _, error: self.errors.append(error))
+        SpillManager(self.spool, 1 << 30).open(self.buffer, unexpected)
         self.given: dict[str, list[int]] = defaultdict(list)
         self.lost: dict[str, int] = defaultdict(int)
         self.ended: list[str] = []
 
-    def tap(self, name: str) -> Tap:
+    def feed(self, name: str) -> RowFeed:
         captures = {0: ResolvedCapture(SITES, EVERYTHING, FloatType.FLOAT32)}
-        return Tap(name, [1], captures, FloatType.FLOAT32, SPILL, self.reservoir)
+        return RowFeed(name, [1], captures, FloatType.FLOAT32, SPILL, self.buffer)
 
-    def feed(self, tap: Tap, start: int, end: int) -> None:
+    def add_rows(self, feed: RowFeed, start: int, end: int) -> None:
         at = np.arange(start, end, dtype=np.int32)
         data = np.broadcast_to(at[:, None].astype(np.float32), (len(SITES), len(at), WIDTH))
         sites = tuple(site.index for site in SITES)
-        tap.feed(TRACK, Rows(tap.request_id, sites, at, data.copy()))
-        tap.extend(TRACK, [7] * (end - start))
+        feed.add(TRACK, Rows(feed.request_id, sites, at, data.copy()))
+        feed.extend(TRACK, [7] * (end - start))
 
-    def end(self, tap: Tap, count: int) -> None:
-        tap.release(TRACK, Released(tap.request_id, (), True, {}, 0, 0, (0, count)))
-        tap.close([types_pb2.FINISH_REASON_LENGTH])
+    def end(self, feed: RowFeed, count: int) -> None:
+        feed.release(TRACK, Released(feed.request_id, (), True, {}, 0, 0, (0, count)))
+        feed.close([types_pb2.FINISH_REASON_LENGTH])
 
     def read(self, most: int) -> bool:
         """Takes up to so many items; whether there was one."""
         found = False
         for _ in range(most):
-            item = self.reservoir.take()
+            item = self.buffer.take()
             if item is None:
                 break
             found = True
             self._note(item)
         return found
 
-    def _note(self, item: Item) -> None:
-        name = item.tap.request_id
+    def _note(self, item: DeliveryItem) -> None:
+        name = item.feed.request_id
         assert name not in self.ended
         if isinstance(item, End):
             self.ended.append(name)
@@ -86,7 +86,7 @@ class Watched:
         elif isinstance(item, Loss):
             self.lost[name] += item.rows
         else:
-            assert isinstance(item, Sealed)
+            assert isinstance(item, EncodedChunk)
             positions = [
                 p for r in item.message.positions for p in range(r.start, r.start + r.count)
             ]
@@ -98,29 +98,29 @@ class Watched:
         async with asyncio.timeout(10):
             while len(self.ended) < count:
                 if not self.read(1):
-                    await self.reservoir.news.wait()
+                    await self.buffer.news.wait()
 
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_however_rows_come_and_go_their_order_stays(tmp_path: Path, seed: int) -> None:
     rng, watched = random.Random(seed), Watched(tmp_path)
-    taps = [watched.tap(f"r{number}") for number in range(5)]
-    counts = dict.fromkeys(taps, 0)
-    while open_taps := [tap for tap in taps if not tap.closed]:
-        tap = rng.choice(open_taps)
+    feeds = [watched.feed(f"r{number}") for number in range(5)]
+    counts = dict.fromkeys(feeds, 0)
+    while open_feeds := [feed for feed in feeds if not feed.closed]:
+        feed = rng.choice(open_feeds)
         count = rng.randrange(1, 12)
-        watched.feed(tap, counts[tap], counts[tap] + count)
-        counts[tap] += count
-        if counts[tap] > 120:
-            watched.end(tap, counts[tap])
+        watched.add_rows(feed, counts[feed], counts[feed] + count)
+        counts[feed] += count
+        if counts[feed] > 120:
+            watched.end(feed, counts[feed])
         if rng.random() < 0.3:
             await asyncio.sleep(rng.choice([0, 0, 0.002]))
         if rng.random() < 0.5:
             watched.read(rng.randrange(6))
     await watched.drain(5)
-    assert watched.given == {tap.request_id: list(range(counts[tap])) for tap in taps}
+    assert watched.given == {feed.request_id: list(range(counts[feed])) for feed in feeds}
     assert watched.errors == []
-    assert (watched.reservoir.used, watched.reservoir.waiting) == (0, 0)
+    assert (watched.buffer.used, watched.buffer.waiting) == (0, 0)
     assert files(tmp_path) == []
     watched.spool.close()
 
@@ -130,25 +130,25 @@ async def test_what_the_disk_did_not_take_still_comes_in_its_place(
     tmp_path: Path, monkeypatch, broken: str
 ) -> None:
     watched = Watched(tmp_path, spool_bytes=2500)
-    tap, other = watched.tap("a"), watched.tap("b")
-    watched.feed(tap, 0, 30)
-    await until(lambda: watched.reservoir.spill.rows > 0)
+    feed, other = watched.feed("a"), watched.feed("b")
+    watched.add_rows(feed, 0, 30)
+    await until(lambda: watched.buffer.spill.rows > 0)
     if broken == "the disk is full":
         failing(monkeypatch, "pwrite", errno.ENOSPC)
     at = 30
     while not watched.errors:
-        watched.feed(tap, at, at + 5)
+        watched.add_rows(feed, at, at + 5)
         at += 5
         await asyncio.sleep(0.002)
-    watched.feed(other, 0, 3)
-    watched.end(tap, at)
+    watched.add_rows(other, 0, 3)
+    watched.end(feed, at)
     watched.end(other, 3)
     await watched.drain(2)
-    counts = tap.counts()[0]
+    counts = feed.counts()[0]
     assert counts == (len(watched.given["a"]), at - len(watched.given["a"]))
     assert watched.given["a"] == list(range(counts[0]))
-    assert (watched.reservoir.used, watched.reservoir.waiting) == (0, 0)
-    watched.feed(third := watched.tap("c"), 0, 3)
+    assert (watched.buffer.used, watched.buffer.waiting) == (0, 0)
+    watched.add_rows(third := watched.feed("c"), 0, 3)
     watched.end(third, 3)
     await watched.drain(3)
     assert watched.given["c"] == [0, 1, 2]
@@ -158,36 +158,36 @@ async def test_what_the_disk_did_not_take_still_comes_in_its_place(
 async def test_a_request_that_has_left_is_forgotten_while_others_wait(tmp_path: Path) -> None:
     """The reader is always behind, so the disk is never empty."""
     watched = Watched(tmp_path)
-    left: list[weakref.ref[Tap]] = []
+    left: list[weakref.ref[RowFeed]] = []
     for number in range(40):
-        tap = watched.tap(f"r{number}")
-        left.append(weakref.ref(tap))
-        watched.feed(tap, 0, 12)
-        watched.end(tap, 12)
-        del tap
-        await until(lambda: watched.reservoir.used <= watched.reservoir.limit)
+        feed = watched.feed(f"r{number}")
+        left.append(weakref.ref(feed))
+        watched.add_rows(feed, 0, 12)
+        watched.end(feed, 12)
+        del feed
+        await until(lambda: watched.buffer.used <= watched.buffer.limit)
         while len(watched.ended) < number - 10:
             if not watched.read(1):
-                await asyncio.wait_for(watched.reservoir.news.wait(), 10)
-    assert watched.reservoir.spill.holds
+                await asyncio.wait_for(watched.buffer.news.wait(), 10)
+    assert watched.buffer.spill.holds
     gc.collect()
     ended = len(watched.ended) - 1  # the last one may be at hand
     assert ended >= 25
     assert [ref() for ref in left[:ended]] == [None] * ended
-    watched.reservoir.close()
+    watched.buffer.close()
     await until(lambda: files(tmp_path) == [])
     watched.spool.close()
 
 
 async def test_little_memory_is_used_while_rows_wait_on_disk(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    tap = watched.tap("a")
+    feed = watched.feed("a")
     for position in range(0, 3000, 3):
-        watched.feed(tap, position, position + 3)
+        watched.add_rows(feed, position, position + 3)
         if position % 30 == 0:
-            await until(lambda: watched.reservoir.used <= watched.reservoir.limit)
-    assert watched.reservoir.spill.rows > 5000
-    watched.end(tap, 3000)
+            await until(lambda: watched.buffer.used <= watched.buffer.limit)
+    assert watched.buffer.spill.rows > 5000
+    watched.end(feed, 3000)
     await watched.drain(1)
     assert watched.given["a"] == list(range(3000))
     watched.spool.close()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from rheostat_engine import OPEN_END, REQUEST_COST, STEP_COST, Act, Kind, Plan
+from rheostat_server.engine.backend import SteeringUpdate
+from rheostat_server.engine.steering_updates import SteeringUpdates
 from rheostat_server.errors import Defect, EngineLost
-from rheostat_server.host import SteeringUpdate
-from rheostat_server.steering_updates import SteeringUpdates
 from rheostat_wire.v1 import generation_pb2
 
 from .fakes import ScriptedBackend

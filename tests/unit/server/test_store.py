@@ -7,8 +7,8 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat_server import upload
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.vectors import upload
 from rheostat_wire.v1 import (
     steering_service_pb2,
     tensor_pb2,

@@ -311,7 +311,7 @@ async def test_runs_are_listed_oldest_first_and_page_by_page(running) -> None:
 
 
 async def test_a_page_ends_early_rather_than_growing_huge(running, monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.paging.PAGE_BYTES", 1)
+    monkeypatch.setattr("rheostat_server.api.paging.PAGE_BYTES", 1)
     for run in "ab":
         await generate(running, into(run))
     first = await listed(running)

@@ -233,7 +233,7 @@ async def test_an_acknowledged_cursor_cannot_be_gone_back_behind(running) -> Non
     await generate(running, "a")
     await one.until("end_of_request")
     await one.ack(one.numbered[-1].sequence)
-    await until(lambda: not running.host.subscriptions.named(one.name, "").reservoir.kept)
+    await until(lambda: not running.host.subscriptions.named(one.name, "").buffer.kept)
     one.call.cancel()
     two = Subscriber(running)
     await two.call.write(Message(open=resuming(one.name, after=0)))

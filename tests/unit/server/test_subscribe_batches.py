@@ -111,7 +111,7 @@ def replayed(count: int, payload: int) -> Subscription:
     for _ in range(count):
         event = Response()
         event.captured.tensor.inline = bytes(payload)
-        one.reservoir.kept += one._replay.add(event, payload).weight
+        one.buffer.kept += one._replay.add(event, payload).weight
     one.resume_after(0)
     return one
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rheostat_server.capture.spillway import Spillway
-from rheostat_server.capture.spool import Spool
+from rheostat_server.delivery.spill_directory import SpillDirectory
+from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.errors import CaptureOverflow, Defect
 from rheostat_server.subscriptions import subscription as module
 from rheostat_server.subscriptions.subscription import Subscription
@@ -49,14 +49,14 @@ def test_ended_requests_that_nobody_reads_are_bounded(policy: int, monkeypatch) 
     monkeypatch.setattr(module, "_UNREAD", 1 << 20)
     one = subscription(policy, buffer_bytes=1 << 10)
     for number in range(10_000):
-        tap = one.tap(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
-        tap.close()
+        feed = one.feed(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
+        feed.close()
         if one.failure is not None:
             break
     assert isinstance(one.failure, CaptureOverflow)
     assert "have ended" in one.failure.message
     assert 100 < number < 1000
-    assert (one._taps, one._tallies) == ({}, {})
+    assert (one._feeds, one._tallies) == ({}, {})
 
 
 async def test_ended_requests_that_are_read_are_not_counted_any_more(monkeypatch) -> None:
@@ -66,8 +66,8 @@ async def test_ended_requests_that_are_read_are_not_counted_any_more(monkeypatch
     messages = one.messages(call, 0)
     assert (await anext(messages)).HasField("opened")
     for number in range(500):
-        tap = one.tap(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
-        tap.close()
+        feed = one.feed(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
+        feed.close()
         assert (await anext(messages)).end_of_request.request_id == f"r{number}"
         one.acknowledge(number + 1)
     assert one.failure is None
@@ -75,18 +75,18 @@ async def test_ended_requests_that_are_read_are_not_counted_any_more(monkeypatch
 
 async def test_ended_requests_that_wait_on_disk_weigh_little(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "_UNREAD", 1 << 20)
-    spool = Spool(tmp_path, 1 << 28)
-    spillway = Spillway(spool, 1 << 28)
+    spool = SpillDirectory(tmp_path, 1 << 28)
+    spill_manager = SpillManager(spool, 1 << 28)
     one = Subscription(
         "s", None, (), capture_pb2.OVERLOAD_SPILL, buffer_bytes=1 << 10, heartbeat=9.0,
-        on_failed=lambda _: None, spillway=spillway,
+        on_failed=lambda _: None, spill_manager=spill_manager,
     )  # fmt: skip
     for number in range(400):
-        tap = one.tap(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
-        tap.feed(TRACK, rows(0, 2))
-        tap.extend(TRACK, [7])
-        tap.close([types_pb2.FINISH_REASON_LENGTH])
-        await until(lambda: one.reservoir.used <= one.reservoir.limit)
+        feed = one.feed(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
+        feed.add(TRACK, rows(0, 2))
+        feed.extend(TRACK, [7])
+        feed.close([types_pb2.FINISH_REASON_LENGTH])
+        await until(lambda: one.buffer.used <= one.buffer.limit)
     assert one.failure is None
     messages = one.messages(object(), 1 << 40)
     ends = []
@@ -104,9 +104,9 @@ async def test_ended_requests_that_wait_on_disk_weigh_little(tmp_path, monkeypat
 
 async def test_a_request_that_did_not_begin_does_not_keep_a_subscription_open() -> None:
     one = subscription()
-    tap = one.tap("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
-    tap.feed(TRACK, rows(0, 1))
-    tap.discard()
+    feed = one.feed("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
+    feed.add(TRACK, rows(0, 1))
+    feed.discard()
     messages = one.messages(object(), 0)
     assert (await anext(messages)).HasField("opened")
     one.close()

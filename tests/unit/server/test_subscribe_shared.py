@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from rheostat_server.errors import Defect
-from rheostat_server.subscriptions import carrier, sharing, upcoming
+from rheostat_server.subscriptions import carrier, payload_transport, send_queue
 from rheostat_server.subscriptions.shared_memory import FOLDER, NoSharedMemoryError, namespace
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
@@ -36,8 +36,8 @@ Code = grpc.StatusCode
 @pytest.fixture(autouse=True)
 def everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is, and whether a thread writes it or not."""
-    monkeypatch.setattr(sharing, "SHARED_BYTES", 1)
-    monkeypatch.setattr(upcoming, "OFFLOAD_BYTES", 1)
+    monkeypatch.setattr(payload_transport, "SHARED_BYTES", 1)
+    monkeypatch.setattr(send_queue, "OFFLOAD_BYTES", 1)
 
 
 async def shared(running, wish=None, **fields: object) -> Subscriber:

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Point, Released, Rows, Site
-from rheostat_server.capture.deliveries import Deliveries
-from rheostat_server.capture.leaving import Chunk, End, Item, Loss, Track
-from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.capture.taps import Tap
+from rheostat_server.delivery.deliveries import Deliveries
+from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.items import Chunk, DeliveryItem, End, Loss, SequenceKey
+from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.errors import CaptureOverflow
-from rheostat_server.selection import EVERYTHING
+from rheostat_server.selectors.selection import EVERYTHING
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2
 
 SITE = Site(Point.RESID_POST, 0)
 CAPTURE = ResolvedCapture((SITE,), EVERYTHING, FloatType.FLOAT32)
-TRACK = Track(0, False)
+TRACK = SequenceKey(0, False)
 WIDTH = 1024
 ROW = 4 * WIDTH
 FAIL, NEWEST, OLDEST = (
@@ -39,22 +39,22 @@ def rows(start: int, end: int) -> Rows:
     return Rows("r", (SITE.index,), positions, np.ones((1, end - start, WIDTH), np.float32))
 
 
-def unexpected(tap: Tap, error: CaptureOverflow) -> None:
+def unexpected(feed: RowFeed, error: CaptureOverflow) -> None:
     raise AssertionError(error)
 
 
-def room(limit: int = 1 << 30) -> Reservoir:
-    return Reservoir(limit, unexpected)
+def room(limit: int = 1 << 30) -> DeliveryBuffer:
+    return DeliveryBuffer(limit, unexpected)
 
 
-def tap_of(reservoir: Reservoir, policy: int, prompt: int = 3, captures: int = 1) -> Tap:
+def feed_of(buffer: DeliveryBuffer, policy: int, prompt: int = 3, captures: int = 1) -> RowFeed:
     wanted = dict.fromkeys(range(captures), CAPTURE)
-    return Tap("r", [1] * prompt, wanted, FloatType.FLOAT32, policy, reservoir)
+    return RowFeed("r", [1] * prompt, wanted, FloatType.FLOAT32, policy, buffer)
 
 
-def everything(reservoir: Reservoir) -> Iterator[Item]:
+def everything(buffer: DeliveryBuffer) -> Iterator[DeliveryItem]:
     """All that can leave."""
-    while (item := reservoir.take()) is not None:
+    while (item := buffer.take()) is not None:
         yield item
 
 
@@ -71,44 +71,44 @@ def positions(items) -> tuple[list[int], list[int]]:
 
 
 def test_rows_of_steps_that_ran_on_are_not_kept() -> None:
-    reservoir = room()
-    tap = tap_of(reservoir, FAIL)
-    tap.feed(TRACK, rows(0, 3))
-    tap.extend(TRACK, [7])
-    tap.feed(TRACK, rows(3, 4))
-    tap.close()
-    *_, last = everything(reservoir)
+    buffer = room()
+    feed = feed_of(buffer, FAIL)
+    feed.add(TRACK, rows(0, 3))
+    feed.extend(TRACK, [7])
+    feed.add(TRACK, rows(3, 4))
+    feed.close()
+    *_, last = everything(buffer)
     assert isinstance(last, End)
-    assert (reservoir.meter.bytes, reservoir.meter.rows) == (0, 0)
+    assert (buffer.byte_counter.bytes, buffer.byte_counter.rows) == (0, 0)
 
 
 def test_prompt_rows_leave_before_there_is_a_token() -> None:
-    reservoir = room()
-    tap_of(reservoir, FAIL, prompt=100).feed(TRACK, rows(0, 50))
-    assert reservoir.news.is_set()
-    assert positions(everything(reservoir)) == (list(range(50)), [])
+    buffer = room()
+    feed_of(buffer, FAIL, prompt=100).add(TRACK, rows(0, 50))
+    assert buffer.news.is_set()
+    assert positions(everything(buffer)) == (list(range(50)), [])
 
 
 @pytest.mark.parametrize("policy", [NEWEST, OLDEST])
 def test_lost_rows_take_no_memory_while_a_reader_stands_still(policy: int) -> None:
-    tap = tap_of(room(1 << 20), policy)
+    feed = feed_of(room(1 << 20), policy)
     tracemalloc.start()
     for position in range(5000):
-        tap.feed(TRACK, rows(position, position + 1))
+        feed.add(TRACK, rows(position, position + 1))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 4 << 20
 
 
 def test_rows_that_have_left_are_forgotten_while_another_request_stands_still() -> None:
-    reservoir = room(1 << 20)
-    tap_of(reservoir, OLDEST).feed(TRACK, rows(0, 3))
-    other = tap_of(reservoir, OLDEST)
+    buffer = room(1 << 20)
+    feed_of(buffer, OLDEST).add(TRACK, rows(0, 3))
+    other = feed_of(buffer, OLDEST)
     tracemalloc.start()
     for position in range(3000):
         other.extend(TRACK, [5])
-        other.feed(TRACK, rows(position, position + 1))
-        for _ in everything(reservoir):
+        other.add(TRACK, rows(position, position + 1))
+        for _ in everything(buffer):
             pass
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -118,105 +118,105 @@ def test_rows_that_have_left_are_forgotten_while_another_request_stands_still() 
 @pytest.mark.parametrize("policy", [NEWEST, OLDEST])
 def test_lost_rows_are_counted_before_anybody_reads_and_once(policy: int) -> None:
     deliveries = Deliveries()
-    reservoir = Reservoir(3 * ROW, unexpected, deliveries)
-    tap = tap_of(reservoir, policy, captures=2)
-    tap.feed(TRACK, rows(0, 3))
+    buffer = DeliveryBuffer(3 * ROW, unexpected, deliveries)
+    feed = feed_of(buffer, policy, captures=2)
+    feed.add(TRACK, rows(0, 3))
     for position in range(3, 9):
-        tap.extend(TRACK, [7])
-        tap.feed(TRACK, rows(position, position + 1))
+        feed.extend(TRACK, [7])
+        feed.add(TRACK, rows(position, position + 1))
     at_once = deliveries.lost_rows
     assert at_once > 0
-    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
-    tap.close()
-    told = sum(item.rows for item in everything(reservoir) if isinstance(item, Loss))
+    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
+    feed.close()
+    told = sum(item.rows for item in everything(buffer) if isinstance(item, Loss))
     assert deliveries.lost_rows == told >= at_once - 2
-    assert sum(lost for _, lost in tap.counts().values()) == told
+    assert sum(lost for _, lost in feed.counts().values()) == told
 
 
 def test_a_row_is_either_handed_over_or_lost() -> None:
-    reservoir = room(3 * ROW)
-    tap = tap_of(reservoir, NEWEST, captures=2)
-    tap.refuse({0})
+    buffer = room(3 * ROW)
+    feed = feed_of(buffer, NEWEST, captures=2)
+    feed.refuse({0})
     items = []
-    tap.feed(TRACK, rows(0, 3))
+    feed.add(TRACK, rows(0, 3))
     for position in (3, 4):
-        tap.extend(TRACK, [7])
-        items += everything(reservoir)
-        tap.feed(TRACK, rows(position, position + 1))
-    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
-    tap.close()
-    items += everything(reservoir)
+        feed.extend(TRACK, [7])
+        items += everything(buffer)
+        feed.add(TRACK, rows(position, position + 1))
+    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
+    feed.close()
+    items += everything(buffer)
     given, lost = positions(items)
     assert (given, sorted(lost)) == ([], [0, 1, 2, 3])
-    assert tap.counts() == {0: (0, 4), 1: (4, 0)}
+    assert feed.counts() == {0: (0, 4), 1: (4, 0)}
 
 
 def test_what_comes_after_a_reader_has_gone_counts_as_lost() -> None:
-    tap = tap_of(room(), FAIL)
-    tap.feed(TRACK, rows(0, 3))
-    tap.extend(TRACK, [7])
-    tap.discard()
+    feed = feed_of(room(), FAIL)
+    feed.add(TRACK, rows(0, 3))
+    feed.extend(TRACK, [7])
+    feed.discard()
     for position in range(3, 8):
-        tap.feed(TRACK, rows(position, position + 1))
-        tap.extend(TRACK, [7])
-    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
-    assert tap.counts() == {0: (0, 8)}
+        feed.add(TRACK, rows(position, position + 1))
+        feed.extend(TRACK, [7])
+    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
+    assert feed.counts() == {0: (0, 8)}
 
 
-def fed(deliveries: Deliveries, limit: int = 1 << 30) -> tuple[Reservoir, Tap]:
+def fed(deliveries: Deliveries, limit: int = 1 << 30) -> tuple[DeliveryBuffer, RowFeed]:
     """A request's feed with two rows, the first of which may leave."""
-    reservoir = Reservoir(limit, unexpected, deliveries)
-    tap = tap_of(reservoir, NEWEST, prompt=1)
-    tap.feed(TRACK, rows(0, 1))
-    tap.extend(TRACK, [7])
-    return reservoir, tap
+    buffer = DeliveryBuffer(limit, unexpected, deliveries)
+    feed = feed_of(buffer, NEWEST, prompt=1)
+    feed.add(TRACK, rows(0, 1))
+    feed.extend(TRACK, [7])
+    return buffer, feed
 
 
-def one_by_one(reservoir: Reservoir) -> list[int]:
+def one_by_one(buffer: DeliveryBuffer) -> list[int]:
     """Rows of each chunk that can leave."""
-    return [len(item.token_ids) for item in everything(reservoir) if isinstance(item, Chunk)]
+    return [len(item.token_ids) for item in everything(buffer) if isinstance(item, Chunk)]
 
 
 async def test_with_few_requests_each_row_leaves_at_once() -> None:
-    reservoir, tap = fed(Deliveries())
-    assert one_by_one(reservoir) == [1]
-    tap.feed(TRACK, rows(1, 2))
-    tap.extend(TRACK, [7])
-    assert one_by_one(reservoir) == [1]
+    buffer, feed = fed(Deliveries())
+    assert one_by_one(buffer) == [1]
+    feed.add(TRACK, rows(1, 2))
+    feed.extend(TRACK, [7])
+    assert one_by_one(buffer) == [1]
 
 
 async def test_with_many_requests_rows_wait_for_later_rows_of_the_same_request() -> None:
     deliveries = Deliveries()
     deliveries.feeds = 256
     assert 0.05 < deliveries.delay < 0.5
-    reservoir, tap = fed(deliveries)
-    assert one_by_one(reservoir) == []
-    assert not reservoir.news.is_set()
+    buffer, feed = fed(deliveries)
+    assert one_by_one(buffer) == []
+    assert not buffer.news.is_set()
     for position in range(1, 5):
-        tap.feed(TRACK, rows(position, position + 1))
-        tap.extend(TRACK, [7])
-    assert one_by_one(reservoir) == []
+        feed.add(TRACK, rows(position, position + 1))
+        feed.extend(TRACK, [7])
+    assert one_by_one(buffer) == []
     async with asyncio.timeout(10):
-        await reservoir.news.wait()
-    assert one_by_one(reservoir) == [5]
+        await buffer.news.wait()
+    assert one_by_one(buffer) == [5]
 
 
 async def test_no_row_waits_for_later_rows_once_its_request_has_ended() -> None:
     deliveries = Deliveries()
     deliveries.feeds = 256
-    reservoir, tap = fed(deliveries)
-    tap.close([])
-    assert one_by_one(reservoir) == [1]
+    buffer, feed = fed(deliveries)
+    feed.close([])
+    assert one_by_one(buffer) == [1]
     assert deliveries.feeds == 256
 
 
 async def test_no_row_waits_for_later_rows_where_memory_is_short() -> None:
     deliveries = Deliveries()
     deliveries.feeds = 256
-    reservoir, tap = fed(deliveries, limit=16 * ROW)
-    assert one_by_one(reservoir) == []
-    tap.feed(TRACK, rows(1, 6))
-    assert one_by_one(reservoir) == [1]
+    buffer, feed = fed(deliveries, limit=16 * ROW)
+    assert one_by_one(buffer) == []
+    feed.add(TRACK, rows(1, 6))
+    assert one_by_one(buffer) == [1]
 
 
 async def test_feeds_that_end_in_any_way_no_longer_delay_others() -> None:
@@ -231,17 +231,17 @@ async def test_feeds_that_end_in_any_way_no_longer_delay_others() -> None:
 
 
 def test_losses_are_told_once_in_their_place() -> None:
-    reservoir = room(2 * ROW)
-    tap = tap_of(reservoir, NEWEST, prompt=1)
+    buffer = room(2 * ROW)
+    feed = feed_of(buffer, NEWEST, prompt=1)
     items = []
     for position in range(12):
-        tap.feed(TRACK, rows(position, position + 1))
-        tap.extend(TRACK, [7])
+        feed.add(TRACK, rows(position, position + 1))
+        feed.extend(TRACK, [7])
         if position % 5 == 4:
-            items += everything(reservoir)
-    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 12)))
-    tap.close()
-    items += everything(reservoir)
+            items += everything(buffer)
+    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 12)))
+    feed.close()
+    items += everything(buffer)
     given, lost = positions(items)
     assert sorted(given + lost) == list(range(12))
     assert lost == sorted(lost)
@@ -253,8 +253,8 @@ async def test_a_closed_subscription_is_sent_to_its_end_though_nothing_is_acknow
         "s", None, (), FAIL, buffer_bytes=1 << 10, heartbeat=9.0, on_failed=lambda _: None
     )
     for number in range(1500):
-        tap = subscription.tap(f"r{number}", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
-        tap.close()
+        feed = subscription.feed(f"r{number}", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
+        feed.close()
     call = object()
     messages = subscription.messages(call, 0)
     assert (await anext(messages)).HasField("opened")
@@ -270,53 +270,53 @@ def test_what_is_cut_before_the_first_call_goes_through_its_credit() -> None:
         "s", None, (), FAIL, buffer_bytes=1 << 20, heartbeat=9.0, on_failed=lambda _: None
     )
     subscription.expect(8 * ROW)
-    tap = subscription.tap("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
-    tap.feed(TRACK, rows(0, 20))
-    tap.extend(TRACK, [7] * 20)
-    tap.close()
-    chunks = [item for item in everything(subscription.reservoir) if isinstance(item, Chunk)]
+    feed = subscription.feed("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
+    feed.add(TRACK, rows(0, 20))
+    feed.extend(TRACK, [7] * 20)
+    feed.close()
+    chunks = [item for item in everything(subscription.buffer) if isinstance(item, Chunk)]
     assert [len(chunk.block.positions) for chunk in chunks] == [4, 4, 4, 4, 4]
 
 
-def test_a_tap_that_joins_takes_nothing_of_tracks_that_had_ended() -> None:
-    reservoir = room()
-    tap, other = tap_of(reservoir, FAIL), Track(1, False)
-    tap.join(TRACK, [7])
-    tap.feed(other, rows(0, 3))
-    tap.release(other, Released("r", (), True, {}, 0, 0, (0, 5)))
-    tap.begin(TRACK, 3)
-    tap.feed(TRACK, rows(3, 4))
-    tap.extend(TRACK, [8])
-    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
-    tap.close()
-    assert positions(everything(reservoir)) == ([3], [])
+def test_a_feed_that_joins_takes_nothing_of_tracks_that_had_ended() -> None:
+    buffer = room()
+    feed, other = feed_of(buffer, FAIL), SequenceKey(1, False)
+    feed.join(TRACK, [7])
+    feed.add(other, rows(0, 3))
+    feed.release(other, Released("r", (), True, {}, 0, 0, (0, 5)))
+    feed.begin(TRACK, 3)
+    feed.add(TRACK, rows(3, 4))
+    feed.extend(TRACK, [8])
+    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
+    feed.close()
+    assert positions(everything(buffer)) == ([3], [])
 
 
 def test_what_is_refused_after_a_track_was_joined_is_lost_though_its_rows_come() -> None:
-    reservoir = room()
-    tap = tap_of(reservoir, NEWEST)
-    tap.join(TRACK, [7])
-    tap.refuse({0})
-    tap.begin(TRACK, 3)
-    tap.feed(TRACK, rows(3, 5))
-    tap.extend(TRACK, [8, 9])
-    tap.close()
-    assert positions(everything(reservoir)) == ([], [3, 4])
-    assert reservoir.meter.bytes == 0
+    buffer = room()
+    feed = feed_of(buffer, NEWEST)
+    feed.join(TRACK, [7])
+    feed.refuse({0})
+    feed.begin(TRACK, 3)
+    feed.add(TRACK, rows(3, 5))
+    feed.extend(TRACK, [8, 9])
+    feed.close()
+    assert positions(everything(buffer)) == ([], [3, 4])
+    assert buffer.byte_counter.bytes == 0
 
 
 def test_a_track_of_which_nothing_is_wanted_any_more_keeps_no_rows() -> None:
-    reservoir = room()
-    tap = tap_of(reservoir, NEWEST)
-    tap.join(TRACK, [7])
-    tap.begin(TRACK, OPEN_END)
+    buffer = room()
+    feed = feed_of(buffer, NEWEST)
+    feed.join(TRACK, [7])
+    feed.begin(TRACK, OPEN_END)
     came = rows(3, 5)
     held = sys.getrefcount(came)
-    tap.feed(TRACK, came)
+    feed.add(TRACK, came)
     assert sys.getrefcount(came) == held
-    tap.extend(TRACK, [8, 9])
-    tap.close()
-    assert positions(everything(reservoir)) == ([], [])
+    feed.extend(TRACK, [8, 9])
+    feed.close()
+    assert positions(everything(buffer)) == ([], [])
 
 
 OTHER = Site(Point.RESID_POST, 1)
@@ -327,10 +327,10 @@ def of_site(site: Site, start: int, end: int) -> Rows:
     return replace(rows(start, end), sites=(site.index,))
 
 
-def ended(tap: Tap, count: int) -> None:
-    tap.extend(TRACK, [7] * (count + 1 - len(tap._prompt)))
-    tap.release(TRACK, Released("r", (), True, {}, 0, 0, (0, count)))
-    tap.close()
+def ended(feed: RowFeed, count: int) -> None:
+    feed.extend(TRACK, [7] * (count + 1 - len(feed._prompt)))
+    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, count)))
+    feed.close()
 
 
 @pytest.mark.parametrize(
@@ -338,13 +338,13 @@ def ended(tap: Tap, count: int) -> None:
     [(NEWEST, [0, 1, 2, 3, 4], [5, 6, 7]), (OLDEST, [3, 4, 5, 6, 7], [0, 1, 2])],
 )
 def test_of_rows_that_come_at_once_those_stay_that_fit(policy, kept, lost) -> None:
-    reservoir = room(5 * ROW)
-    tap = tap_of(reservoir, policy, prompt=8)
-    tap.feed(TRACK, rows(0, 8))
-    assert reservoir.used <= 5 * ROW
-    ended(tap, 8)
-    assert positions(everything(reservoir)) == (kept, lost)
-    assert tap.counts() == {0: (5, 3)}
+    buffer = room(5 * ROW)
+    feed = feed_of(buffer, policy, prompt=8)
+    feed.add(TRACK, rows(0, 8))
+    assert buffer.used <= 5 * ROW
+    ended(feed, 8)
+    assert positions(everything(buffer)) == (kept, lost)
+    assert feed.counts() == {0: (5, 3)}
 
 
 @pytest.mark.parametrize(
@@ -355,20 +355,20 @@ def test_a_position_that_finds_no_room_at_one_site_takes_none_at_the_others(
     policy, kept, lost
 ) -> None:
     deliveries = Deliveries()
-    reservoir = Reservoir(8 * ROW, unexpected, deliveries)
-    tap = Tap("r", [1] * 8, {0: BOTH}, FloatType.FLOAT32, policy, reservoir)
-    tap.feed(TRACK, of_site(SITE, 0, 8))
-    tap.feed(TRACK, of_site(OTHER, 0, 8))
-    ended(tap, 8)
-    assert positions(everything(reservoir)) == (kept, lost)
+    buffer = DeliveryBuffer(8 * ROW, unexpected, deliveries)
+    feed = RowFeed("r", [1] * 8, {0: BOTH}, FloatType.FLOAT32, policy, buffer)
+    feed.add(TRACK, of_site(SITE, 0, 8))
+    feed.add(TRACK, of_site(OTHER, 0, 8))
+    ended(feed, 8)
+    assert positions(everything(buffer)) == (kept, lost)
     assert deliveries.lost_rows == 2 * len(lost)
 
 
 def test_what_stays_of_rows_that_come_at_once_is_all_the_memory_that_is_held() -> None:
-    reservoir = room(10 * ROW)
-    tap = tap_of(reservoir, NEWEST, prompt=4000)
+    buffer = room(10 * ROW)
+    feed = feed_of(buffer, NEWEST, prompt=4000)
     tracemalloc.start()
-    tap.feed(TRACK, rows(0, 4000))
+    feed.add(TRACK, rows(0, 4000))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 40 * ROW
@@ -379,11 +379,11 @@ def test_what_stays_of_rows_that_come_at_once_is_all_the_memory_that_is_held() -
 def test_however_rows_come_those_that_fit_stay_and_each_is_given_or_lost(seed, policy) -> None:
     rng = random.Random(seed)
     deliveries, limit = Deliveries(), rng.randrange(2, 30) * ROW
-    reservoir = Reservoir(limit, unexpected, deliveries)
+    buffer = DeliveryBuffer(limit, unexpected, deliveries)
     sites = tuple(Site(Point.RESID_POST, layer) for layer in range(rng.randrange(1, 4)))
     capture = ResolvedCapture(sites, EVERYTHING, FloatType.FLOAT32)
-    tap = Tap("r", [1], {0: capture}, FloatType.FLOAT32, policy, reservoir)
-    items: list[Item] = []
+    feed = RowFeed("r", [1], {0: capture}, FloatType.FLOAT32, policy, buffer)
+    items: list[DeliveryItem] = []
     total = 60
     reads = rng.random() < 0.7
     at = dict.fromkeys(sites, 0)
@@ -391,20 +391,20 @@ def test_however_rows_come_those_that_fit_stay_and_each_is_given_or_lost(seed, p
         behind = [site for site in sites if at[site] < total and at[site] <= min(at.values()) + 20]
         site = rng.choice(behind)
         end = min(total, at[site] + rng.randrange(1, 25))
-        tap.feed(TRACK, of_site(site, at[site], end))
+        feed.add(TRACK, of_site(site, at[site], end))
         at[site] = end
-        assert reservoir.used <= limit
-        tokens = min(at.values()) - len(tap._lane(TRACK).tokens)
-        tap.extend(TRACK, [7] * tokens)
-        while reads and rng.random() < 0.5 and (item := reservoir.take()) is not None:
+        assert buffer.used <= limit
+        tokens = min(at.values()) - len(feed._sequence_rows(TRACK).tokens)
+        feed.extend(TRACK, [7] * tokens)
+        while reads and rng.random() < 0.5 and (item := buffer.take()) is not None:
             items.append(item)
-    ended(tap, total)
-    items += everything(reservoir)
+    ended(feed, total)
+    items += everything(buffer)
     given, lost = positions(items)
     assert sorted(given + lost) == list(range(total))
     assert given == sorted(given)
     assert deliveries.lost_rows == len(lost) * len(sites)
-    assert (reservoir.meter.bytes, reservoir.meter.rows) == (0, 0)
+    assert (buffer.byte_counter.bytes, buffer.byte_counter.rows) == (0, 0)
     if not reads and policy == NEWEST:
         assert given == list(range(len(given)))
     if not reads:

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rheostat_server import tokenizer as tokenizers
-from rheostat_server.tokenizer import (
+from rheostat_server.engine.vllm_engine import DEMO_MODEL
+from rheostat_server.prompts import tokenizer as tokenizers
+from rheostat_server.prompts.tokenizer import (
     HuggingFaceTokenizer,
     TooManyTokens,
     decode_with_offsets,
 )
-from rheostat_server.vllm_engine import DEMO_MODEL
 
 
 class ByteTokenizer:

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from rheostat_server import tokenizer_threads
 from rheostat_server.errors import QueueFull
 from rheostat_server.limits import SHORT_TEXT_BYTES
-from rheostat_server.tokenizer_threads import TokenizerThreads
+from rheostat_server.prompts import tokenizer_threads
+from rheostat_server.prompts.tokenizer_threads import TokenizerThreads
 
 from .characters import CharTokenizer
 

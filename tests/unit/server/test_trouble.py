@@ -7,9 +7,12 @@ import grpc
 import pytest
 
 from rheostat_engine import Dropped, Installed, Released, Rows
-from rheostat_server import admission, errors, generation, release
+from rheostat_server import errors
+from rheostat_server.admission import admit as admission
+from rheostat_server.engine.backend import Delta
 from rheostat_server.errors import EngineLost
-from rheostat_server.host import Delta
+from rheostat_server.generation import responses as generation
+from rheostat_server.requests import release
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -139,8 +142,8 @@ async def test_a_busy_engine_is_not_taken_for_one_that_never_had_a_request(
     assert running.host.ledger.requests == 1
     free.set()
     (job,) = running.backend.jobs
-    _, life = running.host._routes[job.plan.request_id]
-    await until(lambda: life.installed)
+    _, sequence = running.host._routes[job.plan.request_id]
+    await until(lambda: sequence.installed)
     assert running.host.ledger.requests == 1
     running.backend._release(job, len(job.prompt))
     await until(lambda: not running.host.open_requests)
@@ -342,7 +345,7 @@ async def test_a_refusal_is_typed_and_one_short_line_of_the_log_whatever_it_says
     refusal = await running.client.refusal(request())
     assert (refusal.code, refusal.reason) == (Code.NOT_FOUND, "REASON_NAME_NOT_FOUND")
     assert said.startswith(refusal.message)
-    (line,) = (r.getMessage() for r in caplog.records if r.name == "rheostat_server.rpc")
+    (line,) = (r.getMessage() for r in caplog.records if r.name == "rheostat_server.api.rpc")
     assert line.isprintable()
     assert len(line) < 600
 
@@ -384,7 +387,7 @@ async def test_late_events_of_a_request_never_reach_another_with_its_id(running)
 async def test_all_samples_are_waited_for_at_once(starter, monkeypatch) -> None:
     barrier = asyncio.Barrier(3)
 
-    async def released_within(life, seconds) -> bool:
+    async def released_within(sequence, seconds) -> bool:
         await barrier.wait()
         return True
 

@@ -12,8 +12,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+from rheostat_server.api.unknown_fields import Walk, unknown_field
 from rheostat_server.limits import OFFLOAD_BYTES
-from rheostat_server.unknown_fields import Walk, unknown_field
 from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,

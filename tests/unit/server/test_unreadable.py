@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from rheostat_server.incoming import lean
+from rheostat_server.api.incoming import lean
 from rheostat_wire.v1 import generation_service_pb2
 
 from .conftest import Refusal, rest

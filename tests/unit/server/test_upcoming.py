@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from rheostat_engine import OPEN_END, Point, Rows, Site
-from rheostat_server.capture.leaving import Chunk, End, Item, Sealed, Track
-from rheostat_server.capture.reservoir import Reservoir
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.capture.taps import Tap
-from rheostat_server.selection import Selection
+from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, SequenceKey
+from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.selectors.selection import Selection
 from rheostat_server.subscriptions.messages import Message, Response
-from rheostat_server.subscriptions.upcoming import Upcoming
+from rheostat_server.subscriptions.send_queue import SendQueue
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2
 
@@ -25,46 +25,46 @@ class Carrier:
     """Encodes when it is told to."""
 
     def __init__(self) -> None:
-        self.begun: list[Item] = []
+        self.begun: list[DeliveryItem] = []
         self.go = asyncio.Event()
 
-    async def messages_of(self, items: Sequence[Item]) -> list[Message]:
+    async def messages_of(self, items: Sequence[DeliveryItem]) -> list[Message]:
         self.begun += items
-        if any(isinstance(item, Chunk | Sealed) for item in items):
+        if any(isinstance(item, Chunk | EncodedChunk) for item in items):
             await self.go.wait()
         return [
             Message(Response(), item.block.size if isinstance(item, Chunk) else 0) for item in items
         ]
 
 
-def requests(count: int, reservoir: Reservoir) -> None:
+def requests(count: int, buffer: DeliveryBuffer) -> None:
     """Requests that have ended, each with one row."""
     capture = ResolvedCapture((SITE,), Selection(((0, OPEN_END),), ()), FloatType.FLOAT32)
-    track = Track(0, False)
+    track = SequenceKey(0, False)
     for number in range(count):
-        tap = Tap(
+        feed = RowFeed(
             f"r{number}",
             [5],
             {0: capture},
             FloatType.FLOAT32,
             capture_pb2.OVERLOAD_FAIL,
-            reservoir,
+            buffer,
         )
         data = np.zeros((1, WIDTH), np.float32)
-        tap.feed(track, Rows("", (SITE.index,), np.zeros(1, np.int32), data[None]))
-        tap.extend(track, [7])
-        tap.close()
+        feed.add(track, Rows("", (SITE.index,), np.zeros(1, np.int32), data[None]))
+        feed.extend(track, [7])
+        feed.close()
 
 
-def upcoming(count: int) -> tuple[Upcoming, Carrier]:
-    reservoir = Reservoir(1 << 30, lambda tap, error: None)
+def send_queue(count: int) -> tuple[SendQueue, Carrier]:
+    buffer = DeliveryBuffer(1 << 30, lambda feed, error: None)
     carrier = Carrier()
-    requests(count, reservoir)
-    return Upcoming(reservoir, carrier), carrier
+    requests(count, buffer)
+    return SendQueue(buffer, carrier), carrier
 
 
 async def test_items_come_in_order_and_two_are_begun() -> None:
-    one, carrier = upcoming(3)
+    one, carrier = send_queue(3)
     one.prepare()
     await asyncio.sleep(0)
     assert [type(item) for item in carrier.begun] == [Chunk]  # behind it comes an end
@@ -74,13 +74,13 @@ async def test_items_come_in_order_and_two_are_begun() -> None:
     while await one.message() is not None:
         taken.append(one.take())
     assert [type(item) for item in taken] == [Chunk, End] * 3
-    assert [item.tap.request_id for item in taken] == ["r0", "r0", "r1", "r1", "r2", "r2"]
+    assert [item.feed.request_id for item in taken] == ["r0", "r0", "r1", "r1", "r2", "r2"]
     assert carrier.begun == taken
     assert one.bytes == 0
 
 
 async def test_a_call_that_goes_away_takes_nothing_with_it() -> None:
-    one, carrier = upcoming(1)
+    one, carrier = send_queue(1)
     first = asyncio.create_task(one.message())
     second = asyncio.create_task(one.message())
     await asyncio.sleep(0)
@@ -95,11 +95,11 @@ async def test_a_call_that_goes_away_takes_nothing_with_it() -> None:
 
 
 async def test_what_comes_back_from_disk_is_written_once_though_its_call_goes_away() -> None:
-    one, carrier = upcoming(1)
-    (chunk, end) = (one._reservoir.take(), one._reservoir.take())
+    one, carrier = send_queue(1)
+    (chunk, end) = (one._buffer.take(), one._buffer.take())
     assert isinstance(chunk, Chunk)
-    back = [Sealed(chunk.tap, chunk.track, capture_pb2.Captured()), end]
-    one._reservoir.take = lambda: back.pop(0) if back else None  # type: ignore[method-assign]  # a disk
+    back = [EncodedChunk(chunk.feed, chunk.track, capture_pb2.Captured()), end]
+    one._buffer.take = lambda: back.pop(0) if back else None  # type: ignore[method-assign]  # a disk
     first = asyncio.create_task(one.message())
     second = asyncio.create_task(one.message())
     await asyncio.sleep(0)
@@ -107,11 +107,11 @@ async def test_what_comes_back_from_disk_is_written_once_though_its_call_goes_aw
     await asyncio.sleep(0)
     carrier.go.set()
     assert await second is not None
-    assert [type(item) for item in carrier.begun] == [Sealed]
+    assert [type(item) for item in carrier.begun] == [EncodedChunk]
 
 
 async def test_what_was_forgotten_while_it_was_encoded_is_not_given() -> None:
-    one, carrier = upcoming(1)
+    one, carrier = send_queue(1)
     waiting = asyncio.create_task(one.message())
     await asyncio.sleep(0)
     one.clear()

@@ -9,9 +9,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from rheostat_server import upload
 from rheostat_server.errors import QueueFull, RheostatError
-from rheostat_server.upload import Uploads
+from rheostat_server.vectors import upload
+from rheostat_server.vectors.upload import Uploads
 from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
 from .fakes import LAYERS, WIDTH

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from rheostat_server.errors import NotSupported, VectorDirFailed
 from rheostat_server.tensors import FloatType
-from rheostat_server.vector_files import Contents, Saved, VectorFiles
-from rheostat_server.vector_names import NameFile
-from rheostat_server.vectors import Name, Vector, make_vector
+from rheostat_server.vectors.files import Contents, Saved, VectorFiles
+from rheostat_server.vectors.names import NameFile
+from rheostat_server.vectors.store import Name, Vector, make_vector
 from rheostat_wire.v1 import types_pb2
 
 
@@ -326,8 +326,8 @@ def test_names_that_cannot_be_written_are_as_they_were(
 def test_names_that_were_set_outlive_a_process_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys\n"
-        "from rheostat_server.vector_files import VectorFiles\n"
-        "from rheostat_server.vectors import Name\n"
+        "from rheostat_server.vectors.files import VectorFiles\n"
+        "from rheostat_server.vectors.store import Name\n"
         "files = VectorFiles(pathlib.Path(sys.argv[1]))\n"
         "for number in range(1 << 20):\n"
         "    files.set_name(f'n{number}', Name(bytes(32), 'd' * 4096, None))\n"
@@ -372,7 +372,7 @@ def test_two_servers_cannot_share_a_folder_until_one_gives_it_up(files: VectorFi
 def test_the_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
     program = (
         "import os, sys, pathlib\n"
-        "from rheostat_server.vector_files import VectorFiles\n"
+        "from rheostat_server.vectors.files import VectorFiles\n"
         "VectorFiles(pathlib.Path(sys.argv[1]))\n"
         "print('locked', flush=True)\n"
         "sys.stdin.read()\n"
@@ -394,7 +394,7 @@ def test_the_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
 def test_a_process_that_was_forked_does_not_keep_a_folder_that_was_given_up(tmp_path: Path) -> None:
     program = (
         "import os, sys, pathlib\n"
-        "from rheostat_server.vector_files import VectorFiles\n"
+        "from rheostat_server.vectors.files import VectorFiles\n"
         "files = VectorFiles(pathlib.Path(sys.argv[1]))\n"
         "if os.fork() == 0:\n"
         "    sys.stdin.read()\n"

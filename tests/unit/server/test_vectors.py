@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from rheostat_server import vectors
 from rheostat_server.errors import NameNotFound, NonFinite, StoreFull, VectorNotFound
-from rheostat_server.listing import Key
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import Name, PutResult, Vector, VectorStore, make_vector
+from rheostat_server.vectors import store as vectors
+from rheostat_server.vectors.listing import Key
+from rheostat_server.vectors.store import Name, PutResult, Vector, VectorStore, make_vector
 from rheostat_wire.v1 import types_pb2
 
 SIZE = 8

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from rheostat_server.config import ServerConfig
-from rheostat_server.vllm_engine import cpu_memory, what_happened
+from rheostat_server.engine.vllm_engine import cpu_memory, what_happened
 
 VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_server.capture.budget import Meter
-from rheostat_server.capture.waiting import Waiting
+from rheostat_server.delivery.byte_budget import ByteCounter
+from rheostat_server.delivery.pending_rows import PendingRows
 
 SITES = (3, 8, 11)
 ALL = (0, 1, 2)
@@ -40,8 +40,8 @@ def events(draw: st.DrawFn) -> list[tuple[tuple[int, ...], list[int], bool]]:
 def test_each_row_leaves_once_in_order_and_of_one_kind(
     fed: list[tuple[tuple[int, ...], list[int], bool]], reads: list[tuple[int, int]]
 ) -> None:
-    meter = Meter()
-    waiting = Waiting(SITES, meter)
+    byte_counter = ByteCounter()
+    waiting = PendingRows(SITES, byte_counter)
     wanted: dict[int, dict[int, bool]] = defaultdict(dict)
     given_out: dict[int, list[int]] = defaultdict(list)
 
@@ -60,7 +60,7 @@ def test_each_row_leaves_once_in_order_and_of_one_kind(
     for (sites, positions, made), (frontier, most) in zip(
         fed, (reads + [(0, 1)] * len(fed))[: len(fed)], strict=True
     ):
-        held = meter.rows
+        held = byte_counter.rows
         at = np.array(positions, np.int32)
         pieces = waiting.put(sites, (*range(len(sites)),), at, rows(sites, at), made=made)
         new = 0
@@ -71,7 +71,7 @@ def test_each_row_leaves_once_in_order_and_of_one_kind(
             new += len(entered)
             there = {p for one in pieces if site in one.sites for p in one.positions.tolist()}
             assert entered.keys() <= there
-        assert meter.rows == held + new == sum(map(len, waiting.positions()))
+        assert byte_counter.rows == held + new == sum(map(len, waiting.positions()))
         assert waiting.frontier == min(max(wanted[site], default=-1) + 1 for site in SITES)
         read(frontier, most)
     waits = [positions.tolist() for positions in waiting.positions()]
@@ -81,11 +81,11 @@ def test_each_row_leaves_once_in_order_and_of_one_kind(
     assert {site: of for site, of in given_out.items() if of} == {
         site: [*of] for site, of in wanted.items() if of
     }
-    assert (meter.rows, meter.bytes, waiting.row_bytes) == (0, 0, 0)
+    assert (byte_counter.rows, byte_counter.bytes, waiting.row_bytes) == (0, 0, 0)
 
 
 def test_about_so_many_positions_leave_at_once() -> None:
-    waiting = Waiting(SITES, Meter())
+    waiting = PendingRows(SITES, ByteCounter())
     for start in range(0, 12, 4):
         at = np.arange(start, start + 4, dtype=np.int32)
         assert len(waiting.put(SITES, ALL, at, rows(SITES, at), made=False)) == 1
@@ -97,21 +97,21 @@ def test_about_so_many_positions_leave_at_once() -> None:
 
 @pytest.mark.parametrize("made", [False, True])
 def test_what_is_given_up_leaves_no_more(made: bool) -> None:
-    meter = Meter()
-    waiting = Waiting(SITES, meter)
+    byte_counter = ByteCounter()
+    waiting = PendingRows(SITES, byte_counter)
     pieces = []
     for start in (0, 3, 6):
         at = np.arange(start, start + 2, dtype=np.int32)
         pieces += waiting.put(SITES, ALL, at, rows(SITES, at), made=made)
     pieces[0].give_up()
-    assert meter.rows == 2 * 2 * len(SITES)
+    assert byte_counter.rows == 2 * 2 * len(SITES)
     taken = waiting.take(waiting.cut(100, 100))
     assert [column.positions.tolist() for column in taken.values()] == [[3, 4, 6, 7]] * 3
     assert {column.made for column in taken.values()} == {made}
 
 
 def test_a_piece_of_some_of_the_sites_keeps_none_of_the_others_in_memory() -> None:
-    waiting = Waiting(SITES, Meter())
+    waiting = PendingRows(SITES, ByteCounter())
     at = np.arange(2, dtype=np.int32)
     data = rows((1, *SITES), at)
     (piece,) = waiting.put(SITES, (1, 2, 3), at, data, made=False)
@@ -119,7 +119,7 @@ def test_a_piece_of_some_of_the_sites_keeps_none_of_the_others_in_memory() -> No
 
 
 def test_a_site_that_came_alone_and_with_others_is_counted_once() -> None:
-    waiting = Waiting(SITES, Meter())
+    waiting = PendingRows(SITES, ByteCounter())
     prompt, generated = np.arange(10, dtype=np.int32), np.arange(10, 20, dtype=np.int32)
     for site in SITES:
         waiting.put((site,), (0,), prompt, rows((site,), prompt), made=False)
@@ -129,25 +129,25 @@ def test_a_site_that_came_alone_and_with_others_is_counted_once() -> None:
 
 
 def test_rows_of_successive_tokens_are_one_piece_until_they_are_taken() -> None:
-    meter = Meter()
-    waiting = Waiting(SITES, meter)
+    byte_counter = ByteCounter()
+    waiting = PendingRows(SITES, byte_counter)
     for position in range(100):
         at = np.array([position], np.int32)
         waiting.put(SITES, ALL, at, rows(SITES, at), made=False)
-    assert meter.rows == 100 * len(SITES)
-    assert meter.bytes == 100 * len(SITES) * WIDTH * 4
-    assert meter.pieces < 50
+    assert byte_counter.rows == 100 * len(SITES)
+    assert byte_counter.bytes == 100 * len(SITES) * WIDTH * 4
+    assert byte_counter.pieces < 50
     taken = waiting.take(waiting.cut(70, 1000))
     for site, column in taken.items():
         assert column.positions.tolist() == [*range(70)]
         assert column.data.tolist() == [[site, p] for p in range(70)]
-    assert meter.rows == 30 * len(SITES)
+    assert byte_counter.rows == 30 * len(SITES)
     waiting.take(waiting.cut(1000, 1000))
-    assert (meter.rows, meter.bytes, meter.pieces) == (0, 0, 0)
+    assert (byte_counter.rows, byte_counter.bytes, byte_counter.pieces) == (0, 0, 0)
 
 
 def test_large_rows_are_pieces_of_their_own() -> None:
-    waiting = Waiting(SITES[:1], Meter())
+    waiting = PendingRows(SITES[:1], ByteCounter())
     found = []
     for position in range(3):
         at = np.array([position], np.int32)
@@ -157,16 +157,16 @@ def test_large_rows_are_pieces_of_their_own() -> None:
 
 
 def test_part_of_a_piece_that_grew_can_be_lost() -> None:
-    meter = Meter()
-    waiting = Waiting(SITES[:1], meter)
+    byte_counter = ByteCounter()
+    waiting = PendingRows(SITES[:1], byte_counter)
     for position in range(10):
         at = np.array([position], np.int32)
         (piece,) = waiting.put(SITES[:1], (0,), at, rows(SITES[:1], at), made=False)
     assert piece.lose(3, 7) == 4
-    assert meter.rows == 6
+    assert byte_counter.rows == 6
     at = np.array([10], np.int32)
     waiting.put(SITES[:1], (0,), at, rows(SITES[:1], at), made=False)
     (column,) = waiting.take(waiting.cut(1000, 1000)).values()
     assert column.positions.tolist() == [0, 1, 2, 7, 8, 9, 10]
     assert column.data.tolist() == [[SITES[0], p] for p in column.positions]
-    assert (meter.rows, meter.bytes, meter.pieces) == (0, 0, 0)
+    assert (byte_counter.rows, byte_counter.bytes, byte_counter.pieces) == (0, 0, 0)

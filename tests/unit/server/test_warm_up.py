@@ -9,10 +9,10 @@ import pytest
 from rheostat_engine import Codec, Kind
 from rheostat_server import serve
 from rheostat_server.config import ServerConfig
+from rheostat_server.engine.backend import Delta, Job
+from rheostat_server.engine.warm_up import warm_up
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
-from rheostat_server.host import Delta, Job
 from rheostat_server.serve import run
-from rheostat_server.warm_up import warm_up
 
 from .fakes import INFO, PARALLEL, SITES, ScriptedBackend, sites_with
 
@@ -100,7 +100,7 @@ async def test_an_engine_that_dies_at_a_first_request_has_failed(at: str) -> Non
 
 
 async def test_an_engine_that_never_releases_a_request_has_failed(monkeypatch) -> None:
-    monkeypatch.setattr("rheostat_server.warm_up._RELEASE_SECONDS", 0.1)
+    monkeypatch.setattr("rheostat_server.engine.warm_up._RELEASE_SECONDS", 0.1)
     backend = ScriptedBackend()
     monkeypatch.setattr(backend, "_release", lambda job, computed: None)
     problem = r"\(captured rows\): the request ended, but no worker released it within 0.1 s"

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from rheostat_engine import Act, Capture, Kind, Plan
+from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.errors import BankFull
-from rheostat_server.line import Line, Room
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -292,7 +292,9 @@ class Crowd:
     """A line, and requests that enter it with so many rows of their own each."""
 
     def __init__(self, rows: int, patience: float = 60) -> None:
-        self.line = Line(sites_with(bank_rows=rows).capacity, step_tokens=16, patience=patience)
+        self.line = AdmissionQueue(
+            sites_with(bank_rows=rows).capacity, step_tokens=16, patience=patience
+        )
         self.held: dict[str, list[str]] = {}
 
     def enter(self, name: str, *vectors: int) -> asyncio.Task[None]:
@@ -300,7 +302,7 @@ class Crowd:
             Act(Kind.ADD, (bytes([vector]) * 32,), ((0, (0,)),), ((vector, vector + 1),))
             for vector in vectors
         )
-        rooms, held = [Room(Plan(name, acts))], self.held.setdefault(name, [])
+        rooms, held = [Reservation(Plan(name, acts))], self.held.setdefault(name, [])
         return asyncio.create_task(self.line.enter(rooms, prompt_len=3, wait=True, held=held))
 
     async def wait_in_line(self, name: str, *vectors: int) -> asyncio.Task[None]:
@@ -311,14 +313,14 @@ class Crowd:
 
 
 async def test_captures_enter_once_no_step_can_overflow_the_ring() -> None:
-    def room(name: str, sites: int, *positions: int) -> Room:
-        return Room(Plan(name, (), (Capture(tuple(range(sites)), (positions,)),)))
+    def room(name: str, sites: int, *positions: int) -> Reservation:
+        return Reservation(Plan(name, (), (Capture(tuple(range(sites)), (positions,)),)))
 
-    async def enter(one: Room, held: list[str]) -> None:
+    async def enter(one: Reservation, held: list[str]) -> None:
         await line.enter([one], prompt_len=100, wait=True, held=held)
 
     capacity = replace(sites_with().capacity, capture_rows=1000)
-    line = Line(capacity, step_tokens=100, patience=60)
+    line = AdmissionQueue(capacity, step_tokens=100, patience=60)
     wide: list[str] = []
     await enter(room("wide", 20, 0, 1), wide)
     await enter(room("dense", 5, 0, 100), [])

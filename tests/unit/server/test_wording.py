@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rheostat_server import errors
-from rheostat_server.prompts import Prompts
+from rheostat_server.prompts.prompts import Prompts
 from rheostat_wire.v1 import generation_pb2, selector_pb2, types_pb2
 
 from .admissions import admission_context, admitted

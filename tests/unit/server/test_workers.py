@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Act, EngineSettings, Kind, Plan
-from rheostat_server import vllm_backend, vllm_engine, vllm_outputs
 from rheostat_server.config import ServerConfig
+from rheostat_server.engine import vllm_backend, vllm_engine, vllm_outputs
+from rheostat_server.engine.backend import Delta, SteeringUpdate
+from rheostat_server.engine.loras import Lora
+from rheostat_server.engine.vllm_backend import ask_workers, start_backend
+from rheostat_server.engine.vllm_engine import LoadedEngine, QueueCounter
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
-from rheostat_server.host import Delta, SteeringUpdate
-from rheostat_server.loras import Lora
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors import make_vector
-from rheostat_server.vllm_backend import ask_workers, start_backend
-from rheostat_server.vllm_engine import LoadedEngine, QueueCounter
+from rheostat_server.vectors.store import make_vector
 
 from .fakes import INFO, SITES
 from .streams import until

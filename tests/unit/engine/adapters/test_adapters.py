@@ -243,7 +243,9 @@ def test_log_probabilities_of_a_prompt_alone_forgo_the_cache(
     wanted: int | None, skips: bool
 ) -> None:
     params = SamplingParams(prompt_logprobs=wanted)
-    assert params.skip_reading_prefix_cache is skips, "rheostat_server.vllm_backend relies on it"
+    assert params.skip_reading_prefix_cache is skips, (
+        "rheostat_server.engine.vllm_backend relies on it"
+    )
 
 
 def test_our_settings_enter_vllms_compile_hash() -> None:

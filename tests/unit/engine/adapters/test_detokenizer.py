@@ -12,7 +12,7 @@ from vllm.v1.engine import detokenizer as vllm_detokenizer
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 
 from rheostat_engine.adapters.detokenizer import decode_last_tokens
-from rheostat_server.vllm_engine import DEMO_MODEL
+from rheostat_server.engine.vllm_engine import DEMO_MODEL
 
 from .test_logprobs import asked
 

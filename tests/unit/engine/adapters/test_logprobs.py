@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from rheostat_engine.adapters.detokenizer import LastTokensDetokenizer
 from rheostat_engine.front_end import prepare_front_end
-from rheostat_server.vllm_engine import DEMO_MODEL
+from rheostat_server.engine.vllm_engine import DEMO_MODEL
 
 RELIES = "rheostat_engine.adapters.logprobs relies on it"
 

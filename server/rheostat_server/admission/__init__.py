@@ -1,0 +1,1 @@
+"""Admission: a request as it came becomes an `AdmittedRequest`."""

@@ -1,0 +1,468 @@
+"""Admission: from a GenerateRequest to integers, or a refusal that names the field.
+
+Whatever a client can send is settled here, so that nothing of it can fail in the engine. Generate
+and Explain share this path.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from rheostat_engine import ModelSites, Plan
+from rheostat_server import validation
+from rheostat_server.admission.baseline import Baseline, compared_logprobs
+from rheostat_server.admission.compiled_requests import CompiledRequest, CompiledRequests, key_of
+from rheostat_server.admission.global_steering import GlobalSteering
+from rheostat_server.admission.planning import check_ranges, compile_plan, observe
+from rheostat_server.admission.request_work import captures_work, observers_work, steering_work
+from rheostat_server.admission.run_names import check_runs
+from rheostat_server.capture.specs import (
+    ResolvedCapture,
+    Target,
+    direction_vectors,
+    find_all_directions,
+    project_all,
+    resolve_captures,
+)
+from rheostat_server.engine.sampling import SamplingSettings, resolve_sampling
+from rheostat_server.errors import LoraNotFound, NotSupported, QueueFull, Resource
+from rheostat_server.limits import (
+    ID_BYTES,
+    LARGE_REQUEST_BYTES,
+    LARGE_REQUESTS,
+    OFFLOAD_BYTES,
+    QUEUED_PROMPT_TOKENS,
+    WAITING_REQUESTS,
+)
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.prompts.prompts import Prompts, PromptTokens
+from rheostat_server.runs.store import Runs
+from rheostat_server.selectors.selection import SelectionContext, needs_text
+from rheostat_server.sinks import Sinks
+from rheostat_server.steering.interventions import (
+    Intervention,
+    check_sums,
+    refuse_probes_and_rules,
+    resolve_steering,
+)
+from rheostat_server.subscriptions.observer_captures import (
+    ObserverCapture,
+    merged,
+    observer_captures,
+)
+from rheostat_server.subscriptions.registry import Subscriptions
+from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors.store import Lookups, Vector, VectorSource, VectorStore
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+)
+
+GenerateRequest = generation_service_pb2.GenerateRequest
+
+_RETRY = 1.0
+"""Seconds after which a request that found the queue full may come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionContext:
+    """What requests are checked against."""
+
+    info: ModelInfo
+    """The model."""
+    sites: ModelSites
+    """Its sites."""
+    prompts: Prompts
+    """Its tokenizer."""
+    store: VectorStore
+    """The stored vectors."""
+    server_wide: GlobalSteering = field(default_factory=GlobalSteering)
+    """The server-wide steering that holds."""
+    subscriptions: Subscriptions | None = None
+    """Those that are open. None: nobody observes what is admitted."""
+    sinks: Sinks | None = None
+    """Where rows can be kept. None: nowhere."""
+    spools: bool = False
+    """Whether rows can wait on disk."""
+    runs: Runs | None = None
+    """Where runs are stored. None: nowhere."""
+    compiled: CompiledRequests | None = None
+    """Compiled requests. None: each request is compiled."""
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_REQUESTS))
+    """Held while a large request is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request that can run."""
+
+    request_id: str
+    """Given or made."""
+    labels: Mapping[str, str]
+    """By which it can be found."""
+    prompt: PromptTokens
+    """The prompt."""
+    context: SelectionContext
+    """What its selectors were resolved against."""
+    sampling: SamplingSettings
+    """How to sample."""
+    interventions: tuple[Intervention, ...]
+    """The server-wide ones, then the request's, in order."""
+    captures: tuple[ResolvedCapture, ...]
+    """One per capture, in order."""
+    observer_captures: tuple[ObserverCapture, ...]
+    """What subscriptions want of it."""
+    plan: Plan
+    """What the engine has to do to every sample, under the request's own id."""
+    unobserved: Plan
+    """A plan with only those captures that the request asks for itself."""
+    vectors: tuple[Vector, ...]
+    """Every vector that it needs, each once; those of observers come without it."""
+    lora: str
+    """Adapter; empty: none."""
+    server_wide: GlobalSteering
+    """The server-wide steering that it runs under."""
+    return_prompt_token_ids: bool
+    """Whether Started holds the prompt's tokens."""
+    waits: bool
+    """Whether it waits while others hold what it needs."""
+    baseline: Baseline | None
+    """What runs beside it for comparison, if asked for."""
+
+    @property
+    def prompt_len(self) -> int:
+        """P."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def inline_captures(self) -> dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]]:
+        """Those whose rows go into the response, by their policy and place in the request."""
+        found: dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]] = {}
+        for index, one in enumerate(self.captures):
+            if one.target is Target.INLINE:
+                found.setdefault(one.overload, {})[index] = one
+        return found
+
+
+class CompiledUpdate(NamedTuple):
+    """Steering for a running request."""
+
+    interventions: tuple[Intervention, ...]
+    """The server-wide ones of the request, then those of the update."""
+    plan: Plan
+    """The packed plan, without an id."""
+    vectors: tuple[Vector, ...]
+    """Every vector that the workers need, each once."""
+
+
+async def admit(
+    request: GenerateRequest, admission: AdmissionContext, *, changeable: bool = False
+) -> AdmittedRequest:
+    """Admits a request: on the event loop if that is little work, otherwise on a thread.
+
+    Large requests wait for each other; see `LARGE_REQUESTS`.
+
+    Args:
+        request: as it came.
+        admission: what it is checked against.
+        changeable: whether its steering may change while it runs: what it generates is then shared
+            with no other request.
+
+    Raises:
+        RheostatError: it cannot run; the error says why, and which field is concerned.
+    """
+    size = request.ByteSize()
+    if size <= LARGE_REQUEST_BYTES:
+        return await _admit(request, size, admission, changeable=changeable)
+    async with admission.large:
+        return await _admit(request, size, admission, changeable=changeable)
+
+
+async def _admit(
+    request: GenerateRequest, size: int, admission: AdmissionContext, *, changeable: bool
+) -> AdmittedRequest:
+    _check_head(request, admission)
+    with_text = await offload(size, _any_needs_text, request.steering, request.captures)
+    prompt = await admission.prompts.resolve(request, with_text=with_text)
+    candidate = _Candidate(request, request.request_id or uuid.uuid4().hex, prompt, changeable)
+    observers = candidate.observers(admission)
+    if _work(request, prompt, observers, admission) <= OFFLOAD_BYTES:
+        return admit_now(candidate, observers, admission, admission.store, admission.compiled)
+    # A thread may read the store, and must leave the rest to the event loop.
+    return await asyncio.to_thread(
+        admit_now, candidate, observers, admission, admission.store.view(), compiled_before=None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A request whose prompt is known."""
+
+    request: GenerateRequest
+    request_id: str
+    """Given or made."""
+    prompt: PromptTokens
+    changeable: bool
+    """Whether its steering may change while it runs."""
+
+    def observers(self, admission: AdmissionContext) -> Sequence[Subscription]:
+        """The subscriptions that observe the request without its knowledge."""
+        if admission.subscriptions is None or not len(admission.subscriptions):
+            return ()
+        return admission.subscriptions.selecting(self.request_id, self.request.labels)
+
+
+def admit_now(
+    candidate: _Candidate,
+    observers: Sequence[Subscription],
+    admission: AdmissionContext,
+    vectors: VectorSource,
+    compiled_before: CompiledRequests | None,
+) -> AdmittedRequest:
+    """Admits a request. Takes long for a large one; see `admit`.
+
+    Args:
+        candidate: the request.
+        observers: the subscriptions that observe it.
+        admission: what it is checked against.
+        vectors: where its vectors are looked up.
+        compiled_before: compiled requests of which it may use one; None on a thread.
+
+    Raises:
+        RheostatError: it cannot run.
+    """
+    request, prompt = candidate.request, candidate.prompt
+    sampling = resolve_sampling(
+        request.sampling,
+        prompt_len=len(prompt.token_ids),
+        prompt_field=prompt.source,
+        model=admission.info,
+        has_tokenizer=admission.prompts.has_tokenizer,
+    )
+    context = SelectionContext(prompt, sampling.max_tokens, admission.info.vocabulary)
+    key, known = None, None
+    if compiled_before is not None:
+        key = key_of(request, context, admission.server_wide)
+        known = None if key is None else compiled_before.find(key)
+    lookups = Lookups(vectors)
+    if known is None:
+        own = resolve_steering(
+            request.steering, admission.sites, context, lookups, receipt_pb2.ORIGIN_REQUEST
+        )
+        captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
+    else:
+        own, captures = known.own, known.captures
+    wanted = merged([*_directed(captures, admission), *observer_captures(observers, context)])
+    compiled = known
+    if compiled is None:
+        compiled = _compile(own, captures, context, admission)
+        if compiled_before is not None and key is not None:
+            compiled_before.add(key, compiled, lookups)
+    plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
+    baseline = None
+    if request.with_baseline:
+        without = compile_plan(candidate.request_id, compiled.server_wide, captures)
+        compared = compared_logprobs(sampling, admission.info.logprobs)
+        watched = without.plan.with_captures_of(plan)
+        baseline = Baseline(watched, compared, admission.info.model_tokens)
+    private_from = context.prompt_len if candidate.changeable else None
+    return AdmittedRequest(
+        request_id=candidate.request_id,
+        labels=dict(request.labels),
+        prompt=prompt,
+        context=context,
+        sampling=sampling,
+        interventions=(*compiled.server_wide, *own),
+        captures=captures,
+        observer_captures=wanted,
+        plan=replace(plan, request_id=candidate.request_id, private_from=private_from),
+        unobserved=compiled.plan,
+        lora=request.lora_name,
+        vectors=compiled.vectors,
+        server_wide=admission.server_wide,
+        return_prompt_token_ids=request.return_prompt_token_ids,
+        waits=_waits(request),
+        baseline=baseline,
+    )
+
+
+def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
+    """Checks all that needs neither the prompt nor the vectors."""
+    if request.request_id:
+        validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
+    refuse_probes_and_rules(request, "")
+    _check_lora(request.lora_name, admission.info.loras)
+    validation.labels(request.labels, "labels")
+    _waits(request)
+    check_ranges(request.steering, request.captures)
+
+
+def _work(
+    request: GenerateRequest,
+    prompt: PromptTokens,
+    observers: Sequence[Subscription],
+    admission: AdmissionContext,
+) -> int:
+    """Bytes that `admit_now` counts for; see `offload`."""
+    length, vectors = len(prompt.token_ids), admission.store.view()
+    work = observers_work(observers, length)
+    if request.HasField("steering"):
+        work += steering_work(request.steering, length, admission.sites, vectors)
+    if request.captures:
+        work += captures_work(request.captures, length, admission.sites)
+    if admission.server_wide.ops:
+        work += steering_work(admission.server_wide.steering, length, admission.sites, vectors)
+    return work
+
+
+def _resolve_captures(
+    request: GenerateRequest,
+    context: SelectionContext,
+    samples: int,
+    vectors: VectorSource,
+    admission: AdmissionContext,
+) -> tuple[ResolvedCapture, ...]:
+    """The captures of a request, with the vectors on which their rows are projected."""
+    if not request.captures:
+        return ()
+    drafts = resolve_captures(
+        request.captures, admission.sites, context, admission.sinks, spools=admission.spools
+    )
+    check_runs(drafts, admission.runs, samples=samples, prompt_len=context.prompt_len)
+    return project_all(
+        drafts, find_all_directions(drafts, vectors, admission.sites), admission.sites
+    )
+
+
+def _compile(
+    own: tuple[Intervention, ...],
+    captures: tuple[ResolvedCapture, ...],
+    context: SelectionContext,
+    admission: AdmissionContext,
+) -> CompiledRequest:
+    """The plan of a request's steering and captures, together with the server-wide steering."""
+    server_wide = admission.server_wide.resolve(context)
+    interventions = (*server_wide, *own)
+    check_sums(interventions, FloatType(admission.sites.dtype))
+    plan, vectors = compile_plan("", interventions, captures)
+    needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
+    return CompiledRequest(own, captures, server_wide, plan, tuple(needed.values()))
+
+
+def check_queue(
+    admitted: AdmittedRequest, running_samples: int, *, samples: int, prompt_tokens: int
+) -> None:
+    """Checks that a request may run or wait beside those that do.
+
+    Args:
+        admitted: the request.
+        running_samples: samples that the engine runs at once.
+        samples: samples of the other requests.
+        prompt_tokens: prompt tokens of the other requests, with one prompt for each sample.
+
+    Raises:
+        QueueFull: it may not.
+    """
+    if samples >= running_samples + WAITING_REQUESTS:
+        raise QueueFull(
+            f"{samples} samples run or wait already; try again later", retry_after=_RETRY
+        )
+    own = admitted.prompt_len * admitted.sampling.samples
+    if samples and prompt_tokens + own > QUEUED_PROMPT_TOKENS:
+        raise QueueFull(
+            f"the prompts that run or wait have {prompt_tokens} tokens, with one prompt for each "
+            f"sample; at most {QUEUED_PROMPT_TOKENS} are allowed",
+            retry_after=_RETRY,
+        )
+
+
+async def compile_update(
+    steering: steering_pb2.Steering,
+    admission: AdmissionContext,
+    context: SelectionContext,
+    server_wide: Sequence[Intervention],
+) -> CompiledUpdate:
+    """Compiles steering that a running request gets in place of its own.
+
+    Raises:
+        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be carried out.
+    """
+    check_ranges(steering)
+    if context.prompt.text is None and await offload(
+        steering.ByteSize(), _any_needs_text, steering, ()
+    ):
+        context = replace(context, prompt=await admission.prompts.read(context.prompt))
+    view = admission.store.view()
+    work = steering_work(steering, context.prompt_len, admission.sites, view)
+    vectors = admission.store if work <= OFFLOAD_BYTES else view
+    return await offload(work, _compile_update, steering, vectors, admission, context, server_wide)
+
+
+def _compile_update(
+    steering: steering_pb2.Steering,
+    vectors: VectorSource,
+    admission: AdmissionContext,
+    context: SelectionContext,
+    server_wide: Sequence[Intervention],
+) -> CompiledUpdate:
+    origin = receipt_pb2.ORIGIN_UPDATE
+    own = resolve_steering(steering, admission.sites, context, vectors, origin)
+    interventions = (*server_wide, *own)
+    check_sums(interventions, FloatType(admission.sites.dtype))
+    plan, needed = compile_plan("", interventions, ())
+    return CompiledUpdate(interventions, plan, needed)
+
+
+def _directed(
+    captures: Sequence[ResolvedCapture], admission: AdmissionContext
+) -> list[ObserverCapture]:
+    """What a request sends to subscriptions, each of which must be open.
+
+    Rows go out under numbers after those of the subscription's own captures.
+    """
+    by_name: dict[str, dict[int, ResolvedCapture]] = {}
+    for index, capture in enumerate(captures):
+        if capture.target is Target.SUBSCRIPTION:
+            by_name.setdefault(capture.subscription, {})[index] = capture
+    observer_captures = []
+    for name, wanted in by_name.items():
+        path = f"captures[{min(wanted)}].subscription_id"
+        if admission.subscriptions is None:
+            raise NotSupported("nobody can subscribe to this request", field=path)
+        found = admission.subscriptions.named(name, path)
+        after = len(found.captures.templates)
+        sent = {after + i: one for i, one in wanted.items()}
+        observer_captures.append(ObserverCapture(found, sent, frozenset(sent)))
+    return observer_captures
+
+
+def _any_needs_text(
+    steering: steering_pb2.Steering, captures: Sequence[capture_pb2.CaptureSpec]
+) -> bool:
+    """Whether a selector looks for text."""
+    selectors = [one.where for one in steering.interventions]
+    selectors += [one.where for one in captures]
+    return any(map(needs_text, selectors))
+
+
+def _check_lora(name: str, known: Sequence[str]) -> None:
+    validation.text_bytes(name, ID_BYTES, "lora_name")
+    if name and name not in known:
+        raise LoraNotFound(
+            f"there is no adapter {name!r}: the server has {', '.join(known) or 'none'}",
+            field="lora_name",
+            resource=Resource("lora", name),
+        )
+
+
+def _waits(request: GenerateRequest) -> bool:
+    if not request.HasField("when_full"):
+        return True
+    validation.known_enum(request.when_full, generation_service_pb2.WhenFull.values(), "when_full")
+    return request.when_full == generation_service_pb2.WHEN_FULL_WAIT

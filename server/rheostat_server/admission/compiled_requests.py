@@ -1,0 +1,178 @@
+"""Compiled steering and captures, kept for requests that send the same bytes again.
+
+Why
+    A client sends the same steering with every prompt. Checking it, composing its acts and packing
+    its tables takes about a millisecond on the event loop; finding it here takes some microseconds.
+    Requests that share a compiled plan also share its entry in the capacity ledger.
+
+What makes an entry valid
+    The bytes of the steering and of each capture, the version of the server-wide steering, and the
+    length of the prompt and of the answer, if a selector counts positions. An entry lists the
+    vectors and names that it was compiled with. It is used only while the store still has them.
+
+Not kept: requests that select tokens by id or text, because these depend on the prompt; captures
+for sinks and runs, because these depend on other requests; large requests and plans.
+
+Invariant: a request that finds an entry is admitted exactly as if it were compiled again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rheostat_engine import Plan
+from rheostat_server.admission.global_steering import GlobalSteering
+from rheostat_server.admission.planning import ObservedPlans
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.limits import (
+    COMPILED_INLINE_BYTES,
+    COMPILED_PLAN_COST,
+    COMPILED_REQUEST_BYTES,
+    COMPILED_REQUESTS,
+)
+from rheostat_server.selectors.selection import SelectionContext
+from rheostat_server.steering.interventions import Intervention
+from rheostat_server.vectors.store import Lookups, Name, Vector, VectorStore
+from rheostat_wire.v1 import capture_pb2, generation_service_pb2, selector_pb2, steering_pb2
+
+
+class Key(NamedTuple):
+    """What a compiled request depends on, beside the store."""
+
+    steering: bytes
+    captures: tuple[bytes, ...]
+    version: int
+    """The version of the server-wide steering."""
+    prompt_len: int
+    """0 unless a selector counts positions, as the next field."""
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRequest:
+    """What the steering and the captures of a request compile to."""
+
+    own: tuple[Intervention, ...]
+    """The request's interventions."""
+    captures: tuple[ResolvedCapture, ...]
+    """One per capture, in order."""
+    server_wide: tuple[Intervention, ...]
+    """The interventions of the server-wide steering."""
+    plan: Plan
+    """The packed plan, without an id."""
+    vectors: tuple[Vector, ...]
+    """Every vector that the workers need, each once."""
+    observed: ObservedPlans = field(default_factory=ObservedPlans)
+    """The plan with the captures of observers."""
+
+
+class _Entry(NamedTuple):
+    compiled: CompiledRequest
+    names: dict[str, Name]
+    vectors: dict[bytes, Vector]
+
+
+class CompiledRequests:
+    """The compiled requests that were used last. Used on the event loop alone."""
+
+    def __init__(self, store: VectorStore) -> None:
+        """Keeps nothing yet. Requests look up their vectors in `store`."""
+        self._store = store
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._version = 0
+        store.follow(self._on_evict)
+
+    def __len__(self) -> int:
+        """The number of compiled requests."""
+        return len(self._entries)
+
+    def find(self, key: Key) -> CompiledRequest | None:
+        """The compiled request under a key, if all that it was compiled with still holds."""
+        if key.version != self._version:  # entries of another version are never used again
+            self._entries.clear()
+            self._version = key.version
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if not self._store.still_has(entry.names, entry.vectors):
+            del self._entries[key]
+            return None
+        self._entries.move_to_end(key)
+        return entry.compiled
+
+    def add(self, key: Key, compiled: CompiledRequest, lookups: Lookups) -> None:
+        """Keeps a compiled request, unless it is too large or its vectors have changed."""
+        inline = sum(
+            vector.size
+            for one in compiled.own
+            for vector in one.op.vectors
+            if vector.digest not in lookups.vectors
+        )
+        if (
+            compiled.plan.plan_cost > COMPILED_PLAN_COST
+            or inline > COMPILED_INLINE_BYTES
+            or not self._store.still_has(lookups.names, lookups.vectors)
+        ):
+            return
+        self._entries[key] = _Entry(compiled, lookups.names, lookups.vectors)
+        if len(self._entries) > COMPILED_REQUESTS:
+            self._entries.popitem(last=False)
+
+    def _on_evict(self, digest: bytes) -> None:
+        """Frees the memory of a vector that has left the store."""
+        for key in [key for key, entry in self._entries.items() if digest in entry.vectors]:
+            del self._entries[key]
+
+
+def key_of(
+    request: generation_service_pb2.GenerateRequest,
+    context: SelectionContext,
+    server_wide: GlobalSteering,
+) -> Key | None:
+    """The key under which a request's compiled form is kept; None: it is not kept."""
+    steering = request.steering.SerializeToString() if request.HasField("steering") else b""
+    captures = tuple([one.SerializeToString() for one in request.captures])
+    if len(steering) + sum(map(len, captures)) > COMPILED_REQUEST_BYTES:
+        return None
+    counts = _counts_positions(request.steering.interventions) if steering else False
+    if counts is not None and captures:
+        counts = _count_positions_too(request.captures, counts)
+    if counts is not None and server_wide.ops:
+        selecting = _counts_positions(server_wide.steering.interventions)
+        counts = None if selecting is None else counts or selecting
+    if counts is None:
+        return None
+    length, most = (context.prompt_len, context.max_tokens) if counts else (0, 0)
+    return Key(steering, captures, server_wide.version, length, most)
+
+
+def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:
+    """Whether a selector counts positions; None: one depends on the tokens of the prompt."""
+    counts = False
+    for one in interventions:
+        if one.HasField("where"):
+            if _reads_tokens(one.where):
+                return None
+            counts = True
+    return counts
+
+
+def _count_positions_too(captures: Sequence[capture_pb2.CaptureSpec], counts: bool) -> bool | None:
+    """The same for captures; None also if one goes to a sink or a run."""
+    for one in captures:
+        if one.HasField("sink") or one.HasField("run"):
+            return None
+        if one.HasField("where"):
+            if _reads_tokens(one.where):
+                return None
+            counts = True
+    return counts
+
+
+def _reads_tokens(selector: selector_pb2.Selector) -> bool:
+    return any(
+        one.HasField("token_ids") or one.HasField("text")
+        for ranges in (selector.include, selector.exclude)
+        for one in ranges
+    )

@@ -1,0 +1,167 @@
+"""Server-wide steering: versioned, replaced as a whole, part of every request admitted under it.
+
+Invariant: what holds names vectors by digest; they are in the store and with the workers for as
+long as it holds. A request keeps the one that it was admitted under.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rheostat_engine import ModelSites, Plan
+from rheostat_server.admission.planning import check_ranges, compile_plan
+from rheostat_server.admission.request_work import steering_work
+from rheostat_server.engine.admission_queue import Reservation
+from rheostat_server.engine.worker_vectors import WorkerVectorCache
+from rheostat_server.errors import VersionConflict
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.selectors.selection import (
+    EVERYTHING,
+    SelectionContext,
+    resolve_selector,
+    typical_context,
+)
+from rheostat_server.steering.interventions import (
+    INTERVENTION_PATH,
+    Intervention,
+    check_sums,
+    resolve_steering,
+)
+from rheostat_server.steering.ops import ResolvedOp, vector_refs
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors.store import Vector, VectorSource
+from rheostat_wire.v1 import receipt_pb2, steering_pb2
+
+_LOG = logging.getLogger(__name__)
+
+Fits = Callable[[Sequence[Reservation], int], None]
+"""Raises ResourceExhausted if plans, for a prompt of so many tokens, could never be admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalSteering:
+    """One version of the server-wide steering."""
+
+    version: int = 0
+    """0 at startup, one more each time."""
+    steering: steering_pb2.Steering = field(default_factory=steering_pb2.Steering)
+    """As it was sent, but with digests, and the layers of their rows, in the place of names and
+    inline vectors."""
+    ops: tuple[ResolvedOp, ...] = ()
+    """One per intervention."""
+    set_time: float | None = None
+    """Seconds since the epoch; None for version 0."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """Its vectors, each once."""
+        return tuple({v.digest: v for op in self.ops for v in op.vectors}.values())
+
+    def resolve(self, context: SelectionContext) -> tuple[Intervention, ...]:
+        """Its interventions in a request."""
+        server_wide = replace(context, lenient=True)
+        return tuple(
+            Intervention(
+                receipt_pb2.ORIGIN_GLOBAL,
+                index,
+                op,
+                resolve_selector(one.where, server_wide, f"{INTERVENTION_PATH}[{index}].where")
+                if one.HasField("where")
+                else EVERYTHING,
+            )
+            for index, (one, op) in enumerate(
+                zip(self.steering.interventions, self.ops, strict=True)
+            )
+        )
+
+
+class ServerWide:
+    """The server-wide steering that holds. Lives on the event loop."""
+
+    def __init__(
+        self, info: ModelInfo, sites: ModelSites, loader: WorkerVectorCache, fits: Fits
+    ) -> None:
+        """None holds; requests of this model will be steered."""
+        self.current = GlobalSteering()
+        self._info = info
+        self._sites = sites
+        self._loader = loader
+        self._fits = fits
+        self._turn = asyncio.Lock()
+
+    async def set(
+        self, steering: steering_pb2.Steering, expected_version: int | None
+    ) -> GlobalSteering:
+        """Replaces what holds, for requests that are admitted from then on.
+
+        Args:
+            steering: all of it.
+            expected_version: the version that it replaces; None: whatever holds.
+
+        Raises:
+            VersionConflict: another version holds.
+            InvalidArgument, FailedPrecondition, NotFound: no request could be steered so.
+            ResourceExhausted: there is no room for its vectors, or it could never be in force.
+            EngineLost: the engine is gone.
+        """
+        async with self._turn:
+            before = self.current
+            if expected_version is not None and expected_version != before.version:
+                raise VersionConflict(
+                    f"the steering has version {before.version}, not {expected_version}",
+                    field="expected_version",
+                    metadata={"version": str(before.version)},
+                )
+            ops = await self._check(steering)
+            after = GlobalSteering(
+                before.version + 1, _spelled_out(steering, ops), ops, time.time()
+            )
+            store = self._loader.store
+            store.keep(after.vectors)
+            unused = after.vectors
+            try:
+                await self._loader.ensure(after.vectors)
+                unused, self.current = before.vectors, after
+            finally:
+                store.let_go(unused)
+            _LOG.info("server-wide steering: version %d, %d interventions", after.version, len(ops))
+            return after
+
+    async def _check(self, steering: steering_pb2.Steering) -> tuple[ResolvedOp, ...]:
+        """The ops of a steering, checked as if it were the only one of a typical request."""
+        check_ranges(steering)
+        context, vectors = typical_context(self._info), self._loader.store.view()
+        work = steering_work(steering, context.prompt_len, self._sites, vectors)
+        interventions, plan = await offload(work, self._compile, steering, context, vectors)
+        self._fits([Reservation(plan)], context.prompt_len)
+        return tuple(one.op for one in interventions)
+
+    def _compile(
+        self, steering: steering_pb2.Steering, context: SelectionContext, vectors: VectorSource
+    ) -> tuple[tuple[Intervention, ...], Plan]:
+        origin = receipt_pb2.ORIGIN_REQUEST
+        interventions = resolve_steering(steering, self._sites, context, vectors, origin)
+        check_sums(interventions, FloatType(self._sites.dtype))
+        return interventions, compile_plan("server-wide", interventions, ()).plan
+
+
+def _spelled_out(
+    steering: steering_pb2.Steering, ops: Sequence[ResolvedOp]
+) -> steering_pb2.Steering:
+    """The steering with digests for names and an end for every range of layers."""
+    written = steering_pb2.Steering()
+    written.CopyFrom(steering)
+    for intervention, op in zip(written.interventions, ops, strict=True):
+        layers = intervention.sites.range
+        if intervention.sites.HasField("range") and not layers.HasField("stop"):
+            layers.stop = 1 + max(site.layer for site in op.sites)
+        refs = [ref for _, ref in vector_refs(intervention)]
+        for ref, vector, row_layers in zip(refs, op.vectors, op.row_layers, strict=True):
+            if ref is not None:
+                ref.digest = vector.digest
+                if row_layers:  # a digest alone, unlike a name, does not know them
+                    ref.row_layers.layers[:] = row_layers
+    return written

@@ -1,0 +1,269 @@
+"""Plans made of interventions and captures, and whether any engine could carry them out.
+
+Invariant: what `compile_plan` returns can be composed and costs a worker no more than the engine's
+limits allow. A plan is packed here, so that the ledger later only adds up arrays. The functions may
+take long, so callers run them on a thread unless `request_work` says that a request is small.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from rheostat_engine import MAX_PLAN_COST, Act, Condition, Plan, PlanTooLarge, Spans
+from rheostat_server import validation
+from rheostat_server.capture.engine_captures import engine_captures
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.errors import InvalidValue
+from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_PLAN_COST, REQUEST_RANGES
+from rheostat_server.selectors.selection import Selection
+from rheostat_server.steering.interventions import INTERVENTION_PATH, Intervention
+from rheostat_server.subscriptions.observer_captures import FRAGMENTED, ObserverCapture
+from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.vectors.store import Vector
+from rheostat_wire.v1 import capture_pb2, receipt_pb2, steering_pb2
+
+_SPAN_BYTES = 1024
+"""Bytes that `offload` counts for a span of a plan, which is compared with every intervention."""
+
+_ID_BYTES = 8
+"""Bytes that it counts for a token id."""
+
+_SITE_BYTES = 16
+"""Bytes that it counts for a site of an intervention or a capture."""
+
+_OBSERVED_PLANS = 8
+"""Plans with captures of observers that are kept for one compiled request and first observer."""
+
+_TOO_MUCH = (
+    "the selectors cut the request into too many different combinations of interventions, captures "
+    "and sites, or name too many token ids; use fewer"
+)
+
+
+class Compiled(NamedTuple):
+    """A plan, with the vectors that the workers must have before it."""
+
+    plan: Plan
+    """The acts of the interventions in order, and the captures."""
+    vectors: tuple[Vector, ...]
+    """Every vector that the plan needs, each once."""
+
+
+def compile_plan(
+    request_id: str, interventions: Sequence[Intervention], captures: Sequence[ResolvedCapture]
+) -> Compiled:
+    """The plan of interventions, in their order, and captures.
+
+    Raises:
+        InvalidValue: no engine could carry it out.
+    """
+    acts: list[Act] = []
+    own: list[Act] = []
+    vectors: dict[bytes, Vector] = {}
+    for one in interventions:
+        act = one.act
+        if act is not None:
+            acts.append(act)
+            vectors |= {v.digest: v for v in one.op.vectors if v.digest in act.vectors}
+            if one.origin != receipt_pb2.ORIGIN_GLOBAL:
+                own.append(act)
+    plan = Plan(request_id, tuple(acts), engine_captures(captures))
+    try:
+        plan = plan.pack()
+    except ValueError as error:
+        problem = _why_not(error)
+        # Server-wide steering is named only if the request alone could be carried out.
+        if len(own) < len(acts) and _packs(Plan(request_id, tuple(own), plan.captures)):
+            problem = f"together with the server-wide steering: {problem}"
+        raise InvalidValue(problem, field="steering") from error
+    return Compiled(plan, tuple(vectors.values()))
+
+
+_ObservedKey = tuple[tuple[object, ...], ...]
+"""For each observer, in order: its name, and the identities of its captures in a request."""
+
+
+class _ObservedPlan(NamedTuple):
+    plan: Plan
+    names: frozenset[str]
+    """The observers whose captures the plan has."""
+    beside: tuple[ResolvedCapture, ...]
+    """The captures that were asked for. Their identities are the key, so they must stay."""
+
+
+class ObservedPlans:
+    """One plan with the captures of observers, kept for requests that are observed alike.
+
+    A plan is kept no longer than its first observer. Captures with a projection are not kept,
+    because their vectors may take much memory.
+    """
+
+    def __init__(self) -> None:
+        """Keeps nothing yet."""
+        self._plans: WeakKeyDictionary[Subscription, dict[_ObservedKey, _ObservedPlan]]
+        self._plans = WeakKeyDictionary()
+
+    def find(self, first: Subscription, key: _ObservedKey) -> _ObservedPlan | None:
+        """The plan under a key; see `observe`."""
+        plans = self._plans.get(first)
+        return None if plans is None else plans.get(key)
+
+    def add(self, first: Subscription, key: _ObservedKey, observed: _ObservedPlan) -> None:
+        """Keeps a plan."""
+        if any(one.projection is not None for one in observed.beside):
+            return
+        plans = self._plans.setdefault(first, {})
+        if len(plans) == _OBSERVED_PLANS:
+            plans.clear()
+        plans[key] = observed
+
+
+def observe(
+    plan: Plan,
+    captures: Sequence[ResolvedCapture],
+    observer_captures: Sequence[ObserverCapture],
+    plans: ObservedPlans,
+) -> tuple[Plan, tuple[ObserverCapture, ...]]:
+    """Adds the captures of observers to a plan, as long as it stays affordable.
+
+    Args:
+        plan: the request's own plan.
+        captures: the request's own captures.
+        observer_captures: one wish for each subscription that observes the request.
+        plans: keeps the result for the next request with this plan and these captures.
+
+    Returns:
+        The packed plan, and `observer_captures`. An observer that the request cannot afford
+        observes nothing.
+    """
+    observing = [
+        observer_capture for observer_capture in observer_captures if observer_capture.observed
+    ]
+    if not observing:
+        return plan, tuple(observer_captures)
+    key = tuple(
+        (observer_capture.subscription.name, *map(id, observer_capture.beside))
+        for observer_capture in observing
+    )
+    first = observing[0].subscription
+    observed = plans.find(first, key)
+    if observed is None:
+        together, kept = _affordable(plan, captures, observing)
+        observed = _ObservedPlan(
+            together,
+            frozenset(observer_capture.subscription.name for observer_capture in kept),
+            tuple(one for observer_capture in observing for one in observer_capture.beside),
+        )
+        plans.add(first, key, observed)
+    names = observed.names
+    return observed.plan, tuple(
+        observer_capture.unobserved(FRAGMENTED)
+        if observer_capture.observed and observer_capture.subscription.name not in names
+        else observer_capture
+        for observer_capture in observer_captures
+    )
+
+
+def _affordable(
+    plan: Plan, captures: Sequence[ResolvedCapture], observing: Sequence[ObserverCapture]
+) -> tuple[Plan, Sequence[ObserverCapture]]:
+    """The plan with captures for as many observers as fit the limits of cost and intervals."""
+    most = plan.packed_captures.plan_cost + OBSERVERS_PLAN_COST
+    kept = sorted(observing, key=_spans)
+    while kept:
+        beside = [one for observer_capture in kept for one in observer_capture.beside]
+        try:
+            together = plan.with_captures(engine_captures([*captures, *beside]))
+            if together.packed_captures.plan_cost <= most:
+                together.packed_captures.build()
+                return together, kept
+        except PlanTooLarge:  # the same as too dear
+            pass
+        kept = kept[: len(kept) // 2]
+    return plan, ()
+
+
+def _spans(observer_capture: ObserverCapture) -> int:
+    return sum(one.selection.span_count for one in observer_capture.beside)
+
+
+def captures_work(captures: Sequence[ResolvedCapture]) -> int:
+    """Bytes that making the engine's captures of some counts for; see `offload`."""
+    return sum(
+        _SITE_BYTES * len(one.sites) + selection_work(one.selection) + one.projecting
+        for one in captures
+    )
+
+
+def selection_work(selection: Selection) -> int:
+    """Bytes that looking through a selection counts for; see `offload`."""
+    return _work(selection.spans, selection.conditions)
+
+
+def plan_work(plan: Plan) -> int:
+    """Bytes that looking through a plan's intervals counts for; see `offload`."""
+    acting = sum(_work(act.spans, act.conditions) for act in plan.acts)
+    return acting + sum(_work(one.spans, ()) for one in plan.captures)
+
+
+def check_affordable(spent: int, plan: Plan) -> int:
+    """The cost of a session that carries out one more plan, which is packed.
+
+    Raises:
+        InvalidValue: it is too much.
+    """
+    total = spent + plan.packed_acts.plan_cost
+    if total > MAX_PLAN_COST:
+        raise InvalidValue(
+            f"together with what the session did before: {_TOO_MUCH}. It costs {total}; at most "
+            f"{MAX_PLAN_COST} is allowed",
+            field="steering",
+        )
+    return total
+
+
+def check_ranges(
+    steering: steering_pb2.Steering, captures: Sequence[capture_pb2.CaptureSpec] = ()
+) -> None:
+    """Limits the interventions, the captures, and the ranges of all selectors.
+
+    Runs before any other check, because a message may hold 500,000 captures.
+
+    Raises:
+        InvalidValue: there are too many. If there are too many ranges, the path is that of the
+            selector that exceeds the limit.
+    """
+    validation.check_count(
+        len(steering.interventions), INTERVENTIONS, INTERVENTION_PATH, "interventions"
+    )
+    validation.check_count(len(captures), CAPTURES, "captures", "captures")
+    selectors = [
+        (f"{INTERVENTION_PATH}[{index}].where", intervention.where)
+        for index, intervention in enumerate(steering.interventions)
+    ]
+    selectors += [
+        (f"captures[{index}].where", capture.where) for index, capture in enumerate(captures)
+    ]
+    total = 0
+    for path, selector in selectors:
+        total += len(selector.include) + len(selector.exclude)
+        validation.check_count(total, REQUEST_RANGES, path, "ranges in the request")
+
+
+def _packs(plan: Plan) -> bool:
+    """Whether an engine could carry a plan out."""
+    try:
+        plan.pack()
+    except ValueError:
+        return False
+    return True
+
+
+def _why_not(error: ValueError) -> str:
+    """The error text for a plan that cannot be packed."""
+    return f"{_TOO_MUCH}. {error}" if isinstance(error, PlanTooLarge) else str(error)
+
+
+def _work(spans: Spans, conditions: Sequence[Condition]) -> int:
+    count = len(spans) + sum(len(one.spans) for one in conditions)
+    return count * _SPAN_BYTES + sum(len(one.tokens) for one in conditions) * _ID_BYTES

@@ -1,0 +1,90 @@
+"""The work of admitting a request, estimated from its messages before anything is compiled.
+
+One number decides whether a request is admitted on the event loop or on a thread; see `offload`.
+It is an upper bound, because whoever sends a request must not be able to make it too low.
+"""
+
+from collections.abc import Sequence
+
+from rheostat_engine import ModelSites
+from rheostat_server.capture.projections import projection_work
+from rheostat_server.limits import OBSERVER_SPANS, OFFLOAD_BYTES
+from rheostat_server.subscriptions.observer_captures import observer_captures_work
+from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.vectors.store import VectorView
+from rheostat_wire.v1 import capture_pb2, selector_pb2, steering_pb2, types_pb2, vector_pb2
+
+_SITE_BYTES = 96
+"""Bytes that are counted for a site of an intervention or a capture."""
+
+_SPAN_BYTES = 1024
+"""Bytes that are counted for a span of positions, which is compared with every intervention."""
+
+_TOKEN_BYTES = 4
+"""Bytes that are counted for a token of the prompt that a range may name."""
+
+
+def steering_work(
+    steering: steering_pb2.Steering,
+    prompt_len: int,
+    model: ModelSites,
+    vectors: VectorView,
+) -> int:
+    """Bytes that resolving and compiling a steering counts for; see `offload`."""
+    work = steering.ByteSize()
+    for one in steering.interventions:
+        if work > OFFLOAD_BYTES:
+            break
+        work += _SITE_BYTES * _site_count(one.sites, model)
+        work += _selector_work(one.where, prompt_len) if one.HasField("where") else _SPAN_BYTES
+        if one.HasField("ablate") and len(one.ablate.directions) > 1:
+            # These rows are checked for independence.
+            work += sum(_size(ref, vectors) for ref in one.ablate.directions)
+    return work
+
+
+def captures_work(
+    captures: Sequence[capture_pb2.CaptureSpec], prompt_len: int, model: ModelSites
+) -> int:
+    """Bytes that resolving and compiling captures counts for; see `offload`."""
+    work = 0
+    for one in captures:
+        sites = _site_count(one.sites, model)
+        work += one.ByteSize() + _SITE_BYTES * sites
+        work += _selector_work(one.where, prompt_len) if one.HasField("where") else _SPAN_BYTES
+        work += projection_work(len(one.projection.readouts.readouts), sites)
+    return work
+
+
+def observers_work(observers: Sequence[Subscription], prompt_len: int) -> int:
+    """Bytes that adding the captures of observers counts for; see `offload`."""
+    if not observers:
+        return 0
+    spans = sum(min(OBSERVER_SPANS, one.captures.most_spans(prompt_len)) for one in observers)
+    return observer_captures_work(observers, prompt_len) + _SPAN_BYTES * spans
+
+
+def _site_count(sites: types_pb2.SiteSet, model: ModelSites) -> int:
+    """The most sites that a set can name without being refused."""
+    layers = len(sites.list.layers) if sites.HasField("list") else model.num_layers
+    return len(sites.points) * layers
+
+
+def _selector_work(selector: selector_pb2.Selector, prompt_len: int) -> int:
+    ranges = len(selector.include) + len(selector.exclude)
+    work = _SPAN_BYTES * (ranges + 1)
+    if work > OFFLOAD_BYTES:
+        return work
+    for side in (selector.include, selector.exclude):
+        reading = sum(one.HasField("token_ids") or one.HasField("text") for one in side)
+        if reading:
+            # Every other token may be selected.
+            work += reading * _TOKEN_BYTES * prompt_len + _SPAN_BYTES * (prompt_len // 2)
+    return work
+
+
+def _size(ref: vector_pb2.VectorRef, vectors: VectorView) -> int:
+    """Bytes of the elements of a vector; 0 if it is not known."""
+    if ref.HasField("inline"):
+        return len(ref.inline.inline)
+    return vectors.size(ref.name if ref.HasField("name") else ref.digest)

@@ -1,0 +1,1 @@
+"""The services of `rheostat.v1`: rpcs, incoming messages, readiness."""

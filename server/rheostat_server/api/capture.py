@@ -1,0 +1,98 @@
+"""CaptureService: rows of requests that others run, sinks and what they wrote."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from rheostat_server import validation
+from rheostat_server.api.paging import fitting, from_token, no_token, page_size, to_token
+from rheostat_server.api.readiness import Readiness
+from rheostat_server.api.rpc import Context
+from rheostat_server.errors import MissingField, WarmingUp
+from rheostat_server.sinks import to_artifact, to_wire_layout
+from rheostat_server.sinks.guarded import ArtifactKey, Found
+from rheostat_server.subscriptions.call import refuse_resumption, subscribe
+from rheostat_wire.v1 import capture_service_pb2, capture_service_pb2_grpc
+
+_pb = capture_service_pb2
+
+_ARTIFACT_BYTES = 512
+_SITE_BYTES = 16
+"""What an artefact, and a site of it, count for in an answer, about."""
+
+
+class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
+    """Delivers captured rows."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+
+    async def Subscribe(
+        self,
+        request_iterator: AsyncIterator[capture_service_pb2.SubscribeRequest],
+        context: Context,
+    ) -> AsyncGenerator[capture_service_pb2.SubscribeResponse, None]:
+        """Rows as they are made."""
+        try:
+            host = self._readiness.host()
+        except WarmingUp:
+            await refuse_resumption(request_iterator)
+            raise
+        answers = subscribe(request_iterator, host.subscriptions, host.late_attachment.attach)
+        async with aclosing(answers) as responses:
+            async for response in responses:
+                yield response
+
+    async def ListSinks(
+        self, request: capture_service_pb2.ListSinksRequest, context: Context
+    ) -> capture_service_pb2.ListSinksResponse:
+        """The sinks, by name."""
+        listed = self._readiness.host().sinks.listed()
+        if request.page_token:
+            (after,) = from_token(request.page_token, 1)
+            listed = [one for one in listed if one.name > after]
+        page = listed[: page_size(request.page_size)]
+        sinks = [
+            _pb.Sink(
+                name=one.name,
+                plugin_name=one.plugin,
+                layouts=[to_wire_layout(layout) for layout in one.layouts],
+                options=one.options,
+            )
+            for one in page
+        ]
+        token = to_token(page[-1].name) if len(page) < len(listed) else ""
+        return _pb.ListSinksResponse(sinks=sinks, next_page_token=token)
+
+    async def GetArtifacts(
+        self, request: capture_service_pb2.GetArtifactsRequest, context: Context
+    ) -> capture_service_pb2.GetArtifactsResponse:
+        """What sinks wrote for a request."""
+        sinks = self._readiness.host().sinks
+        if not request.request_id:
+            raise MissingField("a request id is required", field="request_id")
+        validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
+        found, more = await sinks.lookup(
+            request.request_id,
+            request.sink_name,
+            after=_artifact_key(request.page_token) if request.page_token else None,
+            most=page_size(request.page_size),
+        )
+        page = fitting(found, _artifact_size)
+        answer = _pb.GetArtifactsResponse(artifacts=[to_artifact(one) for one in page])
+        if more or len(page) < len(found):
+            sink, path, offset = page[-1].key
+            answer.next_page_token = to_token(sink, path, str(offset))
+        return answer
+
+
+def _artifact_size(found: Found) -> int:
+    return _ARTIFACT_BYTES + _SITE_BYTES * len(found.artifact.sites)
+
+
+def _artifact_key(token: str) -> ArtifactKey:
+    """The last artefact of the page before."""
+    sink, path, offset = from_token(token, 3)
+    if not (offset.isascii() and offset.isdecimal()) or len(offset) > 20:
+        raise no_token()
+    return ArtifactKey(sink, path, int(offset))

@@ -1,0 +1,107 @@
+"""EngineService: what this server is, how it fares, and its end."""
+
+import time
+
+from google.protobuf import duration_pb2
+
+from rheostat_server.api.model_report import report_model
+from rheostat_server.api.readiness import Readiness
+from rheostat_server.api.rpc import Context
+from rheostat_server.engine.backend import WorkerStats
+from rheostat_server.errors import InvalidValue
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import engine_service_pb2, engine_service_pb2_grpc
+
+_pb = engine_service_pb2
+
+
+class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
+    """Answers for the engine as a whole."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+        self._started_at = time.monotonic()
+
+    async def GetModel(
+        self, request: engine_service_pb2.GetModelRequest, context: Context
+    ) -> engine_service_pb2.GetModelResponse:
+        """The model, its sites, limits and versions."""
+        return report_model(self._readiness.host())
+
+    async def GetStats(
+        self, request: engine_service_pb2.GetStatsRequest, context: Context
+    ) -> engine_service_pb2.GetStatsResponse:
+        """Counters and gauges."""
+        host = self._readiness.host()
+        workers = await host.worker_stats.recent()
+        queue = host.backend.queue_stats()
+        counts = host.counts
+        row_bytes = host.sites.width * FloatType(host.sites.dtype).itemsize
+        response = _pb.GetStatsResponse(
+            running_request_count=queue.running,
+            waiting_request_count=queue.waiting + host.line.waiting,
+            requests=_pb.RequestCounts(
+                admitted_count=counts.admitted,
+                completed_count=counts.completed,
+                aborted_count=counts.aborted,
+                refused_count=counts.refused,
+                failed_count=counts.failed,
+            ),
+            steps=[
+                _pb.VariantSteps(variant=variant, step_count=steps)
+                for variant, steps in sorted(workers.steps.items())
+            ],
+            used_bank_row_count=workers.bank_rows_used,
+            bank_row_count=host.sites.capacity.bank_rows,
+            captured_row_count=workers.captured_rows,
+            captured_bytes=workers.captured_rows * row_bytes,
+            dropped_row_count=host.deliveries.lost_rows,
+            overrun_row_count=workers.lost_rows,
+            spooled_row_count=host.spill_manager.rows if host.spill_manager is not None else 0,
+            prefix_queried_token_count=queue.prefix_queried_token_count,
+            prefix_hit_token_count=queue.prefix_hit_token_count,
+            subscription_count=len(host.subscriptions),
+            vector_count=len(host.store),
+            run_count=len(host.runs),
+            run_bytes=host.runs.used_bytes,
+            global_version=host.server_wide.current.version,
+            leaked_count=_leaked(host, workers),
+            left_bytes=workers.left_bytes,
+            plain_row_count=workers.plain_rows,
+            ring_bytes=workers.ring_bytes,
+            encode_bytes=workers.encode_bytes,
+            staging_bytes=workers.staging_bytes,
+            request_buffer_bytes=host.budget.used,
+            subscription_buffer_bytes=host.subscriptions.used_bytes,
+        )
+        response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))
+        return response
+
+    async def Drain(
+        self, request: engine_service_pb2.DrainRequest, context: Context
+    ) -> engine_service_pb2.DrainResponse:
+        """Stops admitting, waits, and ends the server."""
+        timeout = None
+        if request.HasField("timeout"):
+            timeout = _seconds(request.timeout)
+        drained = await self._readiness.drain_and_end(timeout)
+        return _pb.DrainResponse(
+            finished_request_count=drained.finished, aborted_request_count=drained.aborted
+        )
+
+
+def _seconds(duration: duration_pb2.Duration) -> float:
+    seconds = duration.seconds + duration.nanos / 1e9
+    if seconds < 0:
+        raise InvalidValue("may not be negative", field="timeout")
+    return seconds
+
+
+def _leaked(host: RequestManager, workers: WorkerStats) -> int:
+    """What is still held although no request is there to hold it."""
+    if host.open_requests:
+        return 0
+    held = host.ledger.requests + host.store.pins + host.runs.making + host.budget.used
+    return held + workers.slots_used + workers.requests

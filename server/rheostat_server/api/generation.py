@@ -1,0 +1,96 @@
+"""GenerationService: prompts in; tokens, tensors and a receipt out."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from rheostat_server.admission.admit import admit
+from rheostat_server.api.readiness import Readiness
+from rheostat_server.api.rpc import Context
+from rheostat_server.errors import MissingField, RheostatError
+from rheostat_server.generation.explain import explain
+from rheostat_server.generation.responses import run
+from rheostat_server.generation.session import run_session
+from rheostat_server.prompts.prompts import PromptTokens
+from rheostat_server.tasks.offload import offload
+from rheostat_wire.v1 import (
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+    types_pb2,
+)
+
+_pb = generation_service_pb2
+
+_TOKEN_BYTES = 32
+"""What `offload` counts for a token of an answer."""
+
+
+class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
+    """Runs and explains requests."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+
+    async def Generate(
+        self, request: generation_service_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[generation_service_pb2.GenerateResponse, None]:
+        """Runs one request."""
+        host = self._readiness.host()
+        begun = False
+        try:
+            admitted = await admit(request, host.admission)
+            async with aclosing(run(admitted, host)) as responses:
+                async for response in responses:
+                    begun = True
+                    if isinstance(response, _pb.GenerateResponse):
+                        yield response
+        except RheostatError:
+            host.counts.refused += not begun
+            raise
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[generation_service_pb2.SessionRequest],
+        context: Context,
+    ) -> AsyncGenerator[generation_service_pb2.SessionResponse, None]:
+        """Runs one request that its client may change meanwhile."""
+        host = self._readiness.host()
+        begun = False
+        try:
+            async with aclosing(run_session(request_iterator, host)) as responses:
+                async for response in responses:
+                    begun = True
+                    yield response
+        except RheostatError:
+            host.counts.refused += not begun
+            raise
+
+    async def Explain(
+        self, request: generation_service_pb2.ExplainRequest, context: Context
+    ) -> generation_service_pb2.ExplainResponse:
+        """What a request would do."""
+        host = self._readiness.host()
+        if not request.HasField("request"):
+            raise MissingField("a request is required", field="request")
+        try:
+            return await explain(await admit(request.request, host.admission), host)
+        except RheostatError as error:
+            if error.field:
+                error.field = f"request.{error.field}"
+            raise
+
+    async def Tokenize(
+        self, request: generation_service_pb2.TokenizeRequest, context: Context
+    ) -> generation_service_pb2.TokenizeResponse:
+        """Token ids, text and offsets."""
+        prompt = await self._readiness.host().prompts.resolve(request, with_text=True)
+        return await offload(_TOKEN_BYTES * len(prompt.token_ids), _tokens, prompt)
+
+
+def _tokens(prompt: PromptTokens) -> generation_service_pb2.TokenizeResponse:
+    return _pb.TokenizeResponse(
+        token_ids=types_pb2.TokenIds(ids=prompt.token_ids),
+        text=prompt.text or "",
+        starts=[start for start, _ in prompt.offsets or ()],
+        ends=[end for _, end in prompt.offsets or ()],
+    )

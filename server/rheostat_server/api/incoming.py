@@ -1,0 +1,492 @@
+"""Incoming requests: counts, reads and decodes them before a handler gets them.
+
+Why gRPC does not do it
+    gRPC reads and decodes a request before any code of ours runs. A thousand requests of 16 MiB
+    would be in memory before the server could refuse the first. Several large requests would be
+    decoded in one iteration of the event loop, and every stream would wait.
+
+The rules:
+
+* A call counts from its start. A call above the limit is refused before its message is read.
+* A large request takes room in `REQUESTS_BYTES` before it is decoded, until its call ends. A later
+  message of a stream takes room until the next message comes.
+* The fields of a message are counted before it is decoded, and have a limit.
+* Large messages, and messages of many fields, are walked and decoded in turns. All turns together
+  take at most half of the event loop's time.
+* The first messages of at most `FIRST_READS` calls are read at a time, because gRPC keeps the
+  received part of each message. Of one connection it is at most `CONNECTION_READS` calls, so that a
+  client with hundreds of large messages delays no other client. The next call is one of the
+  connection with the fewest reads. Of these calls the newest is read first: it is the least likely
+  to be stuck.
+* A call ends if its first message does not come within `FIRST_MESSAGE_SECONDS`, because a silent
+  call would count for ever. While other calls wait to be read, the limit is `FIRST_READ_SECONDS`.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Generic, Protocol, TypeVar, cast
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
+
+from rheostat_server.api.unknown_fields import Walk, unknown_field
+from rheostat_server.errors import (
+    DeadlinePassed,
+    InvalidValue,
+    MessageTooLarge,
+    MissingField,
+    QueueFull,
+    UnknownField,
+)
+from rheostat_server.limits import (
+    CONNECTION_READS,
+    CONTROL_RPCS,
+    FIELD_BYTES,
+    FIRST_MESSAGE_SECONDS,
+    FIRST_READ_SECONDS,
+    FIRST_READS,
+    LARGE_MESSAGE_BYTES,
+    MESSAGE_FIELDS,
+    OFFLOAD_BYTES,
+    REQUESTS_BYTES,
+)
+
+_RETRY = 1.0
+"""Seconds after which a client should send a refused request again."""
+
+_WALKED_BYTES = 2 << 10
+"""Messages of more bytes are walked before they are decoded. A smaller message has so few fields
+that protobuf decodes it in less than a millisecond."""
+
+_FEW_FIELDS = 256
+"""Fields that are walked outside of a turn, because they take less than a millisecond."""
+
+_TURN_FIELDS = 2048
+"""Fields that are walked in one turn, which takes 1 to 2 ms."""
+
+Request = TypeVar("Request")
+
+
+class _Reads:
+    """Calls whose first message is being read, and calls that wait to be read."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._reading: dict[asyncio.Timeout, tuple[str | None, float]] = {}
+        """Connection and start time of reads that still have `FIRST_MESSAGE_SECONDS`, oldest
+        first."""
+        self._reads_of: Counter[str | None] = Counter()
+        """Reads by connection."""
+        self._waiting: dict[str | None, list[asyncio.Future[None]]] = {}
+        """Calls that wait, by connection. The connection of the newest call is last."""
+
+    @asynccontextmanager
+    async def turn(self, connection: str | None) -> AsyncIterator[None]:
+        """Enters when a call may be read; the body reads its first message.
+
+        Args:
+            connection: the client's connection; None: not known, which has no limit of its own.
+
+        Raises:
+            DeadlinePassed: the message did not come within `FIRST_MESSAGE_SECONDS`.
+            QueueFull: the call waited too long for its turn. Or its message did not come within
+                `FIRST_READ_SECONDS`, and other calls waited to be read.
+        """
+        begun = hurried = False
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_SECONDS) as limit:
+                await self._begin(connection)
+                begun = True
+                try:
+                    self._time(limit, connection)
+                    yield
+                finally:
+                    hurried = self._reading.pop(limit, None) is None
+                    self._end(connection)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            if not begun:
+                raise QueueFull(
+                    f"the request waited {FIRST_MESSAGE_SECONDS:g} s to be read, behind others",
+                    retry_after=_RETRY,
+                ) from error
+            if hurried:
+                raise QueueFull(
+                    f"the request did not come whole within {FIRST_READ_SECONDS:g} s, and other "
+                    "calls wait to be read",
+                    retry_after=_RETRY,
+                ) from error
+            raise DeadlinePassed(
+                f"no request came within {FIRST_MESSAGE_SECONDS:g} s of the call's beginning"
+            ) from error
+
+    def _time(self, limit: asyncio.Timeout, connection: str | None) -> None:
+        """Sets the time limit of a read that begins."""
+        now = asyncio.get_running_loop().time()
+        if connection in self._waiting or (self._waiting and not self._free):
+            limit.reschedule(now + FIRST_READ_SECONDS)
+        else:
+            self._reading[limit] = connection, now
+
+    def _may_read(self, connection: str | None) -> bool:
+        """Whether a connection has fewer reads than it may have."""
+        return connection is None or self._reads_of[connection] < CONNECTION_READS
+
+    async def _begin(self, connection: str | None) -> None:
+        if self._free and self._may_read(connection):
+            self._free -= 1
+            self._reads_of[connection] += 1
+            return
+        full = not self._free
+        for limit, (its_connection, begun) in self._reading.items():
+            # An expired limit cannot be rescheduled, and its call is about to end.
+            if (full or its_connection == connection) and not limit.expired():
+                del self._reading[limit]
+                limit.reschedule(begun + FIRST_READ_SECONDS)
+                break
+        turn = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.pop(connection, [])
+        waiting.append(turn)
+        self._waiting[connection] = waiting
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(connection, turn)
+            else:
+                self._end(connection)
+            raise
+
+    def _end(self, connection: str | None) -> None:
+        """Ends a read; the next call may be read."""
+        self._reads_of[connection] -= 1
+        if not self._reads_of[connection]:
+            del self._reads_of[connection]
+        while waiting := [one for one in reversed(self._waiting) if self._may_read(one)]:
+            following = min(waiting, key=self._reads_of.__getitem__)
+            turn = self._waiting[following][-1]
+            self._forget(following, turn)
+            if not turn.done():
+                self._reads_of[following] += 1
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _forget(self, connection: str | None, turn: asyncio.Future[None]) -> None:
+        """Removes a call that waits no more."""
+        waiting = self._waiting.get(connection, [])
+        if turn in waiting:
+            waiting.remove(turn)
+            if not waiting:
+                del self._waiting[connection]
+
+
+class Reads(Protocol):
+    """The methods of a call that read messages; see `Call`."""
+
+    def connection(self) -> str | None:
+        """The client's connection by which the call came; None if it is not known."""
+
+    def received(self) -> bool:
+        """Whether the next message has come, so that `read` returns at once."""
+
+    async def read(self) -> bytes | None:
+        """The next message; None once the client has closed its side of the stream."""
+
+
+class Calls:
+    """The running calls, and the memory of their requests."""
+
+    def __init__(self, maximum: int) -> None:
+        """No call runs. At most `maximum` calls may run, without calls of EngineService."""
+        self._limits = {False: maximum, True: CONTROL_RPCS}
+        self._running = {False: 0, True: 0}
+        self._held = 0
+        """Bytes that large requests have taken."""
+        self.reads = _Reads(FIRST_READS)
+        """The reads of first messages."""
+        self._turns = asyncio.Lock()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self, *, control: bool) -> "Incoming":
+        """Counts a call until `Incoming.end`.
+
+        Args:
+            control: whether it is a call of EngineService. These calls have a limit of their own,
+                so that an operator can reach a full server.
+
+        Raises:
+            QueueFull: too many calls run.
+        """
+        limit = self._limits[control]
+        if self._running[control] >= limit:
+            flag = "" if control else " (--maximum-concurrent-rpcs)"
+            raise QueueFull(
+                f"{limit} calls run, which is the most at a time{flag}: end some, or come again",
+                retry_after=_RETRY,
+            )
+        self._running[control] += 1
+        self._idle.clear()
+        return Incoming(self, control=control)
+
+    def end(self, *, control: bool) -> None:
+        """Counts a call no longer."""
+        self._running[control] -= 1
+        if not any(self._running.values()):
+            self._idle.set()
+
+    async def until_none(self) -> None:
+        """Returns once no call runs."""
+        await self._idle.wait()
+
+    def take(self, size: int) -> None:
+        """Takes room for a large request.
+
+        Raises:
+            QueueFull: other requests leave too little room.
+        """
+        if self._held + size > REQUESTS_BYTES:
+            raise QueueFull(
+                f"the request takes {size} bytes of memory; other large requests leave "
+                f"{REQUESTS_BYTES - self._held} of {REQUESTS_BYTES}",
+                retry_after=_RETRY,
+            )
+        self._held += size
+
+    def give_back(self, size: int) -> None:
+        """Gives back room that `take` took."""
+        self._held -= size
+
+    async def walked(self, data: bytes, reader: "Reader[Request]") -> Walk | None:
+        """Walks a message before it is decoded, and counts its fields.
+
+        Returns:
+            The walk; None if the message is too small to have many fields.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+            MessageTooLarge: the message has too many fields.
+        """
+        walk = reader.walk(data)
+        if walk is None or reader.advance(walk, _FEW_FIELDS):
+            return walk
+        whole = False
+        while not whole:
+            async with self._turn():
+                whole = reader.advance(walk, _TURN_FIELDS)
+            if walk.fields > MESSAGE_FIELDS:
+                raise MessageTooLarge(
+                    f"the message has more than {MESSAGE_FIELDS} fields, the most that it may have "
+                    f"at all depths together: its first {walk.at} of {len(data)} bytes hold "
+                    f"{walk.fields} (packed numbers are one field)"
+                )
+        return walk
+
+    async def decoded(
+        self, data: bytes, reader: "Reader[Request]", walk: Walk | None = None
+    ) -> Request:
+        """Decodes a message. A message that may take long is decoded in a turn.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+            UnknownField: the message has a field that this server does not know.
+        """
+        if len(data) <= LARGE_MESSAGE_BYTES and (walk is None or walk.fields <= _FEW_FIELDS):
+            return lean(reader.decoded(data, walk), len(data))
+        async with self._turn():
+            request = reader.decoded(data, walk)
+        async with self._turn():
+            return lean(request, len(data))
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Enters when no other turn runs; then pauses for as long as the body took.
+
+        One iteration of the event loop between two turns would not be enough, because a token needs
+        several iterations until it is sent. Messages take turns in order, so a message that needs
+        few turns does not wait for the last turn of a large message.
+        """
+        async with self._turns:
+            clock = asyncio.get_running_loop().time
+            begun = clock()
+            yield
+            await asyncio.sleep(clock() - begun)
+
+
+class Incoming:
+    """The messages of one call."""
+
+    def __init__(self, calls: Calls, *, control: bool) -> None:
+        """No message has come; see `Calls.begin`."""
+        self._calls = calls
+        self._control = control
+        self._first = self._last = 0
+        """Bytes taken for the first message, and for the latest message."""
+
+    def release(self) -> None:
+        """Gives back the room of all messages."""
+        self._calls.give_back(self._first + self._last)
+        self._first = self._last = 0
+
+    def end(self) -> None:
+        """Gives back the room of all messages, and the call's place among those that run."""
+        self.release()
+        self._calls.end(control=self._control)
+
+    async def first(self, call: Reads, reader: "Reader[Request]", most: int) -> Request | None:
+        """Reads the first message; None if the client has closed its side of the stream.
+
+        Args:
+            call: the call.
+            reader: decodes the bytes.
+            most: bytes of the largest message that is allowed.
+
+        Raises:
+            DeadlinePassed: the message did not come in time.
+            InvalidArgument: it cannot be decoded, or has a field that this server does not know.
+            MessageTooLarge: it is larger than `most`, or has too many fields.
+            QueueFull: there is no room for it, or other calls wait to be read.
+        """
+        if call.received():
+            data = await call.read()
+        else:
+            async with self._calls.reads.turn(call.connection()):
+                data = await call.read()
+        if data is None:
+            return None
+        self._first = self._taken(data, most)
+        walk = await self._calls.walked(data, reader)
+        self._first += self._taken_by_fields(walk)
+        return await self._calls.decoded(data, reader, walk)
+
+    async def only(self, call: Reads, reader: "Reader[Request]", most: int) -> Request:
+        """Reads the message of a call that has exactly one.
+
+        Raises:
+            MissingField: the client sent none.
+            RheostatError: as `first`.
+        """
+        request = await self.first(call, reader, most)
+        if request is None:
+            raise MissingField("the call ended without a request")
+        return request
+
+    async def each(
+        self, call: Reads, reader: "Reader[Request]", most: int
+    ) -> AsyncGenerator[Request, None]:
+        """Reads the messages of a stream. Raises as `first`."""
+        message = await self.first(call, reader, most)
+        while message is not None:
+            yield message
+            message = None  # frees the message as soon as the handler has dropped it
+            message = await self._next(call, reader, most)
+
+    async def _next(self, call: Reads, reader: "Reader[Request]", most: int) -> Request | None:
+        data = await call.read()
+        if data is None:
+            return None
+        self._calls.give_back(self._last)
+        self._last = 0
+        self._last = self._taken(data, most)
+        walk = await self._calls.walked(data, reader)
+        self._last += self._taken_by_fields(walk)
+        return await self._calls.decoded(data, reader, walk)
+
+    def _taken(self, data: bytes, most: int) -> int:
+        """Takes room for a large message; the bytes that it took."""
+        size = len(data)
+        if size > most:
+            raise MessageTooLarge(
+                f"the request has {size} bytes; this service takes at most {most}"
+            )
+        if size <= OFFLOAD_BYTES:
+            return 0
+        self._calls.take(size)
+        return size
+
+    def _taken_by_fields(self, walk: Walk | None) -> int:
+        """Takes room for the fields of a decoded message; the bytes that it took."""
+        size = 0 if walk is None else walk.fields * FIELD_BYTES
+        if size <= OFFLOAD_BYTES:
+            return 0
+        self._calls.take(size)
+        return size
+
+
+class Reader(Generic[Request]):
+    """Decodes bytes to messages of one type."""
+
+    def __init__(self, decode: Callable[[bytes], Request]) -> None:
+        """Decodes with `decode`: `FromString` of a message type, or any function."""
+        self._decode = decode
+        kind = getattr(decode, "__self__", None)
+        self._descriptor = (
+            cast(Descriptor, kind.DESCRIPTOR)
+            if isinstance(kind, type) and issubclass(kind, Message)
+            else None
+        )
+
+    def walk(self, data: bytes) -> Walk | None:
+        """A walk over a message; None if the message is too small to need one."""
+        if self._descriptor is None or len(data) <= _WALKED_BYTES:
+            return None
+        return Walk(data, self._descriptor)
+
+    def advance(self, walk: Walk, fields: int) -> bool:
+        """Walks over at most `fields` more fields; returns whether the walk is complete.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+        """
+        with _undecodable():
+            return walk.advance(fields)
+
+    def decoded(self, data: bytes, walk: Walk | None) -> Request:
+        """Decodes a message.
+
+        Args:
+            data: its bytes.
+            walk: a complete walk over them; None if the message is small.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+            UnknownField: the message has a field that this server does not know.
+        """
+        with _undecodable():
+            request = self._decode(data)
+            if not isinstance(request, Message):
+                return request
+            path = unknown_field(request, data) if walk is None else walk.unknown()
+        if path is not None:
+            raise UnknownField(
+                f"this server does not know the field {path}; "
+                "GetModel lists the features that it serves",
+                field=path,
+                metadata={"path": path},
+            )
+        return request
+
+
+@contextmanager
+def _undecodable() -> Iterator[None]:
+    """Raises InvalidValue if protobuf or a walk cannot decode a message."""
+    try:
+        yield
+    except DecodeError as error:
+        raise InvalidValue("the request cannot be decoded as a message of this rpc") from error
+
+
+def lean(request: Request, size: int) -> Request:
+    """A message of `size` bytes that takes no more memory than its fields.
+
+    A message holds the bytes of fields that were sent more than once.
+    """
+    if size > OFFLOAD_BYTES and isinstance(request, Message) and request.ByteSize() < size:
+        copy = type(request)()
+        copy.CopyFrom(request)
+        return copy
+    return request

@@ -1,0 +1,167 @@
+"""GetModel's answer: what can be done where, and where not, why."""
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+from google.protobuf import duration_pb2
+
+from rheostat_engine import ModelSites, Point, Site
+from rheostat_server import limits
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.selectors.sites import ENGINE_POINTS, NO_STREAM
+from rheostat_server.steering.ops import NO_REPLACE, SERVED
+from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import engine_service_pb2, receipt_pb2, types_pb2
+
+_pb = engine_service_pb2
+
+_ALWAYS_SERVED = (
+    _pb.FEATURE_STEERING,
+    _pb.FEATURE_GLOBAL_STEERING,
+    _pb.FEATURE_SESSIONS,
+    _pb.FEATURE_BASELINES,
+    _pb.FEATURE_CAPTURE,
+    _pb.FEATURE_PROJECTIONS,
+    _pb.FEATURE_SUBSCRIPTIONS,
+    _pb.FEATURE_RUNS,
+    _pb.FEATURE_DERIVATION,
+)
+
+_NO_GATE = "gates are not served yet"
+
+
+def report_model(host: RequestManager) -> engine_service_pb2.GetModelResponse:
+    """The model that a host serves."""
+    info, sites = host.info, host.sites
+    return _pb.GetModelResponse(
+        model_name=info.name,
+        architecture=sites.architecture,
+        layer_count=sites.num_layers,
+        width=sites.width,
+        vocabulary_size=info.vocabulary,
+        lora_names=info.loras,
+        dtype=FloatType(sites.dtype).wire,
+        sites=_groups(sites),
+        has_tokenizer=host.prompts.has_tokenizer,
+        has_chat_template=host.prompts.has_chat_template,
+        engine=_engine(info, sites),
+        limits=_limits(host),
+        build_version=build_version(),
+        api_version="rheostat.v1",
+        features=_features(host),
+    )
+
+
+def build_version() -> str:
+    """Version of the installed distribution; "unknown" where there is none."""
+    try:
+        return version("rheostat")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _features(host: RequestManager) -> list[engine_service_pb2.Feature.ValueType]:
+    """What is served: always, and because of how the server was started."""
+    optional = {
+        _pb.FEATURE_SINKS: bool(host.sinks.listed()),
+        _pb.FEATURE_SPILL: host.spill_manager is not None,
+        _pb.FEATURE_LORA: bool(host.info.loras),
+    }
+    return sorted([*_ALWAYS_SERVED, *(feature for feature, there in optional.items() if there)])
+
+
+def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:
+    groups = []
+    for wire, point in ENGINE_POINTS.items():
+        if point is Point.ROUTER_LOGITS and not (sites.experts or sites.unrouted):
+            continue
+        for alike, layers in _alike(sites, point).items():
+            groups.append(_group(wire, layers, alike))
+    return groups
+
+
+class _Alike(NamedTuple):
+    """What the layers of a group have in common."""
+
+    refusal: str
+    """Why they are refused; empty if they are served."""
+    width: int
+    """Values of a row; 0 for a router that is refused."""
+    form: str
+    """How the stream is held."""
+
+
+def _alike(sites: ModelSites, point: Point) -> dict[_Alike, list[int]]:
+    """The point's layers by what they have in common."""
+    found: dict[_Alike, list[int]] = {}
+    for layer in range(sites.num_layers):
+        site = Site(point, layer)
+        refusal = sites.supports(site) or ""
+        width = 0 if point is Point.ROUTER_LOGITS and refusal else sites.width_of(site)
+        found.setdefault(_Alike(refusal, width, sites.layout_of(site)), []).append(layer)
+    return found
+
+
+def _group(
+    point: types_pb2.Point.ValueType, layers: Sequence[int], alike: _Alike
+) -> engine_service_pb2.SiteGroup:
+    def ability(why_not: str) -> engine_service_pb2.Ability:
+        return _pb.Ability(served=not why_not, why_not=why_not)
+
+    no_stream = NO_STREAM if point == types_pb2.POINT_ROUTER_LOGITS else ""
+    ops = {**dict.fromkeys(SERVED.values(), no_stream), receipt_pb2.OP_REPLACE: NO_REPLACE}
+    return _pb.SiteGroup(
+        point=point,
+        layers=layers,
+        width=alike.width,
+        capture=ability(alike.refusal),
+        ops=[
+            _pb.OpAbility(op=op, ability=ability(alike.refusal or why_not), gate=ability(_NO_GATE))
+            for op, why_not in ops.items()
+        ],
+        form=alike.form,
+    )
+
+
+def _engine(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Engine:
+    runners = {"V1": _pb.RUNNER_V1, "V2": _pb.RUNNER_V2}
+    return _pb.Engine(
+        vllm_version=info.vllm_version,
+        runner=runners[sites.runner],
+        tensor_parallel_size=info.tensor_parallel,
+        pipeline_parallel_size=info.pipeline_parallel,
+        device=info.device,
+        compiled=info.compiled,
+        prefix_caching=info.prefix_caching,
+        torch_version=info.torch_version,
+        variants=sites.variants,
+    )
+
+
+def _limits(host: RequestManager) -> engine_service_pb2.Limits:
+    info, sites = host.info, host.sites
+    wait = duration_pb2.Duration()
+    wait.FromMilliseconds(int(host.line.patience * 1000))
+    window = duration_pb2.Duration()
+    window.FromMilliseconds(int(host.subscriptions.resume_window * 1000))
+    return _pb.Limits(
+        model_tokens=info.model_tokens,
+        running_requests=info.running_samples,
+        waiting_requests=limits.WAITING_REQUESTS,
+        bank_rows=sites.capacity.bank_rows,
+        capture_rows_per_step=sites.capacity.capture_rows,
+        control_message_bytes=limits.CONTROL_MESSAGE_BYTES,
+        tensor_message_bytes=limits.TENSOR_MESSAGE_BYTES,
+        vector_bytes=limits.VECTOR_BYTES,
+        inline_vector_bytes=limits.INLINE_VECTOR_BYTES,
+        samples=limits.SAMPLES,
+        logprobs=info.logprobs,
+        subscription_buffer_bytes=host.subscriptions.buffer_bytes,
+        resume_window=window,
+        run_bytes=host.runs.capacity,
+        capacity_wait=wait,
+        request_buffer_bytes=host.budget.request_limit,
+        buffer_bytes=host.budget.limit,
+    )

@@ -1,0 +1,115 @@
+"""Whether the server serves: the one place that services ask for their host.
+
+Invariant: health says SERVING exactly while `host` would not raise and requests are admitted.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from rheostat_server.delivery.counts import Drained
+from rheostat_server.errors import EngineLost, WarmingUp
+from rheostat_server.requests.manager import RequestManager
+
+_LOG = logging.getLogger(__name__)
+
+_WARM_UP_RETRY = 5.0
+
+LOST_GRACE = 5.0
+"""Seconds for which a server whose engine is lost still answers that it is."""
+
+
+class Readiness:
+    """State of a server: warming up, serving, draining or lost."""
+
+    def __init__(self, set_health: Callable[[int], None]) -> None:
+        """A server that warms up.
+
+        Args:
+            set_health: sets what health checks answer: a `HealthCheckResponse.ServingStatus`.
+        """
+        self.ended = asyncio.Event()
+        self._set = set_health
+        self._host: RequestManager | None = None
+        self._losing: asyncio.Task[None] | None = None
+        self._drains: set[asyncio.Task[Drained]] = set()
+
+    async def warm_up(self) -> None:
+        """Health says NOT_SERVING from now on."""
+        self._set(HealthCheckResponse.NOT_SERVING)
+
+    async def serve(self, host: RequestManager) -> None:
+        """Takes the host in; health says SERVING."""
+        self._host = host
+        host.start(self._lose)
+        self._set(HealthCheckResponse.SERVING)
+        _LOG.info("serving %s", host.info.name)
+
+    @property
+    def lost(self) -> str:
+        """Why the engine is gone; empty while it is there."""
+        return self._host.lost if self._host is not None else ""
+
+    def host(self) -> RequestManager:
+        """The engine's host.
+
+        Raises:
+            WarmingUp: the model is being loaded.
+            EngineLost: the engine is gone.
+        """
+        host = self._loaded()
+        if host.lost:
+            raise EngineLost(host.lost)
+        return host
+
+    def _loaded(self) -> RequestManager:
+        if self._host is None:
+            raise WarmingUp("the model is being loaded", retry_after=_WARM_UP_RETRY)
+        return self._host
+
+    async def drain(self, timeout: float | None) -> Drained:
+        """Admits nothing more, waits for what runs, aborts what still runs after `timeout`."""
+        self._set(HealthCheckResponse.NOT_SERVING)
+        if self._host is None:
+            return Drained(0, 0)
+        return await self._host.drain(timeout)
+
+    async def drain_and_end(self, timeout: float | None) -> Drained:
+        """Drains, then ends the server; once begun it does both whoever stops waiting for it.
+
+        A server whose engine is lost ends too.
+
+        Raises:
+            WarmingUp: the model is being loaded.
+        """
+        self._loaded()
+        task = asyncio.create_task(self._drain_and_end(timeout))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+        return await asyncio.shield(task)
+
+    async def _drain_and_end(self, timeout: float | None) -> Drained:
+        try:
+            return await self.drain(timeout)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Tells whoever runs the server to end it."""
+        self.ended.set()
+
+    def _lose(self) -> None:
+        """The engine is gone; health says NOT_SERVING, and the server ends soon."""
+        self._losing = asyncio.create_task(self._end_without_engine())
+
+    async def _end_without_engine(self) -> None:
+        """Ends the server once its clients had time to read why.
+
+        No engine can be started in this process again, so a server that stayed would keep its
+        supervisor from starting another.
+        """
+        self._set(HealthCheckResponse.NOT_SERVING)
+        await asyncio.sleep(LOST_GRACE)
+        self.end()

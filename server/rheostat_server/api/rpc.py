@@ -1,0 +1,225 @@
+"""The boundary of all rpcs: reads requests, writes responses, and turns exceptions into statuses.
+
+Every call of `rheostat.v1` passes through `Rpcs.answer`, whichever process speaks gRPC for it. A
+`RheostatError` becomes its status with details. Any other exception becomes INTERNAL with a generic
+text, and is logged.
+
+Why streams are written here: a handler's generator is closed at once when its client disconnects.
+Why requests are decoded here: gRPC would answer an invalid message with UNKNOWN and a Python repr.
+"""
+
+import asyncio
+import inspect
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import TypeAlias, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from google.rpc import status_pb2
+
+from rheostat_server.api.incoming import Calls, Incoming, Reader
+from rheostat_server.errors import (
+    DeadlinePassed,
+    Defect,
+    NotImplementedHere,
+    RheostatError,
+)
+from rheostat_server.errors.status import to_status
+from rheostat_server.front_ends.call import Call
+from rheostat_server.limits import (
+    CONTROL_MESSAGE_BYTES,
+    SUBSCRIBE_OPEN_BYTES,
+    TENSOR_MESSAGE_BYTES,
+)
+from rheostat_server.tasks.interruption import Interruption
+
+_LOG = logging.getLogger(__name__)
+
+_OURS = "/rheostat.v1."
+_CONTROL = "/rheostat.v1.EngineService/"
+
+_LARGEST = {"/rheostat.v1.CaptureService/Subscribe": SUBSCRIBE_OPEN_BYTES}
+"""The largest message, in bytes, of rpcs with a lower limit than their service. The event loop
+decodes messages, so a larger message is refused before it is decoded."""
+
+_INSTEAD = {
+    "PatchService/CaptureRun": (
+        "call Generate with max_tokens 1 and a capture into a run (CaptureSpec.run)"
+    ),
+    "PatchService/Sweep": (
+        "steer a site in a Generate call for each cell, and compare with with_baseline"
+    ),
+}
+"""Alternatives to rpcs that are not served yet."""
+
+_LOGGED = 400
+"""Characters of a refusal's text in the log; clients choose parts of it."""
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
+Context = grpc.aio.ServicerContext[Message, Message]
+"""The second argument of every behaviour. It is None: behaviours know nothing of the transport."""
+
+Service = TypeVar("Service")
+
+
+class Rpcs:
+    """The methods of all services, which answer calls."""
+
+    def __init__(self, calls: Calls) -> None:
+        """No methods yet. `calls` counts the calls that run."""
+        self._calls = calls
+        self._methods: dict[str, _Method] = {}
+
+    def add_service(
+        self, add_to_server: Callable[[Service, grpc.aio.Server], None], service: Service
+    ) -> None:
+        """Adds the methods of a service.
+
+        Args:
+            add_to_server: the generated `add_..._to_server` function of the service.
+            service: what implements it.
+        """
+        add_to_server(service, cast(grpc.aio.Server, self))
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Does nothing: `add_registered_method_handlers` gets the same handlers by name."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Adds methods by name, as generated functions do."""
+        for name, handler in handlers.items():
+            path = f"/{service}/{name}"
+            self._methods[path] = _Method(path, handler)
+
+    async def answer(self, path: str, call: Call) -> None:
+        """Answers a call to its end.
+
+        Args:
+            path: the full name of its method, which must be one of `rheostat.v1`.
+            call: the call.
+
+        Raises:
+            AbortError, CancelledError: see `Call.fail`.
+        """
+        incoming: Incoming | None = None
+        try:
+            try:
+                method = self._methods[path]
+                method.check_served()
+                incoming = self._calls.begin(control=method.control)
+                await method.answer(call, incoming)
+                return
+            except Exception as error:  # the boundary: whatever it is, the wire gets a status
+                status = _status(path, error)
+            await call.fail(status)
+        finally:
+            if incoming is not None:
+                incoming.end()  # a call keeps its place while its status is on its way
+
+
+class _Method:
+    """A method of a service."""
+
+    def __init__(self, path: str, handler: Handler) -> None:
+        """Reads what a generated `add_..._to_server` function says of the method."""
+        self._path = path
+        self._request_streaming = handler.request_streaming
+        self._behaviour = cast(
+            Callable[[object, None], object],
+            handler.unary_unary
+            or handler.stream_unary
+            or handler.unary_stream
+            or handler.stream_stream,
+        )
+        responses = inspect.isasyncgenfunction(self._behaviour)
+        self._responses = cast(
+            Callable[[object, None], AsyncGenerator[object, None]],
+            self._behaviour if responses else self._only_response,
+        )
+        # Generated methods, which nothing implements, are not asynchronous as ours are.
+        self._served = responses or inspect.iscoroutinefunction(self._behaviour)
+        self._reader = Reader(handler.request_deserializer or bytes)
+        self._encode = handler.response_serializer or cast(Callable[[object], bytes], bytes)
+        self.control = path.startswith(_CONTROL)
+        """Whether the method is one of EngineService."""
+        largest = CONTROL_MESSAGE_BYTES if self.control else TENSOR_MESSAGE_BYTES
+        self._most = _LARGEST.get(path, largest)
+
+    def check_served(self) -> None:
+        """Raises NotImplementedHere if nothing implements the method."""
+        if not self._served:
+            name = self._path.removeprefix(_OURS)
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise NotImplementedHere(f"{name} is not served yet{instead}")
+
+    async def answer(self, call: Call, incoming: Incoming) -> None:
+        """Answers a call, unless it fails.
+
+        Raises:
+            DeadlinePassed: the caller's deadline has passed.
+            Exception: the call has failed.
+        """
+        remaining = call.time_remaining()
+        if remaining is None:
+            await self._answer(call, incoming)
+            return
+        try:
+            async with asyncio.timeout(remaining) as limit:
+                await self._answer(call, incoming)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlinePassed("the call's deadline passed") from error
+
+    async def _answer(self, call: Call, incoming: Incoming) -> None:
+        try:
+            if not self._request_streaming:
+                request = await incoming.only(call, self._reader, self._most)
+                await self._write(self._responses(request, None), call)
+                return
+            async with aclosing(incoming.each(call, self._reader, self._most)) as messages:
+                await self._write(self._responses(messages, None), call)
+        finally:
+            incoming.release()
+
+    async def _write(self, responses: AsyncGenerator[object, None], call: Call) -> None:
+        """Writes all responses."""
+        async with aclosing(responses):
+            interruption = Interruption()
+            begun = False
+            async for response in responses:
+                message = self._encode(response)
+                if not begun:
+                    await call.send_headers()
+                    begun = True
+                with interruption:
+                    await call.write(message)
+            with interruption:
+                await call.flush()
+
+    async def _only_response(self, request: object, context: None) -> AsyncGenerator[object, None]:
+        """Yields the response of a method that has exactly one."""
+        yield await cast(Awaitable[object], self._behaviour(request, context))
+
+
+def _status(method: str, error: Exception) -> status_pb2.Status:
+    """The status of a call that an exception has ended. The exception is logged."""
+    if isinstance(error, RheostatError):
+        _LOG.info("%s refused: %s: %s", method, error.reason, _one_line(error.message))
+        return to_status(error)
+    incident = uuid.uuid4().hex[:12]
+    _LOG.error("%s failed, incident %s", method, incident, exc_info=error)
+    return to_status(
+        Defect(
+            f"the server has a defect; its log says more under incident {incident}",
+            metadata={"incident": incident},
+        )
+    )
+
+
+def _one_line(text: str) -> str:
+    """The beginning of a text. Spaces replace line breaks and other unprintable characters."""
+    return "".join(c if c.isprintable() else " " for c in text[:_LOGGED])

@@ -1,0 +1,206 @@
+"""SteeringService: the store of vectors, and server-wide steering."""
+
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from itertools import islice
+
+from google.protobuf import timestamp_pb2
+
+from rheostat_server import validation
+from rheostat_server.api.paging import from_token, no_token, page_size, to_token
+from rheostat_server.api.readiness import Readiness
+from rheostat_server.api.rpc import Context
+from rheostat_server.derivation.derive import Derivations
+from rheostat_server.engine.persistent_vectors import Naming
+from rheostat_server.errors import InvalidValue, RheostatError
+from rheostat_server.limits import CHUNK_BYTES, ID_BYTES
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.steering.interventions import refuse_probes_and_rules
+from rheostat_server.vectors.listing import FIRST, Key
+from rheostat_server.vectors.store import Entry, Name
+from rheostat_server.vectors.upload import Upload, Uploads, check_label, check_meant_sites
+from rheostat_wire.v1 import steering_service_pb2, steering_service_pb2_grpc, types_pb2
+
+_pb = steering_service_pb2
+
+
+class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
+    """Stores, lists, sends and derives vectors."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+        self._derivations = Derivations()
+        self._uploads = Uploads()
+
+    async def PutVector(
+        self,
+        request_iterator: AsyncIterator[steering_service_pb2.PutVectorRequest],
+        context: Context,
+    ) -> steering_service_pb2.PutVectorResponse:
+        """Stores one vector."""
+        host = self._readiness.host()
+        arriving = self._uploads.receive(
+            request_iterator, host.sites.width, host.sites.num_layers, host.store.capacity
+        )
+        async with arriving as upload:
+            return await _store(upload, host)
+
+    async def ListVectors(
+        self, request: steering_service_pb2.ListVectorsRequest, context: Context
+    ) -> steering_service_pb2.ListVectorsResponse:
+        """What is stored."""
+        validation.text_bytes(request.name_prefix, ID_BYTES, "name_prefix")
+        store = self._readiness.host().store
+        after = _key(request.page_token) if request.page_token else FIRST
+        entries = store.entries(request.name_prefix, after)
+        page = list(islice(entries, page_size(request.page_size)))
+        more = next(entries, None) is not None
+        return _pb.ListVectorsResponse(
+            vectors=[_info(entry) for entry in page],
+            next_page_token=_token(page[-1]) if more else "",
+            used_bytes=store.used_bytes,
+            capacity_bytes=store.capacity,
+        )
+
+    async def GetVector(
+        self, request: steering_service_pb2.GetVectorRequest, context: Context
+    ) -> AsyncGenerator[steering_service_pb2.GetVectorResponse, None]:
+        """One vector: a header, then chunks."""
+        store = self._readiness.host().store
+        kind = validation.required(request.WhichOneof("ref"), "", "digest and name")
+        name, digest = request.name, request.digest
+        if kind == "name":
+            validation.matches(name, validation.VECTOR_NAME, "name")
+            digest = store.named(name, "name").digest
+        else:
+            _check_digest(digest, "digest")
+        entry = store.entry(name, digest, kind)
+        yield _pb.GetVectorResponse(info=_info(entry))
+        data = entry.vector.data
+        for start in range(0, len(data), CHUNK_BYTES):
+            yield _pb.GetVectorResponse(chunk=data[start : start + CHUNK_BYTES])
+
+    async def SetName(
+        self, request: steering_service_pb2.SetNameRequest, context: Context
+    ) -> steering_service_pb2.SetNameResponse:
+        """Puts a name on a vector that is stored."""
+        host = self._readiness.host()
+        validation.matches(request.name, validation.VECTOR_NAME, "name")
+        _check_digest(request.digest, "digest")
+        if request.expected_digest:
+            _check_digest(request.expected_digest, "expected_digest")
+        check_label("", request.description, "")
+        check_meant_sites(request.sites, host.sites.num_layers, "sites")
+        naming = Naming(
+            digest=request.digest,
+            expected=request.expected_digest if request.HasField("expected_digest") else None,
+            description=request.description if request.HasField("description") else None,
+            sites=_detached(request.sites) if request.HasField("sites") else None,
+        )
+        previous = await host.persistent_vectors.set_name(request.name, naming)
+        return _pb.SetNameResponse(previous_digest=previous)
+
+    async def DeleteName(
+        self, request: steering_service_pb2.DeleteNameRequest, context: Context
+    ) -> steering_service_pb2.DeleteNameResponse:
+        """Takes a name off its vector."""
+        persistent_vectors = self._readiness.host().persistent_vectors
+        validation.matches(request.name, validation.VECTOR_NAME, "name")
+        digest = await persistent_vectors.delete_name(request.name, "name")
+        return _pb.DeleteNameResponse(digest=digest)
+
+    async def DeriveVectors(
+        self, request: steering_service_pb2.DeriveVectorsRequest, context: Context
+    ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
+        """Makes vectors of two sets of prompts."""
+        events = self._derivations.derive(request, self._readiness.host())
+        async with aclosing(events) as responses:
+            async for response in responses:
+                yield response
+
+    async def SetGlobal(
+        self, request: steering_service_pb2.SetGlobalRequest, context: Context
+    ) -> steering_service_pb2.SetGlobalResponse:
+        """Replaces the server-wide steering."""
+        expected = request.expected_version if request.HasField("expected_version") else None
+        host = self._readiness.host()
+        refuse_probes_and_rules(request.policy, "policy")
+        try:
+            after = await host.server_wide.set(request.policy.steering, expected)
+        except RheostatError as error:
+            if error.field.startswith("steering"):
+                error.field = f"policy.{error.field}"
+            raise
+        return _pb.SetGlobalResponse(version=after.version)
+
+    async def GetGlobal(
+        self, request: steering_service_pb2.GetGlobalRequest, context: Context
+    ) -> steering_service_pb2.GetGlobalResponse:
+        """The server-wide steering."""
+        held = self._readiness.host().server_wide.current
+        response = _pb.GetGlobalResponse(
+            policy=_pb.Policy(steering=held.steering), version=held.version
+        )
+        if held.set_time is not None:
+            response.set_time.CopyFrom(_timestamp(held.set_time))
+        return response
+
+
+async def _store(upload: Upload, host: RequestManager) -> steering_service_pb2.PutVectorResponse:
+    header, vector = upload
+    if not header.name:
+        existed = await host.persistent_vectors.put(vector)
+        return _pb.PutVectorResponse(digest=vector.digest, existed=existed)
+    sites = header.sites if header.HasField("sites") else None
+    label = Name(vector.digest, header.description, sites)
+    result = await host.persistent_vectors.put_named(vector, header.name, label)
+    return _pb.PutVectorResponse(
+        digest=vector.digest, existed=result.existed, previous_digest=result.previous
+    )
+
+
+def _detached(sites: types_pb2.SiteSet) -> types_pb2.SiteSet:
+    """A copy, because a part of a message keeps all of the message in memory."""
+    copy = types_pb2.SiteSet()
+    copy.CopyFrom(sites)
+    return copy
+
+
+def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
+    info = _pb.VectorInfo(
+        digest=entry.vector.digest,
+        name=entry.name,
+        dtype=entry.vector.kind.wire,
+        shape=[entry.vector.rows, entry.vector.width],
+        store_time=_timestamp(entry.store_time),
+        request_count=entry.users,
+    )
+    if entry.label is not None:
+        info.description = entry.label.description
+        if entry.label.sites is not None:
+            info.sites.CopyFrom(entry.label.sites)
+    return info
+
+
+def _check_digest(digest: bytes, path: str) -> None:
+    if len(digest) != hashlib.sha256().digest_size:
+        raise InvalidValue(f"has {len(digest)} bytes; a digest has 32", field=path)
+
+
+def _timestamp(moment: float) -> timestamp_pb2.Timestamp:
+    return timestamp_pb2.Timestamp(seconds=int(moment), nanos=int(moment % 1 * 1e9))
+
+
+def _token(last: Entry) -> str:
+    return to_token(last.name, last.vector.digest.hex())
+
+
+def _key(token: str) -> Key:
+    """The last line of the page before."""
+    name, digest = from_token(token, 2)
+    try:
+        return Key(name, bytes.fromhex(digest))
+    except ValueError as error:
+        raise no_token() from error

@@ -1,0 +1,1 @@
+"""Captured rows on their way to whoever reads them."""

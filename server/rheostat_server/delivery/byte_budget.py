@@ -1,0 +1,306 @@
+"""Memory of rows and tokens that wait for slow readers: a limit for each request, and one for all.
+
+Which requests give up memory
+    The rule is the same within a request and for all requests: the largest holders shrink to a
+    common level. The level is never below an equal share, so a request that holds no more than its
+    share loses nothing because of others. A request gives up memory by its own policy: it drops
+    rows, spills them to disk, or fails.
+
+Rows that are being written to a disk count as given up. The spool limits their bytes.
+
+The limit of all requests is checked for every token. The check therefore skips requests whose rows
+have not changed since the last check.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+PIECE_BYTES = 512
+"""Approximate memory of a piece of rows, without the rows."""
+
+_UNCOUNTED = 64 << 10
+"""Bytes beside the rows themselves that the limit of one request or subscription leaves out, so
+that small limits can be given in rows. The limit of all requests together counts them."""
+
+_SPARE = 16
+"""When the limit of all requests is exceeded, a sixteenth of it is freed in addition. The next rows
+then need not scan all requests again."""
+
+
+class ByteCounter:
+    """Counts waiting rows and tokens, in itself and in the meter that it is a part of."""
+
+    __slots__ = ("_closed", "_on_rows", "_whole", "bytes", "pieces", "rows", "token_bytes")
+
+    def __init__(
+        self, whole: "ByteCounter | None" = None, on_rows: Callable[[], None] | None = None
+    ) -> None:
+        """Nothing waits; `on_rows` is called after each change of the rows."""
+        self._whole = whole
+        self._on_rows = on_rows
+        self._closed = False
+        self.bytes = 0
+        self.pieces = 0
+        """Pieces in which rows wait."""
+        self.rows = 0
+        self.token_bytes = 0
+        """Memory of tokens and their log-probabilities."""
+
+    def add(self, size: int, rows: int = 0, pieces: int = 0) -> None:
+        """Counts more rows, or fewer if the numbers are negative."""
+        if self._closed:
+            return
+        byte_counter: ByteCounter | None = self
+        while byte_counter is not None:
+            byte_counter.bytes += size
+            byte_counter.rows += rows
+            byte_counter.pieces += pieces
+            if byte_counter._on_rows is not None:
+                byte_counter._on_rows()
+            byte_counter = byte_counter._whole
+
+    def add_tokens(self, size: int) -> None:
+        """Counts more bytes of tokens, or fewer if `size` is negative."""
+        if self._closed:
+            return
+        byte_counter: ByteCounter | None = self
+        while byte_counter is not None:
+            byte_counter.token_bytes += size
+            byte_counter = byte_counter._whole
+
+    def close(self) -> None:
+        """Stops counting, and subtracts its counts from the meter that it is a part of."""
+        self.add(-self.bytes, -self.rows, -self.pieces)
+        self.add_tokens(-self.token_bytes)
+        self._closed = True
+
+    @property
+    def weight(self) -> int:
+        """Approximate bytes of memory."""
+        return self.bytes + PIECE_BYTES * self.pieces + self.token_bytes
+
+
+class Cost(IntEnum):
+    """The consequence of giving up bytes. Within a request the mildest one is chosen first."""
+
+    TIME = 0
+    """Rows are written to a disk, and none is lost."""
+    ROWS = 1
+    """Rows are lost, as the request allows."""
+    REQUEST = 2
+    """The request fails."""
+
+
+class Holder(Protocol):
+    """A buffer of waiting rows or tokens."""
+
+    @property
+    def cost(self) -> Cost:
+        """The consequence of giving up its bytes."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that `give_up` can free."""
+
+    @property
+    def leaving(self) -> int:
+        """Further bytes that are being written to a disk, with the memory of their pieces.
+
+        They change only when `give_up` is called or the share's meter counts rows.
+        """
+
+    @property
+    def leaving_rows(self) -> int:
+        """Bytes of rows that are being written to a disk."""
+
+    def give_up(self, size: int, why: str) -> None:
+        """Frees at least `size` bytes, starts writing them to a disk, or fails and frees all bytes.
+
+        Args:
+            size: at most `held`.
+            why: the memory that is full, for the error's message.
+        """
+
+
+class Share:
+    """The memory of all waiting rows and tokens of one request, or of one subscription."""
+
+    def __init__(self, limit: int, why: str, budget: "Budget | None" = None) -> None:
+        """Nothing waits.
+
+        Args:
+            limit: bytes that may wait.
+            why: the text of errors when the limit is reached.
+            budget: the server's budget; None if the share does not count in it.
+        """
+        self.limit = limit
+        whole = None if budget is None else budget.byte_counter
+        self.byte_counter = ByteCounter(whole, on_rows=None if budget is None else self._changed)
+        self._why = why
+        self._budget = budget
+        self._holders: list[Holder] = []
+
+    def add(self, holder: Holder) -> None:
+        """Adds a buffer whose bytes count in `byte_counter`."""
+        self._holders.append(holder)
+
+    @property
+    def used(self) -> int:
+        """Bytes that count against the limit."""
+        return max(self.byte_counter.bytes, self.byte_counter.weight - _UNCOUNTED)
+
+    @property
+    def held(self) -> int:
+        """Bytes that `give_up` can free."""
+        return max(0, self.byte_counter.weight - self.leaving)
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that are being written to a disk."""
+        return sum(one.leaving for one in self._holders)
+
+    @property
+    def _over(self) -> int:
+        """Bytes above the limit that are not being written to a disk."""
+        rows = self.byte_counter.bytes - sum(one.leaving_rows for one in self._holders)
+        return max(rows, self.held - _UNCOUNTED) - self.limit
+
+    def give_up(self, size: int, why: str) -> None:
+        """Frees bytes, with the mildest consequence first; see `Cost`."""
+        target = self.held - size
+        for cost in Cost:
+            if self.held > target:
+                some = [one for one in self._holders if one.cost is cost]
+                relieve(some, self.held - target, why)
+        self._changed()
+
+    def check(self) -> None:
+        """Frees bytes above the limits. To be called after rows or tokens were added."""
+        # `used` is at most the weight. Most calls need only this comparison.
+        if self.byte_counter.weight > self.limit < self.used and (over := self._over) > 0:
+            self.give_up(over, self._why)
+        if self._budget is not None:
+            self._budget.check()
+
+    @property
+    def too_much_leaves(self) -> bool:
+        """Whether the rows that all requests are writing to disks exceed their limit.
+
+        A holder may ask within `give_up`. The rows that it has just been asked to move count.
+        """
+        self._changed()
+        return self._budget is not None and self._budget.leaving > self._budget.slack
+
+    def close(self) -> None:
+        """The request has ended."""
+        if self._budget is not None:
+            self._budget.remove(self)
+
+    def _changed(self) -> None:
+        """Notes that `leaving` may have changed."""
+        if self._budget is not None:
+            self._budget.note_change(self)
+
+
+class Budget:
+    """The memory of all requests. Used on the event loop alone."""
+
+    def __init__(self, limit: int, request_limit: int, *, slack: int) -> None:
+        """Nothing waits.
+
+        Args:
+            limit: bytes that may wait for all requests.
+            request_limit: bytes that may wait for one request.
+            slack: further bytes that may be in the process of being written to disks.
+        """
+        self.limit = limit
+        self.request_limit = request_limit
+        self.slack = slack
+        self.byte_counter = ByteCounter()
+        self._shares: dict[Share, int] = {}
+        """The shares of all requests, each with its `leaving` when it was last read."""
+        self._leaving = 0
+        """Sum of these bytes."""
+        self._changed: set[Share] = set()
+        """Shares whose `leaving` must be read again."""
+        self._why = (
+            f"the {limit} bytes that may wait for the readers of all requests (--buffers-mib) are "
+            "full, and this request holds more than its share"
+        )
+        self._request_why = (
+            f"the {request_limit} bytes that may wait for the readers of one request "
+            "(--request-buffer-mib) are full"
+        )
+
+    def share(self) -> Share:
+        """Adds the share of a new request."""
+        share = Share(self.request_limit, self._request_why, self)
+        self._shares[share] = 0
+        return share
+
+    def remove(self, share: Share) -> None:
+        """Removes the share of an ended request."""
+        self._leaving -= self._shares.pop(share, 0)
+        self._changed.discard(share)
+
+    def note_change(self, share: Share) -> None:
+        """Notes that the `leaving` of a share may have changed."""
+        if share in self._shares:
+            self._changed.add(share)
+
+    @property
+    def used(self) -> int:
+        """Bytes that wait."""
+        return self.byte_counter.weight
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that are being written to disks."""
+        for share in self._changed:
+            now = share.leaving
+            self._leaving += now - self._shares[share]
+            self._shares[share] = now
+        self._changed.clear()
+        return self._leaving
+
+    def check(self) -> None:
+        """Frees bytes above the limit."""
+        if self.used > self.limit and (over := self.used - self.leaving - self.limit) > 0:
+            relieve([*self._shares], over + self.limit // _SPARE, self._why)
+
+
+class _Held(Protocol):
+    """A holder or a share."""
+
+    @property
+    def held(self) -> int: ...
+
+    def give_up(self, size: int, why: str) -> None: ...
+
+
+def relieve(holders: Sequence[_Held], size: int, why: str) -> None:
+    """Makes the largest holders give up `size` bytes in all, down to a common level.
+
+    A holder that fails frees more bytes than it was asked for. Smaller holders then keep theirs.
+    """
+    if size <= 0:
+        return
+    ranked = sorted(((one.held, -n, one) for n, one in enumerate(holders)), reverse=True)
+    level = _level([held for held, _, _ in ranked], size)
+    for held, _, holder in ranked:
+        if size <= 0 or held <= level:
+            return
+        holder.give_up(held - level, why)
+        size -= held - holder.held
+
+
+def _level(held: Sequence[int], size: int) -> int:
+    """The level to which the largest of `held`, descending, must shrink to free `size` in all."""
+    total = 0
+    for count, one in enumerate(held, start=1):
+        total += one
+        level = (total - size) // count
+        if count == len(held) or level >= held[count]:
+            return max(0, level)
+    return 0

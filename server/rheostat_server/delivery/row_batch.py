@@ -1,0 +1,279 @@
+"""Rows that wait, in pieces as the engine sent them, and the meter in which they count.
+
+Invariant: what waits counts in its meter, and what has left holds no memory. Positions mostly
+follow one another; then nothing goes over them.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_server.delivery.byte_budget import ByteCounter
+from rheostat_wire.dtypes import StoredArray
+
+Positions = npt.NDArray[np.int32]
+
+_NO_POSITIONS: Positions = np.empty(0, np.int32)
+_NO_ROWS: StoredArray = np.empty((0, 0, 0), np.float32)
+
+
+class Queue(Protocol):
+    """Where pieces wait, of some sites at the same positions."""
+
+    def drop(self, size: int, *, newest: bool) -> tuple[int, int]:
+        """Loses the highest positions, or the lowest; the first of them, and how many rows."""
+
+
+_MERGED_PARTS = 64
+_MERGED_BYTES = 256 << 10
+"""Parts and bytes up to which a piece takes later rows too."""
+
+_LARGE_PART = 64 << 10
+"""Rows of so many bytes are a piece of their own."""
+
+_PARTS_OF_A_PIECE = 4
+"""Parts that take as much memory beside their rows as a piece does."""
+
+
+class RowBatch:
+    """Rows of some sites that wait, until they are taken or given up.
+
+    Rows that follow those of a piece are added to it, because a generated token has one row. They
+    are joined when somebody takes them.
+    """
+
+    __slots__ = (
+        "_first",
+        "_parts",
+        "_positions",
+        "_whole",
+        "byte_counter",
+        "count",
+        "counted",
+        "made",
+        "queue",
+        "sites",
+    )
+
+    def __init__(
+        self,
+        sites: tuple[int, ...],
+        positions: Positions,
+        data: StoredArray,
+        byte_counter: ByteCounter,
+        queue: Queue,
+        *,
+        made: bool = False,
+    ) -> None:
+        """Rows that count in a meter.
+
+        Args:
+            sites: indices of the sites.
+            positions: ascending, [n].
+            data: [sites, n, width].
+            byte_counter: counts them while they wait.
+            queue: in which they wait, with the rows of other sites at the same positions.
+            made: whether they are in their form.
+        """
+        self.sites = sites
+        self.made = made
+        self.byte_counter = byte_counter
+        self.queue = queue
+        self.count = len(positions)
+        """Positions that still wait."""
+        self.counted = 1
+        """Pieces that the meter counts for it."""
+        self._positions: Positions | None = positions
+        """None: they follow one another from `_first` on."""
+        self._parts = [data]
+        self._first = _first_of_run(positions)
+        self._whole = self.count
+        """Positions that the memory of the rows is of."""
+        byte_counter.add(data.nbytes, self.rows, 1)
+
+    def __len__(self) -> int:
+        """Positions that still wait."""
+        return self.count
+
+    @property
+    def positions(self) -> Positions:
+        """Positions that still wait, ascending."""
+        if self._positions is None:
+            first = self._first or 0
+            self._positions = np.arange(first, first + self.count, dtype=np.int32)
+        return self._positions
+
+    @property
+    def data(self) -> StoredArray:
+        """Their rows, [sites, n, width]."""
+        if len(self._parts) > 1:
+            self._parts = [concatenated(self._parts)]
+        return self._parts[0]
+
+    @property
+    def first(self) -> int:
+        """The first position that waits; there is one."""
+        return int(self.positions[0]) if self._first is None else self._first
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        part = self._parts[0]
+        return int(part.shape[2]) * part.itemsize
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the rows at a position."""
+        return len(self.sites) * self.row_bytes
+
+    @property
+    def rows(self) -> int:
+        """Rows that still wait, of all sites."""
+        return self.count * len(self.sites)
+
+    def takes(self, first: int, last: int, count: int, size: int) -> bool:
+        """Whether rows of the same sites are to be added to this piece.
+
+        Args:
+            first: their first position.
+            last: their last position.
+            count: how many positions they are of.
+            size: their bytes.
+        """
+        return (
+            self._first is not None
+            and self._first + self.count == first
+            and last - first == count - 1
+            and size < _LARGE_PART
+            and len(self._parts) < _MERGED_PARTS
+            and self.count * self.position_bytes + size <= _MERGED_BYTES
+        )
+
+    def add(self, data: StoredArray) -> None:
+        """Adds the rows of the positions that follow, [sites, n, width]; see `takes`."""
+        count = data.shape[1]
+        self._parts.append(data)
+        self._positions = None
+        self.count += count
+        self._whole += count
+        pieces = len(self._parts) % _PARTS_OF_A_PIECE == 0
+        self.counted += pieces
+        self.byte_counter.add(data.nbytes, count * len(self.sites), pieces)
+
+    def below(self, frontier: int) -> int:
+        """How many positions wait below one."""
+        if self._first is None:
+            return int(np.searchsorted(self.positions, frontier))
+        return max(0, min(frontier - self._first, self.count))
+
+    def take(self, frontier: int) -> tuple[Positions, StoredArray]:
+        """The positions below one and their rows, which wait no more."""
+        cut = self.below(frontier)
+        taken = self.positions[:cut], self.data[:, :cut]
+        if cut:
+            self._keep(slice(cut, None), cut)
+        return taken
+
+    def ends_by(self, frontier: int) -> bool:
+        """Whether all positions that wait lie below one, and follow one another."""
+        return self._first is not None and self._first + self.count <= frontier
+
+    def take_all(self) -> tuple[Positions, list[StoredArray]]:
+        """All positions, and their rows in parts, which wait no more.
+
+        The caller counts that in the meter.
+        """
+        taken = self.positions, self._parts
+        self._empty()
+        return taken
+
+    def give_up(self) -> None:
+        """Loses what still waits."""
+        if self.count:
+            self._keep(slice(0, 0), self.count)
+
+    def lose(self, start: int, end: int) -> int:
+        """Loses the rows at positions in [start, end); how many rows."""
+        first, past = (int(self.positions.searchsorted(one)) for one in (start, end))
+        count = past - first
+        if not count:
+            return 0
+        if not first:
+            self._keep(slice(past, None), count)
+        elif past == self.count:
+            self._keep(slice(0, first), count)
+        else:
+            self._keep(np.r_[0:first, past : self.count], count)
+        if 2 * self.count < self._whole:
+            # A slice keeps the memory of what it was cut from. Copying once most of that is lost
+            # costs no more than the rows did that came.
+            self._positions, self._parts = self.positions.copy(), [self.data.copy()]
+            self._whole = self.count
+        return count * len(self.sites)
+
+    def _keep(self, kept: "slice | npt.NDArray[np.intp]", gone: int) -> None:
+        """Keeps some of the positions; so many do not wait any more."""
+        last = gone == self.count
+        left = 0 if last else min(self.counted, 1 + (self.count - gone) // _PARTS_OF_A_PIECE)
+        self.byte_counter.add(
+            -gone * self.position_bytes, -gone * len(self.sites), left - self.counted
+        )
+        self.counted = left
+        if last:
+            self._empty()
+        else:
+            positions, data = self.positions[kept], self.data[:, kept]
+            self._positions, self._parts = positions, [data]
+            self.count = len(positions)
+            self._first = _first_of_run(positions)
+
+    def _empty(self) -> None:
+        """Holds nothing any more, not even memory: a slice would keep all of it."""
+        self._first = None
+        self._positions, self._parts = _NO_POSITIONS, [_NO_ROWS]
+        self.count = 0
+
+
+def concatenated(parts: Sequence[StoredArray]) -> StoredArray:
+    """Rows [sites, n, width] of some sites at all positions of several parts.
+
+    Those of one site are joined as bytes, which can become a message without another copy.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    sites, _, width = parts[0].shape
+    if sites > 1:
+        return np.concatenate(parts, axis=1)
+    joined = b"".join([np.ascontiguousarray(part).data for part in parts])
+    return np.frombuffer(joined, parts[0].dtype).reshape(1, -1, width)
+
+
+def common(parts: Iterable[Positions]) -> Positions:
+    """The positions that all have; usually all have the same."""
+    first, *others = parts
+    if all(_equal(part, first) for part in others):
+        return first
+    return reduce(np.intersect1d, others, first)
+
+
+def _first_of_run(positions: Positions) -> int | None:
+    """The first of ascending positions that follow one another; None where they do not."""
+    if not len(positions):
+        return None
+    first = int(positions[0])
+    return first if int(positions[-1]) - first == len(positions) - 1 else None
+
+
+def _equal(some: Positions, others: Positions) -> bool:
+    """Whether ascending positions are the same, quicker where they follow one another."""
+    if some is others:
+        return True
+    if len(some) != len(others):
+        return False
+    first = _first_of_run(some)
+    if first is None or first != _first_of_run(others):
+        return np.array_equal(some, others)
+    return True

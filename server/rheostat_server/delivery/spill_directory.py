@@ -1,0 +1,260 @@
+"""Records that wait on disk: a folder, and in it files that are written once and read once.
+
+Invariants: what is read is what was written, in the order in which it was written, or an error; an
+append takes all of its records or none; a file goes as soon as all of it was read; all files
+together stay within the limit, and few of them are open. A folder belongs to one server. Everything
+here blocks.
+"""
+
+import fcntl
+import os
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+
+from rheostat_server.errors import SpoolFailed
+from rheostat_server.open_files import OpenFiles
+
+_FILES = 256
+"""Files into which the limit is divided: room comes back file by file."""
+
+_DESCRIPTORS = 64
+"""Files that stay open while nobody uses them. Each reader that spills has one at least."""
+
+_OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK = ".lock"
+_SUFFIX = ".spool"
+_HEAD = struct.Struct("<II")
+"""Before each record: its length and its CRC-32C."""
+
+
+class SpillDirectoryFull(Exception):
+    """There is no room for more records."""
+
+
+class SpillFileDamaged(Exception):
+    """What is read is not what was written."""
+
+
+class SpillDirectory:
+    """A folder that is this server's own until `close`. For any thread."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        """Makes the folder if need be, locks it, and removes what a server left that died.
+
+        Args:
+            folder: where files lie.
+            limit: bytes that all of them together may have.
+
+        Raises:
+            SpoolFailed: another server has it, or it cannot be used.
+        """
+        self.folder = folder
+        self.limit = limit
+        self.used = 0
+        """Bytes of all files."""
+        self.file_bytes = limit // _FILES
+        """Size from which on a file takes no further record."""
+        self.files = OpenFiles(_DESCRIPTORS)
+        """Those of all readers."""
+        self._guard = threading.Lock()
+        self._made = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._sweep()
+        except OSError as error:
+            os.close(self._lock)
+            if isinstance(error, BlockingIOError):
+                raise SpoolFailed(
+                    f"another server spools to {folder}: give each its own --spool"
+                ) from error
+            raise _unusable(folder, error) from error
+        self._open = True
+
+    @property
+    def left(self) -> int:
+        """Bytes that still fit."""
+        return self.limit - self.used
+
+    def claim(self, size: int) -> None:
+        """Counts bytes that are about to be written.
+
+        Raises:
+            SpoolFull: they do not fit.
+        """
+        with self._guard:
+            if self.used + size > self.limit:
+                raise SpillDirectoryFull
+            self.used += size
+
+    def release(self, size: int) -> None:
+        """Counts bytes that are gone."""
+        with self._guard:
+            self.used -= size
+
+    def create(self) -> Path:
+        """Makes a file; its path. Raises OSError."""
+        with self._guard:
+            self._made += 1
+            path = self.folder / f"{self._made:08}{_SUFFIX}"
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return path
+
+    def open(self, path: Path) -> AbstractContextManager[int]:
+        """The descriptor of a file that was made. Raises OSError."""
+        return self.files.use(path, lambda: os.open(path, _OLD))
+
+    def remove(self, path: Path) -> None:
+        """Deletes a file. Raises OSError."""
+        self.files.forget(path)
+        path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Removes all files and gives the folder up."""
+        if self._open:
+            self._open = False
+            self.files.close()
+            with suppress(OSError):
+                self._sweep()
+            # Closing alone would leave it locked while a process that was forked from ours lives.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+
+    def _sweep(self) -> None:
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            path.unlink()
+
+
+@dataclass
+class _File:
+    """A file of records."""
+
+    path: Path
+    end: int = 0
+    """Bytes that were written."""
+    begin: int = 0
+    """Bytes that were read."""
+
+
+class SpillFile:
+    """Records of one reader, first in, first out. For one thread at a time."""
+
+    def __init__(self, spool: SpillDirectory) -> None:
+        """There are none, and no file."""
+        self._spool = spool
+        self._files: deque[_File] = deque()
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Adds records behind those that are there: all or none.
+
+        Raises:
+            SpoolFull: they do not fit.
+            OSError: they cannot be written.
+        """
+        heads = (_HEAD.pack(len(one), google_crc32c.value(one)) for one in records)
+        data = b"".join(part for pair in zip(heads, records, strict=True) for part in pair)
+        self._spool.claim(len(data))
+        try:
+            file = self._last()
+            with self._spool.open(file.path) as descriptor:
+                _write(descriptor, data, file.end)
+        except BaseException:
+            self._spool.release(len(data))
+            raise
+        file.end += len(data)
+
+    def read(self, most: int) -> list[bytes]:
+        """Takes the oldest records, of about so many bytes, at least one; there must be one.
+
+        Raises:
+            SpoolDamaged: they are not what was written.
+            OSError: they cannot be read.
+        """
+        file = self._files[0]
+        with self._spool.open(file.path) as descriptor:
+            found = _next(file, descriptor, most)
+        if file.begin == file.end:
+            self._drop(self._files.popleft())
+        return found
+
+    def close(self) -> None:
+        """Removes what is there; nothing is written or read any more."""
+        while self._files:
+            with suppress(OSError):
+                self._drop(self._files.popleft())
+
+    def _last(self) -> _File:
+        """The file that takes records."""
+        if not self._files or self._files[-1].end >= self._spool.file_bytes:
+            self._files.append(_File(self._spool.create()))
+        return self._files[-1]
+
+    def _drop(self, file: _File) -> None:
+        self._spool.release(file.end)
+        self._spool.remove(file.path)
+
+
+def _write(descriptor: int, data: bytes, offset: int) -> None:
+    """Writes all of it, or cuts the file back to where it was."""
+    view = memoryview(data)
+    at = offset
+    try:
+        while view:
+            count = os.pwrite(descriptor, view, at)
+            at += count
+            view = view[count:]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, offset)
+        raise
+
+
+def _next(file: _File, descriptor: int, most: int) -> list[bytes]:
+    """The next records of a file, of about so many bytes, at least one.
+
+    Raises:
+        SpoolDamaged: they are not what was written.
+        OSError: they cannot be read.
+    """
+    data, at = _read(file, descriptor, max(most, _HEAD.size)), 0
+    found: list[bytes] = []
+    while len(data) - at >= _HEAD.size:
+        length, checksum = _HEAD.unpack_from(data, at)
+        past = at + _HEAD.size + length
+        if past > len(data):
+            if found:
+                break
+            data = _read(file, descriptor, past)
+        record = data[at + _HEAD.size : past]
+        if len(record) < length or google_crc32c.value(record) != checksum:
+            raise SpillFileDamaged
+        found.append(record)
+        at = past
+    if not found:
+        raise SpillFileDamaged
+    file.begin += at
+    return found
+
+
+def _read(file: _File, descriptor: int, most: int) -> bytes:
+    """What comes next of a file, as much as there is of so many bytes."""
+    size = min(most, file.end - file.begin)
+    data = os.pread(descriptor, size, file.begin)
+    if len(data) < size:
+        raise SpillFileDamaged
+    return data
+
+
+def _unusable(folder: Path, error: OSError) -> SpoolFailed:
+    return SpoolFailed(f"the folder {folder} of --spool cannot be used: {error.strerror or error}")

@@ -1,0 +1,377 @@
+"""Rows that find no room in memory go to disk, and come back in their turn.
+
+Invariants: what leaves comes in the order in which it would have left without a disk; what was
+taken for the disk is in memory until it is on it, so that nothing is lost where it cannot be
+written; the event loop waits for no disk.
+"""
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from rheostat_server.delivery.byte_budget import ByteCounter
+from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.items import (
+    Chunk,
+    DeliveryItem,
+    EncodedChunk,
+    End,
+    Loss,
+    SequenceKey,
+    size_of,
+)
+from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.delivery.row_messages import captured_of, dropped
+from rheostat_server.delivery.spill_directory import (
+    SpillDirectory,
+    SpillDirectoryFull,
+    SpillFile,
+    SpillFileDamaged,
+)
+from rheostat_server.errors import CaptureOverflow, Defect, RheostatError, RowsLost
+from rheostat_server.limits import MIB
+from rheostat_server.tasks.offload import on_pool
+from rheostat_wire.v1 import capture_pb2
+
+_LOG = logging.getLogger(__name__)
+
+_WRITE_BYTES = 8 * MIB
+"""Bytes that go to disk at once."""
+
+_READ_BYTES = 4 * MIB
+"""Bytes that come back at once, where the reservoir is not too small for that."""
+
+_POOL = ThreadPoolExecutor(8, "rheostat-spool")
+"""Threads for the spool alone: a disk that hangs holds up nothing else."""
+
+_LABEL = struct.Struct("<BIIBIQ")
+"""Before each item: its kind, the number of its tap, its sample, whether of the baseline, its rows
+and their bytes in memory."""
+
+_CHUNK, _LOSS, _END = range(3)
+
+
+class SpillManager:
+    """Where reservoirs spill to, if the server has a spool. Lives on the event loop."""
+
+    def __init__(self, spool: SpillDirectory, slack: int) -> None:
+        """Nothing spills.
+
+        Args:
+            spool: the disk.
+            slack: bytes of memory that rows may take together, beyond all limits, on their way to
+                it.
+        """
+        self.spool = spool
+        self._slack = slack
+        self._spills: set[SpillQueue] = set()
+
+    @property
+    def rows(self) -> int:
+        """Rows that are on disk."""
+        return sum(one.rows for one in self._spills)
+
+    def open(self, buffer: DeliveryBuffer, on_broken: Callable[[RheostatError], None]) -> None:
+        """Lets a reservoir spill until it is closed; `on_broken` hears if rows do not come back."""
+        spill = SpillQueue(self, buffer, on_broken)
+        self._spills.add(spill)
+        buffer.spill = spill
+
+    def forget(self, spill: "SpillQueue") -> None:
+        """One has ended."""
+        self._spills.discard(spill)
+
+    @property
+    def full(self) -> CaptureOverflow:
+        """There is no room left on disk."""
+        return CaptureOverflow(
+            f"captured rows came faster than they were read, and the {self.spool.limit} bytes of "
+            "the server's spool are full. Read and acknowledge faster, capture less, or raise the "
+            "server's --spool-mib"
+        )
+
+    def refusal(self) -> CaptureOverflow | None:
+        """Why no more rows may wait for the disk; None: they may."""
+        waiting = sum(one.excess for one in self._spills)
+        if waiting > self.spool.left:
+            return self.full
+        if waiting > self._slack:
+            return CaptureOverflow(
+                "captured rows came faster than the server's spool could take them. Capture less, "
+                "or give the server a faster disk as --spool"
+            )
+        return None
+
+
+class SpillQueue:
+    """What of a reservoir waits on disk; older than all that waits in its memory."""
+
+    def __init__(
+        self,
+        spill_manager: SpillManager,
+        buffer: DeliveryBuffer,
+        on_broken: Callable[[RheostatError], None],
+    ) -> None:
+        """Nothing; see `SpillManager.open`."""
+        self.rows = 0
+        """Rows on disk."""
+        self.bytes = 0
+        """Their bytes, before they were encoded."""
+        self._spill_manager = spill_manager
+        self._buffer = buffer
+        self._on_broken = on_broken
+        self._records = SpillFile(spill_manager.spool)
+        self._feeds: dict[int, RowFeed] = {}
+        self._numbers: dict[RowFeed, int] = {}
+        self._numbered = 0
+        self._writing: Sequence[DeliveryItem] = ()
+        self._written = 0
+        """Items on disk."""
+        self._back: deque[DeliveryItem] = deque()
+        """Items that were on disk."""
+        self._unwritten: deque[DeliveryItem] = deque()
+        """Items that the disk did not take, after all that it took."""
+        self._failure: CaptureOverflow | None = None
+        """Why it did not."""
+        self._hungry = False
+        self._closed = False
+        self._task: asyncio.Task[None] | None = None
+        self._allowed = buffer.limit
+        """Bytes that the reservoir may take before rows go to the disk."""
+        self._memory = ByteCounter(buffer.total)
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything waits here."""
+        return bool(self._back or self._written or self._unwritten or self._writing)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that items take in memory before they are on disk and after."""
+        return self._memory.bytes
+
+    @property
+    def excess(self) -> int:
+        """Bytes beyond what the reservoir may take."""
+        return max(0, self._buffer.used - self._allowed)
+
+    def refusal(self) -> CaptureOverflow | None:
+        """Why no more rows may wait beyond the limit; None: they may."""
+        return self._failure or self._spill_manager.refusal()
+
+    def relieve(self, size: int = 0) -> None:
+        """Moves what is too much in memory to the disk, and so many bytes more."""
+        if size:
+            self._allowed = max(0, min(self._allowed, self._buffer.used) - size)
+        if self._failure is None:
+            self._work_soon()
+
+    def take(self) -> DeliveryItem | None:
+        """What leaves next; None: it is on its way back, and the reservoir will have news."""
+        item = None
+        if self._back:
+            item = self._back.popleft()
+        elif self._unwritten and not self._written:
+            item = self._unwritten.popleft()
+            if not self._unwritten:
+                self._failure = None
+        if item is not None:
+            self._memory.add(-size_of(item))
+        if isinstance(item, End):  # nothing of this tap follows
+            self._feeds.pop(self._numbers.pop(item.feed, 0), None)
+        if not self.holds:  # taps that were discarded have no end
+            self._feeds.clear()
+            self._numbers.clear()
+        if not self._back and self._written:
+            self._hungry = True
+            self._work_soon()
+        return item
+
+    def close(self) -> None:
+        """Loses all that waits here."""
+        if not self._closed:
+            self._closed = True
+            self._spill_manager.forget(self)
+            self._back.clear()
+            self._unwritten.clear()
+            self._written = 0
+            self._feeds.clear()
+            self._numbers.clear()
+            self._memory.add(-self.memory)
+            self.rows = self.bytes = 0
+            if self._task is None or self._task.done():
+                _POOL.submit(self._records.close)
+
+    def _work_soon(self) -> None:
+        if not self._closed and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        try:
+            await self._write_and_read()
+        except Exception as error:  # a task's end: whatever it is, the readers must hear of it
+            _LOG.error("spilling failed", exc_info=error)
+            self._on_broken(Defect("the server could not keep captured rows on disk"))
+            self.close()
+        if self._closed:
+            await on_pool(_POOL, self._records.close)
+
+    async def _write_and_read(self) -> None:
+        """Writes and reads by turns until there is nothing to do."""
+        busy = True
+        while busy and not self._closed:
+            busy = await self._write()
+            if self._hungry and self._written and not self._back and not self._closed:
+                await self._read()
+                busy = True
+
+    async def _write(self) -> bool:
+        """Moves the oldest rows in memory to disk if there are too many; whether it did."""
+        batch = self._batch()
+        if not batch:
+            if self._buffer.used <= self._allowed:
+                self._allowed = self._buffer.limit
+            return False
+        self._writing = batch
+        sizes = sum(map(size_of, batch))
+        self._memory.add(sizes)
+        try:
+            await on_pool(
+                _POOL, _append, self._records, [(one, self._number(one.feed)) for one in batch]
+            )
+        except (OSError, SpillDirectoryFull) as error:
+            self._writing = ()
+            if not self._closed:
+                self._keep(batch, error)
+            return False
+        self._writing = ()
+        if not self._closed:
+            self._memory.add(-sizes)
+            self._written += len(batch)
+            self.rows += sum(map(_rows, batch))
+            self.bytes += sizes
+            self._buffer.news.set()
+        return True
+
+    def _batch(self) -> list[DeliveryItem]:
+        buffer = self._buffer
+        batch: list[DeliveryItem] = []
+        if self._failure is None and buffer.used > self._allowed:
+            left, size = buffer.used - self._allowed // 2, 0
+            while size < min(left, _WRITE_BYTES):
+                item = buffer.take_from_memory()
+                if item is None:
+                    break
+                batch.append(item)
+                size += size_of(item)
+        return batch
+
+    def _keep(self, batch: Sequence[DeliveryItem], error: OSError | SpillDirectoryFull) -> None:
+        """The disk has not taken a batch: it waits in memory, and no more may come beside it."""
+        self._failure = (
+            self._spill_manager.full
+            if isinstance(error, SpillDirectoryFull)
+            else _unwritable(error)
+        )
+        self._unwritten.extend(batch)
+        self._buffer.news.set()
+
+    async def _read(self) -> None:
+        self._hungry = False
+        try:
+            most = min(_READ_BYTES, self._buffer.limit // 4)
+            found = await on_pool(_POOL, _load, self._records, most)
+        except (OSError, SpillFileDamaged):
+            if not self._closed:
+                self._on_broken(
+                    RowsLost(
+                        f"{self.rows} captured rows that waited on the server's disk cannot be "
+                        "read back. Look at the disk of --spool",
+                        metadata={"rows": str(self.rows)},
+                    )
+                )
+                self.close()
+            return
+        if self._closed:
+            return
+        for one in found:
+            self._written -= 1
+            self.rows -= one.rows
+            self.bytes -= one.size
+            item = self._restored(one)
+            self._back.append(item)
+            self._memory.add(size_of(item))
+        self._buffer.news.set()
+
+    def _restored(self, one: "_Loaded") -> DeliveryItem:
+        feed = self._feeds[one.feed]
+        if isinstance(one.message, capture_pb2.Captured):
+            return EncodedChunk(feed, one.track, one.message)
+        if one.message is None:
+            return End(feed)
+        lost = one.message
+        spans = tuple((run.start, run.start + run.count) for run in lost.positions)
+        return Loss(feed, one.track, lost.capture_index, spans, lost.row_count)
+
+    def _number(self, feed: RowFeed) -> int:
+        number = self._numbers.get(feed)
+        if number is None:
+            self._numbered += 1
+            number = self._numbers[feed] = self._numbered
+            self._feeds[number] = feed
+        return number
+
+
+class _Loaded(NamedTuple):
+    """An item as it came back."""
+
+    feed: int
+    track: SequenceKey
+    rows: int
+    size: int
+    message: capture_pb2.Captured | capture_pb2.Dropped | None
+
+
+def _rows(item: DeliveryItem) -> int:
+    return len(item.token_ids) * len(item.block.sites) if isinstance(item, Chunk) else 0
+
+
+def _unwritable(error: OSError) -> CaptureOverflow:
+    return CaptureOverflow(
+        "captured rows came faster than they were read, and the server's spool cannot be written: "
+        f"{error.strerror or 'the disk failed'}. Look at the disk of --spool"
+    )
+
+
+def _append(records: SpillFile, batch: Sequence[tuple[DeliveryItem, int]]) -> None:
+    records.append([_encoded(item, number) for item, number in batch])
+
+
+def _encoded(item: DeliveryItem, feed: int) -> bytes:
+    if isinstance(item, End):
+        return _LABEL.pack(_END, feed, 0, False, 0, 0)
+    kind, message = _LOSS, b""
+    if isinstance(item, Chunk):
+        kind, message = _CHUNK, captured_of(item).SerializeToString()
+    elif isinstance(item, Loss):
+        message = dropped(item).SerializeToString()
+    return _LABEL.pack(kind, feed, *item.track, _rows(item), size_of(item)) + message
+
+
+def _load(records: SpillFile, most: int) -> list[_Loaded]:
+    return [_decoded(one) for one in records.read(most)]
+
+
+def _decoded(record: bytes) -> _Loaded:
+    kind, feed, sample, baseline, rows, size = _LABEL.unpack_from(record)
+    body = record[_LABEL.size :]
+    message: capture_pb2.Captured | capture_pb2.Dropped | None = None
+    if kind == _CHUNK:
+        message = capture_pb2.Captured.FromString(body)
+    elif kind == _LOSS:
+        message = capture_pb2.Dropped.FromString(body)
+    return _Loaded(feed, SequenceKey(sample, bool(baseline)), rows, size, message)

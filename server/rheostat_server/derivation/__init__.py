@@ -1,0 +1,1 @@
+"""Vectors that are derived from prompts."""

@@ -1,0 +1,316 @@
+"""DeriveVectors: two sets of prompts in, vectors out.
+
+Invariants: nothing is stored unless every prompt has run; a call that ends early, for whatever
+reason, leaves no request running; all calls together hold at most `DERIVED_BYTES` of rows.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rheostat_server import validation
+from rheostat_server.derivation.contrast import Direction, Method, contrast
+from rheostat_server.derivation.prompt_means import (
+    PromptMean,
+    Reading,
+    prompt_selector,
+    read_prompt,
+)
+from rheostat_server.errors import InvalidValue, MissingField, QueueFull, RheostatError, StoreFull
+from rheostat_server.limits import DERIVED_BYTES, DERIVED_PROMPTS
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites, to_wire
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors.store import Name, Vector, make_vector
+from rheostat_server.vectors.upload import check_label
+from rheostat_wire.v1 import steering_service_pb2, types_pb2
+
+_pb = steering_service_pb2
+
+_AT_ONCE = 8
+"""Prompts of all calls together that run at the same time. Those of one step end in the same turn
+of the event loop, and each occupies it for about 10 ms at 72 sites."""
+
+_RETRY = 1.0
+
+_METHODS = {
+    _pb.DERIVE_METHOD_DIFFERENCE_OF_MEANS: Method.DIFFERENCE_OF_MEANS,
+    _pb.DERIVE_METHOD_PRINCIPAL_COMPONENT: Method.PRINCIPAL_COMPONENT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A request that can run."""
+
+    request: steering_service_pb2.DeriveVectorsRequest
+    reading: Reading
+    layers: tuple[int, ...]
+    method: Method
+    names: tuple[str, ...]
+    """One per point; empty: none."""
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the prompts' rows."""
+        prompts = len(self.request.positive) + len(self.request.negative)
+        return prompts * len(self.reading.sites) * self.width * FloatType.FLOAT32.itemsize
+
+
+class _Rows:
+    """The rows of one set of prompts."""
+
+    def __init__(self, prompts: int, sites: int, width: int) -> None:
+        self.rows = np.empty((sites, prompts, width), dtype=np.float32)
+        self.norms = np.empty((sites, prompts))
+
+    def take(self, prompt: int, mean: PromptMean) -> None:
+        self.rows[:, prompt] = mean.rows
+        self.norms[:, prompt] = mean.norms
+
+
+class _Job(NamedTuple):
+    """A prompt to run, and where its rows go."""
+
+    prompt: types_pb2.Prompt
+    path: str
+    rows: _Rows
+    place: int
+
+
+class Derivations:
+    """Runs the derivations of a server."""
+
+    def __init__(self) -> None:
+        """None runs."""
+        self._held = 0
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def derive(
+        self, request: steering_service_pb2.DeriveVectorsRequest, host: RequestManager
+    ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
+        """Makes vectors and stores them. Yields progress while prompts run, the vectors last.
+
+        Raises:
+            RheostatError: the request is wrong, there is no room, or a prompt failed.
+        """
+        order = _check(request, host)
+        with self._room(order.size):
+            async with aclosing(_derive(order, host, self._turns)) as events:
+                async for event in events:
+                    yield event
+
+    @contextmanager
+    def _room(self, size: int) -> Iterator[None]:
+        if self._held + size > DERIVED_BYTES:
+            raise QueueFull(
+                f"the rows to contrast take {size} bytes; other calls leave "
+                f"{DERIVED_BYTES - self._held}. Try again later",
+                field="sites",
+                retry_after=_RETRY,
+            )
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+
+
+def _check(request: steering_service_pb2.DeriveVectorsRequest, host: RequestManager) -> _Order:
+    _check_prompts(request.positive, "positive")
+    _check_prompts(request.negative, "negative")
+    if not request.HasField("sites"):
+        raise MissingField("sites are required", field="sites")
+    selection = resolve_sites(request.sites, host.sites, "sites")
+    refuse_what_is_no_stream(selection, "sites")
+    reading = Reading(
+        request.sites,
+        selection.sites,
+        prompt_selector(request.where if request.HasField("where") else None),
+        request.lora_name,
+    )
+    order = _Order(
+        request, reading, selection.layers, _method(request), _names(request), host.sites.width
+    )
+    if order.size > DERIVED_BYTES:
+        raise InvalidValue(
+            f"the rows to contrast take {order.size} bytes; at most {DERIVED_BYTES} are allowed. "
+            "Name fewer layers, points or prompts",
+            field="sites",
+        )
+    stored = len(selection.sites) * order.width * FloatType.FLOAT32.itemsize
+    if stored > host.store.capacity:
+        raise StoreFull(
+            f"the vectors take {stored} bytes; the whole store has {host.store.capacity}. Raise "
+            "the server's --vector-store-mib",
+            field="sites",
+        )
+    return order
+
+
+def _check_prompts(prompts: Sequence[types_pb2.Prompt], path: str) -> None:
+    if not prompts:
+        raise MissingField("at least one prompt is required", field=path)
+    validation.check_count(len(prompts), DERIVED_PROMPTS, path, "prompts")
+    for index, prompt in enumerate(prompts):
+        kind = prompt.WhichOneof("prompt")
+        validation.required(kind, f"{path}[{index}]", "text, token_ids and chat")
+
+
+def _method(request: steering_service_pb2.DeriveVectorsRequest) -> Method:
+    if not request.HasField("method"):
+        return Method.DIFFERENCE_OF_MEANS
+    validation.known_enum(request.method, _METHODS, "method")
+    method = _METHODS[request.method]
+    if method is Method.PRINCIPAL_COMPONENT and len(request.positive) != len(request.negative):
+        raise InvalidValue(
+            f"there are {len(request.negative)} negative prompts and {len(request.positive)} "
+            "positive ones; METHOD_PRINCIPAL_COMPONENT pairs them and needs as many of each",
+            field="negative",
+        )
+    return method
+
+
+def _names(request: steering_service_pb2.DeriveVectorsRequest) -> tuple[str, ...]:
+    points = request.sites.points
+    if len(points) == 1 or not request.name:
+        names = (request.name,) * len(points)
+    else:
+        endings = (types_pb2.Point.Name(point).removeprefix("POINT_").lower() for point in points)
+        names = tuple(f"{request.name}/{ending}" for ending in endings)
+    for name in names:
+        check_label(name, request.description, "")
+    return names
+
+
+async def _derive(
+    order: _Order, host: RequestManager, turns: asyncio.Semaphore
+) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
+    request, sites = order.request, order.reading.sites
+    positive, negative = (
+        _Rows(len(prompts), len(sites), order.width)
+        for prompts in (request.positive, request.negative)
+    )
+    jobs = [
+        _Job(prompt, f"{name}[{index}]", rows, index)
+        for name, prompts, rows in (
+            ("positive", request.positive, positive),
+            ("negative", request.negative, negative),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    async with aclosing(_run(jobs, order.reading, host, turns)) as counts:
+        async for done in counts:
+            progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
+            yield _pb.DeriveVectorsResponse(progress=progress)
+    directions = []
+    for place in range(len(sites)):
+        p, n = positive.rows[place], negative.rows[place]
+        directions.append(await offload(p.nbytes + n.nbytes, contrast, p, n, order.method))
+    norms = np.concatenate([positive.norms, negative.norms], axis=1).mean(axis=1)
+    rows = [
+        _pb.DerivedRow(
+            layer=site.layer,
+            norm=direction.norm,
+            stream_norm=norm,
+            explained=direction.explained,
+            separation=direction.separation,
+        )
+        for site, direction, norm in zip(sites, directions, norms.tolist(), strict=True)
+    ]
+    yield _pb.DeriveVectorsResponse(derived=await _stored(order, directions, rows, host))
+
+
+async def _run(
+    jobs: Sequence[_Job], reading: Reading, host: RequestManager, turns: asyncio.Semaphore
+) -> AsyncGenerator[int, None]:
+    """Runs prompts; yields how many have run, at first 0.
+
+    A reader that is late misses numbers, but never the last.
+
+    Args:
+        jobs: the prompts.
+        reading: what is read of each.
+        host: where they run.
+        turns: one for each prompt that may run now, shared by all calls.
+    """
+    waiting, done, changed = iter(jobs), 0, asyncio.Event()
+
+    async def work() -> None:
+        nonlocal done
+        for job in waiting:
+            async with turns:
+                mean = await read_prompt(job.prompt, job.path, reading, host)
+            job.rows.take(job.place, mean)
+            done += 1
+            changed.set()
+
+    async def work_at_once() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(_AT_ONCE, len(jobs))):
+                    group.create_task(work())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            changed.set()
+
+    working = asyncio.create_task(work_at_once())
+    try:
+        yield (told := 0)
+        while not working.done():
+            await changed.wait()
+            changed.clear()
+            if done > told:
+                yield (told := done)
+        await working
+        if done > told:  # the last prompts ended while the reader was busy
+            yield done
+    finally:
+        working.cancel()
+        await asyncio.wait({working})
+
+
+async def _stored(
+    order: _Order,
+    directions: Sequence[Direction],  # one per site
+    rows: Sequence[steering_service_pb2.DerivedRow],  # one per site
+    host: RequestManager,
+) -> steering_service_pb2.DerivedVectors:
+    """Stores the vectors, all of which are made before the first is stored."""
+    points = [to_wire(site).point for site in order.reading.sites]
+    made = []
+    for point, name in zip(order.request.sites.points, order.names, strict=True):
+        places = [place for place, its_point in enumerate(points) if its_point == point]
+        data = np.stack([directions[place].row for place in places]).astype("<f4").tobytes()
+        vector = await offload(
+            len(data), make_vector, FloatType.FLOAT32, len(places), order.width, data, "sites"
+        )
+        derived = _pb.DerivedVector(
+            point=point, digest=vector.digest, name=name, rows=[rows[place] for place in places]
+        )
+        made.append((derived, vector))
+    for derived, vector in made:
+        await _store(derived, vector, order, host)
+    return _pb.DerivedVectors(vectors=[derived for derived, _ in made])
+
+
+async def _store(
+    derived: steering_service_pb2.DerivedVector, vector: Vector, order: _Order, host: RequestManager
+) -> None:
+    if not derived.name:
+        await host.persistent_vectors.put(vector)
+        return
+    sites = types_pb2.SiteSet(points=[derived.point], list=types_pb2.LayerList(layers=order.layers))
+    label = Name(vector.digest, order.request.description, sites)
+    try:
+        await host.persistent_vectors.put_named(vector, derived.name, label)
+    except RheostatError as error:
+        error.field = "name" if error.field else ""
+        raise

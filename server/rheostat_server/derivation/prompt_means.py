@@ -1,0 +1,219 @@
+"""One prompt of a contrast: a request for one token, of whose captured rows the mean is kept.
+
+Invariant: a mean is made of every row that the selector picks from the prompt, each once, or there
+is an error that says which prompt it concerns.
+"""
+
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine import Site
+from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.errors import (
+    Defect,
+    Draining,
+    EmptySelector,
+    InvalidPosition,
+    NonFinite,
+    RheostatError,
+)
+from rheostat_server.generation.responses import run
+from rheostat_server.generation.sample import Response
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.selectors.sites import to_wire
+from rheostat_server.selectors.spans import clipped, length
+from rheostat_server.tasks.offload import offload
+from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    selector_pb2,
+    tensor_pb2,
+    types_pb2,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is read of every prompt."""
+
+    site_set: types_pb2.SiteSet
+    """Where."""
+    sites: tuple[Site, ...]
+    """The same, resolved."""
+    where: selector_pb2.Selector
+    """Which tokens; see `prompt_selector`."""
+    lora: str
+    """Adapter; empty: none."""
+
+
+class PromptMean(NamedTuple):
+    """What is kept of a prompt."""
+
+    rows: FloatArray
+    """[sites, width]: the mean of the selected rows."""
+    norms: npt.NDArray[np.float64]
+    """[sites]: the mean of their L2 norms."""
+
+
+def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selector:
+    """A selector that names no generated tokens; the last prompt token for None.
+
+    It need not exclude them: the only token that a prompt's request generates has no row.
+
+    Raises:
+        EmptySelector: it has no range.
+        InvalidPosition: it includes generated tokens.
+    """
+    last = selector_pb2.Range(positions=selector_pb2.Window(start=-1))
+    if where is None:
+        return selector_pb2.Selector(include=[last])
+    if not where.include and not where.exclude:
+        raise EmptySelector("a selector needs at least one range", field="where")
+    for index, one in enumerate(where.include):
+        kind = one.WhichOneof("kind")
+        if kind == "generated" or one.phase == types_pb2.PHASE_GENERATED:
+            raise InvalidPosition(
+                "prompts alone are contrasted, nothing is generated after them",
+                field=f"where.include[{index}].{kind}",
+            )
+    return where
+
+
+async def read_prompt(
+    prompt: types_pb2.Prompt, path: str, reading: Reading, host: RequestManager
+) -> PromptMean:
+    """Runs a prompt. Leaving early aborts it.
+
+    Args:
+        prompt: with one of its fields set.
+        path: the prompt's own, for errors.
+        reading: what is read of it.
+        host: where it runs.
+
+    Raises:
+        RheostatError: it cannot run, or failed.
+    """
+    with _told_of(path):
+        admitted = await admit(_request(prompt, reading), host.admission)
+        count = _selected(admitted, reading.where)
+        mean = _Mean(reading.sites, host.sites.width)
+        async with aclosing(run(admitted, host)) as responses:
+            async for response in responses:
+                if isinstance(response, Response) and response.HasField("captured"):
+                    part = response.captured
+                    await offload(len(part.tensor.inline), mean.add, part)
+        if not mean.complete(count):
+            if host.draining:
+                raise Draining("the server is ending; it did not run all prompts")
+            raise Defect("the engine did not deliver every row")
+        result = await offload(mean.nbytes, mean.result)
+        for index in np.flatnonzero(~np.isfinite(result.norms)):
+            site = reading.sites[index]
+            raise NonFinite(
+                f"the stream at {site.point.value} {site.layer} is not finite", field=path
+            )
+        return result
+
+
+def _request(prompt: types_pb2.Prompt, reading: Reading) -> generation_service_pb2.GenerateRequest:
+    request = generation_service_pb2.GenerateRequest(
+        sampling=generation_pb2.Sampling(max_tokens=1, temperature=0),
+        captures=[
+            capture_pb2.CaptureSpec(
+                sites=reading.site_set,
+                where=reading.where,
+                inline=capture_pb2.InlineTarget(),
+                dtype=tensor_pb2.DTYPE_FLOAT32,
+            )
+        ],
+        lora_name=reading.lora,
+    )
+    if prompt.HasField("text"):
+        request.text = prompt.text
+    elif prompt.HasField("token_ids"):
+        request.token_ids.CopyFrom(prompt.token_ids)
+    else:
+        request.chat.CopyFrom(prompt.chat)
+    return request
+
+
+def _selected(admitted: AdmittedRequest, where: selector_pb2.Selector) -> int:
+    """How many rows a site has.
+
+    Raises:
+        InvalidPosition: there are none, or a window reaches past the prompt.
+    """
+    end = admitted.prompt_len
+    for index, one in enumerate(where.include):
+        if one.HasField("positions") and one.positions.end > end:
+            raise InvalidPosition(
+                f"the window ends at {one.positions.end}, the prompt at {end}",
+                field=f"where.include[{index}].positions.end",
+            )
+    count = length(clipped(admitted.captures[0].selection.known, 0, end))
+    if not count:
+        raise InvalidPosition("no token of the prompt is selected", field="where")
+    return count
+
+
+class _Mean:
+    """Sums rows as they come, in float64."""
+
+    def __init__(self, sites: tuple[Site, ...], width: int) -> None:
+        """No rows yet."""
+        wired = [to_wire(site) for site in sites]
+        self._places = {(site.point, site.layer): place for place, site in enumerate(wired)}
+        self._sums = np.zeros((len(sites), width))
+        self._norms = np.zeros(len(sites))
+        self._counts = np.zeros(len(sites), dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums."""
+        return self._sums.nbytes
+
+    def add(self, part: capture_pb2.Captured) -> None:
+        """Takes rows, [sites, positions, width], float32."""
+        places = [self._places[site.point, site.layer] for site in part.sites]
+        shape = tuple(part.tensor.shape)
+        rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(shape).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            self._sums[places] += rows.sum(axis=1)
+            self._norms[places] += np.linalg.norm(rows, axis=2).sum(axis=1)
+        self._counts[places] += rows.shape[1]
+
+    def complete(self, count: int) -> bool:
+        """Whether every site has had `count` rows."""
+        return bool((self._counts == count).all())
+
+    def result(self) -> PromptMean:
+        """The means, once every site has had a row."""
+        rows = self._sums / self._counts[:, None]
+        return PromptMean(rows.astype(np.float32), self._norms / self._counts)
+
+
+@contextmanager
+def _told_of(path: str) -> Iterator[None]:
+    """Makes an error of a prompt's request one of the call that it belongs to."""
+    try:
+        yield
+    except RheostatError as error:
+        field = error.field.removeprefix("captures[0].")
+        if field.startswith(("text", "token_ids", "chat")):
+            error.field = f"{path}.{field}"
+            raise
+        if field == "captures":
+            field = "sites"
+        elif not field.startswith(("where", "sites", "lora_name", path)):
+            field = path if field else ""
+        error.field = field
+        if field not in ("", path, "lora_name"):
+            error.message = f"{path}: {error.message}"
+        raise

@@ -1,0 +1,1 @@
+"""The engine behind `Backend`: vLLM, its workers and their capacity."""

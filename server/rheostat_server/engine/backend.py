@@ -1,0 +1,240 @@
+"""The interface between the server and an engine, without anything of vLLM.
+
+`VllmBackend` implements `Backend` in a server; tests implement it with a script.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from rheostat_engine import Capture, Event, ModelSites, Plan
+from rheostat_server.engine.sampling import SamplingSettings
+from rheostat_server.errors import Defect
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.prompts.tokenizer import Tokenizer
+from rheostat_server.vectors.store import Vector
+from rheostat_wire.v1 import generation_pb2
+
+
+class Ending(Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "abort"
+
+
+class Delta(NamedTuple):
+    """Tokens that one or several steps added to a sample."""
+
+    token_ids: tuple[int, ...] = ()
+    """New tokens."""
+    text: str = ""
+    """Text released with them."""
+    logprobs: Sequence[generation_pb2.TokenLogprobs] = ()
+    """If asked for, one per new token."""
+    prompt_logprobs: Sequence[generation_pb2.TokenLogprobs] | None = None
+    """If asked for, once: one per prompt token but the first."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    ending: Ending | None = None
+    """Set with the last delta."""
+    stop: int | str | None = None
+    """The stop text or token that ended it; None for the model's end token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sample for the engine."""
+
+    plan: Plan
+    """Its plan, whose id names the job."""
+    prompt: tuple[int, ...]
+    """Token ids."""
+    sampling: SamplingSettings
+    """Settings of the whole request."""
+    sample: int
+    """The sample's index in the request."""
+    lora: str = ""
+    """Adapter; empty: none."""
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the plan is not empty, so that the engine sends events."""
+        plan = self.plan
+        return bool(plan.acts or plan.captures) or plan.private_from is not None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """Counts of the workers."""
+
+    bank_rows_used: int = 0
+    slots_used: int = 0
+    requests: int = 0
+    captured_rows: int = 0
+    lost_rows: int = 0
+    left_bytes: int = 0
+    """Bytes of captured rows that left the device."""
+    plain_rows: int = 0
+    """Rows that left as they are because their form could not be made."""
+    ring_bytes: int = 0
+    """Device memory of the ring."""
+    encode_bytes: int = 0
+    """Device memory of projection matrices and directions, and of scratch buffers."""
+    staging_bytes: int = 0
+    """Host memory of all workers in which captured rows wait for the server."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """Counts of vLLM's scheduler and prefix cache."""
+
+    running: int = 0
+    waiting: int = 0
+    prefix_queried_token_count: int = 0
+    prefix_hit_token_count: int = 0
+
+
+class CapturesUpdate(NamedTuple):
+    """New captures of a sample from its next step on."""
+
+    number: int
+    """The number of the change, among the sample's changes."""
+    captures: Sequence[Capture]
+    """All captures from then on."""
+    not_before: int = 0
+    """The position before which nothing changes."""
+
+
+class SteeringUpdate(NamedTuple):
+    """New acts of running samples."""
+
+    plan: Plan
+    """A packed plan with the acts; their vectors are loaded."""
+    plan_ids: Sequence[str]
+    """The ids of the samples' plans."""
+    not_before: int
+    """The position before which nothing changes."""
+
+
+class Backend(Protocol):
+    """An engine with a model in it, ready to generate."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model."""
+
+    @property
+    def sites(self) -> ModelSites:
+        """Its sites, and the extension's limits."""
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if one is loaded."""
+
+    def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
+        """Delivers every event, and once the reason if the engine dies, on the running loop."""
+
+    async def add_request(
+        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """Starts a sample. Returns once the request has been sent to the engine.
+
+        The backend calls `receive` and `fail` on the running loop, and from nowhere else. It does
+        not wait between them. Neither may raise an error or call `abort`.
+
+        Args:
+            job: the sample.
+            receive: is called with each delta, in order. The last delta has an ending.
+            fail: is called in place of the last delta if the sample cannot go on. The engine may
+                still run the sample. The error is `EngineLost` if the engine is gone.
+
+        Raises:
+            EngineLost: the engine is gone.
+            Exception: the engine refuses the request.
+        """
+
+    async def abort(self, plan_ids: Sequence[str]) -> None:
+        """Aborts samples. Returns once the engine has been told.
+
+        Ids of samples that have ended, or that were never added, are ignored. `receive` may be
+        called once more, with a delta that says so.
+        """
+
+    async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:
+        """Builds a part of a plan's tables between two steps.
+
+        Args:
+            name: the name of the preparation, for `forget`.
+            plan: the packed plan; None if an earlier call with this name passed it.
+            plan_cost: the most that is built.
+
+        Returns:
+            Whether every worker has built everything, and the error of a worker that cannot.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def forget(self, names: Sequence[str]) -> bool:
+        """Releases preparations by name, and a part of the tables that no request uses.
+
+        Returns:
+            Whether the workers hold more tables that no request uses.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def update_steering(
+        self, updates: Sequence[SteeringUpdate]
+    ) -> Sequence[Sequence[int | None] | Defect]:
+        """Replaces the acts of running samples, each from its next step on, in one call.
+
+        Returns:
+            For each update, the first position of each sample on which the acts apply; None for a
+            sample that the engine does not run. A `Defect` if a worker could not install the acts.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
+        """Changes the captures of samples, each from its next step on. Events report the positions.
+
+        Args:
+            changes: by the id of the sample's plan, which may be empty. None: no change waits any
+                more.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def load_vectors(self, vectors: Sequence[Vector]) -> None:
+        """Loads vectors into every worker.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def drop_vectors(self, digests: Sequence[bytes]) -> None:
+        """Removes vectors from every worker.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def worker_stats(self) -> WorkerStats:
+        """Returns the workers' counts.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    def queue_stats(self) -> QueueStats:
+        """Returns the scheduler's counts."""
+
+    async def close(self) -> None:
+        """Ends the engine and its processes."""

@@ -1,0 +1,216 @@
+"""Preparations: the workers build the tables of large plans before their requests start.
+
+Why before
+    A worker builds a plan's tables in the step that first schedules a request with them, and every
+    request of that step waits. So the server has the tables of a large plan built between earlier
+    steps. Each call of the workers builds a bounded part.
+
+Why an idle engine is called
+    Workers release tables that no request uses in parts, one part in each step. An idle engine has
+    no steps, so the server calls its workers until they have released all unused tables.
+
+Invariants: there is one call at a time, so that no step waits for more than one part. A preparation
+counts in the ledger until the workers have released it. Equal plans share a preparation.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+
+from rheostat_engine import STEP_COST, Plan
+from rheostat_server.engine.admission_queue import AdmissionQueue
+from rheostat_server.engine.backend import Backend
+from rheostat_server.errors import Defect, EngineLost, RheostatError
+
+_LOG = logging.getLogger(__name__)
+
+SMALL_PLAN_COST = 100
+"""Effort of a plan that a worker builds in the step that schedules the request: about 2 ms."""
+
+_IDLE = 0.25
+"""Seconds between two checks whether the engine is idle."""
+
+_RELEASED = 8
+"""The most preparations that one call of the workers releases."""
+
+_Key = tuple[bytes, bytes]
+
+
+@dataclass(eq=False)
+class Preparation:
+    """The tables of a plan in the workers."""
+
+    key: _Key
+    name: str
+    """Its name in the workers and in the ledger."""
+    plan: Plan | None
+    """None once the workers have received it."""
+    ready: asyncio.Future[None]
+    """Done once the workers have built all of it."""
+    users: int = 0
+
+
+class Preparations:
+    """The preparations of all requests. Used on the event loop alone."""
+
+    def __init__(self, backend: Backend, line: AdmissionQueue) -> None:
+        """There are no preparations.
+
+        Args:
+            backend: its workers build the tables.
+            line: its ledger counts the resources of the workers.
+        """
+        self._backend = backend
+        self._line = line
+        self._numbers = itertools.count()
+        self._held: dict[_Key, Preparation] = {}
+        self._building: deque[Preparation] = deque()
+        self._unused: list[str] = []
+        self._sweeping = False
+        """Whether the workers may hold tables that no request uses, while the engine is idle."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def close(self) -> None:
+        """Calls the workers no more; to be called before the engine ends.
+
+        An ending engine answers no calls. The server would take its silence for a lost engine.
+        """
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def prepare(self, plan: Plan) -> Preparation | None:
+        """Returns once the workers have a plan's tables; `release` gives them back.
+
+        Args:
+            plan: a packed plan that the ledger holds.
+
+        Returns:
+            The preparation; None if the plan is small, so that it needs none.
+
+        Raises:
+            EngineLost: the engine is gone.
+            Defect: a worker cannot build the tables.
+        """
+        if plan.acts and self._timer is None:
+            self._look_later()
+        if plan.plan_cost <= SMALL_PLAN_COST:
+            return None
+        encoded = plan.packed_acts.encoded, plan.packed_captures.encoded
+        acts, captures = (b"" if one is None else one.digest for one in encoded)
+        key = acts, captures
+        one = self._held.get(key)
+        if one is None:
+            one = self._begin(key, plan)
+        one.users += 1
+        try:
+            await asyncio.shield(one.ready)
+        except BaseException:
+            self.release(one)
+            raise
+        return one
+
+    def release(self, one: Preparation) -> None:
+        """Ends one use. The workers release preparations without a use."""
+        one.users -= 1
+        if one.users:
+            return
+        if self._held.get(one.key) is one:
+            del self._held[one.key]
+        if one in self._building:
+            self._building.remove(one)
+        one.ready.cancel()
+        self._unused.append(one.name)
+        self._work_soon()
+
+    def _begin(self, key: _Key, plan: Plan) -> Preparation:
+        name = f"prepared {next(self._numbers)}"
+        # The request's own entry holds all that this one needs, so that it always fits.
+        entry = replace(plan, request_id=name)
+        self._line.ledger.admit(entry, prompt_len=1, max_step_tokens=1, samples=0)
+        ready = asyncio.get_running_loop().create_future()
+        one = self._held[key] = Preparation(key, name, entry, ready)
+        self._building.append(one)
+        self._work_soon()
+        return one
+
+    def _work_soon(self) -> None:
+        if not self._closed and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        """Calls the workers until everything is built and released."""
+        while self._building or self._unused or self._sweeping:
+            try:
+                await self._release_unused()
+                await self._build_part()
+            except Exception as error:  # the task goes on; requests that wait must get the error
+                self._sweeping = False
+                self._fail(error)
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_IDLE, self._look)
+
+    def _look(self) -> None:
+        """If the engine is idle, has the workers release tables that no request uses."""
+        if self._line.ledger.requests:
+            self._look_later()
+            return
+        self._timer = None
+        self._sweeping = True
+        self._work_soon()
+
+    async def _release_unused(self) -> None:
+        names, self._unused = self._unused[:_RELEASED], self._unused[_RELEASED:]
+        if not names and not self._sweeping:
+            return
+        try:
+            left = await self._backend.forget(names)
+        finally:
+            self._line.leave(names)
+        self._sweeping = self._sweeping and left
+        if self._sweeping and self._line.ledger.requests:
+            # Their steps release parts. The rest is released when these requests have ended.
+            self._sweeping = False
+            if self._timer is None:
+                self._look_later()
+
+    async def _build_part(self) -> None:
+        """Builds a part of one preparation. They take turns, so that a small one is ready soon."""
+        if not self._building:
+            return
+        one = self._building.popleft()
+        plan, one.plan = one.plan, None
+        self._building.append(one)
+        done, error = await self._backend.prepare(one.name, plan, STEP_COST)
+        if not done and not error:
+            return
+        if one in self._building:  # otherwise all its requests have ended
+            self._building.remove(one)
+            self._end(one, Defect(f"a worker cannot build a plan: {error}") if error else None)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._building:
+            _LOG.info("the workers did not release what no request uses: %r", error)
+        elif not isinstance(error, EngineLost):
+            _LOG.error("the workers did not prepare plans", exc_info=error)
+        known = error if isinstance(error, RheostatError) else Defect("a plan was not prepared")
+        for one in self._building:
+            self._end(one, known)
+        self._building.clear()
+
+    def _end(self, one: Preparation, error: RheostatError | None) -> None:
+        if one.ready.done():
+            return
+        if error is None:
+            one.ready.set_result(None)
+            return
+        del self._held[one.key]  # the next request with this plan tries again
+        one.ready.set_exception(error)

@@ -1,0 +1,473 @@
+"""The engine behind `Backend`: vLLM's AsyncLLM, the workers' methods and the side channel."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+
+import zmq
+
+from rheostat_engine import (
+    EXTRA_ARG,
+    Event,
+    ModelSites,
+    Plan,
+    StagingError,
+    WorkerChannel,
+    receive_outputs,
+    stop_front_end,
+)
+from rheostat_server.config import ServerConfig
+from rheostat_server.engine.allocator import keep_freed_memory
+from rheostat_server.engine.backend import (
+    CapturesUpdate,
+    Delta,
+    Job,
+    QueueStats,
+    SteeringUpdate,
+    WorkerStats,
+)
+from rheostat_server.engine.loras import Lora
+from rheostat_server.engine.row_widths import trimming
+from rheostat_server.engine.vllm_engine import (
+    LoadedEngine,
+    load_engine,
+    remove_channel,
+    what_happened,
+)
+from rheostat_server.engine.vllm_outputs import DeltaReader, TokenTexts
+from rheostat_server.engine.warm_up import warm_up
+from rheostat_server.errors import Defect, EngineFailed, EngineLost
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.prompts.tokenizer import HuggingFaceTokenizer, Tokenizer
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors.store import Vector
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensInput
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_HEARTBEAT = 1.0
+
+_LOST = "the engine or one of its workers has died; restart the server"
+
+
+_SPAN_BYTES = 256
+"""What `offload` counts for a span that is written for the wire."""
+
+
+async def start_backend(config: ServerConfig) -> "VllmBackend":
+    """Loads a model, off the event loop, and runs its first requests.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        EngineFailed: vLLM did not come up, cannot load an adapter, or fails at a request.
+    """
+    if not keep_freed_memory():
+        _LOG.debug("captured rows are slower to copy: the C library is not glibc")
+    loaded = await asyncio.to_thread(load_engine, config)
+    try:
+        for lora in loaded.loras.values():
+            await load_lora(loaded.llm, lora)
+        reports = cast(
+            list[Mapping[str, object]], await ask_workers(loaded.llm, "rheostat_describe")
+        )
+        backend = VllmBackend(config, loaded, ModelSites.from_reports(reports))
+        backend.attach(reports)
+    except (EngineFailed, EngineLost, StagingError, ValueError, zmq.ZMQError) as error:
+        await asyncio.to_thread(loaded.llm.shutdown)
+        remove_channel(loaded.settings)
+        raise EngineFailed(str(error)) from error
+    try:
+        await backend.warm_up()
+    except BaseException:
+        await backend.close()
+        raise
+    return backend
+
+
+class VllmBackend:
+    """A running vLLM engine with the extension in it."""
+
+    def __init__(self, config: ServerConfig, loaded: LoadedEngine, sites: ModelSites) -> None:
+        """Takes over a loaded engine.
+
+        Raises:
+            zmq.ZMQError: the side channel cannot be bound.
+        """
+        self._loaded = loaded
+        self._counter = loaded.counter
+        self._settings = loaded.settings
+        self._sites = sites
+        self._info = _model_info(config, loaded)
+        self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
+        self._texts = TokenTexts(loaded.llm.tokenizer)
+        self._watch: asyncio.Task[None] | None = None
+        self._deliver: Callable[[Event], None] = lambda event: None
+        self._lost: Callable[[str], None] = lambda reason: None
+        self._warm_up_stats = WorkerStats()
+        """What the workers had counted before the server served; no client caused it."""
+
+    def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
+        """Takes over the memory in which the workers leave captured rows.
+
+        Raises:
+            StagingError: it can't be reached. The side channel is closed then.
+        """
+        try:
+            self._channel.attach(reports)
+        except StagingError:
+            self._channel.close()
+            raise
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model."""
+        return self._info
+
+    @property
+    def sites(self) -> ModelSites:
+        """Its sites."""
+        return self._sites
+
+    @property
+    def _llm(self) -> "AsyncLLM":
+        return self._loaded.llm
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if one is loaded."""
+        inner = self._llm.tokenizer
+        return None if inner is None else HuggingFaceTokenizer(inner)
+
+    def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
+        """Delivers events on the running loop and watches over the engine.
+
+        A second call replaces the receivers of the first.
+        """
+        self._lost = lost
+        self._deliver = trimming(deliver, self._sites) if self._sites.experts else deliver
+        if self._watch is None:
+            self._channel.start(asyncio.get_running_loop(), lambda event: self._deliver(event))
+            self._watch = asyncio.create_task(self._watch_engine())
+
+    async def warm_up(self) -> None:
+        """Runs one request of every kind and removes their traces; see `warm_up`.
+
+        Raises:
+            EngineFailed: the engine cannot run requests.
+        """
+        try:
+            await self._call("rheostat_save_random_state")
+            await warm_up(self)
+            await _answered(self._llm, self._llm.reset_prefix_cache())
+            await self._call("rheostat_restore_random_state")
+            self._warm_up_stats = await self.worker_stats()
+        except EngineLost as error:
+            raise EngineFailed(f"the engine died after its first requests: {error}") from error
+        self._counter.reset()
+
+    async def add_request(
+        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """Starts a sample."""
+        vllm = _vllm_names()
+
+        def failed(error: Exception) -> None:
+            fail(self._lost_engine() if isinstance(error, vllm.EngineDeadError) else error)
+
+        try:
+            collector = await self._llm.add_request(
+                job.plan.request_id,
+                vllm.tokens_input(list(job.prompt)),
+                self._sampling_params(job),
+                lora_request=self._lora(job.lora),
+            )
+        except vllm.EngineDeadError as error:
+            raise self._lost_engine() from error
+        receive_outputs(collector, DeltaReader(job, self._texts, receive, failed).put, failed)
+
+    async def abort(self, plan_ids: Sequence[str]) -> None:
+        """Aborts samples."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        with suppress(EngineDeadError):
+            await self._llm.abort(plan_ids)
+
+    async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:
+        """Builds a part of a plan's tables between two steps."""
+        wire = None if plan is None else plan.to_wire()
+        answers = cast(
+            list[tuple[bool, str]], await self._call("rheostat_prepare", name, wire, plan_cost)
+        )
+        errors = [error for _, error in answers if error]
+        return all(done for done, _ in answers), errors[0] if errors else ""
+
+    async def forget(self, names: Sequence[str]) -> bool:
+        """Releases preparations by name, and a part of the tables that no request uses."""
+        return any(cast(list[bool], await self._call("rheostat_release", list(names))))
+
+    async def update_steering(
+        self, updates: Sequence[SteeringUpdate]
+    ) -> list[list[int | None] | Defect]:
+        """Replaces the acts of running samples, each from its next step on, in one call."""
+        wires = [(one.plan.to_wire(), list(one.plan_ids), one.not_before) for one in updates]
+        answers = cast(
+            list[list[list[tuple[int, str]]]],
+            await self._call("rheostat_update_steering", wires),
+        )
+        return [_positions(workers) for workers in zip(*answers, strict=True)]
+
+    async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
+        """Changes what is captured of samples, each from its next step on."""
+        changed = [change for change in changes.values() if change is not None]
+        spans = sum(len(one.spans) for change in changed for one in change.captures)
+        wires = await offload(spans * _SPAN_BYTES, _capture_updates, changes)
+        await self._call("rheostat_update_captures", wires)
+
+    async def load_vectors(self, vectors: Sequence[Vector]) -> None:
+        """Hands vectors to every worker."""
+        size = sum(vector.size for vector in vectors)
+        payload = await asyncio.to_thread(_payload, vectors)
+        await self._call("rheostat_load_vectors", payload)
+        _LOG.info("loaded %d vectors, %d bytes", len(vectors), size)
+
+    async def drop_vectors(self, digests: Sequence[bytes]) -> None:
+        """Takes vectors from every worker."""
+        await self._call("rheostat_drop_vectors", [digest.hex() for digest in digests])
+        _LOG.info("dropped %d vectors", len(digests))
+
+    async def worker_stats(self) -> WorkerStats:
+        """What the fullest worker holds, and what all of them have captured."""
+        reports = cast(list[dict[str, object]], await self._call("rheostat_stats"))
+        first = reports[0]
+
+        def of_all(key: str) -> list[int]:  # only ranks that capture say what they captured
+            return [cast(int, report.get(key, 0)) for report in reports]
+
+        def most(key: str) -> int:
+            return max(of_all(key))
+
+        before = self._warm_up_stats
+        steps = cast(Mapping[str, int], first["steps"])
+        return WorkerStats(
+            bank_rows_used=most("bank_rows_used"),
+            slots_used=most("slots_used"),
+            requests=most("requests"),
+            captured_rows=sum(of_all("captured_rows")) - before.captured_rows,
+            lost_rows=sum(of_all("lost_rows")) - before.lost_rows,
+            left_bytes=sum(of_all("left_bytes")) - before.left_bytes,
+            plain_rows=sum(of_all("plain_rows")) - before.plain_rows,
+            ring_bytes=most("ring_bytes"),
+            encode_bytes=most("encode_bytes"),
+            staging_bytes=sum(of_all("staging_bytes")),
+            steps={name: count - before.steps.get(name, 0) for name, count in steps.items()},
+        )
+
+    def queue_stats(self) -> QueueStats:
+        """What the scheduler last reported."""
+        return self._counter.stats
+
+    async def close(self) -> None:
+        """Ends the engine and its processes. Calls that come meanwhile raise `EngineLost`."""
+        self._lost = lambda reason: None  # an engine that is told to end is not lost
+        if self._watch is not None:
+            self._watch.cancel()
+        await stop_front_end(self._llm)
+        await asyncio.to_thread(self._llm.shutdown)
+        del self._loaded.llm
+        await asyncio.to_thread(self._channel.close)
+        remove_channel(self._settings)
+
+    async def _call(self, method: str, *args: object) -> object:
+        try:
+            return await ask_workers(self._llm, method, *args)
+        except EngineLost as error:
+            self._lost(error.message)
+            raise
+
+    def _lost_engine(self) -> EngineLost:
+        """Reports that the engine is gone, and returns the error for a sample."""
+        self._lost(_LOST)
+        return EngineLost(_LOST)
+
+    async def _watch_engine(self) -> None:
+        while not self._llm.errored:
+            await asyncio.sleep(_HEARTBEAT)
+        self._lost(_LOST)
+
+    def _lora(self, name: str) -> "LoRARequest | None":
+        return _lora_request(self._loaded.loras[name]) if name else None
+
+    def _sampling_params(self, job: Job) -> "SamplingParams":
+        vllm = _vllm_names()
+        settings = job.sampling
+        return vllm.SamplingParams(
+            n=1,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            max_tokens=settings.max_tokens,
+            min_tokens=settings.min_tokens,
+            stop=list(settings.stop),
+            stop_token_ids=list(settings.stop_token_ids),
+            seed=settings.seed_of(job.sample),
+            logprobs=settings.logprobs,
+            prompt_logprobs=settings.prompt_logprobs if job.sample == 0 else None,
+            repetition_penalty=settings.repetition_penalty,
+            presence_penalty=settings.presence_penalty,
+            frequency_penalty=settings.frequency_penalty,
+            ignore_eos=settings.ignore_eos,
+            detokenize=self._llm.tokenizer is not None,
+            output_kind=vllm.RequestOutputKind.DELTA,
+            flat_logprobs=settings.prompt_logprobs is not None,
+            extra_args={EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
+            skip_clone=True,  # nobody else has this object
+        )
+
+
+def _positions(workers: Sequence[Sequence[tuple[int, str]]]) -> list[int | None] | Defect:
+    """The first positions of an update, from each worker's results for each sample."""
+    for result in workers:
+        for _, error in result:
+            if error:
+                return Defect(f"a worker did not install an update: {error}")
+    first, *others = ([position for position, _ in result] for result in workers)
+    if any(other != first for other in others):
+        return Defect("the workers installed an update at different positions")
+    return [None if position < 0 else position for position in first]
+
+
+class _VllmNames(NamedTuple):
+    """What each request needs of vLLM."""
+
+    SamplingParams: "type[SamplingParams]"
+    RequestOutputKind: "type[RequestOutputKind]"
+    EngineDeadError: "type[EngineDeadError]"
+    tokens_input: "Callable[[list[int]], TokensInput]"
+
+
+@cache
+def _vllm_names() -> _VllmNames:
+    """Imports once what each request needs: vLLM looks up its names anew in each import."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return _VllmNames(SamplingParams, RequestOutputKind, EngineDeadError, tokens_input)
+
+
+async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:
+    """Loads an adapter into every worker.
+
+    Requests would load it too, but within a step, where a failure takes the engine with it.
+
+    Raises:
+        EngineFailed: it cannot be loaded.
+    """
+    try:
+        await _answered(llm, llm.add_lora(_lora_request(lora)))
+    except Exception as error:  # vLLM hands whatever the worker raised on as this
+        raise EngineFailed(
+            f"vLLM cannot load the adapter {lora.name} from {lora.path}: {what_happened(error)}. "
+            "Repair it, or start without it"
+        ) from error
+
+
+async def ask_workers(llm: "AsyncLLM", method: str, *args: object) -> object:
+    """Calls a method of every worker.
+
+    Raises:
+        EngineLost: the engine is gone.
+    """
+    return await _answered(llm, llm.collective_rpc(method, args=args))
+
+
+async def _answered(llm: "AsyncLLM", call: Awaitable[T]) -> T:
+    """What a call of the engine gives. An answer that a dead engine owes is not waited for.
+
+    Raises:
+        EngineLost: the engine is gone.
+    """
+    answer = asyncio.ensure_future(call)
+    try:
+        while not answer.done():
+            await asyncio.wait({answer}, timeout=_HEARTBEAT)
+            if llm.errored:
+                raise EngineLost(_LOST)
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+def _lora_request(lora: Lora) -> "LoRARequest":
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora.name, lora.number, lora.path)
+
+
+def _payload(vectors: Sequence[Vector]) -> dict[str, tuple[tuple[float, ...], bytes]]:
+    """What `rheostat_load_vectors` takes."""
+    return {
+        vector.digest.hex(): (
+            vector.norms,
+            vector.data if vector.kind is FloatType.FLOAT32 else vector.float32_bytes(),
+        )
+        for vector in vectors
+    }
+
+
+def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
+    import torch
+    import vllm
+
+    settings = loaded.llm.vllm_config
+    vocabulary = settings.model_config.get_vocab_size()
+    most = settings.model_config.max_logprobs
+    return ModelInfo(
+        name=config.model,
+        vocabulary=vocabulary,
+        model_tokens=settings.model_config.max_model_len,
+        step_tokens=settings.scheduler_config.max_num_batched_tokens,
+        running_samples=settings.scheduler_config.max_num_seqs,
+        logprobs=vocabulary if most < 0 else most,
+        device=loaded.device,
+        compiled=bool(settings.compilation_config.mode),
+        prefix_caching=bool(settings.cache_config.enable_prefix_caching),
+        loras=tuple(loaded.loras),
+        tensor_parallel=settings.parallel_config.tensor_parallel_size,
+        pipeline_parallel=settings.parallel_config.pipeline_parallel_size,
+        vllm_version=vllm.__version__,
+        torch_version=torch.__version__,
+    )
+
+
+def _capture_updates(
+    changes: Mapping[str, CapturesUpdate | None],
+) -> dict[str, tuple[int, bytes, int] | None]:
+    """Changes as the workers get them."""
+    plans: dict[int, Plan] = {}
+    wired: dict[str, tuple[int, bytes, int] | None] = {}
+    for name, change in changes.items():
+        if change is None:
+            wired[name] = None
+            continue
+        plan = plans.get(id(change.captures))
+        if plan is None:  # all samples of a request have the same captures
+            plan = plans[id(change.captures)] = Plan(name, (), tuple(change.captures)).pack()
+        wire = replace(plan, request_id=name).to_wire()
+        wired[name] = change.number, wire, change.not_before
+    return wired

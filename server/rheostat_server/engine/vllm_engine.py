@@ -1,0 +1,231 @@
+"""Brings vLLM up with the extension in it, and says in one sentence why it did not come up.
+
+The only module, beside `vllm_backend`, that imports vLLM; it does so when called.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rheostat_engine import EngineSettings, engine_kwargs, prepare_front_end, watch_scheduler
+from rheostat_server.config import ServerConfig
+from rheostat_server.engine.backend import QueueStats
+from rheostat_server.engine.loras import Lora, lora_arguments, read_loras
+from rheostat_server.errors import EngineFailed, ModelNotFound
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import SchedulerStats
+
+_LOG = logging.getLogger(__name__)
+
+_CPU_KV_BYTES = 4 << 30
+"""What the KV cache gets on a CPU, unless told otherwise or memory is short."""
+
+_CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+"""By which vLLM is told that on a CPU, in GiB."""
+
+_IPC = "ipc://"
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+"""The bundled model."""
+
+
+class QueueCounter:
+    """Sums up what vLLM's scheduler reports."""
+
+    def __init__(self) -> None:
+        """Nothing has been reported."""
+        self.stats = QueueStats()
+
+    def reset(self) -> None:
+        """Forgets all reports."""
+        self.stats = QueueStats()
+
+    def add(self, report: "SchedulerStats") -> None:
+        """Takes the report of a step."""
+        cache = report.prefix_cache_stats
+        self.stats = QueueStats(
+            report.num_running_reqs,
+            report.num_waiting_reqs,
+            self.stats.prefix_queried_token_count + cache.queries,
+            self.stats.prefix_hit_token_count + cache.hits,
+        )
+
+
+@dataclass
+class LoadedEngine:
+    """An engine of vLLM with a model in it, and the only reference to it.
+
+    It must go before the interpreter does: vLLM's finaliser works only while its modules are there.
+    Failed imports of vLLM keep our frames alive, so that a local variable would keep it for ever.
+    """
+
+    llm: "AsyncLLM"
+    """The engine."""
+    settings: EngineSettings
+    """What the workers were told."""
+    counter: QueueCounter
+    """What the scheduler reports."""
+    device: str
+    """"cpu" or "cuda"."""
+    loras: Mapping[str, Lora]
+    """Its adapters, by name."""
+
+
+def model_path(model: str) -> str:
+    """What vLLM is to load for a configured model.
+
+    Raises:
+        ModelNotFound: it is meant as a folder, and there is none with a model in it.
+    """
+    folder = DEMO_MODEL if model == "demo" else Path(model).expanduser()
+    named_by_path = model == "demo" or model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(f"{folder} holds no model: it has no config.json")
+        return str(folder)
+    if named_by_path:
+        raise ModelNotFound(f"there is no model folder {folder}")
+    return model
+
+
+def load_engine(config: ServerConfig) -> LoadedEngine:
+    """Loads the model; takes seconds to minutes and blocks.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        EngineFailed: vLLM did not come up.
+    """
+    path = model_path(config.model)
+    loras = read_loras(config.loras)
+    # Ctrl-C reaches every process of the terminal. Processes inherit what their maker blocks: the
+    # engine's must not hear it, so that the server can drain them. Starting multiprocessing's
+    # tracker would unblock the signal again, so it comes first.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The server has threads by now, gRPC's among them, and forking a threaded process is not safe.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    try:
+        return _load(config, path, loras)
+    except OSError as error:
+        raise ModelNotFound(
+            f"cannot read the model {config.model}: {what_happened(error)}"
+        ) from error
+    except Exception as error:  # vLLM and torch raise all kinds; each means that nothing came up
+        text = str(error)
+        if "Invalid repository ID or local directory" in text:
+            raise ModelNotFound(f"there is no model {config.model}") from error
+        raise EngineFailed(
+            f"vLLM could not start with the model {config.model}: {what_happened(error)}"
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _load(config: ServerConfig, path: str, loras: tuple[Lora, ...]) -> LoadedEngine:
+    from vllm.platforms import current_platform
+
+    device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
+    settings = EngineSettings(
+        channel=f"{_IPC}{tempfile.mkdtemp(prefix='rheostat-')}/events",
+        bank_bytes=config.bank_bytes,
+        capture_bytes=config.capture_bytes,
+        encode_bytes=config.encode_bytes,
+        staging_bytes=config.staging_bytes,
+    )
+    try:
+        return _start(config, path, settings, device, loras)
+    except BaseException:
+        remove_channel(settings)
+        raise
+
+
+def remove_channel(settings: EngineSettings) -> None:
+    """Removes the side channel's folder, with what is left in it."""
+    shutil.rmtree(os.path.dirname(settings.channel.removeprefix(_IPC)), ignore_errors=True)
+
+
+def _start(
+    config: ServerConfig,
+    path: str,
+    settings: EngineSettings,
+    device: Literal["cpu", "cuda"],
+    loras: tuple[Lora, ...],
+) -> LoadedEngine:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments: dict[str, Any] = {
+        **(cpu_memory(config) if device == "cpu" else {}),
+        **engine_arguments(config, path),
+        **engine_kwargs(settings, device=device),
+        **lora_arguments(loras, cpu=device == "cpu"),
+    }
+    prepare_front_end()
+    arguments["disable_log_stats"] = False  # the scheduler counts for GetStats
+    # No variable here may refer to the `AsyncLLM`: see `prepare_front_end`.
+    loaded = LoadedEngine(
+        AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)),
+        settings,
+        QueueCounter(),
+        device,
+        {lora.name: lora for lora in loras},
+    )
+    watch_scheduler(loaded.llm, loaded.counter.add)
+    return loaded
+
+
+def cpu_memory(config: ServerConfig) -> dict[str, object]:
+    """A KV cache for a machine that does other things too; vLLM would take 92 % of its memory.
+
+    What the config says holds: on a CPU vLLM would let its environment variable override it.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        if os.environ.pop(_CPU_KV_VARIABLE, ""):
+            _LOG.warning("%s is ignored: the size of the KV cache was given", _CPU_KV_VARIABLE)
+        return {}
+    if os.environ.get(_CPU_KV_VARIABLE):
+        return {}
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"kv_cache_memory_bytes": min(_CPU_KV_BYTES, free // 4)}
+
+
+def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
+    """Arguments of vLLM; what the config leaves open is left to vLLM."""
+    wanted: dict[str, object] = {
+        "model": path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enforce_eager": config.enforce_eager,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+        "block_size": config.block_size,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "seed": config.seed,
+        "load_format": config.load_format,
+        "skip_tokenizer_init": config.skip_tokenizer_init,
+        "disable_log_stats": True,
+        # Whoever tells all processes at once to end must not cut the drain short.
+        "shutdown_timeout": int(config.drain_grace) + 1,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def what_happened(error: Exception) -> str:
+    """An error of vLLM's, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # Pydantic counts its findings first; what is wrong stands in the lines below.
+    told = " ".join(lines[1:3]) if "validation error" in lines[0] else lines[0]
+    return told[:400]

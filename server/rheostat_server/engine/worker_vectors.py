@@ -1,0 +1,106 @@
+"""Keeps the workers' vectors in step with the store.
+
+Vectors that are wanted while the workers are busy with others go to them together.
+
+Invariant: a vector that `ensure` returned for is with the workers for as long as the store holds
+it; one that left the store is dropped, unless it came back meanwhile. What was once sent to the
+workers is noted even if nobody waits for it any more. A vector is on its way in one call at most,
+and whoever waits for it learns what became of that call.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+
+from rheostat_server.engine.backend import Backend
+from rheostat_server.errors import EngineLost
+from rheostat_server.limits import CALL_BYTES
+from rheostat_server.vectors.store import Vector, VectorStore
+
+_LOG = logging.getLogger(__name__)
+
+
+class _Call:
+    """Vectors that go to the workers together."""
+
+    def __init__(self, load: Callable[["_Call"], Coroutine[None, None, None]]) -> None:
+        self.vectors: list[Vector] = []
+        self.bytes = 0
+        self.task = asyncio.create_task(load(self))
+
+    def add(self, vector: Vector) -> None:
+        self.vectors.append(vector)
+        self.bytes += _float32_bytes(vector)
+
+    def has_room_for(self, vector: Vector) -> bool:
+        return self.bytes + _float32_bytes(vector) <= CALL_BYTES
+
+
+class WorkerVectorCache:
+    """Loads and drops the workers' vectors."""
+
+    def __init__(self, backend: Backend, capacity: int) -> None:
+        """A loader, and the store that it follows, of `capacity` bytes."""
+        self.store = VectorStore(capacity, self._on_evict)
+        self._backend = backend
+        self._loaded: set[bytes] = set()
+        self._turn = asyncio.Lock()
+        self._filling: _Call | None = None
+        self._coming: dict[bytes, asyncio.Task[None]] = {}
+        self._drops: set[asyncio.Task[None]] = set()
+
+    async def ensure(self, vectors: Sequence[Vector]) -> None:
+        """Returns once every worker has these vectors, which the store must hold.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+        missing = [vector for vector in vectors if vector.digest not in self._loaded]
+        if missing:
+            calls = {self._call_with(vector) for vector in missing}
+            await asyncio.shield(asyncio.gather(*calls))
+
+    def _call_with(self, vector: Vector) -> asyncio.Task[None]:
+        """The call that brings a vector: one that has it, one that has room or a new one."""
+        if vector.digest not in self._coming:
+            if self._filling is None or not self._filling.has_room_for(vector):
+                self._filling = _Call(self._load)
+            self._filling.add(vector)
+            self._coming[vector.digest] = self._filling.task
+        return self._coming[vector.digest]
+
+    async def _load(self, call: _Call) -> None:
+        async with self._turn:
+            if self._filling is call:
+                self._filling = None
+            try:
+                await self._backend.load_vectors(call.vectors)
+                self._loaded.update(vector.digest for vector in call.vectors)
+            finally:
+                for vector in call.vectors:
+                    del self._coming[vector.digest]
+        if any(vector.digest not in self.store for vector in call.vectors):
+            self._drop_soon()
+
+    def _on_evict(self, digest: bytes) -> None:
+        if digest in self._loaded:
+            self._drop_soon()
+
+    def _drop_soon(self) -> None:
+        if not self._drops:
+            task = asyncio.get_running_loop().create_task(self._drop())
+            self._drops.add(task)
+            task.add_done_callback(self._drops.discard)
+
+    async def _drop(self) -> None:
+        async with self._turn:
+            while doomed := [digest for digest in self._loaded if digest not in self.store]:
+                self._loaded.difference_update(doomed)
+                try:
+                    await self._backend.drop_vectors(doomed)
+                except EngineLost:
+                    _LOG.info("the engine is gone; %d vectors went with it", len(doomed))
+
+
+def _float32_bytes(vector: Vector) -> int:
+    return 4 * vector.rows * vector.width

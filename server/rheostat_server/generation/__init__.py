@@ -1,0 +1,1 @@
+"""Responses: tokens, receipts, sessions, explanations."""

@@ -1,0 +1,126 @@
+"""Explain: what a request would do, without running it.
+
+The answer is made from the same objects that Generate runs with, so that the two cannot differ.
+"""
+
+import hashlib
+import struct
+from contextlib import nullcontext
+from dataclasses import replace
+
+from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.planning import plan_work, selection_work
+from rheostat_server.delivery.stream import add_runs
+from rheostat_server.limits import OFFLOAD_BYTES
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.selectors.selection import Selection
+from rheostat_server.selectors.sites import to_wire
+from rheostat_server.selectors.spans import clipped
+from rheostat_server.steering.interventions import Intervention
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import float32
+from rheostat_wire.v1 import generation_service_pb2, types_pb2
+
+_pb = generation_service_pb2
+
+_SITE_BYTES = 128
+"""Bytes that `offload` counts for each site in the answer, which takes one or two messages."""
+
+
+async def explain(
+    admitted: AdmittedRequest, host: RequestManager
+) -> generation_service_pb2.ExplainResponse:
+    """Explains a request. Few large requests are explained at a time; see `LARGE_REQUESTS`.
+
+    Raises:
+        ResourceExhausted: the request could never run.
+    """
+    plan = replace(admitted.plan, epoch=host.epoch)
+    work = plan_work(plan) + explain_work(admitted)
+    async with host.admission.large if work > OFFLOAD_BYTES else nullcontext():
+        answer = await offload(work, _explain, admitted, plan)
+    answer.new_bank_row_count = host.new_bank_row_count(admitted)
+    return answer
+
+
+def explain_work(admitted: AdmittedRequest) -> int:
+    """Bytes that `offload` counts for the sites and selections of the answer."""
+    parts = [(one.op.sites, one.selection) for one in admitted.interventions]
+    parts += [(one.sites, one.selection) for one in admitted.captures]
+    return sum(_SITE_BYTES * len(sites) + selection_work(chosen) for sites, chosen in parts)
+
+
+def _explain(admitted: AdmittedRequest, plan: Plan) -> generation_service_pb2.ExplainResponse:
+    answer = _pb.ExplainResponse(
+        prompt_token_count=admitted.prompt_len,
+        prompt_token_ids=types_pb2.TokenIds(ids=admitted.prompt.token_ids),
+        cache_keys=cache_keys(plan),
+        global_version=admitted.server_wide.version,
+    )
+    end = admitted.context.row_end
+    for one in admitted.interventions:
+        _add_intervention(answer, one, end)
+    for index, capture in enumerate(admitted.captures):
+        message = answer.captures.add(
+            capture_index=index,
+            sites=[to_wire(site) for site in capture.sites],
+            payload_bytes=capture.payload_bytes(row_end=end),
+        )
+        _select(message.selection, capture.selection, end)
+    return answer
+
+
+def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
+    """The parts of prefix cache keys that a plan adds, one for each run of positions it steers.
+
+    A digest covers the run's positions, the acts that steer them, and the digest before it. vLLM
+    chains the hashes of blocks in the same way. A digest also holds for the positions after its
+    run, if they are not steered. From `Plan.private_from` on, no block is shared.
+    """
+    shared_end = OPEN_END if plan.private_from is None else plan.private_from
+    found: list[generation_service_pb2.CacheKey] = []
+    digest = b""
+    table = plan.packed_acts.table
+    if table is not None:
+        keys = BlockKeys(replace(plan, private_from=None), SteeredBlocks(table))
+        holding = [sorted({table.owners[i].act for i in one}) for one in table.intervals.members]
+        starts, sets = table.intervals.starts.tolist(), table.intervals.sets.tolist()
+        for start, end, number in zip(starts, [*starts[1:], OPEN_END], sets, strict=True):
+            key = keys.key(start, min(end, shared_end)) if start < shared_end else None
+            if key is None:
+                continue
+            acts = holding[number]
+            place = struct.pack(f"<{2 + len(acts)}q", start, min(end, shared_end), *acts)
+            digest = hashlib.sha256(digest + place + bytes.fromhex(key)).digest()
+            found.append(_pb.CacheKey(position=start, digest=digest))
+    if plan.private_from is not None:
+        found.append(_pb.CacheKey(position=plan.private_from, private=True))
+    return found
+
+
+def _add_intervention(
+    answer: generation_service_pb2.ExplainResponse, one: Intervention, end: int
+) -> None:
+    message = answer.interventions.add(
+        intervention=one.ref,
+        sites=[to_wire(site) for site in one.op.sites],
+        digests=[vector.digest for vector in one.op.vectors],
+        doses=[
+            _pb.SiteDose(site=to_wire(site), norm=float32(dose))
+            for site, dose in zip(one.op.sites, one.op.doses, strict=False)
+        ],
+    )
+    _select(message.selection, one.selection, end)
+
+
+def _select(
+    message: generation_service_pb2.ResolvedSelection, selection: Selection, end: int
+) -> None:
+    """Adds the selected tokens before position `end` to a message."""
+    message.SetInParent()
+    add_runs(message.positions.add, clipped(selection.known, 0, end))
+    for one in selection.conditions:
+        if clipped(one.spans, 0, end):
+            ids = message.token_ids if one.among else message.excluded_token_ids
+            ids.extend(one.tokens)

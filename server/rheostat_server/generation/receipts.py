@@ -1,0 +1,223 @@
+"""The receipt: what the engine says that it did, under the names that the request used."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from rheostat_engine import OPEN_END, Dose, Released, Spans
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.planning import selection_work
+from rheostat_server.delivery.stream import add_runs
+from rheostat_server.generation.sample import Sample
+from rheostat_server.selectors.sites import write_site
+from rheostat_server.selectors.spans import length, united
+from rheostat_server.steering.interventions import Intervention
+from rheostat_server.tensors import float32
+from rheostat_wire.v1 import receipt_pb2
+
+_SITE_BYTES = 256
+"""What `offload` counts for a site: two messages."""
+
+
+def receipt_work(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
+    """Bytes that `write_receipt` counts for; see `offload`."""
+    longest = max(samples, key=lambda sample: len(sample.amendments))
+    parts = [one for period in _periods(admitted, longest) for one in period.acting]
+    work = sum(_SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in parts)
+    tokens = sum(len(sample.tokens) for sample in samples)
+    return len(samples) * work + 4 * tokens * (len(parts) + len(admitted.captures))
+
+
+def write_receipt(
+    admitted: AdmittedRequest,
+    samples: Sequence[Sample],
+    handed_over: Mapping[int, tuple[int, int]],
+    runs: Mapping[int, str],
+) -> receipt_pb2.Receipt:
+    """The receipt of a request whose samples are done.
+
+    Args:
+        admitted: the request.
+        samples: its own.
+        handed_over: positions that were handed over, and those that were lost on the way, by
+            capture.
+        runs: ids of the runs that were kept, by capture.
+    """
+    ended = [sample.released for sample in samples if sample.released is not None]
+    receipt = receipt_pb2.Receipt(
+        request_id=admitted.request_id,
+        prompt_token_count=admitted.prompt_len,
+        generated_token_count=sum(len(sample.tokens) for sample in samples),
+        cached_prompt_token_count=sum(sample.cached_tokens for sample in samples),
+        recomputed_token_count=sum(released.recomputed for released in ended),
+        preemption_count=sum(released.preemptions for released in ended),
+        global_version=admitted.server_wide.version,
+        update_count=len({one.update_id for sample in samples for one in sample.amendments}),
+    )
+    _add_captures(receipt, admitted, handed_over, runs)
+    for record in _records(admitted, samples):
+        _apply(receipt.interventions.add(intervention=record.ref), record)
+    return receipt
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An intervention in one sample, at the positions between two changes of its steering."""
+
+    sample: Sample
+    released: Released
+    intervention: Intervention
+    doses: Mapping[int, Dose]
+    """What it did at its sites, as far as that was measured."""
+    start: int
+    end: int
+
+    @property
+    def sites(self) -> frozenset[int]:
+        """The indices of the sites at which it has an act."""
+        return self.intervention.acting_sites
+
+    @cached_property
+    def computed_rows(self) -> int:
+        """The number of positions that the sample computed under it."""
+        return length(self.computed)
+
+    @cached_property
+    def computed(self) -> Spans:
+        """The positions that the sample computed under it."""
+        start, end = self.released.computed
+        return self._held(start, min(end, self.sample.row_end))
+
+    @cached_property
+    def cached(self) -> Spans:
+        """The selected positions that came from the prefix cache."""
+        start, end = self.released.computed
+        return self._held(0, min(start, end, self.sample.row_end))
+
+    @cached_property
+    def surplus(self) -> int:
+        """Rows that were computed beyond the sample's last one."""
+        return length(self._held(self.sample.row_end, self.released.computed[1]))
+
+    def _held(self, start: int, end: int) -> Spans:
+        return self.sample.held(
+            self.intervention.selection, max(start, self.start), min(end, self.end)
+        )
+
+
+@dataclass
+class _Record:
+    """An intervention in all samples."""
+
+    intervention: Intervention
+    ref: receipt_pb2.InterventionRef
+    parts: list[_Part] = field(default_factory=list)
+
+
+def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Record]:
+    """Every intervention, by the order in which they came into force."""
+    found = {(one.origin, one.index, 0): _Record(one, one.ref) for one in admitted.interventions}
+    for sample in samples:
+        if sample.released is None:
+            continue
+        doses: dict[int, dict[int, Dose]] = {}
+        for dose in sample.released.doses:
+            doses.setdefault(dose.act, {})[dose.site] = dose
+        index = 0
+        for acting, update_id, start, end in _periods(admitted, sample):
+            for one in acting:
+                ref = one.ref
+                if one.origin == receipt_pb2.ORIGIN_UPDATE:
+                    ref.update_id = update_id
+                key = (one.origin, one.index, ref.update_id)
+                record = found.setdefault(key, _Record(one, ref))
+                if one.act is not None:
+                    mine = doses.get(index, {})
+                    record.parts.append(_Part(sample, sample.released, one, mine, start, end))
+                    index += 1
+    return list(found.values())
+
+
+class _Period(NamedTuple):
+    """What acted on some positions of a sample."""
+
+    acting: Sequence[Intervention]
+    update_id: int
+    start: int
+    end: int
+
+
+def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
+    """What acted, in the order of the acts in the sample's plan as it ended; see `amend`."""
+    ends = [amendment.first for amendment in sample.amendments]
+    yield _Period(admitted.interventions, 0, 0, min(ends, default=OPEN_END))
+    for index, amendment in enumerate(sample.amendments):
+        end = min(ends[index + 1 :], default=OPEN_END)
+        yield _Period(amendment.interventions, amendment.update_id, amendment.first, end)
+
+
+def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
+    """Says what an intervention did; it has no rows where it would not have changed a bit."""
+    intervention = record.intervention
+    message.digests.extend([vector.digest for vector in intervention.op.vectors])
+    _add_rows(message, record.parts)
+    add = message.sites.add
+    for site, index in zip(intervention.op.sites, intervention.site_indices, strict=True):
+        applied = add()
+        write_site(applied.site, site)
+        _measure(applied, index, record.parts)
+
+
+def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]) -> None:
+    """How often and how strongly the parts acted at a site.
+
+    A step that ran on after the sample had ended is measured with the others; its rows are none of
+    the request's.
+    """
+    acting = [part for part in parts if site in part.sites]
+    for part in acting:
+        if not part.released.measured:
+            applied.row_count = sum(one.computed_rows for one in acting)
+            return
+    rows = surplus = 0
+    change = relative = relative_max = 0.0
+    for part in acting:
+        surplus += part.surplus
+        dose = part.doses.get(site)
+        if dose is not None:
+            rows += dose.rows
+            change += dose.change
+            relative += dose.relative
+            relative_max = max(relative_max, dose.relative_max)
+    applied.row_count = max(0, rows - surplus)
+    if rows > surplus:
+        message = applied.dose
+        message.norm = float32(change / rows)
+        message.relative_mean = float32(relative / rows)
+        message.relative_max = float32(relative_max)
+
+
+def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) -> None:
+    by_sample: dict[int, list[_Part]] = {}
+    for part in parts:
+        by_sample.setdefault(part.sample.index, []).append(part)
+    for sample, mine in sorted(by_sample.items()):
+        rows = message.rows.add(sample=sample)
+        add_runs(rows.positions.add, united(chain.from_iterable(part.computed for part in mine)))
+        add_runs(rows.cached_positions.add, united(chain.from_iterable(p.cached for p in mine)))
+
+
+def _add_captures(
+    receipt: receipt_pb2.Receipt,
+    admitted: AdmittedRequest,
+    handed_over: Mapping[int, tuple[int, int]],
+    runs: Mapping[int, str],
+) -> None:
+    for spec, capture in enumerate(admitted.captures):
+        rows, lost = handed_over.get(spec, (0, 0))
+        message = receipt.captures.add(capture_index=spec, run_id=runs.get(spec, ""))
+        for site in capture.sites:
+            count = message.sites.add(row_count=rows, dropped_row_count=lost)
+            write_site(count.site, site)

@@ -1,0 +1,299 @@
+"""The response stream of a request: Started, then the output of its samples, then the receipt.
+
+Invariant: the receipt is sent exactly if nothing failed. If the stream ends early, for whatever
+reason, the request is aborted in the engine.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+
+from rheostat_engine import Plan, Released
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
+from rheostat_server.delivery.items import DeliveryItem as RowItem
+from rheostat_server.delivery.response_rows import LOSSLESS
+from rheostat_server.delivery.row_messages import captured, dropped
+from rheostat_server.engine.backend import Delta
+from rheostat_server.errors import Defect, RowsLost
+from rheostat_server.generation.receipts import receipt_work, write_receipt
+from rheostat_server.generation.sample import Response, Sample
+from rheostat_server.generation.scoring import Score, scoring_sequence
+from rheostat_server.requests.active_request import ActiveRequest
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.requests.release import RELEASE_GRACE, UNSCHEDULED_GRACE
+from rheostat_server.requests.response_queue import Notice, ResponseItem, Sign, WaitingDeltas
+from rheostat_server.requests.sequence import EngineSequence, SequenceKind
+from rheostat_server.tasks.interruption import interrupter
+from rheostat_server.tasks.offload import offload
+from rheostat_wire.v1 import generation_pb2, types_pb2
+
+_LOG = logging.getLogger(__name__)
+
+Companion = Callable[[ActiveRequest], Coroutine[None, None, None]]
+"""A coroutine that runs beside a stream until the stream ends."""
+
+
+async def run(
+    admitted: AdmittedRequest, host: RequestManager, companion: Companion | None = None
+) -> AsyncGenerator[Response | Notice, None]:
+    """Runs a request, and yields its responses.
+
+    Args:
+        admitted: the request.
+        host: the engine that runs it.
+        companion: updates the running request. Without a companion, no `Notice` is yielded.
+
+    Raises:
+        RheostatError: the request could not start, or failed.
+    """
+    async with host.fly(admitted) as active:
+        active.interrupt = interrupter()
+        yield _started(admitted, host)
+        stream = _Stream(admitted, active, host)
+        beside = asyncio.create_task(companion(active)) if companion is not None else None
+        try:
+            async for response in stream.responses():
+                yield response
+        finally:
+            if beside is not None:
+                beside.cancel()
+                await asyncio.wait({beside})
+        active.finish()
+        host.leave_engine(active)
+        await active.outputs.written()
+        work = receipt_work(admitted, stream.own)
+        handed_over = active.outputs.handed_over()
+        runs = active.outputs.keep_runs()
+        receipt = await offload(work, write_receipt, admitted, stream.own, handed_over, runs)
+        yield Response(receipt=receipt)
+        active.completed = True
+    _LOG.info(
+        "request %s: %d prompt tokens, %d generated, %d interventions, %d captures",
+        admitted.request_id,
+        admitted.prompt_len,
+        sum(len(sample.tokens) for sample in stream.own),
+        len(admitted.interventions),
+        len(admitted.captures),
+    )
+
+
+def _started(admitted: AdmittedRequest, host: RequestManager) -> Response:
+    started = generation_pb2.Started(
+        request_id=admitted.request_id,
+        model_name=host.info.name,
+        prompt_token_count=admitted.prompt_len,
+    )
+    if admitted.return_prompt_token_ids:
+        ids = types_pb2.TokenIds(ids=admitted.prompt.token_ids)
+        started.prompt_token_ids.CopyFrom(ids)
+    return Response(started=started)
+
+
+class _Stream:
+    """Turns the items of a flight's queue into responses."""
+
+    def __init__(
+        self, admitted: AdmittedRequest, active: ActiveRequest, host: RequestManager
+    ) -> None:
+        self._samples = {
+            sequence: Sample(admitted, sequence, active.admitted_at, active.queue.byte_counter)
+            for sequence in active.sequences
+        }
+        self._scores: dict[EngineSequence, Score] = {}
+        self._unscored: deque[tuple[EngineSequence, Score]] = deque()
+        """Scores that wait until others have ended."""
+        self._scored_tokens = 0
+        """Prompt tokens of the scores that run."""
+        self._open: dict[EngineSequence, Sample | Score] = dict(self._samples)
+        """The sequences that may still produce something."""
+        self._admitted = admitted
+        self._active = active
+        self._host = host
+        self._held_back: dict[EngineSequence, WaitingDeltas] = {}
+        """Tokens that may not be sent yet: the sample's plan is not installed, or the prompt's
+        log-probabilities have to be sent first."""
+        wanted = admitted.sampling.prompt_logprobs is not None
+        self._prompt_logprobs_due = {sequence.role for sequence in active.sequences if wanted}
+        self._silence = UNSCHEDULED_GRACE
+        self._lost = 0
+        """Rows that were lost although their policy allows no loss."""
+
+    @property
+    def own(self) -> list[Sample]:
+        """The request's own samples, in order."""
+        return [self._samples[sequence] for sequence in self._active.own]
+
+    async def responses(self) -> AsyncIterator[Response | Notice]:
+        """Every message between Started and Receipt."""
+        active = self._active
+        while active.unanswered or self._open:
+            item = await self._next()
+            if isinstance(item, ResponseItem):
+                for response in self._take(item):
+                    yield response
+                if item.sequence in self._scores and self._scores[item.sequence].done:
+                    found = await self._scores[item.sequence].divergence(self._admitted.prompt_len)
+                    if found is not None:
+                        yield Response(divergence=found)
+            elif not isinstance(item, Sign):
+                yield item
+            # Rows take turns with tokens. If they waited until the queue is empty, rows of many
+            # samples would never leave, and the request would fail as if its reader were slow.
+            while (rows := active.inline.take()) is not None:
+                yield await self._rows(rows)
+                if len(active.queue):
+                    break
+        async for remaining in self._rest():
+            yield remaining
+        if self._lost:
+            raise RowsLost.no_room(self._lost)
+
+    async def _rest(self) -> AsyncIterator[Response | Notice]:
+        """Yields the remaining rows after all samples have ended."""
+        self._active.finish()
+        while True:
+            while (rows := self._active.inline.take()) is not None:
+                yield await self._rows(rows)
+            if self._active.inline.ended:
+                return
+            item = await self._active.next()
+            if not isinstance(item, ResponseItem | Sign):
+                yield item
+
+    async def _next(self) -> ResponseItem | Notice | Sign:
+        """Waits for the next item. Once all samples have ended, the wait has a limit.
+
+        Samples that were aborted before they were scheduled get no report. All of them share one
+        wait, because their reports would come within the same time.
+        """
+        active = self._active
+        if active.unanswered:
+            return await active.next()
+        for sequence in self._open:
+            if not sequence.ended:
+                return await active.next()
+        silent = [sequence for sequence in self._open if active.never_scheduled(sequence)]
+        try:
+            async with asyncio.timeout(self._silence if silent else RELEASE_GRACE):
+                return await active.next()
+        except TimeoutError as error:
+            if not silent:
+                raise Defect("the engine did not report the request's end") from error
+            self._silence = 0.0
+            return ResponseItem(silent[0], _never_ran(silent[0].job.plan))
+
+    def _take(self, item: ResponseItem) -> Iterable[Response]:
+        """The responses of an item.
+
+        Responses of tokens that were held back are made one at a time, because these tokens count
+        in the request's memory until they are sent.
+        """
+        sequence, what = item
+        if sequence in self._scores:
+            self._scores[sequence].take(what)
+            self._remove_done(sequence)
+            return ()
+        sample = self._samples[sequence]
+        if isinstance(what, Delta):
+            if not self._held_back and self._may_go(sequence):
+                return self._said(sequence, what)
+            sequence.held_back = True
+            held = self._held_back.get(sequence)
+            if held is None:
+                held = self._held_back[sequence] = WaitingDeltas(self._active.queue.byte_counter)
+            held.add(what)
+        elif isinstance(what, Released):
+            sample.released = what
+            self._remove_done(sequence)
+            return ()
+        return self._release_held() if self._held_back else ()
+
+    def _remove_done(self, sequence: EngineSequence) -> None:
+        """Removes a sequence that can produce nothing more."""
+        if sequence in self._open and self._open[sequence].done:
+            del self._open[sequence]
+            if sequence in self._scores:
+                self._scored_tokens -= len(sequence.job.prompt)
+                self._start_scores()
+
+    def _may_go(self, sequence: EngineSequence) -> bool:
+        """Whether a sample's tokens may be sent now; see `_held_back`."""
+        if (
+            self._prompt_logprobs_due
+            and sequence.sample > 0
+            and sequence.role in self._prompt_logprobs_due
+        ):
+            return False
+        return sequence.in_force or self._active.never_scheduled(sequence)
+
+    def _release_held(self) -> Iterator[Response]:
+        """Yields the responses of tokens that were held back and may be sent now."""
+        for sequence in sorted(self._held_back, key=lambda one: one.sample):
+            if self._may_go(sequence):
+                for delta in self._held_back.pop(sequence).take_all():
+                    yield from self._said(sequence, delta)
+
+    def _said(self, sequence: EngineSequence, delta: Delta) -> list[Response]:
+        """The responses of a delta, then the responses that follow a sample's end."""
+        if self._prompt_logprobs_due:
+            self._prompt_logprobs_due.discard(sequence.role)
+        sample = self._samples[sequence]
+        responses = sample.take(delta)
+        if sample.ended:
+            responses += self._compare(sequence, sample)
+            self._remove_done(sequence)
+        return responses
+
+    def _compare(self, sequence: EngineSequence, sample: Sample) -> list[Response]:
+        """Lets the baseline score an ended sample, if the request asks for it."""
+        baseline = self._admitted.baseline
+        if baseline is None or sequence.role is not SequenceKind.OWN or self._active.aborted:
+            return []
+        reader = scoring_sequence(self._active, baseline, sample)
+        if reader is None:
+            return [Response(divergence=generation_pb2.Divergence(sample=sample.index))]
+        self._unscored.append((reader, Score(sample, reader)))
+        self._start_scores()
+        return []
+
+    def _start_scores(self) -> None:
+        """Starts scores until their prompts fill a step of the engine.
+
+        The samples of a request often end in the same step. If all their scores started then, the
+        prompts of other clients would wait for all of them.
+        """
+        if self._active.aborted:
+            self._unscored.clear()
+        while self._unscored:
+            sequence, score = self._unscored[0]
+            tokens = len(sequence.job.prompt)
+            if self._scored_tokens and self._scored_tokens + tokens > self._host.info.step_tokens:
+                return
+            self._unscored.popleft()
+            self._scored_tokens += tokens
+            self._scores[sequence] = self._open[sequence] = score
+            self._host.launch(self._active, sequence)
+
+    async def _rows(self, item: RowItem) -> Response:
+        """The response for captured rows, or for lost rows."""
+        if isinstance(item, Chunk | EncodedChunk):
+            return await captured(item)
+        assert isinstance(item, Loss)
+        if item.feed.policy in LOSSLESS:
+            self._lost += item.rows
+        return Response(dropped=dropped(item))
+
+
+def _never_ran(plan: Plan) -> Released:
+    """The report of a sample that was aborted before the engine scheduled it."""
+    return Released(
+        request_id=plan.request_id,
+        doses=(),
+        measured=True,
+        captured={},
+        lost_rows=0,
+        preemptions=0,
+        computed=(0, 0),
+    )

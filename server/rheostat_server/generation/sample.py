@@ -1,0 +1,166 @@
+"""One sample as the client sees it: deltas in, messages out.
+
+Invariant: nothing of a sample goes out before the engine says that its plan is in force.
+"""
+
+import time
+from collections.abc import Sequence
+
+from google.protobuf import duration_pb2
+
+from rheostat_engine import Released, Spans
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.baseline import asked_for
+from rheostat_server.delivery.byte_budget import ByteCounter
+from rheostat_server.engine.backend import Delta, Ending
+from rheostat_server.requests.response_queue import readings_weight
+from rheostat_server.requests.sequence import (
+    FINISH_REASONS,
+    EngineSequence,
+    SequenceKind,
+    SteeringChange,
+)
+from rheostat_server.selectors.selection import Selection
+from rheostat_wire.v1 import generation_pb2, generation_service_pb2
+
+Response = generation_service_pb2.GenerateResponse
+
+
+class Sample:
+    """A sample of a request in flight."""
+
+    def __init__(
+        self,
+        admitted: AdmittedRequest,
+        sequence: EngineSequence,
+        admitted_at: float,
+        byte_counter: ByteCounter,
+    ) -> None:
+        """A sample of which nothing is known.
+
+        Args:
+            admitted: the request.
+            sequence: the sample in the engine, one of the request's own or of its baseline.
+            admitted_at: when the request was admitted, by `time.monotonic`.
+            byte_counter: counts the memory of `readings`.
+        """
+        self.index = sequence.sample
+        self.tokens: list[int] = []
+        self.readings: list[generation_pb2.TokenLogprobs] = []
+        """One per token, if the sample is to be compared."""
+        self.cached_tokens = 0
+        self.ended = False
+        self.released: Released | None = None
+        self._sequence = sequence
+        self._baseline = sequence.role is SequenceKind.BASELINE
+        self._compared = sequence.role is SequenceKind.OWN and admitted.baseline is not None
+        self._admitted = admitted
+        self._admitted_at = admitted_at
+        self._first_token_at: float | None = None
+        self._logprob_sum = 0.0
+        self._byte_counter = byte_counter
+        self._readings_weight = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more can come."""
+        return self.ended and (self.released is not None or not self._sequence.job.has_plan)
+
+    @property
+    def amendments(self) -> Sequence[SteeringChange]:
+        """How its steering was changed while it ran, in turn."""
+        return self._sequence.amendments
+
+    @property
+    def row_end(self) -> int:
+        """One past the last position whose row is known to be one."""
+        return self._admitted.prompt_len + len(self.tokens) - 1
+
+    def held(self, selection: Selection, start: int, end: int) -> Spans:
+        """The positions of [start, end) at which a selection holds this sample's token."""
+        return selection.held(self._admitted.prompt_len, self.tokens, start, end)
+
+    def take(self, delta: Delta) -> list[Response]:
+        """What a delta has to say to the client."""
+        if delta.prompt_logprobs is None and delta.ending is None:
+            return [self._tokens(delta)] if delta.token_ids or delta.text else []
+        responses = []
+        if delta.prompt_logprobs is not None:
+            reading = generation_pb2.PromptLogprobs(
+                tokens=delta.prompt_logprobs, baseline=self._baseline
+            )
+            responses.append(Response(prompt_logprobs=reading))
+        if delta.token_ids or delta.text:
+            responses.append(self._tokens(delta))
+        if delta.ending is not None:
+            self.ended = True
+            responses.append(Response(finished=self._finished(delta, delta.ending)))
+        return responses
+
+    def forget_readings(self) -> None:
+        """Frees `readings` once the sample has been compared."""
+        self.readings = []
+        self._byte_counter.add_tokens(-self._readings_weight)
+        self._readings_weight = 0
+
+    def _tokens(self, delta: Delta) -> Response:
+        """The message of new tokens.
+
+        Its fields are set in place, because a constructor that copies a message takes four times as
+        long. There is one such message for each token.
+        """
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
+            self.cached_tokens = delta.cached_tokens
+        response = Response()
+        message = response.tokens
+        if self.index:
+            message.sample = self.index
+        if self._baseline:
+            message.baseline = True
+        message.offset = len(self.tokens)
+        message.token_ids.extend(delta.token_ids)
+        message.text = delta.text
+        if delta.logprobs:
+            message.logprobs.extend(self._logprobs(delta))
+        self.tokens += delta.token_ids
+        return response
+
+    def _logprobs(self, delta: Delta) -> Sequence[generation_pb2.TokenLogprobs]:
+        """The log-probabilities that the client asked for."""
+        readings = delta.logprobs
+        self._logprob_sum += sum(reading.token.logprob for reading in readings)
+        if not self._compared:
+            return readings
+        self.readings += readings
+        size = readings_weight(readings)
+        self._readings_weight += size
+        self._byte_counter.add_tokens(size)
+        return asked_for(readings, self._admitted.sampling.logprobs)
+
+    def _finished(self, delta: Delta, ending: Ending) -> generation_pb2.Finished:
+        message = generation_pb2.Finished(
+            sample=self.index,
+            baseline=self._baseline,
+            reason=FINISH_REASONS[ending],
+            token_count=len(self.tokens),
+            finished_after=self._since_admission(time.monotonic()),
+        )
+        if ending is Ending.STOP:
+            stop = delta.stop
+            if stop is None and self.tokens:
+                stop = self.tokens[-1]
+            if isinstance(stop, str):
+                message.stop_text = stop
+            elif stop is not None:
+                message.stop_token_id = stop
+        if self._admitted.sampling.logprobs is not None:
+            message.cumulative_logprob = self._logprob_sum
+        if self._first_token_at is not None:
+            message.first_token_after.CopyFrom(self._since_admission(self._first_token_at))
+        return message
+
+    def _since_admission(self, moment: float) -> duration_pb2.Duration:
+        duration = duration_pb2.Duration()
+        duration.FromNanoseconds(int((moment - self._admitted_at) * 1e9))
+        return duration

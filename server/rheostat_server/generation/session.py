@@ -1,0 +1,269 @@
+"""A session: a request whose steering its client may change while it runs.
+
+Invariants: updates of the steering are carried out one after the other. Each update is answered
+once. If it came before the last sample ended, its answer precedes the receipt. A refused update
+changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import NamedTuple
+
+from rheostat_engine import Plan
+from rheostat_server.admission.admit import AdmittedRequest, admit, compile_update
+from rheostat_server.admission.planning import check_affordable
+from rheostat_server.engine.admission_queue import RETRY, Reservation
+from rheostat_server.errors import (
+    Defect,
+    EngineLost,
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    QueueFull,
+    RequestNotFound,
+    RheostatError,
+)
+from rheostat_server.errors.status import to_status
+from rheostat_server.generation.responses import run
+from rheostat_server.generation.sample import Response
+from rheostat_server.limits import UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
+from rheostat_server.requests.active_request import ActiveRequest
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.requests.response_queue import Notice
+from rheostat_server.requests.sequence import EngineSequence, SteeringChange
+from rheostat_wire.v1 import (
+    generation_pb2,
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+)
+
+_LOG = logging.getLogger(__name__)
+
+_pb = generation_service_pb2
+Message = generation_service_pb2.SessionRequest
+Answer = generation_service_pb2.SessionResponse
+
+
+class _Update(NamedTuple):
+    """An update of the steering."""
+
+    number: int
+    steering: steering_pb2.Steering
+
+
+async def run_session(
+    messages: AsyncIterator[Message], host: RequestManager
+) -> AsyncGenerator[Answer, None]:
+    """Runs a session: carries out its client's messages, and yields its answers.
+
+    Raises:
+        RheostatError: the request could not start, or failed.
+    """
+    request = await _opening(messages)
+    begun = False
+    try:
+        admitted = await admit(request, host.admission, changeable=True)
+
+        async def listen(active: ActiveRequest) -> None:
+            await _Control(admitted, active, host).listen(messages)
+
+        async with aclosing(run(admitted, host, listen)) as happenings:
+            async for happening in happenings:
+                begun = True
+                yield _to_wire(happening)
+    except RheostatError as error:
+        if error.field and not begun:
+            error.field = f"start.{error.field}"
+        raise
+
+
+async def _opening(messages: AsyncIterator[Message]) -> generation_service_pb2.GenerateRequest:
+    async for message in messages:
+        if message.WhichOneof("action") != "start":
+            break
+        if message.update_id:
+            raise InvalidValue("start has no update_id", field="update_id")
+        return message.start
+    raise MissingField("a session's first message is start", field="start")
+
+
+def _to_wire(happening: Response | Notice) -> Answer:
+    if isinstance(happening, generation_pb2.UpdateApplied):
+        return _pb.SessionResponse(applied=happening)
+    if isinstance(happening, generation_pb2.UpdateRefused):
+        return _pb.SessionResponse(refused=happening)
+    kind = happening.WhichOneof("event")
+    assert kind is not None
+    answer = _pb.SessionResponse()
+    getattr(answer, kind).CopyFrom(getattr(happening, kind))
+    return answer
+
+
+class _Control:
+    """Carries out a client's messages to a running request."""
+
+    def __init__(
+        self, admitted: AdmittedRequest, active: ActiveRequest, host: RequestManager
+    ) -> None:
+        self._admitted = admitted
+        self._active = active
+        self._host = host
+        self._server_wide = tuple(
+            one for one in admitted.interventions if one.origin == receipt_pb2.ORIGIN_GLOBAL
+        )
+        self._spent = 0
+        """Effort of the plan and its updates; 0 before the first update."""
+        self._applied = 0
+        self._last_number = 0
+        self._updates: asyncio.Queue[_Update | None] = asyncio.Queue()
+
+    async def listen(self, messages: AsyncIterator[Message]) -> None:
+        """Reads the client's messages to the end, and carries them out."""
+        worker = asyncio.create_task(self._work())
+        try:
+            async for message in messages:
+                self._hear(message)
+            self._updates.put_nowait(None)
+            await worker
+        except RheostatError as error:
+            self._active.fail(error)
+        except Exception as error:  # the task ends here, so any error must fail the request
+            _LOG.error("session %s failed", self._admitted.request_id, exc_info=error)
+            self._active.fail(Defect("the server could not hear the session"))
+        finally:
+            worker.cancel()
+            await asyncio.wait({worker})
+
+    def _hear(self, message: Message) -> None:
+        self._active.unanswered += 1
+        if self._active.unanswered > UNREAD_ANSWERS:
+            self._active.fail(
+                QueueFull(
+                    f"{UNREAD_ANSWERS} answers wait to be read; read what the session sends",
+                    retry_after=RETRY,
+                )
+            )
+            return
+        try:
+            self._begin(message)
+        except RheostatError as error:
+            self._active.answer(_refused(message.update_id, error))
+
+    def _begin(self, message: Message) -> None:
+        """Ends the request, or queues an update.
+
+        Raises:
+            RheostatError: the message is refused.
+        """
+        action = message.WhichOneof("action")
+        if action is None:
+            raise MissingField("one of steering, stop and gain is required")
+        if action == "start":
+            raise InvalidValue("only a session's first message is start", field="start")
+        if message.update_id <= self._last_number:
+            raise InvalidValue(
+                f"update ids must rise; the last was {self._last_number}", field="update_id"
+            )
+        self._last_number = message.update_id
+        if action == "gain":
+            raise NotSupported(
+                "gains are not served yet: send the steering anew with other scales", field=action
+            )
+        if action == "stop":
+            self._active.abort()
+            self._active.answer(generation_pb2.UpdateApplied(update_id=message.update_id))
+        else:
+            if self._updates.qsize() >= WAITING_UPDATES:
+                raise QueueFull(
+                    f"{WAITING_UPDATES} updates wait already; try again later", retry_after=RETRY
+                )
+            self._updates.put_nowait(_Update(message.update_id, message.steering))
+
+    async def _work(self) -> None:
+        """Changes the steering, one update after the other."""
+        while (update := await self._updates.get()) is not None:
+            try:
+                self._active.answer(await self._apply(update))
+            except (EngineLost, Defect) as error:
+                self._active.fail(error)
+            except RheostatError as error:
+                self._active.answer(_refused(update.number, error))
+            except Exception as error:  # no caller awaits this, so any error fails the request
+                _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
+                self._active.fail(Defect("the server could not carry an update out"))
+
+    async def _apply(self, update: _Update) -> generation_pb2.UpdateApplied:
+        """Applies an update.
+
+        Raises:
+            EngineLost, Defect: the request has failed.
+            RheostatError: the update is refused.
+        """
+        if self._applied >= UPDATES:
+            raise InvalidValue(
+                f"{UPDATES} updates were carried out; a session takes no more", field="steering"
+            )
+        active, admitted = self._active, self._admitted
+        compiled = await compile_update(
+            update.steering, self._host.admission, admitted.context, self._server_wide
+        )
+        length = admitted.prompt_len
+        spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, compiled.plan)
+        plan = replace(compiled.plan, request_id=active.plan_id(f"update{update.number}"))
+        room = Reservation(plan, len(active.own))
+        held: list[str] = []
+        self._host.line.enter_now(room, prompt_len=length, held=held)
+        try:
+            await self._host.hold(active, compiled.vectors)
+        except BaseException:
+            self._host.line.leave(held)
+            raise
+        active.reserved += held
+        active.prepared.append(await self._host.preparations.prepare(plan))
+        taken = await self._put(plan)
+        if not taken:
+            raise RequestNotFound("every sample has ended")
+        self._spent = spent
+        self._applied += 1
+        for sequence, first in taken:
+            sequence.amendments.append(SteeringChange(update.number, first, compiled.interventions))
+        return generation_pb2.UpdateApplied(
+            update_id=update.number,
+            first_positions=[
+                generation_pb2.SamplePosition(sample=sequence.sample, position=first)
+                for sequence, first in taken
+            ],
+        )
+
+    async def _put(self, plan: Plan) -> list[tuple[EngineSequence, int]]:
+        """Applies a plan's acts to the samples, to each as soon as the engine runs it.
+
+        Returns:
+            The samples that have not ended, and the first position on which the acts apply.
+        """
+        firsts: dict[EngineSequence, int] = {}
+        waiting = self._active.own
+        while waiting:
+            # vLLM schedules the samples of a request in order.
+            await waiting[0].known.wait()
+            running = [
+                sequence for sequence in waiting if sequence.installed and not sequence.ended
+            ]
+            waiting = [sequence for sequence in waiting if not sequence.known.is_set()]
+            positions = await self._host.steering_updates.apply(
+                plan, [sequence.plan_id for sequence in running], self._admitted.prompt_len
+            )
+            firsts |= {
+                sequence: first
+                for sequence, first in zip(running, positions, strict=True)
+                if first is not None
+            }
+        return [(sequence, firsts[sequence]) for sequence in self._active.own if sequence in firsts]
+
+
+def _refused(number: int, error: RheostatError) -> generation_pb2.UpdateRefused:
+    return generation_pb2.UpdateRefused(update_id=number, status=to_status(error))

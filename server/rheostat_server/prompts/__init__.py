@@ -1,0 +1,1 @@
+"""Prompts: texts and messages become token ids."""

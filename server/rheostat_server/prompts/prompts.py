@@ -1,0 +1,324 @@
+"""Prompts: text, token ids or chat in; token ids out, and where each token stands in the text.
+
+All that uses the tokenizer runs on threads of its own (`tokenizer_threads`). A text that cannot fit
+into the context is refused before all of it is tokenised.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from rheostat_server import validation
+from rheostat_server.errors import (
+    InvalidValue,
+    MissingField,
+    NoChatTemplate,
+    NoTokenizer,
+    NotSupported,
+    PromptTooLong,
+)
+from rheostat_server.limits import (
+    CHAT_MESSAGES,
+    DECODED_TOKEN_BYTES,
+    ID_BYTES,
+    PROMPT_TOKEN_BYTES,
+    TEMPLATE_VARIABLE_BYTES,
+    TEMPLATE_VARIABLES,
+)
+from rheostat_server.prompts.tokenizer import (
+    ChatTemplateError,
+    Offsets,
+    Tokenizer,
+    TooManyTokens,
+    decode_with_offsets,
+)
+from rheostat_server.prompts.tokenizer_threads import TokenizerThreads
+from rheostat_server.validation import field_path
+from rheostat_wire.v1 import generation_service_pb2, types_pb2
+
+_LOG = logging.getLogger(__name__)
+
+PromptMessage = (
+    generation_service_pb2.GenerateRequest
+    | generation_service_pb2.TokenizeRequest
+    | types_pb2.Prompt
+)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class PromptTokens:
+    """A prompt as the engine gets it."""
+
+    token_ids: tuple[int, ...]
+    """Its tokens; P is their number."""
+    source: str
+    """The field it came in: "text", "token_ids" or "chat"."""
+    text: str | None
+    """As given, rendered or decoded; None if nobody asked for it."""
+    offsets: Offsets | None
+    """Code points [start, end) of `text`, one per token; None if unknown."""
+
+
+class Prompts:
+    """Resolves prompts."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, vocabulary: int, model_tokens: int) -> None:
+        """Resolver for a model.
+
+        Args:
+            tokenizer: the model's, or None: token ids only.
+            vocabulary: number of token ids.
+            model_tokens: tokens that the context holds.
+        """
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._model_tokens = model_tokens
+        self._read: WeakKeyDictionary[PromptTokens, PromptTokens] = WeakKeyDictionary()
+        """Prompts of token ids with their text, for as long as the prompts are somebody's."""
+        self._threads = None if tokenizer is None else TokenizerThreads(tokenizer)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text can be tokenised."""
+        return self._tokenizer is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return self._tokenizer is not None and self._tokenizer.has_chat_template
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._threads is not None:
+            self._threads.close()
+
+    async def resolve(self, message: PromptMessage, *, with_text: bool) -> PromptTokens:
+        """The tokens of a prompt.
+
+        Args:
+            message: a message with the fields text, token_ids and chat.
+            with_text: whether the text of token ids is needed.
+
+        Raises:
+            InvalidArgument: the prompt is malformed or too long.
+            NoTokenizer, NoChatTemplate: this server cannot read this kind of prompt.
+            NotSupported: `with_text`, and the tokenizer cannot tell where tokens stand.
+            QueueFull: too many texts wait to be tokenised.
+        """
+        kind = validation.required(message.WhichOneof("prompt"), "", "text, token_ids and chat")
+        if kind == "token_ids":
+            if len(message.token_ids.ids) > self._model_tokens:
+                raise PromptTooLong(
+                    f"the prompt has {len(message.token_ids.ids)} tokens; the context holds "
+                    f"{self._model_tokens}",
+                    field=kind,
+                )
+            ids = tuple(message.token_ids.ids)
+            validation.token_ids(ids, self._vocabulary, "token_ids.ids")
+            prompt = PromptTokens(ids, kind, None, None)
+            if not with_text:
+                return prompt
+            self._required(kind)
+            return await self.read(prompt)
+        threads = self._required(kind)
+        if kind == "text":
+            if not message.text:
+                raise MissingField("the prompt is empty", field="text")
+            text = message.text
+        else:
+            text = await self._render(threads, message.chat)
+        size = self._check_length(text, kind)
+        special, most = kind == "text", self._model_tokens
+        try:
+            encoded = await threads.run(
+                size, lambda tokenizer: tokenizer.encode(text, special=special, most=most)
+            )
+        except TooManyTokens as error:
+            raise PromptTooLong(
+                f"the prompt has more than {most} tokens; the context holds {most}", field=kind
+            ) from error
+        if not encoded.token_ids:
+            raise InvalidValue("the prompt has no tokens", field=kind)
+        validation.token_ids(encoded.token_ids, self._vocabulary, kind)
+        if with_text and encoded.offsets is None:
+            raise NotSupported(
+                "this model's tokenizer does not tell where tokens stand in the text; "
+                "select positions instead",
+                field=kind,
+            )
+        return PromptTokens(encoded.token_ids, kind, text, encoded.offsets)
+
+    async def read(self, prompt: PromptTokens) -> PromptTokens:
+        """A prompt with its text and where its tokens stand in it, as far as that can be told."""
+        threads, ids = self._threads, prompt.token_ids
+        if prompt.text is not None or threads is None:
+            return prompt
+        if prompt not in self._read:
+            text, places = await threads.run(
+                DECODED_TOKEN_BYTES * len(ids),
+                lambda tokenizer: decode_with_offsets(tokenizer, ids),
+            )
+            self._read[prompt] = replace(prompt, text=text, offsets=places)
+        return self._read[prompt]
+
+    def _check_length(self, text: str, field: str) -> int:
+        """The bytes of a text.
+
+        Raises:
+            PromptTooLong: no context holds so many.
+        """
+        limit = PROMPT_TOKEN_BYTES * self._model_tokens
+        size = len(text.encode(errors="surrogatepass"))
+        if size > limit:
+            raise PromptTooLong(
+                f"the text has {size} bytes; a context of {self._model_tokens} tokens takes at "
+                f"most {limit}",
+                field=field,
+            )
+        return size
+
+    def _required(self, field: str) -> TokenizerThreads:
+        if self._threads is None:
+            raise NoTokenizer("this server has no tokenizer; send token_ids", field=field)
+        return self._threads
+
+    async def _render(self, threads: TokenizerThreads, chat: types_pb2.Chat) -> str:
+        if not self.has_chat_template:
+            raise NoChatTemplate(
+                "this model has no chat template; send text or token_ids", field="chat"
+            )
+        messages, variables = _messages(chat), _variables(chat)
+        said = [part for message in chat.messages for part in (message.role, message.content)]
+        size = self._check_length("".join(said), "chat")
+        continue_final = chat.continue_final_message
+        if continue_final and chat.add_generation_prompt:
+            raise InvalidValue(
+                "cannot be combined with add_generation_prompt", field="chat.continue_final_message"
+            )
+        opens = not continue_final
+        if chat.HasField("add_generation_prompt"):
+            opens = chat.add_generation_prompt
+
+        def render(tokenizer: Tokenizer) -> tuple[str, int | None]:
+            return _rendered(
+                lambda those: tokenizer.render(
+                    those,
+                    add_generation_prompt=opens,
+                    continue_final_message=continue_final,
+                    variables=variables,
+                ),
+                messages,
+            )
+
+        try:
+            text, left_out = await threads.run(size, render)
+        except ChatTemplateError as error:
+            _LOG.info("the chat template refuses a chat: %s", error)
+            why = " ".join(str(error).split())[:_TEMPLATE_WORDS]
+            raise InvalidValue(
+                f"the model's chat template does not take these messages: {why}", field="chat"
+            ) from error
+        if left_out is not None:
+            raise InvalidValue(
+                "the model's chat template leaves out messages of the role "
+                f'"{messages[left_out]["role"][:_SHOWN_ROLE]}"; it is for roles such as "system", '
+                '"user" and "assistant"',
+                field=f"chat.messages[{left_out}].role",
+            )
+        return text
+
+
+def _rendered(
+    render: Callable[[list[dict[str, str]]], str], messages: list[dict[str, str]]
+) -> tuple[str, int | None]:
+    """The text of a chat, and the first message of a role that the template leaves out, if any.
+
+    Most templates write nothing for a role that they do not know, so that its messages would be
+    lost without a word. Whether a role is left out shows when its messages grow by a character.
+    """
+    text = render(messages)
+    rare: dict[str, int] = {}
+    for index, message in enumerate(messages):
+        if message["role"] not in _COMMON_ROLES:
+            rare.setdefault(message["role"], index)
+    longer = sum(message["role"] in rare for message in messages)
+    if not rare or len(render(_grown(messages, rare))) >= len(text) + longer:
+        return text, None
+    for role, index in [*rare.items()][:_TRIED_ROLES]:
+        if render(_grown(messages, [role])) == text:
+            return text, index
+    return text, None
+
+
+def _grown(messages: list[dict[str, str]], roles: Collection[str]) -> list[dict[str, str]]:
+    """The messages, those of some roles a character longer."""
+    return [
+        {**one, "content": one["content"] + "."} if one["role"] in roles else one
+        for one in messages
+    ]
+
+
+def _messages(chat: types_pb2.Chat) -> list[dict[str, str]]:
+    path = "chat.messages"
+    if not chat.messages:
+        raise MissingField("at least one message is required", field=path)
+    validation.check_count(len(chat.messages), CHAT_MESSAGES, path, "messages")
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise MissingField("a role is required", field=f"{path}[{index}].role")
+        validation.text_bytes(message.role, ID_BYTES, f"{path}[{index}].role")
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+_COMMON_ROLES = frozenset({"user", "assistant"})
+"""Every template has these, so nothing need be tried."""
+
+_TRIED_ROLES = 8
+"""Roles that are tried one by one, each of which renders the whole chat."""
+
+_SHOWN_ROLE = 64
+"""Characters of a role that an error shows."""
+
+_TEMPLATE_WORDS = 200
+"""Characters of a template's own message that an error passes on."""
+
+_TAKEN = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "documents",
+        "chat_template",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "self",
+    }
+)
+"""Variables that the rendering itself owns."""
+
+
+def _variables(chat: types_pb2.Chat) -> dict[str, object]:
+    path = field_path("chat", "template_variables")
+    validation.check_count(len(chat.template_variables), TEMPLATE_VARIABLES, path, "variables")
+    size = sum(len(name) + len(value) for name, value in chat.template_variables.items())
+    validation.check_count(size, TEMPLATE_VARIABLE_BYTES, path, "characters of names and values")
+    variables: dict[str, object] = {}
+    for name, value in chat.template_variables.items():
+        field = f"{path}[{name[:64]}]"
+        if name in _TAKEN:
+            raise InvalidValue("this variable cannot be set", field=field)
+        try:
+            variables[name] = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidValue("is not a JSON value", field=field) from error
+    return variables

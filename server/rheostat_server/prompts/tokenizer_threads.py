@@ -1,0 +1,122 @@
+"""Threads on which texts are tokenised: one for short texts, one for long ones.
+
+Why two: a text that fills the context takes up to a second. A short one must not wait for it.
+
+Within a thread, a text waits for those that came before it, but not for a much longer one that came
+a moment before: each text has a due time, which is later the longer it is.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+from rheostat_server.errors import QueueFull
+from rheostat_server.limits import (
+    LONG_TEXTS_WAITING,
+    SHORT_TEXT_BYTES,
+    SHORT_TEXTS_WAITING,
+)
+from rheostat_server.prompts.tokenizer import Tokenizer
+
+R = TypeVar("R")
+
+_BYTES_PER_SECOND = 1 << 20
+"""How fast a tokenizer is, about, with a text of rare characters."""
+
+_RETRY = 1.0
+
+
+class TokenizerThreads:
+    """Uses a tokenizer without holding up the event loop. Lives on the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Two threads that do nothing yet."""
+        self._short = _Thread(tokenizer, "tokenizer", SHORT_TEXTS_WAITING)
+        self._long = _Thread(tokenizer.twin(), "tokenizer-long", LONG_TEXTS_WAITING)
+
+    async def run(self, size: int, work: Callable[[Tokenizer], R]) -> R:
+        """Does some work with the tokenizer.
+
+        Args:
+            size: bytes of the text that it goes over.
+            work: a function of a tokenizer that touches nothing that the event loop owns.
+
+        Raises:
+            QueueFull: too many others wait.
+        """
+        thread = self._short if size <= SHORT_TEXT_BYTES else self._long
+        return await thread.run(size, work)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._short.close()
+        self._long.close()
+
+
+class _Waiting(NamedTuple):
+    due: float
+    number: int
+    turn: asyncio.Future[None]
+
+
+class _Thread:
+    """One thread, and who waits for it."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str, most_waiting: int) -> None:
+        self._tokenizer = tokenizer
+        self._most_waiting = most_waiting
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._busy = False
+        self._waiting: list[_Waiting] = []
+        self._numbers = itertools.count()
+
+    async def run(self, size: int, work: Callable[[Tokenizer], R]) -> R:
+        loop = asyncio.get_running_loop()
+        if self._busy:
+            await self._turn(loop, size)
+        self._busy = True
+        # Whoever stops waiting does not stop the thread, so the thread itself says when it is free.
+        done = self._executor.submit(work, self._tokenizer)
+        done.add_done_callback(lambda _: _soon(loop, self._next))
+        return await asyncio.wrap_future(done)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _turn(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
+        if len(self._waiting) >= self._most_waiting:
+            raise QueueFull(
+                f"{len(self._waiting)} texts wait to be tokenised; at most {self._most_waiting} "
+                "are allowed",
+                retry_after=_RETRY,
+            )
+        due = loop.time() + size / _BYTES_PER_SECOND
+        waiting = _Waiting(due, next(self._numbers), loop.create_future())
+        heapq.heappush(self._waiting, waiting)
+        try:
+            await waiting.turn
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                heapq.heapify(self._waiting)
+            elif not waiting.turn.cancelled():  # its turn had come
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        """Gives the thread to whoever is due first."""
+        self._busy = False
+        while self._waiting:
+            turn = heapq.heappop(self._waiting).turn
+            if not turn.done():
+                self._busy = True
+                turn.set_result(None)
+                return
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call)

@@ -1,0 +1,1 @@
+"""Running requests, and what they hold."""

@@ -1,0 +1,421 @@
+"""A running request: its samples, and one queue of everything that they produce.
+
+Invariant: nothing is put into the queue after an error or `close`.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+
+from rheostat_engine import Attached, Event, Installed, Plan, Released, Report, Rows
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.baseline import watched_sampling
+from rheostat_server.delivery.byte_budget import Share
+from rheostat_server.delivery.response_rows import ResponseRows
+from rheostat_server.engine.admission_queue import Reservation
+from rheostat_server.engine.backend import Backend, Delta, Ending, Job
+from rheostat_server.engine.preparations import Preparation
+from rheostat_server.errors import Defect, RheostatError
+from rheostat_server.requests.pacing import Pace
+from rheostat_server.requests.request_outputs import RequestOutputs
+from rheostat_server.requests.response_queue import Notice, ResponseItem, ResponseQueue, Sign
+from rheostat_server.requests.sequence import FINISH_REASONS, EngineSequence, SequenceKind
+from rheostat_server.subscriptions.attachments import Attachment
+from rheostat_wire.v1 import types_pb2
+
+_LOG = logging.getLogger(__name__)
+
+
+_START_WORK = 1024
+_ITERATION_WORK = 16 << 10
+"""The work of starting samples, in prompt tokens. A sample costs `_START_WORK` and its prompt. A
+request spends at most `_ITERATION_WORK` in an iteration of the event loop, because vLLM copies the
+prompt there for each sample: 1 ms for the longest prompt."""
+
+_NUMBERS = itertools.count()
+"""Numbers of flights, because a later request may have the id of an earlier one."""
+
+
+class ActiveRequest:
+    """A running request."""
+
+    def __init__(self, admitted: AdmittedRequest, share: Share, pace: Pace | None = None) -> None:
+        """The request has not started.
+
+        Args:
+            admitted: the request.
+            share: the memory for rows and tokens of it that wait.
+            pace: how often its tokens leave. None: each at once.
+        """
+        self.admitted = admitted
+        self.admitted_at = time.monotonic()
+        self.completed = False
+        self.failed = False
+        self.aborted = False
+        self.unobserved = False
+        """Whether observers miss the request, because the engine had no room for their captures."""
+        self.entered = False
+        """Whether the engine's ledger holds everything that the request needs."""
+        self.unanswered = 0
+        """Updates whose answers `next` has not returned."""
+        self.pinned: list[bytes] = []
+        """Digests of vectors that the store must not evict while the request runs."""
+        self.reserved: list[str] = []
+        """Ids of the request's entries in the ledger."""
+        self.prepared: list[Preparation | None] = []
+        """Tables that the workers hold for the request."""
+        self.share = share
+        self.outputs = RequestOutputs()
+        """Destinations of captured rows."""
+        # The client of a session decides by its tokens, so that they never wait.
+        changeable = admitted.plan.private_from is not None
+        self.queue = ResponseQueue(share, self.overflow, None if changeable else pace)
+        """Messages that wait for the reader of the response."""
+        self.interrupt: Callable[[RheostatError], None] = lambda _: None
+        """Ends the call at once if its client does not read."""
+        self.inline = ResponseRows(partial(self.queue.put, Sign.ROWS))
+        """Captured rows that go into the response."""
+        self.capture_lock = asyncio.Lock()
+        """Held while captures are added or removed, so that two changes never use the same room."""
+        self.joined: list[Attachment] = []
+        """Subscriptions that joined the request while it ran."""
+        self.asked: set[str] = set()
+        """Ids of subscriptions that have tried to join."""
+        self._number = next(_NUMBERS)
+        self.sequences = [
+            *self._samples(SequenceKind.OWN, admitted.plan),
+            *(
+                self._samples(SequenceKind.BASELINE, admitted.baseline.plan)
+                if admitted.baseline
+                else ()
+            ),
+        ]
+        self._closed = False
+        self._backend: Backend | None = None
+        self._starting: set[asyncio.Task[None]] = set()
+        """Tasks that give samples to the engine."""
+        self._aborting: set[asyncio.Task[None]] = set()
+        """Tasks that abort samples in the engine."""
+
+    @property
+    def own(self) -> list[EngineSequence]:
+        """The request's own samples, without baselines."""
+        return [sequence for sequence in self.sequences if sequence.role is SequenceKind.OWN]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the samples were stopped, so that nothing more is put into the queue."""
+        return self._closed
+
+    @property
+    def settled(self) -> bool:
+        """Whether the engine has released the started samples, and no rows are being written."""
+        return (
+            not self._starting
+            and not self._aborting
+            and not self.outputs.writing
+            and all(sequence.released.is_set() for sequence in self.sequences if sequence.started)
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether the engine has released all samples, and no more will start."""
+        return (self._closed or self.admitted.baseline is None) and all(
+            (self._closed or sequence.ended) and sequence.released.is_set()
+            for sequence in self.sequences
+        )
+
+    @property
+    def touches_kv(self) -> bool:
+        """Whether a sample was started whose interventions change its KV cache."""
+        return any(sequence.started and sequence.job.plan.touches_kv for sequence in self.sequences)
+
+    @property
+    def rooms(self) -> list[Reservation]:
+        """Room that the request needs: for samples, for baselines, and for scoring them."""
+        samples = len(self.own)
+        plans = {sequence.role: sequence.job.plan for sequence in reversed(self.sequences)}
+        if SequenceKind.BASELINE in plans:
+            scoring = self.plan_id(0, SequenceKind.SCORE)
+            plans[SequenceKind.SCORE] = replace(
+                plans[SequenceKind.BASELINE], request_id=scoring, captures=()
+            )
+        return [Reservation(plan, samples) for plan in plans.values() if plan.acts or plan.captures]
+
+    def never_scheduled(self, sequence: EngineSequence) -> bool:
+        """Whether a sample was aborted before the engine reported anything about it."""
+        return self.aborted and not sequence.installed and not sequence.heard
+
+    def plan_id(self, sample: int | str, role: SequenceKind = SequenceKind.OWN) -> str:
+        """An id that no plan of another flight in this process has."""
+        return f"{self.admitted.request_id}#{sample}{role.value}@{self._number}"
+
+    def start(self, backend: Backend, sequences: Sequence[EngineSequence], *, epoch: int) -> None:
+        """Starts samples. Their KV blocks are cached under `epoch`; see `Plan.epoch`."""
+        if self._closed:
+            for sequence in sequences:
+                sequence.released.set()
+            return
+        for sequence in sequences:
+            plan = sequence.job.plan
+            if plan.epoch != epoch:
+                sequence.job = replace(sequence.job, plan=plan.under(plan.request_id, epoch))
+            sequence.started = True
+        self._backend = backend
+        _keep(self._starting, self._start(backend, sequences))
+
+    async def stopped(self) -> None:
+        """Returns once no more samples start, and the engine has been told of those that end."""
+        while tasks := self._starting | self._aborting:
+            await asyncio.wait(tasks)
+
+    async def next(self) -> ResponseItem | Notice | Sign:
+        """Waits for the next message of the queue.
+
+        Raises:
+            RheostatError: the request has failed.
+        """
+        item = await self.queue.get()
+        if isinstance(item, ResponseItem):
+            return item
+        if isinstance(item, RheostatError):
+            raise item
+        if not isinstance(item, Sign):
+            self.unanswered -= 1
+        return item
+
+    def deliver(self, sequence: EngineSequence, event: Event) -> None:
+        """Handles an event of a sample from the engine."""
+        if isinstance(event, Rows):
+            self.outputs.add_rows(sequence.track, event)
+            return
+        if isinstance(event, Installed):
+            sequence.installed = True
+            sequence.known.set()
+            if event.error:
+                sequence.install_failed = True
+                _LOG.error("plan %s is not in force: %s", event.request_id, event.error)
+                self.fail(Defect("the engine could not take up the request's plan"))
+            if not sequence.held_back:
+                return  # nobody waits for it, so the reader need not wake up
+        elif isinstance(event, Released):
+            sequence.release()
+            if sequence.role is not SequenceKind.SCORE:
+                self.outputs.release(sequence.track, event)
+            self._close_outputs()
+        elif isinstance(event, Attached):
+            sequence.tell(event)
+            self._close_outputs()
+            return
+        else:
+            self._drop(sequence, event.report)
+            return
+        if sequence.job.has_plan:
+            self._put(ResponseItem(sequence, event))
+
+    def unobserve(self) -> None:
+        """Removes all captures that only observers asked for."""
+        self.unobserved = True
+        for sequence in self.sequences:
+            plan = sequence.job.plan.with_captures_of(self.admitted.unobserved)
+            sequence.job = replace(sequence.job, plan=plan)
+
+    def finish(self) -> None:
+        """Closes the outlets that the response needs. Rows may still come for joined observers."""
+        if all(sequence.released.is_set() for sequence in self.sequences):
+            self.close_outputs()
+        else:
+            self.outputs.close(self._reasons(), but={one.feed for one in self.joined})
+
+    def close_outputs(self) -> None:
+        """Closes every outlet with the finish reasons of the samples."""
+        self.outputs.close(self._reasons())
+
+    def abandon(self, error: RheostatError) -> None:
+        """Discards the outlets of a request that has not started.
+
+        Subscriptions that have announced the request to their clients report its end.
+        """
+        self.outputs.abandon(error, but={one.feed for one in self.joined if one.named})
+        self.close_outputs()
+
+    def answer(self, notice: Notice) -> None:
+        """Puts the answer to an update into the queue."""
+        self._put(notice)
+
+    def fail(self, error: RheostatError) -> None:
+        """Ends the request with an error. After the first error, later errors are ignored."""
+        self.failed = True
+        self._put(error)
+        self.close()
+
+    def overflow(self, error: RheostatError) -> None:
+        """Ends the request with an error at once, and drops all waiting messages."""
+        self.queue.close()
+        self.fail(error)
+        self.interrupt(error)
+
+    def abort(self) -> None:
+        """Ends every sample that still runs, as aborted."""
+        self.aborted = True
+        running = [sequence for sequence in self.sequences if not sequence.ended]
+        for sequence in running:
+            sequence.ended = True
+            sequence.ending = Ending.ABORTED
+            sequence.known.set()
+            self._put(ResponseItem(sequence, Delta(ending=Ending.ABORTED)))
+        self._abort(running)
+
+    def close(self) -> None:
+        """Stops the samples. Nothing more is put into the queue."""
+        if not self._closed:
+            # A sample may have ended here while the engine still runs it.
+            self._abort(
+                [
+                    sequence
+                    for sequence in self.sequences
+                    if not sequence.ended or not sequence.released.is_set()
+                ]
+            )
+        self._closed = True
+        self.inline.close()
+        self.outputs.drop_runs()
+        for sequence in self.sequences:
+            sequence.known.set()
+
+    def _drop(self, sequence: EngineSequence, report: Report) -> None:
+        """Fails the request because a report of the engine could not be handled.
+
+        Tasks that wait for this report continue, because the engine does not repeat it.
+        """
+        if isinstance(report, Installed):
+            sequence.installed = sequence.install_failed = True
+        elif isinstance(report, Released):
+            sequence.release()
+        elif isinstance(report, Attached):
+            sequence.tell(replace(report, error="the server could not take in the engine's answer"))
+        self.fail(Defect("the server could not take in a report of the engine"))
+        self._close_outputs()
+
+    def _close_outputs(self) -> None:
+        """Closes the outlets once all samples that fill them have ended and were released.
+
+        A failed request does not wait until its client has read the error, because its sinks would
+        hold rows, files and threads until then.
+        """
+        sequences = [
+            sequence for sequence in self.sequences if sequence.role is not SequenceKind.SCORE
+        ]
+        if all(
+            (sequence.ended or self.failed) and sequence.released.is_set() for sequence in sequences
+        ):
+            self.close_outputs()
+
+    def _reasons(self) -> list[types_pb2.FinishReason.ValueType]:
+        return [_reason(sequence, failed=self.failed) for sequence in self.own]
+
+    def _samples(self, role: SequenceKind, plan: Plan) -> list[EngineSequence]:
+        admitted = self.admitted
+        sampling = admitted.sampling
+        if role is SequenceKind.OWN and admitted.baseline is not None:
+            sampling = watched_sampling(sampling, admitted.baseline)
+        return [
+            EngineSequence(
+                Job(
+                    plan.under(self.plan_id(sample, role), plan.epoch),
+                    admitted.prompt.token_ids,
+                    sampling,
+                    sample,
+                    admitted.lora,
+                ),
+                role,
+                sample,
+            )
+            for sample in range(sampling.samples)
+        ]
+
+    def _put(self, item: ResponseItem | Notice | Sign | RheostatError) -> None:
+        if not self._closed:
+            self.queue.put(item)
+
+    async def _start(self, backend: Backend, sequences: Sequence[EngineSequence]) -> None:
+        """Gives samples to the engine, some in each iteration of the event loop."""
+        at_once = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
+        for index, sequence in enumerate(sequences):
+            if index and index % at_once == 0:
+                await asyncio.sleep(0)
+            if self._closed or sequence.ended:
+                continue
+            try:
+                await backend.add_request(
+                    sequence.job,
+                    partial(self._receive, sequence),
+                    partial(self._fail_sample, sequence),
+                )
+            except Exception as error:  # the task ends here, so any error must fail the request
+                self._fail_sample(sequence, error)
+
+    def _abort(self, sequences: Sequence[EngineSequence]) -> None:
+        """Makes the engine abort samples.
+
+        The tasks that start samples are cancelled first, so that none starts after its abort.
+        """
+        for task in self._starting:
+            task.cancel()
+        ids = [sequence.plan_id for sequence in sequences if sequence.started]
+        if ids and self._backend is not None:
+            _keep(self._aborting, self._abort_in(self._backend, ids))
+
+    async def _abort_in(self, backend: Backend, plan_ids: Sequence[str]) -> None:
+        try:
+            await backend.abort(plan_ids)
+        except Exception as error:  # the request has ended for its client, so only the log remains
+            _LOG.error("samples %s were not aborted", ", ".join(plan_ids), exc_info=error)
+        self._close_outputs()
+
+    def _receive(self, sequence: EngineSequence, delta: Delta) -> None:
+        """Takes a delta of a sample from the engine."""
+        if sequence.ended:
+            return
+        sequence.heard = True
+        if sequence.role is not SequenceKind.SCORE:
+            # Also after a failure, because the receivers of rows count those of all known tokens.
+            sequence.tokens += delta.token_ids
+            self.outputs.extend(sequence.track, delta.token_ids)
+        if self._closed:
+            return
+        if delta.ending is not None:
+            sequence.ended = True
+            sequence.ending = delta.ending
+        self.queue.put_delta(sequence, delta)
+        if sequence.ended:
+            sequence.known.set()
+            self._close_outputs()
+
+    def _fail_sample(self, sequence: EngineSequence, error: Exception) -> None:
+        """Fails the request because the engine cannot run a sample."""
+        if self._closed or sequence.ended:
+            return
+        if isinstance(error, RheostatError):
+            self.fail(error)
+        else:
+            _LOG.error("sample %s failed", sequence.plan_id, exc_info=error)
+            self.fail(Defect("the engine could not run the request"))
+
+
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
+    """Runs work in a task, which the set holds until the task is done."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
+def _reason(sequence: EngineSequence, *, failed: bool) -> types_pb2.FinishReason.ValueType:
+    """The finish reason of a sample; aborted if it was still running."""
+    if failed:
+        return types_pb2.FINISH_REASON_ERROR
+    return FINISH_REASONS[sequence.ending or Ending.ABORTED]

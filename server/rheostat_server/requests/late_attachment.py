@@ -1,0 +1,449 @@
+"""Subscriptions take part in requests that already run, and leave those that still do.
+
+Invariants: a request neither waits for an observer nor is refused for one. What an observer wants
+beside it needs room in the engine as everything that is captured; without, nothing of it is
+captured, and the observer is told why. Changes reach the engine in the order of their numbers.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from rheostat_engine import (
+    OPEN_END,
+    Attached,
+    Capture,
+    CaptureNeed,
+    ModelSites,
+    Plan,
+    PlanTooLarge,
+    capture_need,
+    update_captures,
+)
+from rheostat_server.admission.planning import captures_work, plan_work
+from rheostat_server.capture.engine_captures import engine_captures
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.engine.admission_queue import AdmissionQueue
+from rheostat_server.engine.backend import Backend, CapturesUpdate
+from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
+from rheostat_server.requests.active_request import ActiveRequest
+from rheostat_server.requests.sequence import EngineSequence, SequenceKind
+from rheostat_server.subscriptions.attachments import Attachment
+from rheostat_server.subscriptions.observer_captures import (
+    ObserverCapture,
+    observer_captures,
+    observer_captures_work,
+)
+from rheostat_server.subscriptions.pending_changes import Missed, PendingAttachment, PendingChange
+from rheostat_server.subscriptions.registry import Subscriptions
+from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType
+
+_LOG = logging.getLogger(__name__)
+
+PATIENCE = 1.0
+"""Seconds that a subscription's opening takes at most, about, for the requests that it joins."""
+
+_ENDING = "it is about to end"
+_LATE = "the server could not look at it in time: too much runs, or the captures are too fragmented"
+_FRAGMENTED = "what is captured of it together would be too fragmented: use fewer, longer spans"
+
+
+class Engine(Protocol):
+    """What it takes."""
+
+    backend: Backend
+    sites: ModelSites
+    subscriptions: Subscriptions
+    line: AdmissionQueue
+
+
+class LateAttachment:
+    """Changes what is captured of requests in flight. Lives on the event loop."""
+
+    def __init__(
+        self,
+        host: Engine,
+        active_requests: Mapping[str, ActiveRequest],
+        routes: dict[str, tuple[ActiveRequest, EngineSequence]],
+    ) -> None:
+        """Nothing has changed.
+
+        Args:
+            host: the engine's host.
+            active_requests: the requests in flight, by id.
+            routes: to whom the engine's events go, by the id of a plan.
+        """
+        self._host = host
+        self._active_requests = active_requests
+        self._routes = routes
+        self._changed: dict[ActiveRequest, None] = {}
+        """Of which something else is to be captured, and the engine does not know."""
+        self._gone: set[str] = set()
+        """Plans of samples that have ended; changes wait for them in vain."""
+        self._sending: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def attach(self, subscription: Subscription) -> None:
+        """Lets a new subscription take part in the requests that it selects and that run.
+
+        Requests that wait for room are left to `catch_up`: what is captured for an observer must
+        not take the room for which they wait.
+
+        Returns once each of them has come to its next step, or after `PATIENCE`.
+        """
+        subscription.on_left = partial(self._left, subscription)
+        running = [
+            active
+            for active in self._active_requests.values()
+            if active.entered and _selects(subscription, active)
+        ]
+        for active in running:
+            active.asked.add(subscription.name)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE
+        joined: list[PendingAttachment] = []
+        for active in running:
+            if loop.time() > deadline:
+                _miss(subscription, active, _LATE)
+                continue
+            joined += await self._join(subscription, active, named=True)
+            await asyncio.sleep(0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                for one in joined:
+                    await one.told.wait()
+
+    async def catch_up(self, active: ActiveRequest) -> None:
+        """Lets those subscriptions take part that were opened while the request was admitted.
+
+        To be called once the request has the room that it needs.
+        """
+        admitted = active.admitted
+        known = {
+            observer_capture.subscription.name for observer_capture in admitted.observer_captures
+        } | active.asked
+        for subscription in self._host.subscriptions.selecting(
+            admitted.request_id, admitted.labels
+        ):
+            if subscription.name not in known:
+                await self._join(subscription, active, named=False)
+        if active.unobserved and any(sequence.changes for sequence in active.sequences):
+            self._change(active, _running(active))
+
+    def forget(self, active: ActiveRequest) -> None:
+        """A flight has ended; changes that it did not live to see wait no more."""
+        for sequence in active.sequences:
+            sequence.let_go()
+            if sequence.changes > sequence.told:
+                sequence.told = sequence.changes
+                self._gone.add(sequence.plan_id)
+        if self._gone:
+            self._send()
+
+    async def _join(
+        self, subscription: Subscription, active: ActiveRequest, *, named: bool
+    ) -> list[PendingAttachment]:
+        """Lets a subscription take part in a request; what it waits for then."""
+        observer_capture = await self._observer_capture(subscription, active)
+        async with active.capture_lock:
+            need, reason = await self._need(active, observer_capture)
+            sequences = _running(active)
+            reason = observer_capture.missed or reason
+            reason = reason or self._reserve(active, observer_capture, sequences, need)
+            if reason and named:
+                _miss(subscription, active, reason)
+                return []
+            if not subscription.taking or active.closed:
+                return []
+            return self._add(active, observer_capture, sequences, reason, named=named)
+
+    def _add(
+        self,
+        active: ActiveRequest,
+        observer_capture: ObserverCapture,
+        sequences: Sequence[EngineSequence],
+        reason: str,
+        *,
+        named: bool,
+    ) -> list[PendingAttachment]:
+        """Adds a tap to a request; `reason` says why the engine captures nothing for it."""
+        subscription = observer_capture.subscription
+        feed = subscription.feed(
+            active.admitted.request_id,
+            active.admitted.prompt.token_ids,
+            observer_capture.captures,
+            FloatType(self._host.sites.dtype),
+            fail=None,
+        )
+        active.outputs.add(feed, {})
+        if observer_capture.missed:
+            subscription.miss(feed, reason)
+            return []
+        if reason:
+            _refuse(subscription, feed, reason)
+            return []
+        subscription.attached = (*subscription.attached, feed)
+        active.joined.append(Attachment(observer_capture, feed, named))
+        self._change(active, sequences)
+        joined: list[PendingAttachment] = []
+        for sequence in sequences:
+            feed.join(sequence.track, sequence.tokens)
+            joined.append(PendingAttachment(sequence.changes, feed, partial(_refuse, subscription)))
+            sequence.joining.append(joined[-1])
+        return joined
+
+    async def _observer_capture(
+        self, subscription: Subscription, active: ActiveRequest
+    ) -> ObserverCapture:
+        context, one = active.admitted.context, [subscription]
+        spent = sum(
+            observer_capture.subscription.captures.cost for observer_capture in _observing(active)
+        )
+        (observer_capture,) = await offload(
+            observer_captures_work(one, context.prompt_len), observer_captures, one, context, spent
+        )
+        return observer_capture
+
+    async def _need(
+        self, active: ActiveRequest, observer_capture: ObserverCapture | None = None
+    ) -> tuple[CaptureNeed, str]:
+        """What a sample needs beside its own plan with all that is captured of it, and a wish.
+
+        The second is why no engine could capture all of it, or nothing.
+        """
+        captures = self._captured(active)
+        if observer_capture is not None:
+            captures += observer_capture.captures.values()
+        plan = active.sequences[0].job.plan
+        return await offload(
+            captures_work(captures) + plan_work(plan),
+            _looked_through,
+            plan,
+            captures,
+            _computed(active),
+            active.admitted.prompt_len,
+            self._host.line.step_tokens,
+        )
+
+    def _reserve(
+        self,
+        active: ActiveRequest,
+        observer_capture: ObserverCapture,
+        sequences: Sequence[EngineSequence],
+        need: CaptureNeed,
+    ) -> str:
+        """Reserves what samples need with a wish; why that cannot be, or nothing.
+
+        What is reserved already stays, because the engine may not know of earlier changes yet.
+        """
+        if not sequences or not observer_capture.subscription.taking:
+            return _ENDING
+        line, name = self._host.line, _reservation(active)
+        before = line.ledger.observed(name)
+        rows, sites = max(before.rows, len(sequences) * need.rows), max(before.sites, need.sites)
+        try:
+            line.observe(name, CaptureNeed(rows, sites), active.reserved)
+        except (BankFull, CaptureOverflow) as error:
+            return f"the engine has no room for its rows: {error.message}"
+        return ""
+
+    def _captured(self, active: ActiveRequest) -> list[ResolvedCapture]:
+        """What is to be captured of a flight now."""
+        beside = (
+            capture
+            for observer_capture in _observing(active)
+            if observer_capture.subscription.taking
+            for number, capture in observer_capture.captures.items()
+            if number not in observer_capture.own
+        )
+        return [*active.admitted.captures, *beside]
+
+    def _left(self, subscription: Subscription) -> None:
+        """Nothing more is copied for a subscription that takes nothing any more."""
+        subscription.on_left = lambda: None
+        for active in self._active_requests.values():
+            if all(one.subscription is not subscription for one in _observing(active)):
+                continue
+            joined = [
+                one for one in active.joined if one.observer_capture.subscription is subscription
+            ]
+            for one in joined:
+                active.outputs.remove(one.feed)
+            active.joined = [
+                one
+                for one in active.joined
+                if one.observer_capture.subscription is not subscription
+            ]
+            self._change(active, _running(active))
+            if joined:
+                self._soon(self._give_back(active))
+
+    async def _give_back(self, active: ActiveRequest) -> None:
+        """Gives back what nobody wants of a request any more, once the engine copies none of it."""
+        while changes := _awaiting(active):
+            for one in changes:
+                await one.told.wait()
+        async with active.capture_lock:
+            name = _reservation(active)
+            need, sequences = CaptureNeed(0, 0), _running(active)
+            if active.joined and sequences:
+                need, _ = await self._need(active)
+            if name in active.reserved and not _awaiting(active):
+                rows = len(sequences) * need.rows
+                self._host.line.observe(name, need._replace(rows=rows), active.reserved)
+
+    def _change(self, active: ActiveRequest, sequences: Sequence[EngineSequence]) -> None:
+        """Something else is to be captured of some samples of a flight from now on."""
+        for sequence in sequences:
+            sequence.changes += 1
+            self._routes[sequence.plan_id] = (active, sequence)
+            if not sequence.job.has_plan:
+                sequence.released.clear()
+        if sequences:
+            self._changed[active] = None
+            self._send()
+
+    def _send(self) -> None:
+        """Lets the engine know of all changes."""
+        if self._sending is None or self._sending.done():
+            self._sending = self._soon(self._send_all())
+
+    async def _send_all(self) -> None:
+        while self._changed or self._gone:
+            changes: dict[str, CapturesUpdate | None] = {}
+            while self._changed:
+                if changes:
+                    await asyncio.sleep(0)
+                active = next(iter(self._changed))
+                del self._changed[active]
+                changes |= await self._changes(active)
+            changes |= dict.fromkeys(self._gone)
+            self._gone.clear()
+            if not changes:  # what should have changed has ended
+                continue
+            try:
+                await self._host.backend.update_captures(changes)
+            except EngineLost:
+                return  # all who wait hear of that
+            except Exception as error:  # a task's end: whatever it is, who waits must hear of it
+                _LOG.error("the engine was not told what to capture", exc_info=error)
+                self._fail({name: one.number for name, one in changes.items() if one is not None})
+
+    async def _changes(self, active: ActiveRequest) -> dict[str, CapturesUpdate]:
+        """What the engine is told of a flight; nothing where that cannot be made."""
+        numbers = {sequence.plan_id: sequence.changes for sequence in _running(active)}
+        try:
+            captures, first = self._captured(active), _computed(active)
+            made = await offload(captures_work(captures), _captures_from, captures, first)
+        except Exception as error:  # whatever it is, who waits must hear of it, and others go on
+            name = active.admitted.request_id
+            _LOG.error("what to capture of %s was not told to the engine", name, exc_info=error)
+            self._fail(numbers)
+            return {}
+        return {name: CapturesUpdate(number, made, first) for name, number in numbers.items()}
+
+    def _fail(self, numbers: Mapping[str, int]) -> None:
+        """Of some changes, by the id of a plan, the engine does not hear."""
+        for name, number in numbers.items():
+            route = self._routes.get(name)
+            if route is not None:
+                route[1].answer(Attached(name, number, OPEN_END, "it could not be told"))
+
+    def _soon(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _selects(subscription: Subscription, active: ActiveRequest) -> bool:
+    return subscription.selects(active.admitted.request_id, active.admitted.labels)
+
+
+def _miss(subscription: Subscription, active: ActiveRequest, reason: str) -> None:
+    missed = Missed(active.admitted.request_id, reason)
+    subscription.missed = (*subscription.missed, missed)
+
+
+def _observing(active: ActiveRequest) -> list[ObserverCapture]:
+    """What is captured of a flight, or was, for those of which it does not know."""
+    observed = () if active.unobserved else active.admitted.observer_captures
+    return [
+        *(observer_capture for observer_capture in observed if observer_capture.observed),
+        *(one.observer_capture for one in active.joined),
+    ]
+
+
+def _running(active: ActiveRequest) -> list[EngineSequence]:
+    """The samples of a flight of which something may still be captured.
+
+    The engine may have released a sample whose last token has not arrived yet. It would never
+    answer a change of that sample.
+    """
+    if active.closed:
+        return []
+    own = (sequence for sequence in active.sequences if sequence.role is not SequenceKind.SCORE)
+    return [sequence for sequence in own if not sequence.ended and not sequence.left]
+
+
+def _awaiting(active: ActiveRequest) -> list[PendingChange]:
+    """Changes of samples in the engine of which it has not said what became of them."""
+    found: list[PendingChange] = []
+    for sequence in active.sequences:
+        held = sequence.role is not SequenceKind.SCORE and not (
+            sequence.ended and sequence.released.is_set()
+        )
+        if held and sequence.told < sequence.changes:
+            found.append(PendingChange(sequence.changes))
+            sequence.joining.append(found[-1])
+    return found
+
+
+def _reservation(active: ActiveRequest) -> str:
+    """Under which the ledger holds room for what is captured of a request beside its plan."""
+    return active.plan_id("observed")
+
+
+def _computed(active: ActiveRequest) -> int:
+    """A position before which every sample that runs has computed everything."""
+    tokens = min((len(sequence.tokens) for sequence in _running(active)), default=0)
+    return active.admitted.prompt_len + tokens - 1 if tokens else 0
+
+
+def _captures_from(captures: Sequence[ResolvedCapture], first: int) -> tuple[Capture, ...]:
+    """What the engine has to copy from a position on."""
+    return update_captures(Plan(""), engine_captures(captures), first).captures
+
+
+def _looked_through(
+    plan: Plan,
+    captures: Sequence[ResolvedCapture],
+    first: int,
+    prompt_len: int,
+    step_tokens: int,
+) -> tuple[CaptureNeed, str]:
+    """What captures from a position on need beside a plan, and why no engine could do them."""
+    together = Plan("", (), _captures_from(captures, first))
+    try:
+        own, all_of_it = (
+            capture_need(one.packed_captures, prompt_len=prompt_len, max_step_tokens=step_tokens)
+            for one in (plan, together)
+        )
+    except PlanTooLarge:
+        return CaptureNeed(0, 0), _FRAGMENTED
+    if all_of_it.rows <= own.rows and all_of_it.sites <= own.sites:
+        return CaptureNeed(0, 0), ""
+    return CaptureNeed(max(0, all_of_it.rows - own.rows), all_of_it.sites), ""
+
+
+def _refuse(subscription: Subscription, feed: RowFeed, reason: str) -> None:
+    """What a subscription does where the engine cannot capture for it."""
+    if subscription.taking:
+        what = f"the engine cannot capture from a request that runs: {reason}. Capture less"
+        subscription.refuse(feed, frozenset(feed.captures), what)

@@ -1,0 +1,127 @@
+"""Where a request's rows go: its response, subscriptions, sinks and runs.
+
+Invariants: everything that is opened for a request is closed once, with how its samples ended; a
+run is kept once all else has succeeded, or given up.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from rheostat_engine import Released, Rows
+from rheostat_server.delivery.items import SequenceKey
+from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.errors import RheostatError
+from rheostat_server.requests.sink_writer import SinkWriter
+from rheostat_server.runs.draft import RunDraft
+from rheostat_wire.v1 import types_pb2
+
+
+class RequestOutputs:
+    """The taps of a request, and the writers behind some of them."""
+
+    def __init__(self) -> None:
+        """There are none."""
+        self._feeds: list[tuple[RowFeed, Mapping[int, int]]] = []
+        self._writers: list[SinkWriter] = []
+        self._runs: dict[int, RunDraft] = {}
+
+    def add(self, feed: RowFeed, own: Mapping[int, int]) -> None:
+        """Adds a tap.
+
+        Args:
+            feed: takes the request's rows from now on.
+            own: index in the request's captures, by the number of those that are its own.
+        """
+        self._feeds.append((feed, own))
+
+    def remove(self, feed: RowFeed) -> None:
+        """A tap takes nothing more."""
+        # Another list, because `feed` may be going over the old one.
+        self._feeds = [one for one in self._feeds if one[0] is not feed]
+
+    def add_writer(self, writer: SinkWriter) -> None:
+        """Adds a writer to a sink or a run."""
+        self.add(writer.feed, {index: index for index in writer.feed.captures})
+        self._writers.append(writer)
+
+    def add_run(self, index: int, draft: RunDraft) -> None:
+        """Adds the run that a capture makes, by its index; its writer is added by itself."""
+        self._runs[index] = draft
+
+    @property
+    def writing(self) -> bool:
+        """Whether a sink has not published or failed yet."""
+        return any(not writer.task.done() for writer in self._writers)
+
+    def extend(self, track: SequenceKey, token_ids: Sequence[int]) -> None:
+        """Takes tokens that were generated."""
+        for feed, _ in self._feeds:
+            feed.extend(track, token_ids)
+
+    def add_rows(self, track: SequenceKey, rows: Rows) -> None:
+        """Takes rows."""
+        for feed, _ in self._feeds:
+            feed.add(track, rows)
+
+    def release(self, track: SequenceKey, released: Released) -> None:
+        """Takes what the engine says of a track that has ended."""
+        for feed in self._each():
+            feed.release(track, released)
+
+    def close(
+        self,
+        reasons: Sequence[types_pb2.FinishReason.ValueType],
+        *,
+        but: Collection[RowFeed] = frozenset(),
+    ) -> None:
+        """Nothing more comes, `but` for some taps; each says so once its rows have left."""
+        for feed in self._each():
+            if feed not in but:
+                feed.close(reasons)
+
+    async def written(self) -> None:
+        """Returns once every sink has published.
+
+        Raises:
+            RheostatError: one has failed.
+        """
+        await self.settle()
+        for writer in self._writers:
+            if writer.failure is not None:
+                raise writer.failure
+
+    async def settle(self) -> None:
+        """Returns once every sink has published or failed; whoever stops waiting stops no sink."""
+        if self._writers:
+            await asyncio.wait([writer.task for writer in self._writers])
+
+    def abandon(self, error: RheostatError, *, but: Collection[RowFeed] = frozenset()) -> None:
+        """Discards all taps `but` some, because the request does not start. Sinks keep nothing."""
+        self.drop_runs()
+        for writer in self._writers:
+            writer.overflow(error)
+        for feed in self._each():
+            if feed not in but:
+                feed.discard()
+
+    def keep_runs(self) -> dict[int, str]:
+        """Lets the runs be found that were made to their end; their ids, by capture."""
+        return {index: draft.id for index, draft in self._runs.items() if draft.keep()}
+
+    def drop_runs(self) -> None:
+        """Gives up the runs that are not kept."""
+        for draft in self._runs.values():
+            draft.drop()
+
+    def handed_over(self) -> dict[int, tuple[int, int]]:
+        """Positions of the request's own samples that were handed over, and lost, by capture."""
+        return {
+            own[number]: counts
+            for feed, own in self._feeds
+            if own
+            for number, counts in feed.counts().items()
+            if number in own
+        }
+
+    def _each(self) -> Iterable[RowFeed]:
+        return [feed for feed, _ in self._feeds]

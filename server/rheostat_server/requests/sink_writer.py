@@ -1,0 +1,319 @@
+"""One request's rows on their way into a sink or a run, written on a thread as they come.
+
+Invariants: the model never waits for the sink; what waits for it is bounded. A sink that fails ends
+the request; nothing of it is half published. The writer ends exactly once, published or failed.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Protocol
+
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
+from rheostat_server.delivery.deliveries import Deliveries
+from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss, size_of
+from rheostat_server.delivery.response_rows import ADVICE
+from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.delivery.row_messages import captured_of
+from rheostat_server.delivery.spill_manager import SpillManager
+from rheostat_server.errors import CaptureOverflow, Defect, RheostatError
+from rheostat_server.selectors.sites import from_wire
+from rheostat_server.sinks import (
+    CaptureAbout,
+    Ending,
+    GuardedRecording,
+    Outcome,
+    RequestAbout,
+    RowBlock,
+    Sinks,
+    Target,
+    block_of,
+    encoding_of,
+)
+from rheostat_server.tasks.offload import on_pool
+from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import capture_pb2, types_pb2
+
+_LOG = logging.getLogger(__name__)
+
+_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_ABORTED: "aborted",
+    types_pb2.FINISH_REASON_RULE: "rule",
+    types_pb2.FINISH_REASON_ERROR: "error",
+}
+
+_WHOLE = {"stop", "length", "rule"}
+
+
+class Recording(Protocol):
+    """Where rows are written. Every method may block, and raises a RheostatError if anything."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that it has taken: positions times sites."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes of rows that it holds in memory and can move elsewhere."""
+
+    def flush(self) -> None:
+        """Moves them."""
+
+    def write(self, block: RowBlock) -> None:
+        """Takes rows."""
+
+    def finish(self, outcome: Outcome) -> object:
+        """No more rows come."""
+
+    def abandon(self, error: BaseException) -> None:
+        """Gives them up; does nothing where it is over."""
+
+
+class SinkWriter:
+    """Writes the rows of some captures of a request to one sink, or to a run."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        abouts: Mapping[int, CaptureAbout],
+        feed: RowFeed,
+        buffer: DeliveryBuffer,
+        share: Share,
+        fail: Callable[[RheostatError], None],
+        threads: Executor,
+    ) -> None:
+        """A writer that works from now on; see `start_writer`.
+
+        Args:
+            recording: where rows go.
+            abouts: its captures, by index in the request.
+            feed: through which they come.
+            buffer: where they wait.
+            share: counts what the recording holds in memory.
+            fail: hears of a failure.
+            threads: where the recording may block.
+        """
+        self.feed = feed
+        self._recording = recording
+        self._buffer = buffer
+        self._fail = fail
+        self._abouts = abouts
+        self._threads = threads
+        self._share = share
+        self._memory = ByteCounter(share.byte_counter)
+        """Counts what the recording holds, and what is being written."""
+        self._flushing = 0
+        """Bytes of these that the recording is to move to its disk."""
+        share.add(self)
+        self._dropped = 0
+        self.failure: RheostatError | None = None
+        self.task = asyncio.create_task(self._run())
+
+    @property
+    def rows(self) -> int:
+        """Rows that the sink has taken: positions times sites."""
+        return self._recording.rows
+
+    @property
+    def cost(self) -> Cost:
+        """What the recording holds can wait on its disk."""
+        return Cost.TIME
+
+    @property
+    def held(self) -> int:
+        """Bytes that it can be asked to move to its disk."""
+        return self._memory.bytes - self._flushing
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that it has been asked to move there."""
+        return self._flushing
+
+    @property
+    def leaving_rows(self) -> int:
+        """The same, because it counts rows alone."""
+        return self._flushing
+
+    def give_up(self, size: int, why: str) -> None:
+        """Moves what the recording holds to its disk; fails where disks are too slow for that."""
+        self._flushing = self._memory.bytes
+        self._buffer.news.set()
+        if self._share.too_much_leaves:
+            self._end(
+                CaptureOverflow(
+                    f"captured rows came faster than the server's sinks could write them: {why}. "
+                    "Capture less, or give the server a faster disk"
+                )
+            )
+
+    def overflow(self, error: RheostatError) -> None:
+        """Rows found no room, and none may be lost."""
+        self._end(error)
+
+    async def _run(self) -> None:
+        try:
+            while self.failure is None:
+                if self._flushing:
+                    await self._flush()
+                item = self._buffer.take()
+                if isinstance(item, End):
+                    await on_pool(self._threads, self._recording.finish, self._outcome())
+                    return
+                if item is None:
+                    await self._buffer.news.wait()
+                else:
+                    await self._take(item)
+        except RheostatError as error:
+            self._end(error)
+        except Exception as error:  # a task's end: whatever it is, the request must hear of it
+            _LOG.error("writing %s failed", self.feed.request_id, exc_info=error)
+            self._end(Defect("the server could not write the captured rows"))
+        finally:
+            self._buffer.close()
+            if self.failure is not None:
+                await on_pool(self._threads, self._recording.abandon, self.failure)
+            self._flushing = 0
+            self._hold(0)
+
+    async def _flush(self) -> None:
+        await on_pool(self._threads, self._recording.flush)
+        self._flushing = 0
+        self._hold(self._recording.memory)
+
+    def _hold(self, size: int) -> None:
+        """Counts what is held in memory."""
+        self._memory.add(size - self._memory.bytes)
+        self._share.check()
+
+    async def _take(self, item: DeliveryItem) -> None:
+        if isinstance(item, Chunk | EncodedChunk):
+            self._hold(self._memory.bytes + size_of(item))
+            await on_pool(self._threads, self._write, item)
+            self._hold(self._recording.memory)
+        elif isinstance(item, Loss):
+            self._dropped += item.rows
+
+    def _write(self, item: Chunk | EncodedChunk) -> None:
+        message = item.message if isinstance(item, EncodedChunk) else captured_of(item)
+        sites = [from_wire(site) for site in message.sites]
+        self._recording.write(block_of(message, sites, self._abouts[message.capture_index]))
+
+    def _outcome(self) -> Outcome:
+        reasons = tuple(_REASONS[reason] for reason in self.feed.finish_reasons)
+        if not reasons or not _WHOLE.issuperset(reasons):
+            return Outcome(Ending.ABORTED, self._dropped, reasons)
+        ending = Ending.PARTIAL if self._dropped else Ending.COMPLETE
+        return Outcome(ending, self._dropped, reasons)
+
+    def _end(self, error: RheostatError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self.feed.discard()
+            self._buffer.news.set()
+            self._fail(error)
+
+
+def _abandon(threads: Executor, opening: asyncio.Future[GuardedRecording]) -> None:
+    """Gives up what was opened for a request that has gone meanwhile."""
+    if not opening.cancelled() and opening.exception() is None:
+        threads.submit(opening.result().abandon, Defect("the request went away"))
+
+
+def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
+    """What whoever keeps the rows of a capture is told of it."""
+    projection = capture.projection
+    return CaptureAbout(
+        index,
+        capture.sites,
+        capture.kind,
+        capture.numbers,
+        encoding_of(capture.form.encoding, ""),
+        capture.form.kept or None,
+        capture.form.seed,
+        () if projection is None else tuple(one.digest.hex() for one in projection.vectors),
+        {} if projection is None else projection.rows,
+    )
+
+
+async def open_recording(
+    sinks: Sinks,
+    admitted: AdmittedRequest,
+    target: Target,
+    captures: Mapping[int, ResolvedCapture],
+    *,
+    model: str,
+) -> GuardedRecording:
+    """Lets a sink take some captures of a request.
+
+    Args:
+        sinks: the server's.
+        admitted: the request.
+        target: where the rows go.
+        captures: by index in the request.
+        model: the model's name.
+
+    Raises:
+        ArtifactExists: the sink holds rows under the request's id and tag.
+        SinkFailed: the sink does not take it.
+    """
+    about = RequestAbout(
+        request_id=admitted.request_id,
+        target=target,
+        captures=tuple(about_capture(index, one) for index, one in captures.items()),
+        model=model,
+        prompt_token_ids=admitted.prompt.token_ids,
+        labels=admitted.labels,
+        started_at=time.time(),
+    )
+    threads = sinks.threads(target.sink)
+    opening = asyncio.ensure_future(on_pool(threads, sinks.open, about))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(partial(_abandon, threads))
+        raise
+
+
+def start_writer(
+    recording: Recording,
+    admitted: AdmittedRequest,
+    captures: Mapping[int, ResolvedCapture],
+    *,
+    held: FloatType,
+    share: Share,
+    deliveries: Deliveries,
+    spill_manager: SpillManager | None,
+    fail: Callable[[RheostatError], None],
+    threads: Executor,
+) -> SinkWriter:
+    """Begins to write some captures of a request, all with the same policy, to one recording.
+
+    Args:
+        recording: where the rows go.
+        admitted: the request.
+        captures: by index in the request.
+        held: element type in which rows come.
+        share: the memory that the request may take.
+        deliveries: counts what is lost on the way.
+        spill_manager: where more may wait.
+        fail: ends the request.
+        threads: where the recording may block.
+    """
+    buffer = DeliveryBuffer(
+        share, lambda _, error: writer.overflow(error), deliveries, advice=ADVICE
+    )
+    policy = next(iter(captures.values())).overload
+    if spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:
+        spill_manager.open(buffer, lambda error: writer.overflow(error))
+    feed = RowFeed(admitted.request_id, admitted.prompt.token_ids, captures, held, policy, buffer)
+    abouts = {index: about_capture(index, one) for index, one in captures.items()}
+    writer = SinkWriter(recording, abouts, feed, buffer, share, fail, threads)
+    return writer

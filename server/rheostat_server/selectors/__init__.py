@@ -1,0 +1,1 @@
+"""Selectors: which sites, and which positions of a request."""

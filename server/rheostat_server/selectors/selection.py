@@ -1,0 +1,363 @@
+"""Selectors resolved against a prompt: positions, and conditions on the tokens that are generated.
+
+Invariant: what is selected depends on positions and tokens alone, never on schedule. Includes
+unite, excludes subtract and win, an absent selector is every token. The prompt's tokens are known,
+so only generated positions are ever conditional.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from rheostat_engine import OPEN_END, Condition, Spans
+from rheostat_server import validation
+from rheostat_server.errors import (
+    EmptySelector,
+    InvalidPosition,
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    SpanAmbiguous,
+    SpanNotFound,
+)
+from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES, SPAN_SEARCH
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.prompts.prompts import PromptTokens
+from rheostat_server.selectors.prompt_index import PromptIndex, SearchTooLong
+from rheostat_server.selectors.spans import Edges, clipped, edges, joined, subtracted, united
+from rheostat_server.validation import field_path
+from rheostat_wire.v1 import selector_pb2, types_pb2
+
+_SHOWN_TEXT = 40
+"""Characters of a span's text that an error shows."""
+
+_TYPICAL_PROMPT = 4096
+"""Tokens of the prompt that stands for all those to come, at most."""
+
+_TOKEN_BYTES = 4
+"""What `offload` counts for a token that a range may name."""
+
+
+@dataclass(frozen=True)
+class SelectionContext:
+    """What a selector is resolved against."""
+
+    prompt: PromptTokens
+    """The prompt; with text and offsets if a span is to be resolved."""
+    max_tokens: int
+    """Tokens that may be generated."""
+    vocabulary: int
+    """Number of token ids."""
+    lenient: bool = False
+    """Whether the selector is for whatever prompt comes, as server-wide steering's: windows that
+    the prompt does not have select nothing, and there are no spans of text."""
+
+    @property
+    def prompt_len(self) -> int:
+        """P."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def row_end(self) -> int:
+        """One past the last position that can have a row: the last sampled token has none."""
+        return self.prompt_len + self.max_tokens - 1
+
+    @cached_property
+    def index(self) -> PromptIndex:
+        """Finds token ids and texts in the prompt."""
+        return PromptIndex(self.prompt, self.vocabulary)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tokens of a request are selected."""
+
+    spans: Spans
+    """Positions, whatever their token."""
+    conditions: tuple[Condition, ...] = ()
+    """Further generated positions, selected only under some tokens; apart from all others."""
+
+    @property
+    def span_count(self) -> int:
+        """How many spans it has."""
+        return len(self.spans) + sum(len(one.spans) for one in self.conditions)
+
+    @cached_property
+    def reach(self) -> Spans:
+        """Every position that may be selected."""
+        return joined(self.spans, [span for one in self.conditions for span in one.spans])
+
+    @cached_property
+    def edges(self) -> Edges:
+        """The edges of `reach`."""
+        return edges(self.reach)
+
+    @cached_property
+    def known(self) -> Spans:
+        """Positions that are selected unless a token forbids it."""
+        barred = [one.spans for one in self.conditions if not one.among]
+        return joined(self.spans, [span for spans in barred for span in spans])
+
+    @cached_property
+    def _token_sets(self) -> tuple[frozenset[int], ...]:
+        return tuple(frozenset(one.tokens) for one in self.conditions)
+
+    def held(self, prompt_len: int, generated: Sequence[int], start: int, end: int) -> Spans:
+        """The selected positions of [start, end).
+
+        Args:
+            prompt_len: P.
+            generated: the tokens from position P on. Positions beyond them are selected if that
+                does not depend on the token.
+            start: first position.
+            end: one past the last.
+        """
+        found = []
+        known = prompt_len + len(generated)
+        for one, ids in zip(self.conditions, self._token_sets, strict=True):
+            found += [
+                (position, position + 1)
+                for a, b in clipped(one.spans, start, min(end, known))
+                for position in range(a, b)
+                if (generated[position - prompt_len] in ids) == one.among
+            ]
+        return joined(clipped(self.spans, start, end), found)
+
+
+EVERYTHING = Selection(((0, OPEN_END),))
+"""Every token."""
+
+
+def typical_context(info: ModelInfo) -> SelectionContext:
+    """What stands for the requests to come: windows can't be checked against their prompts."""
+    length = max(1, min(info.model_tokens // 2, _TYPICAL_PROMPT))
+    prompt = PromptTokens((0,) * length, "token_ids", None, None)
+    return SelectionContext(
+        prompt, max(1, info.model_tokens - length), info.vocabulary, lenient=True
+    )
+
+
+def resolve_selector(
+    selector: selector_pb2.Selector, context: SelectionContext, path: str
+) -> Selection:
+    """The tokens of a selector that is present.
+
+    Raises:
+        InvalidArgument: a range is malformed, empty or not in the prompt.
+        NotSupported: where the prompt's tokens stand in its text is not known.
+    """
+    if not selector.include and not selector.exclude:
+        raise EmptySelector("a selector needs at least one range", field=path)
+    include_path, exclude_path = field_path(path, "include"), field_path(path, "exclude")
+    validation.check_count(len(selector.include), RANGES, include_path, "ranges")
+    validation.check_count(len(selector.exclude), RANGES, exclude_path, "ranges")
+    include = _Union(EVERYTHING.spans, frozenset())
+    if selector.include:
+        include = _unite(selector.include, context, include_path)
+    exclude = _unite(selector.exclude, context, exclude_path)
+    return combine(
+        include.spans,
+        exclude.spans,
+        barred=tuple(sorted(exclude.ids)),
+        among=tuple(sorted(include.ids - exclude.ids)),
+        prompt_len=context.prompt_len,
+    )
+
+
+def combine(
+    include: Spans,
+    exclude: Spans,
+    *,
+    barred: tuple[int, ...],
+    among: tuple[int, ...],
+    prompt_len: int,
+) -> Selection:
+    """The tokens that includes hold and excludes don't.
+
+    Args:
+        include: positions that are included, those of the prompt's tokens by id too.
+        exclude: positions that are excluded, likewise.
+        barred: ids of generated tokens that are excluded, ascending.
+        among: ids of generated tokens that are included wherever they come, ascending.
+        prompt_len: P.
+    """
+    if not (exclude or barred or among):
+        return Selection(include)
+    allowed = subtracted(EVERYTHING.spans, exclude)
+    by_position = subtracted(include, exclude)
+    generated = clipped(by_position, prompt_len, OPEN_END)
+    by_token = subtracted(clipped(allowed, prompt_len, OPEN_END), generated)
+    conditions = [
+        Condition(spans, tokens, one_of)
+        for spans, tokens, one_of in ((generated, barred, False), (by_token, among, True))
+        if spans and tokens
+    ]
+    spans = clipped(by_position, 0, prompt_len) if barred else by_position
+    return Selection(spans, tuple(conditions))
+
+
+def needs_text(selector: selector_pb2.Selector) -> bool:
+    """Whether a selector looks for text."""
+    return any(r.WhichOneof("kind") == "text" for r in (*selector.include, *selector.exclude))
+
+
+def selector_work(selectors: Sequence[selector_pb2.Selector], context: SelectionContext) -> int:
+    """Bytes that resolving selectors goes over: each range may name any token of the prompt."""
+    ranges = sum(len(one.include) + len(one.exclude) for one in selectors)
+    return _TOKEN_BYTES * (ranges + 1) * context.prompt_len
+
+
+class _Union(NamedTuple):
+    """What ranges name: positions, and ids of generated tokens."""
+
+    spans: Spans
+    ids: frozenset[int]
+
+
+def _unite(ranges: Sequence[selector_pb2.Range], context: SelectionContext, path: str) -> _Union:
+    seen: set[int] = set()
+    spans = united(
+        [
+            span
+            for index, one in enumerate(ranges)
+            for span in _resolve_range(one, context, f"{path}[{index}]", seen)
+        ]
+    )
+    if seen:
+        spans = joined(context.index.tokens(seen), spans)
+    return _Union(spans, frozenset(seen))
+
+
+def _resolve_range(
+    one: selector_pb2.Range, context: SelectionContext, path: str, seen: set[int]
+) -> Iterator[tuple[int, int]]:
+    """The spans of a range; token ids have none and join `seen`."""
+    kind = validation.required(
+        one.WhichOneof("kind"), path, "phase, positions, generated, token_ids and text"
+    )
+    field = field_path(path, kind)
+    if kind == "phase":
+        validation.known_enum(one.phase, types_pb2.Phase.values(), field)
+        if one.phase == types_pb2.PHASE_PROMPT:
+            yield (0, context.prompt_len)
+        else:
+            yield (context.prompt_len, OPEN_END)
+    elif kind == "positions":
+        yield _window(one.positions, context, field)
+    elif kind == "generated":
+        yield _generated(one.generated, context, field)
+    elif kind == "token_ids":
+        ids = one.token_ids.ids
+        validation.check_count(len(ids), RANGE_TOKEN_IDS, field, "token ids")
+        validation.token_ids(ids, context.vocabulary, field_path(field, "ids"))
+        seen.update(ids)
+    else:
+        yield _span(one.text, context, field)
+
+
+def _window(window: selector_pb2.Window, context: SelectionContext, path: str) -> tuple[int, int]:
+    length = context.prompt_len
+    start = window.start if window.HasField("start") else 0
+    end = window.end if window.HasField("end") else length
+    problem = _no_window(start, end, context)
+    if problem is None:
+        return start + length if start < 0 else start, end + length if end < 0 else end
+    if context.lenient:
+        return _NOTHING
+    name, text = problem
+    raise InvalidPosition(text, field=field_path(path, name) if name else path)
+
+
+_NOTHING = (0, 0)
+
+
+def _no_window(start: int, end: int, context: SelectionContext) -> tuple[str, str] | None:
+    """The field concerned and why a window holds no row of the prompt; None if it holds some."""
+    length = context.prompt_len
+    for name, value in (("start", start), ("end", end)):
+        if value < -length:
+            return name, f"{value} lies before a prompt of {length} tokens"
+    first = start + length if start < 0 else start
+    past = end + length if end < 0 else end
+    if first >= past:
+        return "", f"positions {first} to {past} hold none; the prompt has {length} tokens"
+    if first >= context.row_end:
+        return "", _never_an_input(first, context)
+    return None
+
+
+def _generated(
+    window: selector_pb2.GeneratedWindow, context: SelectionContext, path: str
+) -> tuple[int, int]:
+    if window.HasField("end") and window.start >= window.end:
+        raise InvalidPosition("the window of generated tokens is empty", field=path)
+    start = min(context.prompt_len + window.start, OPEN_END)
+    end = min(context.prompt_len + window.end, OPEN_END) if window.HasField("end") else OPEN_END
+    if start >= context.row_end and not context.lenient:
+        raise InvalidPosition(_never_an_input(start, context), field=path)
+    return start, end
+
+
+def _never_an_input(position: int, context: SelectionContext) -> str:
+    return (
+        f"position {position} is never an input: the prompt has {context.prompt_len} tokens and at "
+        f"most {context.max_tokens} are generated, the last of which is none"
+    )
+
+
+def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tuple[int, int]:
+    if not span.text:
+        raise MissingField("a text is required", field=field_path(path, "text"))
+    if len(span.text.encode()) > SPAN_BYTES:
+        raise InvalidValue(f"has more than {SPAN_BYTES} bytes", field=field_path(path, "text"))
+    if context.lenient:
+        raise InvalidValue(
+            "there is no prompt to find a text in, as in a request; select token ids or positions",
+            field=path,
+        )
+    index = context.index
+    if not index.has_places:
+        raise NotSupported(
+            "where this prompt's tokens stand in its text is not known; select positions",
+            field=path,
+        )
+    try:
+        starts = index.occurrences(span.text)
+    except SearchTooLong as error:
+        raise InvalidValue(
+            f"the texts of the request's spans go over more than {SPAN_SEARCH} characters of the "
+            "prompt, of which an occurrence counts as 128; use fewer texts, or select positions",
+            field=path,
+        ) from error
+    wanted = span.occurrence if span.HasField("occurrence") else 0
+    if wanted >= len(starts):
+        raise SpanNotFound(_not_found(span.text, len(starts), wanted), field=path)
+    if len(starts) > 1 and not span.HasField("occurrence"):
+        raise SpanAmbiguous(
+            f"the prompt holds the text {_quoted(span.text)} {len(starts)} times; choose an "
+            f"occurrence, 0 to {len(starts) - 1}",
+            field=path,
+            metadata={"occurrences": str(len(starts))},
+        )
+    start = int(starts[wanted])
+    held = index.holding(start, start + len(span.text))
+    if held is None:
+        raise SpanNotFound("no token of the prompt holds a character of the text", field=path)
+    return held
+
+
+def _not_found(text: str, occurrences: int, wanted: int) -> str:
+    if not occurrences:
+        return f"the prompt does not hold the text {_quoted(text)}"
+    if occurrences == 1:
+        return f"the prompt holds the text {_quoted(text)} once; its occurrence is 0, not {wanted}"
+    return (
+        f"the prompt holds the text {_quoted(text)} {occurrences} times; occurrences are 0 to "
+        f"{occurrences - 1}, not {wanted}"
+    )
+
+
+def _quoted(text: str) -> str:
+    """The text of a span, or its beginning."""
+    return f'"{text}"' if len(text) <= _SHOWN_TEXT else f'"{text[:_SHOWN_TEXT]}..."'

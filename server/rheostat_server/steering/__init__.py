@@ -1,0 +1,1 @@
+"""Steering specs become interventions."""

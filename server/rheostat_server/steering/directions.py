@@ -1,0 +1,86 @@
+"""Directions that an op normalises: none may be zero, those that span a space must be independent.
+
+Checked in float64, row by row, as the engine makes unit vectors of them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_server.errors import InvalidValue, ZeroVector
+from rheostat_server.steering.ops import ResolvedOp
+from rheostat_server.tensors import widen
+from rheostat_server.vectors.store import Vector
+from rheostat_wire.v1 import receipt_pb2
+
+DEPENDENT = 1e-3
+"""A direction that lies within this part of its norm in the span of those before it is refused."""
+
+_Rows = npt.NDArray[np.float64]
+
+
+def check_not_zero(op: ResolvedOp, paths: Sequence[str]) -> None:
+    """Refuses directions without a direction.
+
+    Args:
+        op: an op.
+        paths: the path of each of its vectors.
+
+    Raises:
+        ZeroVector: a row that is normalised is zero.
+    """
+    if op.op == receipt_pb2.OP_ADD:
+        return
+    for number, (vector, path) in enumerate(zip(op.vectors, paths, strict=True)):
+        for row in sorted({rows[number] for rows in op.rows}):
+            if vector.peaks[row] == 0:
+                raise ZeroVector(f"row {row} is zero and has no direction", field=path)
+
+
+def work(ops: Sequence[ResolvedOp]) -> int:
+    """Bytes that `check_independent` goes over."""
+    return sum(v.size for op in ops if _spans_a_space(op) for v in op.vectors)
+
+
+def check_independent(op: ResolvedOp, paths: Sequence[str]) -> None:
+    """Refuses directions of an Ablate of which one lies, at some layer, in the others' span.
+
+    Raises:
+        InvalidValue: one does; the path is that of the later one.
+    """
+    if not _spans_a_space(op):
+        return
+    values = [_rows_of(vector) for vector in op.vectors]
+    for rows in sorted(set(op.rows)):
+        found = _dependent(np.stack([v[row] for v, row in zip(values, rows, strict=True)]))
+        if found is not None:
+            raise InvalidValue(
+                f"row {rows[found]} lies in the span of the directions before it, to within "
+                f"{DEPENDENT:g} of its norm; leave it out",
+                field=paths[found],
+            )
+
+
+def _spans_a_space(op: ResolvedOp) -> bool:
+    return op.op == receipt_pb2.OP_ABLATE and len(op.vectors) > 1
+
+
+def _rows_of(vector: Vector) -> npt.NDArray[np.float32]:
+    return widen(vector.data, vector.kind).reshape(vector.rows, vector.width)
+
+
+def _dependent(directions: npt.NDArray[np.float32]) -> int | None:  # [k, W]
+    """The first direction that lies in the span of those before it; Gram-Schmidt, done twice."""
+    basis: list[_Rows] = []
+    for index, direction in enumerate(directions.astype(np.float64)):
+        unit = direction / np.linalg.norm(direction)
+        rest = unit
+        for _ in range(2):
+            for before in basis:
+                rest = rest - (rest @ before) * before
+        left = float(np.linalg.norm(rest))
+        if left <= DEPENDENT:
+            return index
+        basis.append(rest / left)
+    return None

@@ -1,0 +1,308 @@
+"""Steering resolved into interventions, each of which has an act for the engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple
+
+from rheostat_engine import Act, ModelSites, Site
+from rheostat_server import validation
+from rheostat_server.errors import MissingField, NonFinite, NotSupported
+from rheostat_server.limits import INTERVENTIONS
+from rheostat_server.selectors.selection import (
+    EVERYTHING,
+    Selection,
+    SelectionContext,
+    resolve_selector,
+)
+from rheostat_server.selectors.sites import (
+    SiteSelection,
+    refuse_double_names,
+    refuse_what_is_no_stream,
+    resolve_sites,
+)
+from rheostat_server.steering import directions
+from rheostat_server.steering.ops import OpDraft, ResolvedOp, check_served, draft_op
+from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
+from rheostat_server.tensors import FloatType
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import VectorSource
+from rheostat_wire.v1 import (
+    generation_service_pb2,
+    receipt_pb2,
+    steering_pb2,
+    steering_service_pb2,
+)
+
+INTERVENTION_PATH = "steering.interventions"
+
+_EXACT = 16
+"""Spans of an addition up to which each is looked at by itself when sums are checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An intervention whose vectors are not looked up yet."""
+
+    op: OpDraft
+    """What it does."""
+    sites: SiteSelection
+    """Where."""
+    selection: Selection
+    """Which tokens."""
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """An intervention, resolved: one of the server-wide steering or of the request's."""
+
+    origin: receipt_pb2.Origin.ValueType
+    """Where it came from."""
+    index: int
+    """Which one there."""
+    op: ResolvedOp
+    """What it does where."""
+    selection: Selection
+    """Which tokens."""
+
+    @cached_property
+    def act(self) -> Act | None:
+        """What the engine has to do: None where no bit would change."""
+        return self.op.act(self.selection)
+
+    @cached_property
+    def acting_sites(self) -> frozenset[int]:
+        """The indices of the sites at which its act changes something."""
+        return frozenset(() if self.act is None else (site for site, _ in self.act.rows))
+
+    @cached_property
+    def site_indices(self) -> tuple[int, ...]:
+        """The index of each of its sites, in their order."""
+        return tuple(site.index for site in self.op.sites)
+
+    @property
+    def ref(self) -> receipt_pb2.InterventionRef:
+        """Its name in answers."""
+        return receipt_pb2.InterventionRef(origin=self.origin, index=self.index, op=self.op.op)
+
+
+def resolve_steering(
+    steering: steering_pb2.Steering,
+    model: ModelSites,
+    context: SelectionContext,
+    vectors: VectorSource,
+    origin: receipt_pb2.Origin.ValueType,
+) -> tuple[Intervention, ...]:
+    """The interventions of a steering, each checked by itself; see `check_sums`.
+
+    Args:
+        steering: the message.
+        model: the model's sites.
+        context: what selectors are resolved against; with the prompt's text if one looks for text.
+        vectors: where vectors are looked up.
+        origin: the origin of the interventions.
+
+    Raises:
+        InvalidArgument: something is malformed.
+        FailedPrecondition: something is not served.
+        NotFound: a vector is not stored, or a name not known.
+        MessageTooLarge: an inline vector is too large.
+    """
+    drafts = draft_steering(steering, model, context)
+    interventions = look_up(drafts, vectors, model, origin)
+    check_vectors(drafts, interventions)
+    return interventions
+
+
+def draft_steering(
+    steering: steering_pb2.Steering, model: ModelSites, context: SelectionContext
+) -> list[Draft]:
+    """Checks a request's steering as far as the request itself goes.
+
+    Raises:
+        InvalidArgument: something is malformed.
+        FailedPrecondition: something is not served.
+        MessageTooLarge: an inline vector is too large.
+    """
+    path = INTERVENTION_PATH
+    validation.check_count(len(steering.interventions), INTERVENTIONS, path, "interventions")
+    return [
+        _draft(intervention, model, context, f"{path}[{index}]")
+        for index, intervention in enumerate(steering.interventions)
+    ]
+
+
+def refuse_probes_and_rules(
+    message: generation_service_pb2.GenerateRequest | steering_service_pb2.Policy, path: str
+) -> None:
+    """Refuses probes and rules, which are not served yet.
+
+    Raises:
+        NotSupported: there are some.
+    """
+    if message.probes:
+        raise NotSupported(
+            "probes are not served yet: capture with a projection, and read what comes",
+            field=field_path(path, "probes"),
+        )
+    if message.rules:
+        raise NotSupported(
+            "rules are not served yet: run a Session, and steer or stop it from what you read",
+            field=field_path(path, "rules"),
+        )
+
+
+def look_up(
+    drafts: Sequence[Draft],
+    store: VectorSource,
+    model: ModelSites,
+    origin: receipt_pb2.Origin.ValueType,
+) -> tuple[Intervention, ...]:
+    """Finds the vectors.
+
+    Raises:
+        NotFound: a vector is not stored or a name not known.
+        VectorShape: a vector does not fit model or layers.
+        ZeroVector: a vector that is normalised is zero.
+    """
+    return tuple(
+        Intervention(origin, index, _look_up(draft, store, model), draft.selection)
+        for index, draft in enumerate(drafts)
+    )
+
+
+def vector_paths(draft: Draft) -> list[str]:
+    """The paths of an intervention's vectors."""
+    return [vector.path for vector in draft.op.vectors]
+
+
+def check_vectors(drafts: Sequence[Draft], interventions: Sequence[Intervention]) -> None:
+    """Looks into the vectors that were found for `drafts`.
+
+    Raises:
+        InvalidValue: directions are linearly dependent.
+    """
+    for draft, intervention in zip(drafts, interventions, strict=True):
+        directions.check_independent(intervention.op, vector_paths(draft))
+
+
+def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
+    """Refuses sums that could leave the range of the dtype in which the engine holds them.
+
+    What is added to different tokens is no sum. An addition of more than `_EXACT` spans counts as
+    if it held every position from its first to its last.
+
+    Raises:
+        NonFinite: one could; the path is that of an addend that is too much.
+    """
+    adding: dict[int, list[_Addend]] = {}
+    for number, one in enumerate(interventions):
+        if one.op.op == receipt_pb2.OP_ADD:
+            (vector,) = one.op.vectors
+            for site, (row,) in zip(one.op.sites, one.op.rows, strict=True):
+                addend = _Addend(number, one, site, abs(one.op.scale) * vector.peaks[row])
+                adding.setdefault(site.index, []).append(addend)
+    excesses = [
+        _excess(addends, kind.largest)
+        for addends in adding.values()
+        if not _sum(addends) < kind.largest
+    ]
+    if not any(excesses):
+        return
+    addends = min(filter(None, excesses), key=lambda addends: addends[-1].number)
+    last = addends[-1]
+    beside = ""
+    if last.own and not all(addend.own for addend in addends):
+        beside = " together with what server-wide steering adds there"
+    raise NonFinite(
+        f"what is added at {last.site.point.value} {last.site.layer} reaches {_sum(addends):.4g}"
+        f"{beside}, which is not finite in the model's {kind.value}",
+        field=field_path(last.intervention.op.path, "scale"),
+    )
+
+
+class _Addend(NamedTuple):
+    """What an intervention adds at a site."""
+
+    number: int
+    """Which intervention."""
+    intervention: Intervention
+    site: Site
+    peak: float
+    """Its largest magnitude."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is not server-wide steering's."""
+        return self.intervention.origin != receipt_pb2.ORIGIN_GLOBAL
+
+
+def _sum(addends: Sequence[_Addend]) -> float:
+    return sum(addend.peak for addend in addends)
+
+
+def _excess(addends: Sequence[_Addend], largest: float) -> list[_Addend]:
+    """The first addends, in their order, that meet somewhere and reach `largest`; empty if none."""
+    edges: list[tuple[int, bool, _Addend]] = []
+    for addend in addends:
+        reach = addend.intervention.selection.reach
+        if len(reach) > _EXACT:
+            reach = ((reach[0][0], reach[-1][1]),)
+        for start, end in reach:
+            edges += [(end, False, addend), (start, True, addend)]
+    held: dict[int, _Addend] = {}
+    total = 0.0
+    for _, begins, addend in sorted(edges, key=itemgetter(0, 1)):
+        if not begins:
+            total -= held.pop(addend.number).peak
+            continue
+        held[addend.number] = addend
+        total += addend.peak
+        if not total < largest:
+            meeting = [held[number] for number in sorted(held)]
+            sums = accumulate(one.peak for one in meeting)
+            needed = sum(1 for reached in sums if reached < largest)
+            return meeting[: needed + 1]
+    return []
+
+
+def _draft(
+    intervention: steering_pb2.Intervention,
+    model: ModelSites,
+    context: SelectionContext,
+    path: str,
+) -> Draft:
+    check_served(intervention, path)
+    if intervention.HasField("gate"):
+        raise NotSupported(
+            "gates are not served yet: run a Session, and steer it from what you read",
+            field=field_path(path, "gate"),
+        )
+    if not intervention.HasField("sites"):
+        raise MissingField("sites are required", field=field_path(path, "sites"))
+    sites = resolve_sites(intervention.sites, model, field_path(path, "sites"))
+    refuse_what_is_no_stream(sites, field_path(path, "sites"))
+    refuse_double_names(sites, field_path(path, "sites"))
+    selection = EVERYTHING
+    if intervention.HasField("where"):
+        selection = resolve_selector(intervention.where, context, field_path(path, "where"))
+    return Draft(draft_op(intervention, model.width, path), sites, selection)
+
+
+def _look_up(draft: Draft, store: VectorSource, model: ModelSites) -> ResolvedOp:
+    found = [find_vector(one, store, model) for one in draft.op.vectors]
+    row_of = [rows_by_layer(one, draft.sites.layers) for one in found]
+    op = ResolvedOp(
+        op=draft.op.op,
+        path=draft.op.path,
+        sites=draft.sites.sites,
+        vectors=tuple(one.vector for one in found),
+        row_layers=tuple(one.row_layers for one in found),
+        rows=tuple(tuple(rows[site.layer] for rows in row_of) for site in draft.sites.sites),
+        scale=draft.op.scale,
+        bands=draft.op.bands,
+    )
+    directions.check_not_zero(op, vector_paths(draft))
+    return op

@@ -1,0 +1,315 @@
+"""Ops on the wire and in the engine: what each op says, and the act that it becomes.
+
+Invariant: an op that would change no bit (scale 0, strength 0, factor 1, only zero rows to add) has
+no act. Every op is checked whole, whatever it would change.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rheostat_engine import Act, Band, Kind, Site
+from rheostat_server import validation
+from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField, NotSupported
+from rheostat_server.limits import DIRECTIONS, INLINE_VECTOR_BYTES, LAYERS
+from rheostat_server.selectors.selection import Selection
+from rheostat_server.steering.readouts import OF_OPS, check_readout
+from rheostat_server.tensors import checked_payload, float_type
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Vector, make_vector, vector_rows
+from rheostat_wire.v1 import receipt_pb2, steering_pb2, tensor_pb2, vector_pb2
+
+SERVED: dict[str, receipt_pb2.Op.ValueType] = {
+    "add": receipt_pb2.OP_ADD,
+    "norm_add": receipt_pb2.OP_NORM_ADD,
+    "ablate": receipt_pb2.OP_ABLATE,
+    "clamp": receipt_pb2.OP_CLAMP,
+    "scale": receipt_pb2.OP_SCALE,
+}
+"""The ops that are served, by their field in `Intervention`."""
+
+NO_REPLACE = "Replace is not served yet: use Add with a difference of rows, or Ablate"
+"""Why the last op of the contract is refused, and what can be done."""
+
+
+class VectorDraft(NamedTuple):
+    """A vector of an op that is not looked up yet."""
+
+    path: str
+    """Path of the VectorRef."""
+    vector: Vector | vector_pb2.VectorRef
+    """The vector if it came inline, otherwise what to look up."""
+    row_layers: tuple[int, ...] = ()
+    """The layer of each row; empty where it was not said."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpDraft:
+    """An op whose vectors are not looked up yet."""
+
+    op: receipt_pb2.Op.ValueType
+    """Which."""
+    path: str
+    """Path of the op: "steering.interventions[0].add"."""
+    vectors: tuple[VectorDraft, ...]
+    """In the order of the op's fields."""
+    scale: float = 1.0
+    """Add, NormAdd: the factor."""
+    bands: tuple[Band, ...] = ()
+    """The others: one per vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedOp:
+    """An op at sites."""
+
+    op: receipt_pb2.Op.ValueType
+    """Which."""
+    path: str
+    """Path of the op."""
+    sites: tuple[Site, ...]
+    """Where, by layer, then point."""
+    vectors: tuple[Vector, ...]
+    """In the order of the op's fields."""
+    row_layers: tuple[tuple[int, ...], ...]
+    """For each vector the layer of each row; empty: row i is for the i-th layer of the sites."""
+    rows: tuple[tuple[int, ...], ...]
+    """At each of the sites the row of each vector."""
+    scale: float = 1.0
+    """Add, NormAdd: the factor."""
+    bands: tuple[Band, ...] = ()
+    """The others: one per vector."""
+
+    @property
+    def doses(self) -> tuple[float, ...]:
+        """At each of the sites |scale * v| of Add, |scale| of NormAdd; nothing of other ops."""
+        if self.op == receipt_pb2.OP_ADD:
+            (vector,) = self.vectors
+            return tuple(abs(self.scale) * vector.norms[row] for (row,) in self.rows)
+        if self.op == receipt_pb2.OP_NORM_ADD:
+            return (abs(self.scale),) * len(self.sites)
+        return ()
+
+    def act(self, selection: Selection) -> Act | None:
+        """What the engine has to do to the selected tokens: None where no bit would change."""
+        used = [i for i, band in enumerate(self.bands) if band.strength != 0]
+        kind = Kind.PULL
+        if self.op in _ADDING:
+            used, kind = [0], _ADDING[self.op]
+        sites = tuple(
+            sorted(
+                (site.index, tuple(rows[i] for i in used))
+                for site, rows in zip(self.sites, self.rows, strict=True)
+                if kind is not Kind.ADD or self.vectors[0].peaks[rows[0]] > 0
+            )
+        )
+        act = Act(
+            kind=kind,
+            vectors=tuple(self.vectors[i].digest for i in used),
+            rows=sites,
+            spans=selection.spans,
+            scale=self.scale,
+            bands=tuple(self.bands[i] for i in used) if self.bands else (),
+            orthogonal=self.op == receipt_pb2.OP_ABLATE,
+            conditions=selection.conditions,
+        )
+        return act if act.acts else None
+
+
+_ADDING = {receipt_pb2.OP_ADD: Kind.ADD, receipt_pb2.OP_NORM_ADD: Kind.NORM_ADD}
+
+
+def check_served(intervention: steering_pb2.Intervention, path: str) -> None:
+    """Refuses an intervention without an op, or with one that is not served.
+
+    Raises:
+        MissingField: there is no op.
+        NotSupported: it is not served.
+    """
+    name = validation.required(
+        intervention.WhichOneof("op"), path, "add, norm_add, ablate, clamp, scale and replace"
+    )
+    if name not in SERVED:
+        raise NotSupported(NO_REPLACE, field=field_path(path, name))
+
+
+def draft_op(intervention: steering_pb2.Intervention, width: int, path: str) -> OpDraft:
+    """Checks a served op as far as the request itself goes.
+
+    Args:
+        intervention: the intervention; see `check_served`.
+        width: W.
+        path: its path.
+
+    Raises:
+        InvalidArgument: something is malformed.
+        MessageTooLarge: an inline vector is too large.
+    """
+    name = intervention.WhichOneof("op") or ""
+    field = field_path(path, name)
+    scale, bands = _numbers(intervention, field)
+    vectors = tuple(
+        draft_vector(ref, width, field_path(field, where))
+        for where, ref in vector_refs(intervention)
+    )
+    return OpDraft(SERVED[name], field, vectors, scale, bands)
+
+
+def vector_refs(
+    intervention: steering_pb2.Intervention,
+) -> list[tuple[str, vector_pb2.VectorRef | None]]:
+    """The path within the op of each of its vectors, and the vector; None where it is missing."""
+    match intervention.WhichOneof("op"):
+        case "add":
+            add = intervention.add
+            return [("vector", add.vector if add.HasField("vector") else None)]
+        case "norm_add":
+            norm_add = intervention.norm_add
+            return [("vector", norm_add.vector if norm_add.HasField("vector") else None)]
+        case "ablate":
+            directions = intervention.ablate.directions
+            return [(f"directions[{i}]", ref) for i, ref in enumerate(directions)]
+        case "clamp":
+            return [
+                (f"bands[{i}].read.vector", _vector_of(band.read))
+                for i, band in enumerate(intervention.clamp.bands)
+            ]
+        case "scale":
+            return [("read.vector", _vector_of(intervention.scale.read))]
+        case _:
+            return []
+
+
+def _vector_of(read: vector_pb2.Readout) -> vector_pb2.VectorRef | None:
+    return read.vector if read.HasField("vector") else None
+
+
+def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float, tuple[Band, ...]]:
+    """The scale and the bands of an op."""
+    match intervention.WhichOneof("op"):
+        case "ablate":
+            ablate = intervention.ablate
+            _check_count(len(ablate.directions), field_path(path, "directions"), "directions")
+            strength = _strength(ablate, path)
+            return 1.0, (Band(0.0, 0.0, strength),) * len(ablate.directions)
+        case "clamp":
+            bands = intervention.clamp.bands
+            _check_count(len(bands), field_path(path, "bands"), "bands")
+            return 1.0, tuple(
+                _band(band, field_path(path, f"bands[{index}]")) for index, band in enumerate(bands)
+            )
+        case "scale":
+            if not intervention.scale.HasField("factor"):
+                raise MissingField("a factor is required", field=field_path(path, "factor"))
+            factor = validation.finite(intervention.scale.factor, field_path(path, "factor"))
+            _check_read(intervention.scale, path)
+            return 1.0, (Band(0.0, 0.0, 1.0 - factor),)
+        case "norm_add":
+            return _scale(intervention.norm_add, path), ()
+        case _:
+            return _scale(intervention.add, path), ()
+
+
+def _scale(op: steering_pb2.Add | steering_pb2.NormAdd, path: str) -> float:
+    return validation.finite(op.scale, field_path(path, "scale")) if op.HasField("scale") else 1.0
+
+
+def _check_count(count: int, path: str, what: str) -> None:
+    if not count:
+        raise MissingField(f"{what} are required", field=path)
+    validation.check_count(count, DIRECTIONS, path, what)
+
+
+def _band(band: steering_pb2.Band, path: str) -> Band:
+    if not band.HasField("min") and not band.HasField("max"):
+        raise MissingField("at least one of min and max is required", field=path)
+    low, high = -math.inf, math.inf
+    if band.HasField("min"):
+        low = validation.finite(band.min, field_path(path, "min"))
+    if band.HasField("max"):
+        high = validation.finite(band.max, field_path(path, "max"))
+    if low > high:
+        raise InvalidValue(
+            f"max is {high:g}, which is below min, {low:g}", field=field_path(path, "max")
+        )
+    _check_read(band, path)
+    if band.HasField("write"):
+        raise NotSupported(
+            "writing along another vector than is read is not served yet: leave write out",
+            field=field_path(path, "write"),
+        )
+    return Band(low, high, _strength(band, path))
+
+
+def _check_read(op: steering_pb2.Band | steering_pb2.Scale, path: str) -> None:
+    if not op.HasField("read"):
+        raise MissingField("what is read is required", field=field_path(path, "read"))
+    check_readout(op.read, OF_OPS, field_path(path, "read"))
+
+
+def _strength(op: steering_pb2.Ablate | steering_pb2.Band, path: str) -> float:
+    if not op.HasField("strength"):
+        return 1.0
+    field = field_path(path, "strength")
+    strength = validation.finite(op.strength, field)
+    if not 0 <= strength <= 1:
+        raise InvalidValue("must be 0 to 1", field=field)
+    return strength
+
+
+def draft_vector(ref: vector_pb2.VectorRef | None, width: int, path: str) -> VectorDraft:
+    """Checks a reference to a vector as far as the request itself goes.
+
+    Raises:
+        InvalidArgument: it is malformed.
+        MessageTooLarge: it is inline and too large.
+    """
+    if ref is None:
+        raise MissingField("a vector is required", field=path)
+    kind = validation.required(ref.WhichOneof("ref"), path, "digest, name and inline")
+    layers = _row_layers(ref, path)
+    if kind == "inline":
+        return VectorDraft(
+            path, inline_vector(ref.inline, width, field_path(path, "inline")), layers
+        )
+    if kind == "digest" and len(ref.digest) != 32:
+        raise InvalidValue("a digest has 32 bytes", field=field_path(path, "digest"))
+    if kind == "name":
+        validation.matches(ref.name, validation.VECTOR_NAME, field_path(path, "name"))
+    return VectorDraft(path, ref, layers)
+
+
+def _row_layers(ref: vector_pb2.VectorRef, path: str) -> tuple[int, ...]:
+    if not ref.HasField("row_layers"):
+        return ()
+    layers, field = ref.row_layers.layers, field_path(path, "row_layers.layers")
+    if not layers:
+        raise InvalidValue("at least one layer is required", field=field)
+    validation.check_count(len(layers), LAYERS, field, "layers")
+    validation.no_repeats(layers, field, "layers")
+    return tuple(layers)
+
+
+def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:
+    """The vector of a model of this width that a tensor in a request holds.
+
+    Raises:
+        InvalidArgument: it is no vector.
+        MessageTooLarge: it is too large.
+    """
+    kind = float_type(tensor.dtype, field_path(path, "dtype"))
+    _check_size(len(tensor.inline), path)
+    rows = vector_rows(tensor.shape, width, field_path(path, "shape"))
+    if tensor.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
+        _check_size(rows * width * kind.itemsize, path)
+    data = checked_payload(tensor, path, kind=kind)
+    return make_vector(kind, rows, width, data, field_path(path, "inline"))
+
+
+def _check_size(size: int, path: str) -> None:
+    if size > INLINE_VECTOR_BYTES:
+        raise MessageTooLarge(
+            f"the inline vector has {size} bytes; at most {INLINE_VECTOR_BYTES} are allowed. Store "
+            "it with PutVector and name it",
+            field=field_path(path, "inline"),
+        )

@@ -1,0 +1,92 @@
+"""What of a readout is served: scalar products, of unit vectors in ops and of any in projections.
+
+The contract has more: biases, cosines, activations. Each is refused by its field, with what can be
+done instead.
+"""
+
+from typing import NamedTuple
+
+from rheostat_server import validation
+from rheostat_server.errors import InvalidValue, MissingField, NotSupported
+from rheostat_server.validation import field_path
+from rheostat_wire.v1 import vector_pb2
+
+
+class Reading(NamedTuple):
+    """How readouts can be used in one place."""
+
+    normalise: vector_pb2.Normalise.ValueType
+    """The normalisation that is served."""
+    other: str
+    """What to do in place of another one."""
+    bias: str
+    """What to do in place of a bias."""
+    activation: str
+    """What to do in place of an activation."""
+
+
+OF_OPS = Reading(
+    vector_pb2.NORMALISE_UNIT,
+    "set NORMALISE_UNIT, and give numbers in units of the stream",
+    "give min and max less the bias",
+    "leave it out",
+)
+"""Bands and scales."""
+
+OF_PROJECTIONS = Reading(
+    vector_pb2.NORMALISE_NONE,
+    "leave it out, and store vectors of norm 1 for NORMALISE_UNIT",
+    "leave it out, and add it to the numbers that come",
+    "leave it out, and apply it to the numbers that come",
+)
+"""Projections of captured rows."""
+
+
+def check_readout(readout: vector_pb2.Readout, reading: Reading, path: str) -> None:
+    """Refuses what is not served of a readout. Its vector is left to the caller.
+
+    Raises:
+        UnknownEnum: an enum is zero or unknown.
+        MissingField, InvalidValue: theta does not fit the activation.
+        NotSupported: something is not served.
+    """
+    normalise, activation = vector_pb2.NORMALISE_NONE, vector_pb2.ACTIVATION_IDENTITY
+    if readout.HasField("normalise"):
+        normalise = readout.normalise
+        validation.known_enum(
+            normalise, vector_pb2.Normalise.values(), field_path(path, "normalise")
+        )
+    if readout.HasField("activation"):
+        activation = readout.activation
+        validation.known_enum(
+            activation, vector_pb2.Activation.values(), field_path(path, "activation")
+        )
+    if readout.HasField("bias"):
+        validation.finite(readout.bias, field_path(path, "bias"))
+    _check_theta(readout, activation, path)
+    if normalise != reading.normalise:
+        raise NotSupported(
+            f"{vector_pb2.Normalise.Name(normalise)} is not served here yet: {reading.other}",
+            field=field_path(path, "normalise"),
+        )
+    if activation != vector_pb2.ACTIVATION_IDENTITY:
+        raise NotSupported(
+            f"{vector_pb2.Activation.Name(activation)} is not served yet: {reading.activation}",
+            field=field_path(path, "activation"),
+        )
+    if readout.bias:
+        raise NotSupported(
+            f"a bias is not served yet: {reading.bias}", field=field_path(path, "bias")
+        )
+
+
+def _check_theta(
+    readout: vector_pb2.Readout, activation: vector_pb2.Activation.ValueType, path: str
+) -> None:
+    field = field_path(path, "theta")
+    if activation == vector_pb2.ACTIVATION_JUMP_RELU:
+        if not readout.HasField("theta"):
+            raise MissingField("ACTIVATION_JUMP_RELU needs a threshold", field=field)
+        validation.finite(readout.theta, field)
+    elif readout.HasField("theta"):
+        raise InvalidValue("only ACTIVATION_JUMP_RELU has a threshold", field=field)

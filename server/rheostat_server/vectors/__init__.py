@@ -1,0 +1,1 @@
+"""Stored vectors, their names, files and uploads."""

@@ -1,0 +1,260 @@
+"""Vectors in a folder: a safetensors file each, named by its digest, and a table of names.
+
+Invariants: a file under its final name is whole and on the disk, whenever power fails; one whose
+content does not have the digest in its name is set aside, never loaded and never deleted; no other
+server has the folder while this one has it. Everything here waits for the disk, so it runs off the
+event loop, one call at a time.
+"""
+
+import fcntl
+import logging
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, TensorSpec, deserialize, safe_open, serialize
+
+from rheostat_server.errors import NonFinite, NotSupported, VectorDirFailed
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors.names import NameFile
+from rheostat_server.vectors.store import Name, Vector, make_vector
+
+_LOG = logging.getLogger(__name__)
+
+_LOCK = "lock"
+_EARLIER_NAMES = "names.json"
+"""The file in which earlier versions stored names."""
+_TENSOR = "vector"
+_STORE_TIME, _EARLIER_STORE_TIME = "store_time", "stored_at"
+_FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
+_KINDS = {"F32": FloatType.FLOAT32, "F16": FloatType.FLOAT16, "BF16": FloatType.BFLOAT16}
+
+
+class Saved(NamedTuple):
+    """A vector that the folder holds."""
+
+    vector: Vector
+    store_time: float
+    """Seconds since the epoch."""
+
+
+class Contents(NamedTuple):
+    """The content of the folder."""
+
+    vectors: list[Saved]
+    """Oldest first."""
+    names: dict[str, Name]
+    """On these vectors only."""
+
+
+class _Damaged(Exception):
+    """A file is not the vector that its name promises."""
+
+
+class VectorFiles:
+    """A folder that is this server's own until `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder if need be, and locks it.
+
+        Raises:
+            VectorDirFailed: another server has it, or it cannot be used.
+        """
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            if isinstance(error, BlockingIOError):
+                raise VectorDirFailed(
+                    f"another server keeps its vectors in {folder}: give each its own --vector-dir"
+                ) from error
+            raise _unusable(folder, error) from error
+        self._open = True
+        self._names = NameFile(folder)
+        self._lost: list[str] = []
+        """Names without a vector, which are still on the disk."""
+
+    def close(self) -> None:
+        """Unlocks the folder."""
+        if self._open:
+            self._open = False
+            self._names.close()
+            # Closing alone would leave it locked while a process that was forked from ours lives.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+
+    def read(self) -> Contents:
+        """Reads all vectors and names.
+
+        Damaged files are set aside, and files of unfinished writes are deleted. Names without a
+        vector are dropped. The next write of a vector or a name removes them from the disk first.
+
+        Raises:
+            VectorDirFailed: a file cannot be read, or the table of names is invalid.
+        """
+        self._warn_of_earlier_names()
+        try:
+            for part in self.folder.glob(".*.part"):
+                part.unlink()
+            vectors = self._read_vectors()
+            names = self._names.read()
+        except OSError as error:
+            raise _unusable(self.folder, error) from error
+        there = {saved.vector.digest for saved in vectors}
+        for name, label in names.items():
+            if label.digest not in there:
+                _LOG.warning(
+                    'the name "%s" is dropped: its vector %s is not in %s',
+                    name, label.digest.hex(), self.folder,
+                )  # fmt: skip
+        self._lost = [name for name, label in names.items() if label.digest not in there]
+        kept = {name: label for name, label in names.items() if label.digest in there}
+        return Contents(vectors, kept)
+
+    def write(self, vector: Vector, store_time: float) -> None:
+        """Returns once the vector is on the disk.
+
+        Raises:
+            OSError: the folder cannot be written, and is as it was.
+            NotSupported: the folder cannot be written, and may have changed.
+        """
+        if self._lost:
+            # The vector may be theirs. A name that was dropped must not come back with it.
+            self._names.delete_names(self._lost)
+            self._lost = []
+        held = np.frombuffer(vector.data, np.uint8)
+        tensor = TensorSpec(
+            dtype=vector.kind.value,
+            shape=(vector.rows, vector.width),
+            data_ptr=held.ctypes.data,
+            data_len=held.nbytes,
+        )
+        data = serialize({_TENSOR: tensor}, metadata={_STORE_TIME: repr(store_time)})
+        self._replace(_file_name(vector.digest), data)
+
+    def remove(self, digest: bytes) -> None:
+        """Deletes a vector's file. Raises OSError if it stays."""
+        (self.folder / _file_name(digest)).unlink(missing_ok=True)
+
+    def set_name(self, name: str, label: Name) -> None:
+        """Returns once the disk has the name. Raises as `write`."""
+        self._names.set_name(name, label)
+        self._lost = [lost for lost in self._lost if lost != name]
+
+    def delete_name(self, name: str) -> None:
+        """Returns once the name has left the disk. Raises as `write`."""
+        self._names.delete_names([name])
+
+    def _warn_of_earlier_names(self) -> None:
+        """Logs a warning if names of an earlier version exist, because they are not read.
+
+        Vectors without a name may be evicted.
+        """
+        path = self.folder / _EARLIER_NAMES
+        if path.exists():
+            _LOG.warning(
+                "%s was written by an earlier version and is not read: the vectors are here, but "
+                "without its names, and may be evicted. Name them again (rheostat vectors name "
+                "NAME DIGEST; the file has the digests), then delete it",
+                path,
+            )
+
+    def _replace(self, name: str, data: bytes) -> None:
+        path = self.folder / name
+        before = path.read_bytes() if path.exists() else None
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            _move_in(data, path)
+            try:
+                os.fsync(folder)
+            except OSError as error:
+                _move_back(before, path, error)
+                raise
+        finally:
+            os.close(folder)
+
+    def _read_vectors(self) -> list[Saved]:
+        found = []
+        for path in sorted(self.folder.iterdir()):
+            if not _FILE.fullmatch(path.name):
+                continue
+            try:
+                found.append(_read_vector(path))
+            except _Damaged as damage:
+                aside = _free_name(path)
+                os.replace(path, aside)
+                _LOG.error("%s is damaged, %s; it is %s from here on", path, damage, aside.name)
+        return sorted(found, key=lambda saved: saved.store_time)
+
+
+def _move_in(data: bytes, path: Path) -> None:
+    """Puts a file in place, whole, or raises OSError and changes nothing."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _move_back(before: bytes | None, path: Path, reason: OSError) -> None:
+    """Gives a file the content that it had before, or takes it away if it was not there.
+
+    Raises:
+        NotSupported: it stays as it is.
+    """
+    try:
+        if before is None:
+            path.unlink()
+        else:
+            _move_in(before, path)
+    except OSError as error:
+        _LOG.error("%s was written, but perhaps not for good: %s", path, reason)
+        raise NotSupported(
+            f"the server's --vector-dir cannot be written ({reason.strerror or reason}); a restart "
+            "may bring the change"
+        ) from error
+
+
+def _file_name(digest: bytes) -> str:
+    return f"{digest.hex()}.safetensors"
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    return aside
+
+
+def _read_vector(path: Path) -> Saved:
+    """The vector of a file, which must have the digest that the file is named by."""
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+        earlier = _EARLIER_STORE_TIME in metadata
+        store_time = float(metadata[_EARLIER_STORE_TIME if earlier else _STORE_TIME])
+        ((_, tensor),) = deserialize(path.read_bytes())
+        kind = _KINDS[tensor["dtype"]]
+        rows, width = tensor["shape"]
+        vector = make_vector(kind, rows, width, bytes(tensor["data"]), path.name)
+    except (SafetensorError, ValueError, KeyError, NonFinite) as error:
+        raise _Damaged(f"it holds no vector ({error})") from error
+    if _file_name(vector.digest) != path.name:
+        raise _Damaged(f"its content has the digest {vector.digest.hex()}")
+    return Saved(vector, store_time)
+
+
+def _unusable(folder: Path, error: OSError) -> VectorDirFailed:
+    return VectorDirFailed(f"vectors cannot be kept in {folder}: {error.strerror or error}")

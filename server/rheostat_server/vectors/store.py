@@ -1,0 +1,519 @@
+"""The store of vectors: immutable content known by its digest, with names as movable labels.
+
+Invariants: a vector that a name, a running request or the server-wide steering holds is never
+evicted, so a name that moves or goes leaves them what they started with. The bytes held never
+exceed the budget, and names with what is said of them never exceed theirs. Names point at stored
+vectors only.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from rheostat_server import validation
+from rheostat_server.errors import (
+    NameNotFound,
+    NonFinite,
+    Resource,
+    StoreFull,
+    VectorNotFound,
+    VectorShape,
+)
+from rheostat_server.limits import NAMES, NAMES_BYTES, TENSOR_RANK, VECTOR_ROWS
+from rheostat_server.tensors import FloatType, widen
+from rheostat_server.vectors.listing import FIRST, Key, Listing
+from rheostat_wire.digests import vector_digest
+from rheostat_wire.v1 import types_pb2
+
+_RETRY = 1.0
+
+_NAME_BYTES = 512
+_SITES_BYTES = 512
+_LAYER_BYTES = 8
+"""Memory of a name, its sites, and a layer of a list of theirs, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Content of a vector, [rows, width]."""
+
+    digest: bytes
+    """SHA-256 of the canonical form; see `VectorRef` in steering.proto."""
+    kind: FloatType
+    """Element type."""
+    rows: int
+    """Number of rows."""
+    width: int
+    """Width of each."""
+    data: bytes
+    """Elements, little-endian, row-major."""
+    norms: tuple[float, ...]
+    """L2 norm of each row."""
+    peaks: tuple[float, ...]
+    """Largest magnitude in each row."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the elements."""
+        return len(self.data)
+
+    def float32_bytes(self) -> bytes:
+        """The elements as float32, widened exactly."""
+        return widen(self.data, self.kind).tobytes()
+
+
+def vector_rows(shape: Sequence[int], width: int, path: str) -> int:
+    """The rows of a vector of this shape, which must be [rows, width] of the model.
+
+    Raises:
+        InvalidValue: it has too many extents.
+        VectorShape: it is not, or has too many rows.
+    """
+    validation.check_count(len(shape), TENSOR_RANK, path, "extents")
+    if len(shape) != 2 or not 1 <= shape[0] <= VECTOR_ROWS or shape[1] != width:
+        got = f"[{', '.join(str(extent) for extent in shape[:8])}]"
+        raise VectorShape(
+            f"the shape is {got}; vectors of this model are [1 to {VECTOR_ROWS}, {width}]",
+            field=path,
+            metadata={"expected": f"[1..{VECTOR_ROWS}, {width}]", "got": got},
+        )
+    return shape[0]
+
+
+def make_vector(kind: FloatType, rows: int, width: int, data: bytes, path: str) -> Vector:
+    """A vector of `rows * width` elements.
+
+    Raises:
+        NonFinite: an element is infinite or not a number.
+    """
+    values = widen(data, kind).reshape(rows, width)
+    bad = np.argwhere(~np.isfinite(values))
+    if len(bad):
+        row, column = (int(i) for i in bad[0])
+        raise NonFinite(f"element [{row}, {column}] is not finite", field=path)
+    norms = np.linalg.norm(values.astype(np.float64), axis=1)
+    return Vector(
+        digest=vector_digest(kind.dtype, rows, width, data),
+        kind=kind,
+        rows=rows,
+        width=width,
+        data=data,
+        norms=tuple(norms.tolist()),
+        peaks=tuple(np.abs(values).max(axis=1, initial=0.0).astype(np.float64).tolist()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A label on a vector."""
+
+    digest: bytes
+    """The vector it is on."""
+    description: str
+    """For people."""
+    sites: types_pb2.SiteSet | None
+    """Where the vector is meant to be used; advice."""
+
+
+def _name_bytes(name: str, label: Name) -> int:
+    """Memory that a name takes, about."""
+    text = len(name) + len(label.description.encode())
+    if label.sites is None:
+        return _NAME_BYTES + text
+    return _NAME_BYTES + text + _SITES_BYTES + _LAYER_BYTES * len(label.sites.list.layers)
+
+
+class PutResult(NamedTuple):
+    """What storing a vector did."""
+
+    existed: bool
+    """It was there before."""
+    previous: bytes
+    """Digest that the name was on before, if it moved; else empty."""
+
+
+class Entry(NamedTuple):
+    """One line of a listing."""
+
+    name: str
+    label: Name | None
+    vector: Vector
+    store_time: float
+    users: int
+
+
+class VectorView:
+    """The vectors and names of a store, for reading from any thread.
+
+    Each look-up is one look-up in a dictionary, which no other thread can interrupt.
+    """
+
+    def __init__(self, vectors: Mapping[bytes, Vector], names: Mapping[str, Name]) -> None:
+        """Reads from a store's own dictionaries."""
+        self._vectors = vectors
+        self._names = names
+
+    def get(self, digest: bytes, path: str) -> Vector:
+        """A vector by digest.
+
+        Raises:
+            VectorNotFound: it is not stored.
+        """
+        vector = self._vectors.get(digest)
+        if vector is None:
+            raise VectorNotFound(
+                f"no vector {digest.hex()} is stored",
+                field=path,
+                resource=Resource("vector", digest.hex()),
+            )
+        return vector
+
+    def named(self, name: str, path: str) -> Name:
+        """A name's label.
+
+        Raises:
+            NameNotFound: there is no such name.
+        """
+        label = self._names.get(name)
+        if label is None:
+            raise NameNotFound(
+                f'no vector has the name "{name}"', field=path, resource=Resource("name", name)
+            )
+        return label
+
+    def size(self, reference: str | bytes) -> int:
+        """Bytes of the vector of a name or a digest; 0 if there is none."""
+        if isinstance(reference, str):
+            label = self._names.get(reference)
+            reference = b"" if label is None else label.digest
+        vector = self._vectors.get(reference)
+        return 0 if vector is None else vector.size
+
+
+class VectorSource(Protocol):
+    """Where vectors are looked up: a store, or a view of one."""
+
+    def get(self, digest: bytes, path: str) -> Vector:
+        """A vector by digest; see `VectorView.get`."""
+
+    def named(self, name: str, path: str) -> Name:
+        """A name's label; see `VectorView.named`."""
+
+
+class Lookups:
+    """Looks up vectors, and notes what it found."""
+
+    def __init__(self, source: VectorSource) -> None:
+        """Looks up in `source`."""
+        self._source = source
+        self.vectors: dict[bytes, Vector] = {}
+        """The vectors that were found, by digest."""
+        self.names: dict[str, Name] = {}
+        """The names that were found."""
+
+    def get(self, digest: bytes, path: str) -> Vector:
+        """A vector by digest; see `VectorView.get`."""
+        self.vectors[digest] = vector = self._source.get(digest, path)
+        return vector
+
+    def named(self, name: str, path: str) -> Name:
+        """A name's label; see `VectorView.named`."""
+        self.names[name] = label = self._source.named(name, path)
+        return label
+
+
+class VectorStore:
+    """All vectors of a server. Lives on the event loop; nothing in it waits."""
+
+    def __init__(self, capacity: int, on_evict: Callable[[bytes], None]) -> None:
+        """An empty store.
+
+        Args:
+            capacity: bytes that all vectors together may take.
+            on_evict: told the digest of every vector that leaves.
+        """
+        self.capacity = capacity
+        self._on_evict = [on_evict]
+        self._vectors: OrderedDict[bytes, Vector] = OrderedDict()
+        self._store_time: dict[bytes, float] = {}
+        self._names: dict[str, Name] = {}
+        self._view = VectorView(self._vectors, self._names)
+        self._named: Counter[bytes] = Counter()
+        self._users: Counter[bytes] = Counter()
+        self._kept: Counter[bytes] = Counter()
+        self._listing = Listing()
+        self._used = 0
+        self._names_used = 0
+
+    def follow(self, on_evict: Callable[[bytes], None]) -> None:
+        """Tells another of every vector that leaves."""
+        self._on_evict.append(on_evict)
+
+    def __len__(self) -> int:
+        """How many vectors are stored."""
+        return len(self._vectors)
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a vector is stored."""
+        return digest in self._vectors
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that the stored vectors take."""
+        return self._used
+
+    @property
+    def pins(self) -> int:
+        """How many uses by running requests there are."""
+        return self._users.total()
+
+    @property
+    def names(self) -> Mapping[str, Name]:
+        """Every name, as it is now."""
+        return dict(self._names)
+
+    def store_time(self, digest: bytes) -> float:
+        """When a vector that is here was stored, in seconds since the epoch."""
+        return self._store_time[digest]
+
+    def put(self, vector: Vector) -> bool:
+        """Stores a vector; True if it was there before.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        if vector.digest in self._vectors:
+            self._vectors.move_to_end(vector.digest)
+            return True
+        self._make_room(vector.size)
+        self._vectors[vector.digest] = vector
+        self._listing.add("", vector.digest)
+        self._store_time[vector.digest] = time.time()
+        self._used += vector.size
+        return False
+
+    def put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
+        """Stores a vector and puts a name on it, which moves if it was elsewhere.
+
+        Raises:
+            StoreFull: held vectors or other names leave too little room.
+        """
+        self.check_name(name, label, "header.name")
+        before = self._names.get(name)
+        existed = self.put(vector)
+        self._names[name] = label
+        self._names_used += self._more_bytes(name, label, before)
+        if before is not None:
+            self._unname(name, before.digest)
+        if not self._named[vector.digest]:
+            self._listing.remove("", vector.digest)
+        self._named[vector.digest] += 1
+        self._listing.add(name, vector.digest)
+        moved = before is not None and before.digest != vector.digest
+        return PutResult(existed, before.digest if before is not None and moved else b"")
+
+    def label(self, name: str) -> Name | None:
+        """A name's label; None where there is no such name."""
+        return self._names.get(name)
+
+    def check_name(self, name: str, label: Name, path: str) -> None:
+        """Checks that there is room for a name.
+
+        Raises:
+            StoreFull: there are too many names, or they take too much memory.
+        """
+        before = self._names.get(name)
+        if before is None and len(self._names) >= NAMES:
+            raise StoreFull(f"there are {NAMES} names, the most; delete some", field=path)
+        size = self._more_bytes(name, label, before)
+        if self._names_used + size > NAMES_BYTES:
+            raise StoreFull(
+                f"the name, its description and its sites take {size} bytes more; all names take "
+                f"{self._names_used} of {NAMES_BYTES}. Delete names, or shorten this one",
+                field=path,
+            )
+
+    @staticmethod
+    def _more_bytes(name: str, label: Name, before: Name | None) -> int:
+        """Bytes that names take more once this one has changed."""
+        return _name_bytes(name, label) - (0 if before is None else _name_bytes(name, before))
+
+    def restore(self, vector: Vector, store_time: float, labels: Mapping[str, Name]) -> None:
+        """Stores a vector that was stored before, with its names.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        self.put(vector)
+        self._store_time[vector.digest] = store_time
+        for name, label in labels.items():
+            self.put_named(vector, name, label)
+
+    @contextmanager
+    def held(self, vector: Vector) -> Iterator[bool]:
+        """Stores a vector and keeps it while the context lasts; gives whether it was there before.
+
+        A context that fails leaves no vector that was not there and that nobody else holds.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        existed = wanted = vector.digest in self
+        self.keep([vector])
+        try:
+            yield existed
+            wanted = True
+        finally:
+            self.let_go([vector])
+            digest = vector.digest
+            if not (wanted or self._named[digest] or self._users[digest] or self._kept[digest]):
+                self._evict(digest)
+
+    def get(self, digest: bytes, path: str) -> Vector:
+        """A vector by digest.
+
+        Raises:
+            VectorNotFound: it is not stored.
+        """
+        vector = self._view.get(digest, path)
+        self._vectors.move_to_end(digest)
+        return vector
+
+    def named(self, name: str, path: str) -> Name:
+        """A name's label.
+
+        Raises:
+            NameNotFound: there is no such name.
+        """
+        return self._view.named(name, path)
+
+    def still_has(self, names: Mapping[str, Name], vectors: Mapping[bytes, Vector]) -> bool:
+        """Whether these names and vectors are in the store as they were found before.
+
+        If so, the vectors count as used now.
+        """
+        for name, label in names.items():
+            if self._names.get(name) is not label:
+                return False
+        for digest, vector in vectors.items():
+            if self._vectors.get(digest) is not vector:
+                return False
+        for digest in vectors:
+            self._vectors.move_to_end(digest)
+        return True
+
+    def view(self) -> "VectorView":
+        """The store for functions that run on a thread."""
+        return self._view
+
+    def delete_name(self, name: str, path: str) -> bytes:
+        """Takes a name off; the digest that it was on.
+
+        Raises:
+            NameNotFound: there is no such name.
+        """
+        label = self.named(name, path)
+        del self._names[name]
+        self._names_used -= _name_bytes(name, label)
+        self._unname(name, label.digest)
+        return label.digest
+
+    def pin(self, vector: Vector) -> None:
+        """Holds a vector for a request, storing it if it is not there.
+
+        Raises:
+            StoreFull: held vectors leave too little room.
+        """
+        self.put(vector)
+        self._users[vector.digest] += 1
+
+    def unpin(self, digest: bytes) -> None:
+        """Ends one `pin`."""
+        self._users[digest] -= 1
+        if not self._users[digest]:
+            del self._users[digest]
+
+    def keep(self, vectors: Sequence[Vector]) -> None:
+        """Holds vectors for the server-wide steering, storing those that are not there.
+
+        Raises:
+            StoreFull: held vectors leave too little room; none of these is held then.
+        """
+        kept: list[Vector] = []
+        try:
+            for vector in vectors:
+                self.put(vector)
+                self._kept[vector.digest] += 1
+                kept.append(vector)
+        except StoreFull:
+            self.let_go(kept)
+            raise
+
+    def let_go(self, vectors: Sequence[Vector]) -> None:
+        """Ends one `keep`."""
+        self._kept.subtract(vector.digest for vector in vectors)
+        self._kept += Counter()
+
+    def entry(self, name: str, digest: bytes, path: str) -> Entry:
+        """The line of one vector under a name, or under none if `name` is empty."""
+        return self._entry(name, self.get(digest, path))
+
+    def entries(self, prefix: str, after: Key = FIRST) -> Iterator[Entry]:
+        """Every name that begins with `prefix`, then by digest; with no prefix the unnamed too.
+
+        Those after a key, of the store as it is while they are taken.
+        """
+        for name, digest in self._listing.after(after, prefix):
+            yield self._entry(name, self._vectors[digest])
+
+    def _entry(self, name: str, vector: Vector) -> Entry:
+        return Entry(
+            name,
+            self._names.get(name),
+            vector,
+            self._store_time[vector.digest],
+            self._users[vector.digest],
+        )
+
+    def _unname(self, name: str, digest: bytes) -> None:
+        self._listing.remove(name, digest)
+        self._named[digest] -= 1
+        if not self._named[digest]:
+            del self._named[digest]
+            self._listing.add("", digest)
+
+    def _make_room(self, size: int) -> None:
+        free = self.capacity - self._used
+        pinned = 0
+        victims = []
+        for digest, vector in self._vectors.items():
+            if free >= size:
+                break
+            if self._named[digest] or self._kept[digest]:
+                continue
+            if self._users[digest]:
+                pinned += vector.size
+                continue
+            victims.append(digest)
+            free += vector.size
+        if free < size:
+            raise StoreFull(
+                f"{size} bytes are needed; names, running requests and server-wide steering hold "
+                f"all but {free} of {self.capacity}. Delete names, or raise the server's "
+                "--vector-store-mib",
+                retry_after=_RETRY if free + pinned >= size else None,
+            )
+        for digest in victims:
+            self._evict(digest)
+
+    def _evict(self, digest: bytes) -> None:
+        self._used -= self._vectors.pop(digest).size
+        self._listing.remove("", digest)
+        del self._store_time[digest]
+        for tell in self._on_evict:
+            tell(digest)

@@ -1,0 +1,257 @@
+"""Uploads of vectors: a header, chunks, and a check that they are what the header says.
+
+Invariants: all uploads together hold at most `UPLOADED_BYTES` of elements, from the header until
+the vector is stored or refused. An upload that falls behind its pace is refused, so that it keeps
+no room. What is kept of a header holds nothing else of its message.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple
+
+from rheostat_server import validation
+from rheostat_server.errors import (
+    DigestMismatch,
+    InvalidValue,
+    MessageTooLarge,
+    MissingField,
+    QueueFull,
+    RheostatError,
+    StoreFull,
+    TruncatedUpload,
+    VectorShape,
+)
+from rheostat_server.limits import (
+    CHUNK_BYTES,
+    LAYERS,
+    NAME_DESCRIPTION_BYTES,
+    POINTS,
+    UPLOAD_BYTES_PER_SECOND,
+    UPLOAD_GRACE_SECONDS,
+    UPLOADED_BYTES,
+    VECTOR_BYTES,
+)
+from rheostat_server.selectors.sites import refuse_unknown_layers
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType, float_type
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Vector, make_vector, vector_rows
+from rheostat_wire.v1 import steering_service_pb2, types_pb2
+
+_PATIENCE = 1.0
+"""Seconds for which a refused upload is read on."""
+
+_RETRY = 1.0
+
+Messages = AsyncIterator[steering_service_pb2.PutVectorRequest]
+
+
+class Upload(NamedTuple):
+    """A vector and what was said of it."""
+
+    header: steering_service_pb2.VectorHeader
+    vector: Vector
+
+
+class Uploads:
+    """Receives the uploads of a server."""
+
+    def __init__(self) -> None:
+        """None is on its way."""
+        self._held = 0
+        self._making = asyncio.Lock()
+
+    @asynccontextmanager
+    async def receive(
+        self, messages: Messages, width: int, layers: int, capacity: int
+    ) -> AsyncIterator[Upload]:
+        """Reads an upload to its end, also one that is refused. It has room within the context.
+
+        Python's asyncio gRPC reports a write that finds the call ended as INTERNAL, and loses the
+        status that ended it. So a refusal waits, for a moment, until its sender has written.
+
+        Args:
+            messages: the header, then chunks.
+            width: W of the model.
+            layers: number of layers of the model.
+            capacity: bytes of the store.
+
+        Raises:
+            InvalidArgument: the upload is not what its header says.
+            ResourceExhausted: it is too large, or other uploads leave too little room.
+        """
+        with ExitStack() as room:
+            try:
+                header = await _read_header(messages, width, layers, capacity)
+                room.enter_context(self._room(header.total_bytes))
+                vector = await self._read_vector(header, messages)
+            except RheostatError:
+                await _read_on(messages)
+                raise
+            yield Upload(header, vector)
+
+    @contextmanager
+    def _room(self, size: int) -> Iterator[None]:
+        if self._held + size > UPLOADED_BYTES:
+            raise QueueFull(
+                f"the upload has {size} bytes; other uploads leave "
+                f"{UPLOADED_BYTES - self._held} of {UPLOADED_BYTES}. Try again later",
+                field="header.total_bytes",
+                retry_after=_RETRY,
+            )
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+
+    async def _read_vector(
+        self, header: steering_service_pb2.VectorHeader, messages: Messages
+    ) -> Vector:
+        data = bytearray()
+        begun = asyncio.get_running_loop().time()
+        while (message := await _in_time(messages, begun, len(data), header)) is not None:
+            if _part(message) == "header":
+                raise InvalidValue("only the first message is a header", field="header")
+            _append(data, message.chunk, header.total_bytes)
+        if len(data) < header.total_bytes:
+            raise TruncatedUpload(
+                f"{len(data)} of {header.total_bytes} bytes came", field="header.total_bytes"
+            )
+        # Making a vector takes several times its bytes for a moment.
+        async with self._making:
+            vector = await offload(len(data), _make, header, data)
+        if header.digest and header.digest != vector.digest:
+            raise DigestMismatch(
+                f"the bytes have the digest {vector.digest.hex()}", field="header.digest"
+            )
+        return vector
+
+
+async def _in_time(
+    messages: Messages, begun: float, received: int, header: steering_service_pb2.VectorHeader
+) -> steering_service_pb2.PutVectorRequest | None:
+    """The next message of an upload, None at its end.
+
+    Raises:
+        TruncatedUpload: it did not come in time. An upload that says nothing more would keep the
+            room of others for ever.
+    """
+    due = begun + UPLOAD_GRACE_SECONDS + received / UPLOAD_BYTES_PER_SECOND
+    try:
+        async with asyncio.timeout_at(due) as limit:
+            return await anext(messages, None)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TruncatedUpload(
+            f"{received} of {header.total_bytes} bytes came in {due - begun:.0f} s; after "
+            f"{UPLOAD_GRACE_SECONDS:g} s an upload must have brought at least "
+            f"{UPLOAD_BYTES_PER_SECOND} bytes for each further second",
+            field="header.total_bytes",
+        ) from error
+
+
+async def _read_header(
+    messages: Messages, width: int, layers: int, capacity: int
+) -> steering_service_pb2.VectorHeader:
+    async for message in messages:
+        if _part(message) != "header":
+            raise MissingField("the first message is the header", field="header")
+        _check_header(message.header, width, layers, capacity)
+        return _detached(message.header)
+    raise TruncatedUpload("the upload ended without a header", field="header")
+
+
+async def _read_on(messages: Messages) -> None:
+    left = VECTOR_BYTES
+    with suppress(TimeoutError, RheostatError):
+        async with asyncio.timeout(_PATIENCE):
+            async for message in messages:
+                left -= max(len(message.chunk), 1)
+                if left < 0:
+                    return
+
+
+def _part(message: steering_service_pb2.PutVectorRequest) -> str:
+    return validation.required(message.WhichOneof("part"), "", "header and chunk")
+
+
+def _detached(header: steering_service_pb2.VectorHeader) -> steering_service_pb2.VectorHeader:
+    """A copy, because any part of a message keeps all of it in memory."""
+    copy = steering_service_pb2.VectorHeader()
+    copy.CopyFrom(header)
+    return copy
+
+
+def _make(header: steering_service_pb2.VectorHeader, data: bytearray) -> Vector:
+    kind = float_type(header.dtype, "header.dtype")
+    rows, width = header.shape
+    return make_vector(kind, rows, width, bytes(data), "chunk")
+
+
+def check_label(name: str, description: str, path: str) -> None:
+    """Checks a name, which may be empty, and what is kept with it.
+
+    Raises:
+        InvalidValue: it is no name, or the description is too long.
+    """
+    if name:
+        validation.matches(name, validation.VECTOR_NAME, field_path(path, "name"))
+    validation.text_bytes(description, NAME_DESCRIPTION_BYTES, field_path(path, "description"))
+
+
+def check_meant_sites(sites: types_pb2.SiteSet, layer_count: int, path: str) -> None:
+    """Checks the sites that are kept with a name, for a model of so many layers.
+
+    Raises:
+        InvalidValue: there are too many.
+        UnknownLayer: the model lacks one of the layers.
+    """
+    validation.check_count(len(sites.points), POINTS, field_path(path, "points"), "points")
+    validation.check_count(
+        len(sites.list.layers), LAYERS, field_path(path, "list.layers"), "layers"
+    )
+    refuse_unknown_layers(sites, layer_count, path)
+
+
+def _append(data: bytearray, chunk: bytes, total: int) -> None:
+    if not 1 <= len(chunk) <= CHUNK_BYTES:
+        raise InvalidValue(f"a chunk has 1 to {CHUNK_BYTES} bytes", field="chunk")
+    if len(data) + len(chunk) > total:
+        raise InvalidValue(f"more than the header's {total} bytes came", field="chunk")
+    data += chunk
+
+
+def _check_header(
+    header: steering_service_pb2.VectorHeader, width: int, layers: int, capacity: int
+) -> None:
+    kind = float_type(header.dtype, "header.dtype")
+    _check_shape(header, width, kind)
+    if header.digest and len(header.digest) != hashlib.sha256().digest_size:
+        raise InvalidValue("a digest has 32 bytes", field="header.digest")
+    check_label(header.name, header.description, "header")
+    check_meant_sites(header.sites, layers, "header.sites")
+    total = header.total_bytes
+    if total > VECTOR_BYTES:
+        raise MessageTooLarge(
+            f"{total} bytes; a vector has at most {VECTOR_BYTES}", field="header.total_bytes"
+        )
+    if total > capacity:
+        raise StoreFull(
+            f"the vector has {total} bytes; the whole store has {capacity}. Raise the server's "
+            "--vector-store-mib",
+            field="header.total_bytes",
+        )
+
+
+def _check_shape(header: steering_service_pb2.VectorHeader, width: int, kind: FloatType) -> None:
+    expected = vector_rows(header.shape, width, "header.shape") * width * kind.itemsize
+    if header.total_bytes != expected:
+        raise VectorShape(
+            f"dtype and shape need {expected} bytes; total_bytes is {header.total_bytes}",
+            field="header.total_bytes",
+            metadata={"expected": str(expected), "got": str(header.total_bytes)},
+        )
