@@ -81,17 +81,23 @@ class CompiledRequests:
         self._store = store
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._version = 0
+        """The only version whose compiled requests are kept."""
         store.follow(self._on_evict)
 
     def __len__(self) -> int:
         """The number of compiled requests."""
         return len(self._entries)
 
+    def set_version(self, version: int) -> None:
+        """Discards all compiled requests, because the server-wide steering has a new version.
+
+        Requests that are still being admitted under an earlier version are not kept.
+        """
+        self._entries.clear()
+        self._version = version
+
     def find(self, key: Key) -> CompiledRequest | None:
-        """The compiled request under a key, if all that it was compiled with still holds."""
-        if key.version != self._version:  # entries of another version are never used again
-            self._entries.clear()
-            self._version = key.version
+        """The compiled request under a key, if the store still has its vectors and names."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -102,7 +108,7 @@ class CompiledRequests:
         return entry.compiled
 
     def add(self, key: Key, compiled: CompiledRequest, lookups: Lookups) -> None:
-        """Keeps a compiled request, unless it is too large or its vectors have changed."""
+        """Keeps a compiled request, unless it is too large, or names or steering have changed."""
         inline = sum(
             vector.size
             for one in compiled.own
@@ -110,7 +116,8 @@ class CompiledRequests:
             if vector.digest not in lookups.vectors
         )
         if (
-            compiled.plan.plan_cost > COMPILED_PLAN_COST
+            key.version != self._version
+            or compiled.plan.plan_cost > COMPILED_PLAN_COST
             or inline > COMPILED_INLINE_BYTES
             or not self._store.still_has(lookups.names, lookups.vectors)
         ):

@@ -82,14 +82,28 @@ class ServerWide:
     """The server-wide steering that holds. Lives on the event loop."""
 
     def __init__(
-        self, info: ModelInfo, sites: ModelSites, loader: WorkerVectorCache, fits: Fits
+        self,
+        info: ModelInfo,
+        sites: ModelSites,
+        loader: WorkerVectorCache,
+        fits: Fits,
+        on_change: Callable[[int], None],
     ) -> None:
-        """None holds; requests of this model will be steered."""
+        """No server-wide steering is set.
+
+        Args:
+            info: the model whose requests are steered.
+            sites: the sites that may be steered.
+            loader: sends vectors to the workers.
+            fits: refuses plans that the engine can never hold.
+            on_change: is called with each new version.
+        """
         self.current = GlobalSteering()
         self._info = info
         self._sites = sites
         self._loader = loader
         self._fits = fits
+        self._on_change = on_change
         self._turn = asyncio.Lock()
 
     async def set(
@@ -125,6 +139,7 @@ class ServerWide:
             try:
                 await self._loader.ensure(after.vectors)
                 unused, self.current = before.vectors, after
+                self._on_change(after.version)
             finally:
                 store.let_go(unused)
             _LOG.info("server-wide steering: version %d, %d interventions", after.version, len(ops))

@@ -40,6 +40,15 @@ class _Part:
             asyncio.get_running_loop().create_future()
         )
 
+    def finish(self, result: Sequence[int | None] | RheostatError) -> None:
+        """Returns the positions, or the error, to the session unless it has ended."""
+        if self.positions.done():
+            return
+        if isinstance(result, RheostatError):
+            self.positions.set_exception(result)
+        else:
+            self.positions.set_result(result)
+
 
 class SteeringUpdates:
     """Updates of all sessions. Used on the event loop alone."""
@@ -82,21 +91,16 @@ class SteeringUpdates:
 
     async def _send_all(self) -> None:
         while parts := self._next():
-            answers: Sequence[Sequence[int | None] | RheostatError]
             try:
                 answers = await self._backend.update_steering([part.update for part in parts])
+                for part, answer in zip(parts, answers, strict=True):
+                    part.finish(answer)
             except Exception as error:  # the task goes on; updates that wait must get the error
                 if not isinstance(error, RheostatError):
                     _LOG.error("updates of the steering were not sent", exc_info=error)
                     error = Defect("an update did not reach the engine")
-                answers = [error] * len(parts)
-            for part, answer in zip(parts, answers, strict=True):
-                if part.positions.done():  # its session has ended
-                    continue
-                if isinstance(answer, RheostatError):
-                    part.positions.set_exception(answer)
-                else:
-                    part.positions.set_result(answer)
+                for part in parts:
+                    part.finish(error)
 
     def _next(self) -> list[_Part]:
         """Takes the parts of the next call: at least one, if one waits."""

@@ -88,6 +88,7 @@ class RequestManager:
         self.loader = WorkerVectorCache(backend, config.vector_store_bytes)
         self.store = self.loader.store
         self.persistent_vectors = PersistentVectorStore(self.store)
+        self._compiled = CompiledRequests(self.store)
         self.counts = Counts()
         self.lost = ""
         self.draining = False
@@ -99,7 +100,11 @@ class RequestManager:
         self.preparations = Preparations(backend, self.line)
         self.steering_updates = SteeringUpdates(backend)
         self.server_wide = ServerWide(
-            self.info, self.sites, self.loader, self.line.refuse_what_never_fits
+            self.info,
+            self.sites,
+            self.loader,
+            self.line.refuse_what_never_fits,
+            self._compiled.set_version,
         )
         self.subscriptions = Subscriptions(
             self.info,
@@ -123,7 +128,6 @@ class RequestManager:
         self._prompt_tokens = 0
         """Their prompt tokens, with one prompt for each sample."""
         self._routes: dict[str, tuple[ActiveRequest, EngineSequence]] = {}
-        self._compiled = CompiledRequests(self.store)
         self._large = asyncio.Semaphore(LARGE_REQUESTS)
         self.late_attachment = LateAttachment(self, self._active_requests, self._routes)
         self._changed = asyncio.Condition()

@@ -237,12 +237,12 @@ class ResponseQueue:
             deltas = self._deltas[sequence] = WaitingDeltas(self.byte_counter)
         if deltas.add(delta):
             self._entries.append(sequence)
-        self._share.check()
         if due:
             self._wake()
         elif waits and self._timer is None and self._pace is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(self._left + self._pace.interval, self._wake)
+        self._share.check()  # last, because it may close this queue
 
     async def get(self) -> Entry:
         """Removes and returns the first entry; waits for one if there is none."""

@@ -1,7 +1,9 @@
 """Server-wide steering over a real channel."""
 
 import asyncio
+import gc
 import time
+import weakref
 
 import grpc
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from rheostat_engine import OPEN_END, Act, Kind
 from rheostat_engine.plan import tables
+from rheostat_server.admission.admit import admit
 from rheostat_wire.v1 import (
     engine_service_pb2,
     gate_pb2,
@@ -278,6 +281,24 @@ async def test_a_caller_that_leaves_while_vectors_are_loaded_leaves_nothing_held
     running.backend.gate.set()
     await put(running.client, header(), chunk(values(9.0)))
     assert (await held(running)).version == 0
+
+
+async def test_nothing_compiled_under_replaced_steering_stays_in_memory(running) -> None:
+    async def compiled(admission) -> "weakref.ref[object]":
+        got = await admit(request(steer=[add(tensor(2 * ONES))]), admission)
+        return weakref.ref(got.plan.packed_acts)
+
+    await set_global(running, add(tensor(ONES)))
+    before = running.host.admission
+    kept = await compiled(before)
+    gc.collect()
+    assert kept() is not None
+    await set_global(running)
+    gc.collect()
+    assert kept() is None
+    late = await compiled(before)  # its admission began before
+    gc.collect()
+    assert late() is None
 
 
 async def test_vectors_that_do_not_fit_beside_those_that_hold_are_refused(starter) -> None:

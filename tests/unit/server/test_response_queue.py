@@ -1,6 +1,8 @@
 """The queue of a response: order, merging, and memory that is counted exactly."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -271,6 +273,28 @@ async def test_an_event_brings_the_tokens_before_it(pace: Pace) -> None:
     queue.put(ResponseItem(one, event))
     assert taken(await settled(reader)).token_ids == (1,)
     assert await queue.get() == ResponseItem(one, event)
+
+
+async def test_no_timer_refers_to_a_queue_that_has_overflowed(pace: Pace) -> None:
+    def overflow(error: ResponseOverflow) -> None:
+        ended = queues.pop()
+        ended.close()
+        ended.put(error)
+
+    share = Budget(1 << 20, 1 << 20, slack=0).share()
+    queues = [ResponseQueue(share, overflow, pace)]
+    queue = weakref.ref(queues[0])
+    reader = await next_of(queues[0])
+    one = sequence(0)
+    queues[0].put_delta(one, delta(0, 1, None))
+    await settled(reader)
+    reader = await next_of(queues[0])
+    queues[0].put_delta(one, delta(1, 100_000, None))
+    assert isinstance((await settled(reader)).result(), ResponseOverflow)
+    share.close()
+    del share, reader
+    gc.collect()
+    assert queue() is None
 
 
 async def settled(reader: "asyncio.Task[object]") -> "asyncio.Task[object]":

@@ -100,6 +100,19 @@ async def test_an_update_that_fails_takes_no_other_with_it() -> None:
     assert (str(done[0]), done[1]) == ("no row", [2])
 
 
+async def test_updates_for_which_the_engine_has_no_answer_fail() -> None:
+    class Forgetful(Workers):
+        async def update_steering(self, updates: Sequence[SteeringUpdate]) -> list[Positions]:
+            return [[1]]
+
+    updates = SteeringUpdates(Forgetful())
+    applying = [asyncio.create_task(updates.apply(plan(n), (str(n),), 0)) for n in (1, 2)]
+    done = await asyncio.wait_for(asyncio.gather(*applying, return_exceptions=True), 5)
+    assert done[0] == [1]
+    assert isinstance(done[1], Defect)
+    assert await updates.apply(plan(), ("1",), 0) == [1]
+
+
 async def test_all_updates_that_wait_learn_of_an_engine_that_is_lost() -> None:
     workers = Workers()
     updates = SteeringUpdates(workers)
