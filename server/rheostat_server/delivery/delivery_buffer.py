@@ -8,19 +8,16 @@ place, and no more of them than there is no room for.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
 from rheostat_server.delivery.deliveries import Deliveries
-from rheostat_server.delivery.items import DeliveryItem, End, Loss
+from rheostat_server.delivery.items import DeliveryItem, End, ItemSource, Loss
 from rheostat_server.delivery.row_batch import Positions, RowBatch
+from rheostat_server.delivery.sequence_rows import SequenceRows
 from rheostat_server.errors import CaptureOverflow
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_wire.v1 import capture_pb2
-
-if TYPE_CHECKING:
-    from rheostat_server.delivery.row_feed import RowFeed
-    from rheostat_server.delivery.sequence_rows import SequenceRows
 
 _ADVICE = (
     "Read and acknowledge faster, capture less, ask for more buffer_bytes, or choose an overload "
@@ -72,8 +69,8 @@ class _Arrival(NamedTuple):
 
     piece: RowBatch
     """The piece that holds them, and possibly others."""
-    feed: "RowFeed"
-    sequence_rows: "SequenceRows"
+    feed: ItemSource
+    sequence_rows: SequenceRows
     first: int
     """Their first position."""
     end: int
@@ -86,7 +83,7 @@ class DeliveryBuffer:
     def __init__(
         self,
         share: Share | int,
-        on_full: Callable[["RowFeed", CaptureOverflow], None],
+        on_full: Callable[[ItemSource, CaptureOverflow], None],
         deliveries: Deliveries | None = None,
         *,
         news: asyncio.Event | None = None,
@@ -125,9 +122,9 @@ class DeliveryBuffer:
         self._last: tuple[_Arrival, ...] = ()
         """What came last."""
         self._tidy_at = _TIDY
-        self._feeds: dict[RowFeed, None] = {}
+        self._feeds: dict[ItemSource, None] = {}
         """Taps with something that may leave now."""
-        self._later: dict[RowFeed, None] = {}
+        self._later: dict[ItemSource, None] = {}
         """Taps whose rows wait for later rows, until `_timer` is due."""
         self._timer: asyncio.TimerHandle | None = None
         self._pulling: Iterator[DeliveryItem] = iter(())
@@ -183,13 +180,13 @@ class DeliveryBuffer:
         """Bytes of the rows themselves that are on their way to the disk."""
         return self.spill.excess if self.spill else 0
 
-    def touch(self, feed: "RowFeed") -> None:
+    def touch(self, feed: ItemSource) -> None:
         """Lets the rows of a tap leave now."""
         self._later.pop(feed, None)
         self._feeds[feed] = None
         self.news.set()
 
-    def touch_later(self, feed: "RowFeed") -> None:
+    def touch_later(self, feed: ItemSource) -> None:
         """Lets the rows of a tap leave now, or with later rows; see `Deliveries.delay`."""
         if self._timer is not None:
             if feed not in self._feeds:
@@ -210,7 +207,7 @@ class DeliveryBuffer:
             self._later.clear()
             self.news.set()
 
-    def forget(self, feed: "RowFeed") -> None:
+    def forget(self, feed: ItemSource) -> None:
         """A tap's news are none any more."""
         self._feeds.pop(feed, None)
         self._later.pop(feed, None)
@@ -232,14 +229,14 @@ class DeliveryBuffer:
             self._pulling = feed.pull()
             item = next(self._pulling, None)
         if isinstance(item, Loss):
-            known = min(item.rows, item.feed.given_up)
-            item.feed.given_up -= known
+            known = min(item.rows, item.feed.unreported_rows)
+            item.feed.unreported_rows -= known
             self.deliveries.lost_rows += item.rows - known
         elif isinstance(item, End):
             self.deliveries.lost_rows -= (
-                item.feed.given_up
+                item.feed.unreported_rows
             )  # their tokens turned out not to be selected
-            item.feed.given_up = 0
+            item.feed.unreported_rows = 0
         return item
 
     def close(self) -> None:
@@ -258,8 +255,8 @@ class DeliveryBuffer:
 
     def admit(
         self,
-        feed: "RowFeed",
-        sequence_rows: "SequenceRows",
+        feed: ItemSource,
+        sequence_rows: SequenceRows,
         pieces: Sequence[RowBatch],
         positions: Positions,
     ) -> None:
@@ -333,7 +330,7 @@ class DeliveryBuffer:
             sequence_rows.lose_from(lost)
             self._count(feed, rows)
 
-    def _count(self, feed: "RowFeed", rows: int) -> None:
-        feed.given_up += rows
+    def _count(self, feed: ItemSource, rows: int) -> None:
+        feed.unreported_rows += rows
         self.deliveries.lost_rows += rows
         self.touch(feed)

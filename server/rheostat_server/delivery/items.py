@@ -1,14 +1,12 @@
-"""What leaves a tap: rows, word of rows that are lost, and the end."""
+"""The items that leave a request's feed of rows: rows, losses, and the end."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rheostat_engine import Spans
 from rheostat_server.delivery.stream import Block
-from rheostat_wire.v1 import capture_pb2
-
-if TYPE_CHECKING:
-    from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_wire.v1 import capture_pb2, types_pb2
 
 
 class SequenceKey(NamedTuple):
@@ -20,10 +18,36 @@ class SequenceKey(NamedTuple):
     """Whether it is the sample's baseline."""
 
 
+class ItemSource(ABC):
+    """A request whose items leave for one reader, as its buffer and its messages see it."""
+
+    def __init__(self, request_id: str, policy: capture_pb2.Overload.ValueType) -> None:
+        """A request of which no item has left.
+
+        Args:
+            request_id: the request.
+            policy: the overload policy of the reader.
+        """
+        self.request_id = request_id
+        self.policy = policy
+        self.finish_reasons: Sequence[types_pb2.FinishReason.ValueType] = ()
+        self.missed_reason = ""
+        """Why the reader misses the rows that it observes; empty if it gets them."""
+        self.unreported_rows = 0
+        """Rows that are lost, and that no `Loss` has reported."""
+        self.first_positions: dict[SequenceKey, int | None] = {}
+        """The first captured position of each sequence that ran before the reader was attached;
+        None if it is unknown, or if no position is captured."""
+
+    @abstractmethod
+    def pull(self) -> "Iterator[DeliveryItem]":
+        """Removes and yields the items that can leave."""
+
+
 class Chunk(NamedTuple):
     """Rows that leave."""
 
-    feed: "RowFeed"
+    feed: ItemSource
     track: SequenceKey
     block: Block
     token_ids: Sequence[int]
@@ -31,9 +55,9 @@ class Chunk(NamedTuple):
 
 
 class EncodedChunk(NamedTuple):
-    """Rows that leave as the message that they have become."""
+    """Rows that leave, and that are encoded already."""
 
-    feed: "RowFeed"
+    feed: ItemSource
     track: SequenceKey
     message: capture_pb2.Captured
 
@@ -41,7 +65,7 @@ class EncodedChunk(NamedTuple):
 class Loss(NamedTuple):
     """Rows that are lost."""
 
-    feed: "RowFeed"
+    feed: ItemSource
     track: SequenceKey
     capture_index: int
     """Number of the capture."""
@@ -54,7 +78,7 @@ class Loss(NamedTuple):
 class End(NamedTuple):
     """Everything of a request has left."""
 
-    feed: "RowFeed"
+    feed: ItemSource
 
 
 DeliveryItem = Chunk | EncodedChunk | Loss | End

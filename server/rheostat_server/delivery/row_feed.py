@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from rheostat_engine import OPEN_END, Released, Rows
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
-from rheostat_server.delivery.items import Chunk, DeliveryItem, End, Loss, SequenceKey
+from rheostat_server.delivery.items import Chunk, DeliveryItem, End, ItemSource, Loss, SequenceKey
 from rheostat_server.delivery.sequence_rows import SequenceRows
 from rheostat_server.selectors.spans import length
 from rheostat_server.tensors import FloatType
@@ -21,7 +21,7 @@ _TOKEN_BYTES = 40
 """What a tap weighs of which everything has left, another one, and each token that this knows."""
 
 
-class RowFeed:
+class RowFeed(ItemSource):
     """One request's rows for one reader."""
 
     def __init__(
@@ -45,25 +45,17 @@ class RowFeed:
             buffer: where rows wait.
             on_closed: hears once when nothing more enters.
         """
-        self.request_id = request_id
-        self.policy = policy
+        super().__init__(request_id, policy)
         self.captures = captures
-        self.finish_reasons: Sequence[types_pb2.FinishReason.ValueType] = ()
         self.closed = False
         """Whether nothing more enters."""
         self.discarded = False
         """Whether nothing leaves any more either."""
-        self.missed = ""
-        """Why the reader gets nothing of what it observes; empty: it gets that."""
-        self.given_up = 0
-        """Rows that found no room, and of which the reader was not told yet."""
         self._prompt = prompt
         self._held = held
         self._buffer = buffer
         self._on_closed = on_closed
         self._rows_by_sequence: dict[SequenceKey, SequenceRows] = {}
-        self.joined: dict[SequenceKey, int | None] = {}
-        """Tracks that ran before, and the first position of each that is wanted, once known."""
         self._ended = False
         self._counts: Mapping[int, tuple[int, int]] | None = None
         """What `counts` says, once nothing changes it any more."""
@@ -81,12 +73,12 @@ class RowFeed:
     def join(self, track: SequenceKey, token_ids: Sequence[int]) -> None:
         """Takes up a track that has generated some tokens. Its rows wait until `begin`."""
         self._sequence_rows(track).join(token_ids)
-        self.joined[track] = None
+        self.first_positions[track] = None
 
     def begin(self, track: SequenceKey, first: int) -> None:
         """Of a track that has joined, positions from `first` on are wanted; `OPEN_END`: none."""
         early = self._sequence_rows(track).begin(first)
-        self.joined[track] = None if first == OPEN_END else first
+        self.first_positions[track] = None if first == OPEN_END else first
         for rows in early:
             self.add(track, rows)
 
@@ -191,7 +183,7 @@ class RowFeed:
 
     def _takes(self, track: SequenceKey) -> bool:
         """Whether a track is wanted: of a request that ran before, only those that were joined."""
-        return not self.joined or track in self.joined
+        return not self.first_positions or track in self.first_positions
 
     def _sequence_rows(self, track: SequenceKey) -> SequenceRows:
         sequence_rows = self._rows_by_sequence.get(track)

@@ -20,11 +20,11 @@ from rheostat_server.delivery.items import (
     DeliveryItem,
     EncodedChunk,
     End,
+    ItemSource,
     Loss,
     SequenceKey,
     size_of,
 )
-from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.row_messages import captured_of, dropped
 from rheostat_server.delivery.spill_directory import (
     SpillDirectory,
@@ -125,8 +125,8 @@ class SpillQueue:
         self._buffer = buffer
         self._on_broken = on_broken
         self._records = SpillFile(spill_manager.spool)
-        self._feeds: dict[int, RowFeed] = {}
-        self._numbers: dict[RowFeed, int] = {}
+        self._feeds: dict[int, ItemSource] = {}
+        self._numbers: dict[ItemSource, int] = {}
         self._numbered = 0
         self._writing: Sequence[DeliveryItem] = ()
         self._written = 0
@@ -317,7 +317,7 @@ class SpillQueue:
         spans = tuple((run.start, run.start + run.count) for run in lost.positions)
         return Loss(feed, one.track, lost.capture_index, spans, lost.row_count)
 
-    def _number(self, feed: RowFeed) -> int:
+    def _number(self, feed: ItemSource) -> int:
         number = self._numbers.get(feed)
         if number is None:
             self._numbered += 1

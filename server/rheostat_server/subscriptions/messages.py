@@ -54,7 +54,7 @@ class DeliveryCounts:
             end.crc32c = google_crc32c.value(bytes(self._checksums))
             end.finish_reasons.extend(item.feed.finish_reasons)
             end.attached.extend(to_wire([item.feed]))
-            end.missed_reason = item.feed.missed
+            end.missed_reason = item.feed.missed_reason
 
 
 class Message(NamedTuple):

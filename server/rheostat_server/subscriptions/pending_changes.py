@@ -10,7 +10,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from rheostat_engine import Attached
-from rheostat_server.delivery.items import SequenceKey
+from rheostat_server.delivery.items import ItemSource, SequenceKey
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.limits import MISSED_REQUESTS
 from rheostat_wire.v1 import capture_service_pb2
@@ -65,9 +65,9 @@ class PendingAttachment(PendingChange):
         super().tell(track, attached)
 
 
-def to_wire(feeds: Iterable[RowFeed]) -> list[capture_service_pb2.Attached]:
+def to_wire(feeds: Iterable[ItemSource]) -> list[capture_service_pb2.Attached]:
     """What is said of the tracks that taps have joined."""
-    tracks = ((feed, *one) for feed in feeds for one in feed.joined.items())
+    tracks = ((feed, *one) for feed in feeds for one in feed.first_positions.items())
     return [
         _pb.Attached(
             request_id=feed.request_id,

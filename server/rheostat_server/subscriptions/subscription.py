@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.deliveries import Deliveries
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
-from rheostat_server.delivery.items import DeliveryItem, End
+from rheostat_server.delivery.items import DeliveryItem, End, ItemSource
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.errors import (
@@ -54,6 +55,18 @@ buffer is larger, they may take as many bytes as the buffer."""
 
 def _ignore(_: RheostatError) -> None:
     """Does nothing, because there is no call to interrupt."""
+
+
+@dataclass(eq=False)
+class _OpenFeed:
+    """A request whose end has not been sent."""
+
+    feed: RowFeed
+    fail: Callable[[RheostatError], None] | None
+    """Fails the request when the buffer is full; None if the subscription fails instead."""
+    counts: DeliveryCounts = field(default_factory=DeliveryCounts)
+    unread_bytes: int = 0
+    """Memory of a request that has ended."""
 
 
 class Subscription:
@@ -101,11 +114,9 @@ class Subscription:
         self._heartbeat = heartbeat
         self._resume_window = resume_window
         self._on_failed = on_failed
-        self._feeds: dict[RowFeed, Callable[[RheostatError], None] | None] = {}
-        self._tallies: dict[RowFeed, DeliveryCounts] = {}
-        self._unread: dict[RowFeed, int] = {}
-        """Bytes of each ended request that was not read to its end."""
+        self._feeds: dict[ItemSource, _OpenFeed] = {}
         self._unread_bytes = 0
+        """Sum of the bytes of ended requests that were not read to their ends."""
         self._replay = Replay()
         self._call: object | None = None
         self._interruption: RheostatError | None = None
@@ -162,7 +173,7 @@ class Subscription:
 
     def miss(self, feed: RowFeed, reason: str) -> None:
         """Notes that it misses a request. If the policy allows no lost rows, it fails."""
-        feed.missed = reason
+        feed.missed_reason = reason
         self.refuse(feed, (), f"a request cannot be observed: {reason}")
 
     def selects(self, request_id: str, labels: Mapping[str, str]) -> bool:
@@ -191,8 +202,7 @@ class Subscription:
         feed = RowFeed(
             request_id, prompt, captures, held, self.overload, self.buffer, self._request_ended
         )
-        self._feeds[feed] = fail
-        self._tallies[feed] = DeliveryCounts()
+        self._feeds[feed] = _OpenFeed(feed, fail)
         return feed
 
     def allow(self, size: int) -> None:
@@ -257,8 +267,8 @@ class Subscription:
             self._reason = reason
         self._closing = True
         self._credit.endless = True
-        for feed in list(self._feeds):
-            feed.close()
+        for one in list(self._feeds.values()):
+            one.feed.close()
         self.on_left()
         self.buffer.news.set()
 
@@ -266,11 +276,9 @@ class Subscription:
         """Ends it with an error. Waiting events are lost."""
         if self.failure is None and not self.ended:
             self.failure = error
-            for feed in list(self._feeds):
-                feed.discard()
+            for one in list(self._feeds.values()):
+                one.feed.discard()
             self._feeds.clear()
-            self._tallies.clear()
-            self._unread.clear()
             self._replay.clear()
             self._send_queue.clear()
             self.buffer.close()
@@ -410,13 +418,12 @@ class Subscription:
         return response
 
     def _count(self, item: DeliveryItem, response: Response) -> None:
-        self._tallies[item.feed].count(item, response)
+        self._feeds[item.feed].counts.count(item, response)
         if isinstance(item, End):
             self._forget(item.feed)
 
-    def _forget(self, feed: RowFeed) -> None:
-        del self._feeds[feed], self._tallies[feed]
-        self._unread_bytes -= self._unread.pop(feed, 0)
+    def _forget(self, feed: ItemSource) -> None:
+        self._unread_bytes -= self._feeds.pop(feed).unread_bytes
 
     def _request_ended(self, feed: RowFeed) -> None:
         """Handles the end of a request, or of a request that never started."""
@@ -424,16 +431,20 @@ class Subscription:
             self._forget(feed)
             self.buffer.news.set()
             return
-        self._unread[feed] = feed.weight
-        self._unread_bytes += self._unread[feed]
+        ended = self._feeds[feed]
+        ended.unread_bytes = feed.weight
+        self._unread_bytes += ended.unread_bytes
         most = max(_UNREAD, self.buffer.limit)
-        if self._unread_bytes > most:
-            self._unread = {one: one.weight for one in self._unread}
-            self._unread_bytes = sum(self._unread.values())
+        if self._unread_bytes <= most:
+            return
+        unread = [one for one in self._feeds.values() if one.unread_bytes]
+        for one in unread:
+            one.unread_bytes = one.feed.weight
+        self._unread_bytes = sum(one.unread_bytes for one in unread)
         if self._unread_bytes > most and not self._closing:
             self.fail(
                 CaptureOverflow(
-                    f"{len(self._unread)} requests have ended that were not read to their end. "
+                    f"{len(unread)} requests have ended that were not read to their end. "
                     "Read, grant credit and acknowledge faster, or select fewer requests"
                 )
             )
@@ -461,14 +472,14 @@ class Subscription:
 
     def _broken(self, error: RheostatError) -> None:
         """Fails the subscription and the requests that send rows to it, because rows were lost."""
-        senders = [fail for fail in self._feeds.values() if fail is not None]
+        senders = [one.fail for one in self._feeds.values() if one.fail is not None]
         self.fail(error)
         for fail in senders:
             fail(error)
 
-    def _overflow(self, feed: RowFeed, error: RheostatError) -> None:
-        fail = self._feeds.get(feed)
-        if fail is None:
+    def _overflow(self, feed: ItemSource, error: RheostatError) -> None:
+        sender = self._feeds.get(feed)
+        if sender is None or sender.fail is None:
             self.fail(error)
         else:
-            fail(error)
+            sender.fail(error)
