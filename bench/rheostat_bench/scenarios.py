@@ -137,7 +137,13 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("labels", abuse.labels, at_once=8, variants=4),
     Scenario("large and deep messages", abuse_control.large_message, at_once=4, variants=6),
     Scenario("malformed messages", abuse_control.malformed, at_once=8, variants=64),
-    Scenario("cancelled at once", abuse.cancelled, at_once=16, variants=8),
+    Scenario(
+        "cancelled at once",
+        abuse.cancelled,
+        at_once=16,
+        variants=8,
+        control="unsteered, cancelled at once",
+    ),
     Scenario("runs", abuse_captures.run, at_once=2, variants=256),
     Scenario(
         "baselines",
