@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from google.protobuf.message import DecodeError
+
 from rheostat_bench import abuse, abuse_captures, abuse_control
 from rheostat_bench.abuse import Target
 from rheostat_bench.calls import Call
@@ -174,6 +176,50 @@ CONTROLS: Sequence[Scenario] = tuple(
 """Controls, which send only the prompts of some scenarios. vLLM computes prompts in the order in
 which they came, so a first token waits for them in any case. The other parts of a scenario must not
 make it wait longer."""
+
+
+def _generation(call: Call) -> generation_service_pb2.GenerateRequest | None:
+    """The request of a call that generates; None if the call is no such call, or is invalid."""
+    message = call.messages[0]
+    try:
+        if call.method == abuse.SESSION:
+            request = generation_service_pb2.SessionRequest.FromString(message).start
+        elif call.method == abuse.GENERATE:
+            request = generation_service_pb2.GenerateRequest.FromString(message)
+        else:
+            return None
+    except DecodeError:
+        return None
+    return request if request.sampling.max_tokens else None
+
+
+def honest(call: Call, target: Target, rng: random.Random) -> Call:
+    """Makes the work that a call asks of the engine, and nothing else of the call.
+
+    A generation keeps the length of its prompt, its tokens and samples, and how long its client
+    reads. Samples share a prompt through the prefix cache, also where those of the call could not.
+    A call that generates nothing becomes a call that only takes time.
+    """
+    request = _generation(call)
+    if request is None:
+        return Call(
+            "CaptureService/ListSinks", (b"",), reads=0 if call.holds else None, holds=call.holds
+        )
+    plain = generation_service_pb2.GenerateRequest(
+        sampling=abuse.sampling(request.sampling.max_tokens, max(1, request.sampling.n))
+    )
+    length = len(request.token_ids.ids)
+    if length == 0:
+        plain.text = request.text
+    elif length < target.context:
+        plain.token_ids.CopyFrom(abuse.prompt(rng, target, length))
+    else:
+        plain.token_ids.CopyFrom(request.token_ids)
+    if request.with_baseline:
+        plain.sampling.n *= 2
+    return replace(
+        call, method=abuse.GENERATE, messages=(plain.SerializeToString(),), half_closes=True
+    )
 
 
 def prepared(name: str, target: Target, seed: int, size: float = 1.0) -> list[Call]:

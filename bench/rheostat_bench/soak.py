@@ -10,9 +10,13 @@ soak passes if the server ends as it began:
 * Memory stayed within the server's flags.
 
     rheostat bench soak --out results
+    rheostat bench soak --out results --control
     rheostat bench soak --out results --seed 7 --first 4000 --calls 250
 
-A call depends on the seed and its number alone. The second line therefore replays a piece of a run
+The control makes as many calls, with the same prompt lengths, samples and tokens, as many at a
+time, but nothing in them is hostile. A wait that the control has too is the price of honest work.
+
+A call depends on the seed and its number alone. The third line therefore replays a piece of a run
 whose report names call 4100.
 """
 
@@ -40,7 +44,7 @@ from rheostat_bench.isolation import BAR_MS
 from rheostat_bench.machine import Model, described
 from rheostat_bench.neighbour import Heard, Job, Neighbour, neighbouring
 from rheostat_bench.processes import Worker
-from rheostat_bench.scenarios import SCENARIOS
+from rheostat_bench.scenarios import SCENARIOS, honest
 from rheostat_bench.served_process import (
     ALLOWED_GROWTH,
     MEMORY,
@@ -112,10 +116,23 @@ class Chunk(NamedTuple):
 
     first: int
     """The first call's number."""
-    longest: float
-    """Seconds that the timed client waited between two tokens, at most."""
-    longest_first: float
-    """The same for a first token, which waits for the prompts that came first."""
+    heard: Heard
+    """What the timed client measured meanwhile."""
+
+    def figures(self) -> dict[str, float]:
+        """The figures of the chunk. A slow ping means that the server's loop was slow too."""
+        gaps, firsts, pings = (
+            [1000 * wait for wait in waits]
+            for waits in (self.heard.gaps, self.heard.firsts, self.heard.pings)
+        )
+        return {
+            "first": self.first,
+            "longest_ms": max(gaps, default=0.0),
+            "p99_ms": percentile(gaps, 0.99),
+            "first_token_longest_ms": max(firsts, default=0.0),
+            "over_bar": sum(wait > BAR_MS for wait in gaps),
+            "ping_longest_ms": max(pings, default=0.0),
+        }
 
 
 class Soaked(NamedTuple):
@@ -163,9 +180,22 @@ def _wrong(heard: Heard) -> Iterator[str]:
         yield "no generation has ended"
 
 
-def mixture(target: Target, seed: int, first: int, count: int) -> list[Call]:
-    """Calls `first` to `first + count` of the mixture, each named after its number and scenario."""
-    return list(_mixture(target, seed, first, count))
+def mixture(
+    target: Target, seed: int, first: int, count: int, *, control: bool = False
+) -> list[Call]:
+    """Calls `first` to `first + count` of the mixture, each named after its number and scenario.
+
+    Args:
+        target: what the calls must fit.
+        seed: of the mixture.
+        first: the first call's number.
+        count: how many calls.
+        control: makes only the engine's work of each call.
+    """
+    calls = _mixture(target, seed, first, count)
+    if not control:
+        return list(calls)
+    return [honest(call, target, random.Random(f"{seed} {call.name}")) for call in calls]
 
 
 def _mixture(target: Target, seed: int, first: int, count: int) -> Iterator[Call]:
@@ -176,7 +206,15 @@ def _mixture(target: Target, seed: int, first: int, count: int) -> Iterator[Call
         yield replace(call, name=f"call {number} ({scenario.name})")
 
 
-def soak(server: Served, calls: int, seed: int, *, first: int = 0, verbose: bool = False) -> Soaked:
+def soak(
+    server: Served,
+    calls: int,
+    seed: int,
+    *,
+    first: int = 0,
+    control: bool = False,
+    verbose: bool = False,
+) -> Soaked:
     """Makes calls `first` to `first + calls` of the mixture.
 
     Args:
@@ -184,6 +222,7 @@ def soak(server: Served, calls: int, seed: int, *, first: int = 0, verbose: bool
         calls: how many.
         seed: of the mixture.
         first: the first call's number.
+        control: makes only the engine's work of each call.
         verbose: whether to print how far it is.
     """
     before = gauges(server.target)
@@ -202,14 +241,12 @@ def soak(server: Served, calls: int, seed: int, *, first: int = 0, verbose: bool
         since = streaming.do(Neighbour.now)
         for start in range(first, first + calls, CHUNK):
             count = min(CHUNK, first + calls - start)
-            caller.do(
-                partial(Caller.prepare, calls=partial(mixture, server.facts, seed, start, count))
-            )
+            made = partial(mixture, server.facts, seed, start, count, control=control)
+            caller.do(partial(Caller.prepare, calls=made))
             began = streaming.do(Neighbour.now)
             outcomes.append(caller.do(partial(Caller.run, at_once=AT_ONCE, seconds=None)))
             heard = streaming.do(partial(Neighbour.heard, since=began))
-            longest = (max(waits, default=0.0) for waits in (heard.gaps, heard.firsts))
-            chunks.append(Chunk(start, *longest))
+            chunks.append(Chunk(start, heard))
             if verbose:
                 _show(start + count, outcomes[-1], chunks[-1])
         time.sleep(1.0)
@@ -227,10 +264,12 @@ def soak(server: Served, calls: int, seed: int, *, first: int = 0, verbose: bool
 
 def _show(done: int, outcome: Outcome, chunk: Chunk) -> None:
     odd = {label: n for label, n in outcome.endings.items() if not expected(label)}
+    figures = chunk.figures()
     print(
         f"until call {done}: {outcome.calls / outcome.seconds:.0f} calls per second, "
-        f"at most {1000 * chunk.longest:.0f} ms between tokens and "
-        f"{1000 * chunk.longest_first:.0f} ms for a first token {odd or ''}",
+        f"at most {figures['longest_ms']:.0f} ms between tokens, "
+        f"{figures['first_token_longest_ms']:.0f} ms for a first token and "
+        f"{figures['ping_longest_ms']:.0f} ms for a ping {odd or ''}",
         flush=True,
     )
 
@@ -315,8 +354,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first call's number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--front-ends", type=int, default=0, help="of the server")
-    parser.add_argument("--name", default="soak", help="of the file, without .json")
+    parser.add_argument("--control", action="store_true", help="nothing in the calls is hostile")
+    parser.add_argument("--name", help="of the file, without .json; soak, or soak-control")
     arguments = parser.parse_args()
+    name = arguments.name or ("soak-control" if arguments.control else "soak")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -328,18 +369,24 @@ def main() -> None:
             others, stolen = cpu_elsewhere(), cpu_stolen()
             server.take_peak()
             found = soak(
-                served, arguments.calls, arguments.seed, first=arguments.first, verbose=True
+                served,
+                arguments.calls,
+                arguments.seed,
+                first=arguments.first,
+                control=arguments.control,
+                verbose=True,
             )
             seconds = time.monotonic() - began
             elsewhere = (cpu_elsewhere() - others) / seconds
             stolen = (cpu_stolen() - stolen) / seconds
             peak = server.take_peak()
         if found.faults:
-            shutil.copy(log, arguments.out / f"{arguments.name}.log")
+            shutil.copy(log, arguments.out / f"{name}.log")
     problems = found.problems() + _too_much_memory(idle, peak)
     result = {
-        "benchmark": "soak",
-        "measures": "clients that check their answers beside thousands of hostile calls",
+        "benchmark": "soak, control" if arguments.control else "soak",
+        "measures": "clients that check their answers beside thousands of "
+        + ("plain calls" if arguments.control else "hostile calls"),
         **described(Model("tiny-36", model, "float32", "dummy"), info.engine.runner),
         "cores": os.cpu_count(),
         "cores_elsewhere": elsewhere,
@@ -353,14 +400,7 @@ def main() -> None:
         "memory_flags_mib": MEMORY,
         "streaming": _figures(found.streaming),
         "capturing": _figures(found.capturing),
-        "slowest_chunks": [
-            {
-                "first": one.first,
-                "longest_ms": 1000 * one.longest,
-                "first_token_longest_ms": 1000 * one.longest_first,
-            }
-            for one in sorted(found.chunks, key=lambda one: -one.longest)[:10]
-        ],
+        "chunks": [one.figures() for one in found.chunks],
         "memory_mib": {
             "idle": idle.total / MIB,
             "peak": peak.total / MIB,
@@ -372,7 +412,7 @@ def main() -> None:
         "sentences": {k: v[:300] for k, v in found.outcome.sentences.items() if v},
         "problems": problems,
     }
-    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(result, indent=1))
+    (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result["streaming"], indent=1))
     for line in problems:
         print(f"problem: {line}")
@@ -381,11 +421,13 @@ def main() -> None:
 
 def _figures(heard: Heard) -> dict[str, float]:
     return {
-        "longest_ms": 1000 * heard.longest,
+        "longest_ms": 1000 * max(heard.gaps, default=0.0),
         "p99_9_ms": 1000 * percentile(heard.gaps, 0.999),
         "p99_ms": 1000 * percentile(heard.gaps, 0.99),
         "median_ms": 1000 * percentile(heard.gaps, 0.5),
-        "over_bar": sum(1000 * gap > BAR_MS for gap in (*heard.gaps, *heard.firsts)),
+        "over_bar": sum(1000 * gap > BAR_MS for gap in heard.gaps),
+        "first_tokens_over_bar": sum(1000 * gap > BAR_MS for gap in heard.firsts),
+        "first_token_p99_ms": 1000 * percentile(heard.firsts, 0.99),
         "first_token_longest_ms": 1000 * max(heard.firsts, default=0.0),
         "tokens": heard.tokens,
         "generations": heard.generations,

@@ -7,6 +7,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rheostat_bench.results import Comparison, PrefixCache, read
 from rheostat_bench.summaries import Figures, Table
@@ -28,6 +29,9 @@ def tables(path: Path) -> list[str]:
         before = path.with_name("isolation-before.json")
         earlier = json.loads(before.read_text())["summary"] if before.is_file() else {}
         return [] if path == before else [_isolation(content["summary"], earlier)]
+    if about == "soak":
+        control = path.with_name(f"{path.stem}-control.json")
+        return [_soak(content, json.loads(control.read_text()) if control.is_file() else None)]
     if about == "sidebyside":
         return _side_by_side(content["summary"])
     return _streamed(content["summary"]) if about == "streamed" else []
@@ -113,6 +117,39 @@ def _isolation(summary: Figures, before: Figures) -> str:
 def _waited(row: Mapping[str, float], key: str, form: str) -> str:
     dead = row["died"] and key == "longest_gap_ms"
     return "the server died" if dead else format(row[key], form)
+
+
+def _soak(hostile: Mapping[str, Any], control: Mapping[str, Any] | None) -> str:
+    """Waits and answers of both clients, beside hostile calls and beside the control."""
+    runs = {"hostile calls": hostile, "control": control}
+    heads, clients = [""], []
+    for label, run in runs.items():
+        if run is not None:
+            for client in ("streaming", "capturing"):
+                heads.append(f"{client} client, {label}")
+                clients.append(run[client])
+    rows = []
+    for label, key, form in (
+        ("longest wait between tokens, ms", "longest_ms", ".0f"),
+        ("p99.9, ms", "p99_9_ms", ".0f"),
+        ("p99, ms", "p99_ms", ".0f"),
+        ("median, ms", "median_ms", ".0f"),
+        ("longest wait for a first token, ms", "first_token_longest_ms", ".0f"),
+        ("its p99, ms", "first_token_p99_ms", ".0f"),
+        ("tokens", "tokens", ","),
+        ("generations", "generations", ","),
+    ):
+        rows.append([label, *(format(client[key], form) for client in clients)])
+    late = [f"{client['over_bar']:,}, {client['first_tokens_over_bar']:,}" for client in clients]
+    rows.append(
+        [f"waits above {hostile['bar_ms']:.0f} ms between tokens, for a first token", *late]
+    )
+    wrong = [
+        f"{client['different_texts'] + client['different_rows'] + client['failed']:,}"
+        for client in clients
+    ]
+    rows.append(["answers that differ or failed", *wrong])
+    return _markdown(heads, rows)
 
 
 def _streamed(summary: Mapping[str, Table]) -> list[str]:

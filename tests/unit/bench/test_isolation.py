@@ -22,6 +22,7 @@ from rheostat_bench.scenarios import CONTROLS, SCENARIOS, Scenario, prepared
 from rheostat_bench.served_process import Handles, faults, handles, memory_of, write_model
 from rheostat_bench.soak import MORE_HANDLES, Soaked, mixture
 from rheostat_bench.summaries import percentile
+from rheostat_bench.tables import tables
 from rheostat_server.engine.vllm_engine import DEMO_MODEL
 from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2
 
@@ -287,6 +288,65 @@ def test_a_mixture_is_that_of_its_seed_however_it_is_cut() -> None:
     assert whole == mixture(TARGET, 3, 0, 15) + mixture(TARGET, 3, 15, 25)
     assert whole[15].name.startswith("call 15 (")
     assert whole != mixture(TARGET, 4, 0, 40)
+
+
+def test_the_control_of_a_soak_asks_the_engine_for_as_much_and_nothing_else() -> None:
+    generate = generation_service_pb2.GenerateRequest
+    counted = 0
+    pairs = zip(mixture(TARGET, 3, 0, 200), mixture(TARGET, 3, 0, 200, control=True), strict=True)
+    for hostile, plain in pairs:
+        if plain.method != GENERATE:
+            assert (plain.method, plain.holds) == ("CaptureService/ListSinks", hostile.holds)
+            continue
+        request = generate.FromString(plain.messages[0])
+        assert {field.name for field, _ in request.ListFields()} <= {
+            "text",
+            "token_ids",
+            "sampling",
+        }
+        assert {field.name for field, _ in request.sampling.ListFields()} <= {
+            "max_tokens",
+            "n",
+            "temperature",
+            "ignore_eos",
+        }
+        assert (plain.reads, plain.holds) == (hostile.reads, hostile.holds)
+        if hostile.method == GENERATE:
+            full = generate.FromString(hostile.messages[0])
+            assert len(request.token_ids.ids) == len(full.token_ids.ids)
+            assert request.sampling.max_tokens == full.sampling.max_tokens
+            assert request.sampling.n == max(1, full.sampling.n) * (1 + full.with_baseline)
+            counted += 1
+    assert counted > 50
+
+
+def test_a_soak_is_shown_beside_its_control(tmp_path: Path) -> None:
+    figures = {
+        "longest_ms": 284.4,
+        "p99_9_ms": 200.0,
+        "p99_ms": 150.0,
+        "median_ms": 40.0,
+        "first_token_longest_ms": 500.0,
+        "first_token_p99_ms": 400.0,
+        "over_bar": 3,
+        "first_tokens_over_bar": 4,
+        "tokens": 12345,
+        "generations": 99,
+        "different_texts": 1,
+        "different_rows": 2,
+        "failed": 3,
+    }
+    content = {"benchmark": "soak", "bar_ms": 250.0, "streaming": figures, "capturing": figures}
+    path, control = tmp_path / "soak.json", tmp_path / "soak-control.json"
+    path.write_text(json.dumps(content))
+    (alone,) = tables(path)
+    assert "| longest wait between tokens, ms | 284 | 284 |" in alone
+    assert "| answers that differ or failed | 6 | 6 |" in alone
+    quiet = {**figures, "longest_ms": 260.0}
+    control.write_text(json.dumps({**content, "benchmark": "soak, control", "streaming": quiet}))
+    (both,) = tables(path)
+    assert "| longest wait between tokens, ms | 284 | 284 | 260 | 284 |" in both
+    assert tables(control) == []
 
 
 @pytest.mark.parametrize(
