@@ -74,6 +74,9 @@ class ServerConfig:
     maximum_concurrent_rpcs: int = 2048
     """Calls that run at a time, those of EngineService apart. More are refused unread."""
 
+    enable_log_requests: bool = False
+    """Logs a line for each request that has ended."""
+
     dtype: str = "auto"
     """Element type of weights and stream: "auto", "float32", "bfloat16" or "float16"."""
 

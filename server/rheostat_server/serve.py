@@ -40,6 +40,7 @@ from rheostat_server.errors import (
 )
 from rheostat_server.front_ends.grpc_server import GrpcServer, in_grpc_notation
 from rheostat_server.front_ends.supervisor import FrontEnds
+from rheostat_server.generation import responses
 from rheostat_server.open_files import raise_descriptor_limit
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.manager import RequestManager
@@ -286,6 +287,7 @@ def run(config: ServerConfig) -> int:
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    log_requests(config)
     _LOG.debug("up to %d descriptors", raise_descriptor_limit())
     try:
         asyncio.run(_serve(config))
@@ -294,6 +296,12 @@ def run(config: ServerConfig) -> int:
         print(f"rheostat: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def log_requests(config: ServerConfig) -> None:
+    """Logs a line for each request that ends, if the config says so."""
+    if config.enable_log_requests:
+        responses.LOG.setLevel(logging.DEBUG)
 
 
 async def _serve(config: ServerConfig) -> None:

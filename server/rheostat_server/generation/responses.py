@@ -29,7 +29,8 @@ from rheostat_server.tasks.interruption import interrupter
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import generation_pb2, types_pb2
 
-_LOG = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
+"""Its debug messages are those of `--enable-log-requests`."""
 
 Companion = Callable[[ActiveRequest], Coroutine[None, None, None]]
 """A coroutine that runs beside a stream until the stream ends."""
@@ -69,7 +70,7 @@ async def run(
         receipt = await offload(work, write_receipt, admitted, stream.own, handed_over, runs)
         yield Response(receipt=receipt)
         active.completed = True
-    _LOG.info(
+    LOG.debug(
         "request %s: %d prompt tokens, %d generated, %d interventions, %d captures",
         admitted.request_id,
         admitted.prompt_len,

@@ -268,7 +268,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     line += " --max-num-seqs 8 --max-num-batched-tokens 64 --enforce-eager --seed 3"
     line += " --gpu-memory-utilization 0.5 --tensor-parallel-size 2 --load-format dummy"
     line += " --bank-mib 4 --capture-mib 8 --staging-mib 9 --vector-store-mib 16 --runs-mib 5"
-    line += " --vector-dir vectors"
+    line += " --vector-dir vectors --enable-log-requests"
     assert main(line.split()) == 3
     assert seen == [
         ServerConfig(model="demo"),
@@ -291,6 +291,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
             vector_store_bytes=16 * 2**20,
             runs_bytes=5 * 2**20,
             vector_dir="vectors",
+            enable_log_requests=True,
         ),
     ]
 

@@ -19,12 +19,14 @@ from rheostat_server.config import ServerConfig
 from rheostat_server.engine import vllm_engine
 from rheostat_server.engine.vllm_engine import engine_arguments, model_path
 from rheostat_server.errors import EngineDied, EngineFailed, ModelNotFound, PortInUse
-from rheostat_server.serve import RunningServer, run, start
+from rheostat_server.generation import responses
+from rheostat_server.serve import RunningServer, log_requests, run, start
 from rheostat_wire.v1 import engine_service_pb2, types_pb2
 
 from .conftest import Client, Refusal, rest
 from .fakes import ScriptedBackend
 from .messages import add, request
+from .streams import kinds
 
 Code = grpc.StatusCode
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -320,6 +322,21 @@ def test_a_port_in_use_is_said_in_one_line(capfd) -> None:
 def test_a_host_that_is_none_is_said_in_one_line(capfd) -> None:
     assert run(config(host="203.0.113.7", port=1)) == PortInUse.exit_code
     assert capfd.readouterr().err.startswith("rheostat: cannot listen on 203.0.113.7:1: ")
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+async def test_a_line_for_each_request_is_logged_only_if_asked_for(
+    starter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    monkeypatch.setattr(responses.LOG, "level", logging.NOTSET)
+    caplog.set_level(logging.INFO, "rheostat_server")
+    log_requests(config(enable_log_requests=enabled))
+    running = await starter()
+    assert kinds(await running.client.generate(request(request_id="a")))[-1] == "receipt"
+    assert kinds(await running.client.generate(request(request_id="b")))[-1] == "receipt"
+    lines = [one.getMessage() for one in caplog.records if "request a:" in one.getMessage()]
+    said = "request a: 3 prompt tokens, 2 generated, 0 interventions, 0 captures"
+    assert lines == enabled * [said]
 
 
 def test_what_the_config_leaves_open_is_left_to_vllm() -> None:

@@ -70,6 +70,13 @@ not start""",
         type=int,
         metavar="RPCS",
     )
+    flag(
+        text,
+        "--enable-log-requests",
+        "log a line for each request that has ended",
+        default="off",
+        action="store_true",
+    )
     engine = parser.add_argument_group("how the model runs")
     flag(
         engine,
@@ -198,7 +205,7 @@ not start""",
         default="none",
         metavar="FOLDER",
     )
-    parser.set_defaults(run=run, enforce_eager=None)
+    parser.set_defaults(run=run, enforce_eager=None, enable_log_requests=None)
 
 
 def _defaults() -> dict[str, object]:
