@@ -330,6 +330,7 @@ async def test_a_line_for_each_request_is_logged_only_if_asked_for(
 ) -> None:
     monkeypatch.setattr(responses.LOG, "level", logging.NOTSET)
     caplog.set_level(logging.INFO, "rheostat_server")
+    caplog.handler.setLevel(logging.DEBUG)  # decides nothing, so that the loggers' levels do
     log_requests(config(enable_log_requests=enabled))
     running = await starter()
     assert kinds(await running.client.generate(request(request_id="a")))[-1] == "receipt"
