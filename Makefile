@@ -6,7 +6,8 @@ BIN := .venv/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS)
 # Tests of the server that also run through front ends in processes of their own.
-THROUGH_FRONT_ENDS := generate session subscribe slow_readers trouble
+THROUGH_FRONT_ENDS := generation/test_generate generation/test_session subscriptions/test_subscribe \
+	delivery/test_slow_readers requests/test_trouble
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -41,13 +42,13 @@ types: setup ## mypy --strict on all packages
 
 unit: setup ## Tests without an engine
 	$(PYTEST) --dist worksteal tests/unit
-	RHEOSTAT_TEST_FRONT_ENDS=1 $(PYTEST) --dist worksteal $(THROUGH_FRONT_ENDS:%=tests/unit/server/test_%.py)
+	RHEOSTAT_TEST_FRONT_ENDS=1 $(PYTEST) --dist worksteal $(THROUGH_FRONT_ENDS:%=tests/unit/server/%.py)
 
 integration: setup ## Tests on the real vLLM engine
 	$(PYTEST) --dist loadgroup --no-loadscope-reorder tests/integration
 
 soak: setup ## Hours: hostile calls, rows compared with a replay, front ends killed, large grids
-	RHEOSTAT_TEST_ROUNDS=100 $(BIN)/pytest tests/unit/server/test_front_ends.py --timeout 600
+	RHEOSTAT_TEST_ROUNDS=100 $(BIN)/pytest tests/unit/server/front_ends/test_front_ends.py --timeout 600
 	RHEOSTAT_TEST_FRONT_ENDS=1 $(PYTEST) --dist worksteal tests/unit/server
 	RHEOSTAT_TEST_EFFORT=10 $(PYTEST) --dist worksteal tests/unit -m "hypothesis or at_length"
 	RHEOSTAT_TEST_EFFORT=10 $(PYTEST) --dist loadgroup --no-loadscope-reorder tests/integration -m "hypothesis or at_length"

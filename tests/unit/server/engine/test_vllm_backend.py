@@ -1,0 +1,334 @@
+"""Questions to the workers, with a stand-in for vLLM's engine."""
+
+import asyncio
+import sys
+import threading
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rheostat_engine import OPEN_END, Act, EngineSettings, Kind, Plan
+from rheostat_server.config import ServerConfig
+from rheostat_server.engine import vllm_backend, vllm_engine, vllm_outputs
+from rheostat_server.engine.backend import Delta, SteeringUpdate
+from rheostat_server.engine.loras import Lora
+from rheostat_server.engine.vllm_backend import ask_workers, start_backend
+from rheostat_server.engine.vllm_engine import LoadedEngine, QueueCounter
+from rheostat_server.errors import Defect, EngineFailed, EngineLost
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors.store import make_vector
+
+from ..fakes import INFO, SITES
+from ..streams import until
+
+
+@dataclass
+class Engine:
+    """Answers once `answer` is set."""
+
+    dead: bool = False
+    looks: int = 0
+    answer: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
+
+    @property
+    def errored(self) -> bool:
+        self.looks += 1
+        return self.dead
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[int]:
+        self.asked.append((method, args))
+        await self.answer.wait()
+        return [1, 2]
+
+
+async def test_an_answer_is_passed_on() -> None:
+    llm = Engine()
+    llm.answer.set()
+    assert await ask_workers(llm, "count", 3) == [1, 2]
+    assert llm.asked == [("count", (3,))]
+
+
+async def test_a_slow_answer_is_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
+    llm = Engine()
+    asking = asyncio.create_task(ask_workers(llm, "count"))
+    await until(lambda: llm.looks > 2)
+    assert not asking.done()
+    llm.answer.set()
+    assert await asking == [1, 2]
+
+
+async def test_a_dead_engine_is_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
+    with pytest.raises(EngineLost):
+        await ask_workers(Engine(dead=True), "count")
+
+
+async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp_path) -> None:
+    class Ended(Engine):
+        ended = False
+
+        def shutdown(self) -> None:
+            self.ended = True
+
+    async def describe(llm, method) -> list[object]:
+        return []
+
+    llm = Ended()
+    settings = EngineSettings(f"ipc://{tmp_path}/{'x' * 200}/events", 1, 1)
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", {})
+    monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
+    monkeypatch.setattr(vllm_backend, "ask_workers", describe)
+    monkeypatch.setattr(
+        vllm_backend, "ModelSites", SimpleNamespace(from_reports=lambda reports: SITES)
+    )
+    monkeypatch.setattr(vllm_backend, "_model_info", lambda config, loaded: INFO)
+    with pytest.raises(EngineFailed):
+        await start_backend(ServerConfig(model="demo"))
+    assert llm.ended
+
+
+async def test_an_engine_that_is_ending_is_not_lost(monkeypatch, tmp_path) -> None:
+    """vLLM calls it errored from that moment on, so that it answers no question any more."""
+
+    class Ends(Engine):
+        tokenizer = output_handler = None
+
+        def shutdown(self) -> None:
+            self.dead = True
+            asked.wait(10)
+
+    asked, lost = threading.Event(), []
+    llm, settings = Ends(), EngineSettings(f"ipc://{tmp_path}/events")
+    monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
+    monkeypatch.setattr(vllm_backend, "_model_info", lambda config, loaded: INFO)
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", {})
+    backend = vllm_backend.VllmBackend(ServerConfig(model="demo"), loaded, SITES)
+    backend.start(lambda event: None, lost.append)
+    closing = asyncio.create_task(backend.close())
+    await until(lambda: llm.dead)
+    with pytest.raises(EngineLost):
+        await backend.worker_stats()
+    asked.set()
+    await closing
+    assert lost == []
+
+
+@pytest.fixture
+def lora_request(monkeypatch) -> None:
+    """Stands in for vLLM's class."""
+    module = SimpleNamespace(LoRARequest=lambda *fields: fields)
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("lora_request")
+async def test_every_adapter_is_loaded_before_the_engine_serves(monkeypatch, tmp_path) -> None:
+    class Loads(Engine):
+        async def add_lora(self, lora: object) -> bool:
+            self.asked.append(("add_lora", lora))
+            return True
+
+    async def describe(llm, method) -> list[object]:
+        raise EngineLost("the end of this test")
+
+    llm = Loads()
+    llm.shutdown = lambda: None
+    loras = {name: Lora(name, number, f"/{name}", 8) for number, name in enumerate("ab", 1)}
+    settings = EngineSettings(f"ipc://{tmp_path}/made/events")
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", loras)
+    monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
+    monkeypatch.setattr(vllm_backend, "ask_workers", describe)
+    with pytest.raises(EngineFailed, match="the end of this test"):
+        await start_backend(ServerConfig(model="demo"))
+    assert llm.asked == [("add_lora", ("a", 1, "/a")), ("add_lora", ("b", 2, "/b"))]
+
+
+@pytest.mark.usefixtures("lora_request")
+async def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name(
+    monkeypatch, tmp_path
+) -> None:
+    class Refuses(Engine):
+        ended = False
+
+        async def add_lora(self, lora: object) -> bool:
+            raise Exception("Call to add_lora method failed: no weights\nat all")
+
+        def shutdown(self) -> None:
+            self.ended = True
+
+    llm, folder = Refuses(), tmp_path / "made"
+    folder.mkdir()
+    settings = EngineSettings(f"ipc://{folder}/events")
+    loras = {"odd": Lora("odd", 1, "/some/folder", 8)}
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", loras)
+    monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
+    with pytest.raises(EngineFailed) as caught:
+        await start_backend(ServerConfig(model="demo"))
+    assert str(caught.value) == (
+        "vLLM cannot load the adapter odd from /some/folder: Call to add_lora method failed: no "
+        "weights. Repair it, or start without it"
+    )
+    assert (llm.ended, folder.exists()) == (True, False)
+
+
+@pytest.mark.usefixtures("lora_request")
+async def test_an_engine_that_dies_of_an_adapter_is_not_waited_for(monkeypatch) -> None:
+    class Dies(Engine):
+        async def add_lora(self, lora: object) -> bool:
+            await self.answer.wait()
+            return True
+
+    monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
+    with pytest.raises(EngineFailed, match="cannot load the adapter odd from /odd: the engine or"):
+        await vllm_backend.load_lora(Dies(dead=True), Lora("odd", 1, "/odd", 8))
+
+
+def test_an_engine_that_does_not_come_up_leaves_no_folder(monkeypatch, tmp_path) -> None:
+    def fail(config, path, settings, device, loras) -> None:
+        made.extend(tmp_path.glob("rheostat-*"))
+        raise RuntimeError("no memory")
+
+    made = []
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(vllm_engine.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(vllm_engine, "_start", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        vllm_engine._load(ServerConfig(model="demo"), "demo", ())
+    assert len(made) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("entries", "off_the_loop"), [(1000, False), (1001, True)])
+async def test_many_prompt_logprobs_are_written_off_the_loop(
+    monkeypatch, entries: int, off_the_loop: bool
+) -> None:
+    threads = []
+
+    def delta(job, output, text_of) -> Delta:
+        threads.append(threading.get_ident())
+        return Delta(text="x")
+
+    monkeypatch.setattr(vllm_outputs, "_delta", delta)
+    deltas, errors = [], []
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
+    outputs = vllm_outputs.DeltaReader(job, str, deltas.append, errors.append)
+    outputs.put(SimpleNamespace(prompt_logprobs=[None] * entries))
+    await until(lambda: bool(deltas))
+    assert (deltas, errors) == ([Delta(text="x")], [])
+    assert (threads != [threading.get_ident()]) == off_the_loop
+
+
+@dataclass
+class Output:
+    """An output of vLLM's, as far as `DeltaReader` looks at it."""
+
+    text: str
+    prompt_logprobs: list[None] | None = None
+
+
+async def test_outputs_wait_for_the_log_probabilities_before_them(monkeypatch) -> None:
+    def delta(job, output: Output, text_of) -> Delta:
+        if output.prompt_logprobs:
+            written.wait(10)
+        return Delta(text=output.text)
+
+    written = threading.Event()
+    monkeypatch.setattr(vllm_outputs, "_delta", delta)
+    deltas: list[Delta] = []
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
+    reader = vllm_outputs.DeltaReader(job, str, deltas.append, print)
+    reader.put(Output("a", [None] * 5000))
+    reader.put(Output("b"))
+    await asyncio.sleep(0.01)
+    reader.put(Output("c"))
+    assert deltas == []
+    written.set()
+    await until(lambda: len(deltas) == 3)
+    reader.put(Output("d"))
+    assert [one.text for one in deltas] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("entries", [1, 5000])
+async def test_an_output_that_cannot_be_read_fails_its_sample(monkeypatch, entries: int) -> None:
+    def delta(job, output: Output, text_of) -> Delta:
+        raise Defect("the engine gave the request up")
+
+    monkeypatch.setattr(vllm_outputs, "_delta", delta)
+    errors: list[Exception] = []
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
+    reader = vllm_outputs.DeltaReader(job, str, print, errors.append)
+    try:
+        reader.put(Output("a", [None] * entries))
+    except Defect as error:
+        errors.append(error)
+    await until(lambda: bool(errors))
+    assert [str(one) for one in errors] == ["the engine gave the request up"]
+
+
+def test_the_text_of_a_token_is_decoded_once() -> None:
+    decoded = []
+
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            decoded.append(ids)
+            return chr(ids[0])
+
+    texts = vllm_outputs.TokenTexts(Letters())
+    assert [texts(97), texts(98), texts(97)] == ["a", "b", "a"]
+    assert decoded == [[97], [98]]
+    assert vllm_outputs.TokenTexts(None)(97) == ""
+
+
+def backend_with(answers: list[object]) -> tuple[vllm_backend.VllmBackend, list[object]]:
+    """A backend whose workers answer so, and what they are asked."""
+    asked: list[object] = []
+
+    async def call(method: str, *args: object) -> object:
+        asked.append((method, *args))
+        return answers
+
+    backend = object.__new__(vllm_backend.VllmBackend)
+    backend._call = call
+    return backend, asked
+
+
+ACT = Act(Kind.NORM_ADD, (bytes(32),), ((4, (0,)),), ((0, OPEN_END),), scale=0.5)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_updates_reach_every_worker_in_one_call(workers) -> None:
+    backend, asked = backend_with([[[(7, ""), (-1, "")], [(0, "")]]] * workers)
+    one, other = Plan("", (ACT,)), Plan("", (replace(ACT, scale=2.0),))
+    updates = [SteeringUpdate(one, ("r#0@1", "r#1@1"), 5), SteeringUpdate(other, ("s#0@2",), 0)]
+    assert await backend.update_steering(updates) == [[7, None], [0]]
+    sent = [(one.to_wire(), ["r#0@1", "r#1@1"], 5), (other.to_wire(), ["s#0@2"], 0)]
+    assert asked == [("rheostat_update_steering", sent)]
+
+
+@pytest.mark.parametrize(
+    ("second", "words"), [((-1, "no vector"), "no vector"), ((8, ""), "different positions")]
+)
+async def test_an_update_that_the_workers_do_not_install_alike_fails_alone(second, words) -> None:
+    backend, _ = backend_with([[[(7, "")], [(3, "")]], [[second], [(3, "")]]])
+    updates = [SteeringUpdate(Plan("", (ACT,)), (name,), 5) for name in "rs"]
+    failed, applied = await backend.update_steering(updates)
+    assert isinstance(failed, Defect)
+    assert words in str(failed)
+    assert applied == [3]
+
+
+async def test_vectors_reach_every_worker_as_float32_with_the_norms_of_their_rows() -> None:
+    rows = np.array([[3.0, 4.0], [0.0, -2.0]])
+    wide = make_vector(FloatType.FLOAT32, 2, 2, rows.astype("<f4").tobytes(), "v")
+    narrow = make_vector(FloatType.FLOAT16, 2, 2, rows.astype("<f2").tobytes(), "v")
+    backend, asked = backend_with([])
+    await backend.load_vectors([wide, narrow])
+    sent = ((5.0, 2.0), rows.astype("<f4").tobytes())
+    told = {wide.digest.hex(): sent, narrow.digest.hex(): sent}
+    assert asked == [("rheostat_load_vectors", told)]
