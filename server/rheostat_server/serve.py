@@ -17,6 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from rheostat_engine.process_end import skip_last_collection
 from rheostat_server.api.capture import CaptureService
 from rheostat_server.api.engine import EngineService
 from rheostat_server.api.generation import GenerationService
@@ -286,6 +287,7 @@ def run(config: ServerConfig) -> int:
     whose text is printed.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    skip_last_collection(own_process=True)
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     log_requests(config)
     _LOG.debug("up to %d descriptors", raise_descriptor_limit())

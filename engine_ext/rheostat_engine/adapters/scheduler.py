@@ -29,6 +29,7 @@ from rheostat_engine.adapters.request_plan import request_plan
 from rheostat_engine.adapters.step_messages import share_tables
 from rheostat_engine.plan.acts import OPEN_END
 from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG
+from rheostat_engine.process_end import skip_last_collection
 
 _NAME = "generate_block_hash_extra_keys"
 _LOOK_UP = "get_computed_blocks"
@@ -42,6 +43,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     """Prepares this process, and makes the scheduler that vLLM would have made, with our parts."""
     install_block_keys()
     leave_group()
+    skip_last_collection()
     end_with_parent(vllm_config)
     config = vllm_config.scheduler_config
     ours, config.scheduler_cls = config.scheduler_cls, None

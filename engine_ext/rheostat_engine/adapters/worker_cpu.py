@@ -7,6 +7,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from rheostat_engine.adapters.parent_watch import leave_group
 from rheostat_engine.adapters.runner_v1 import CpuSiteRunner
 from rheostat_engine.adapters.worker_rpc import SiteRpc
+from rheostat_engine.process_end import skip_last_collection
 
 
 class CpuSiteWorker(SiteRpc, CPUWorker):
@@ -26,4 +27,5 @@ class CpuSiteWorker(SiteRpc, CPUWorker):
         times: CompilationTimes = super().compile_or_warm_up_model()
         # Not sooner: while it loads, nothing but a signal to the group ends a worker.
         leave_group()
+        skip_last_collection()
         return times

@@ -8,6 +8,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from rheostat_engine.adapters.parent_watch import leave_group
 from rheostat_engine.adapters.runner_v2 import GpuSiteRunner
 from rheostat_engine.adapters.worker_rpc import SiteRpc
+from rheostat_engine.process_end import skip_last_collection
 
 
 class GpuSiteWorker(SiteRpc, Worker):
@@ -27,4 +28,5 @@ class GpuSiteWorker(SiteRpc, Worker):
         times: CompilationTimes = super().compile_or_warm_up_model()
         # Not sooner: while it loads, nothing but a signal to the group ends a worker.
         leave_group()
+        skip_last_collection()
         return times

@@ -162,3 +162,5 @@ def test_a_server_that_is_terminated_ends_what_runs_without_a_traceback(tmp_path
         said = server.log.read_text()
         assert "Traceback" not in said, said[-4000:]
         assert "EngineDeadError" not in said
+        assert "force killing" not in said, "vLLM has killed its engine, which did not end in time"
+        assert "leaked" not in said

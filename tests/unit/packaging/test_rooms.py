@@ -36,6 +36,7 @@ VLLM_FACE = (
 ENGINE_LAYERS = (
     "plan",
     "settings",
+    "process_end",
     "model_sites",
     "channel",
     "worker.state",

@@ -85,8 +85,9 @@ def test_a_worker_leaves_the_group_once_its_model_is_loaded(
     done: list[str] = []
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", lambda self: done.append("warm"))
     monkeypatch.setattr(worker_cpu, "leave_group", lambda: done.append("left"))
+    monkeypatch.setattr(worker_cpu, "skip_last_collection", lambda: done.append("prepared"))
     CpuSiteWorker.compile_or_warm_up_model(object.__new__(CpuSiteWorker))
-    assert done == ["warm", "left"]
+    assert done == ["warm", "left", "prepared"]
 
 
 def test_the_gpu_worker_does_so_too() -> None:
