@@ -96,6 +96,8 @@ class FrontEnd:
     def _receive(self, kind: Kind, number: int, body: bytes) -> None:
         if kind is Kind.HEALTH:
             self._server.set_health(body[0])
+        elif kind is Kind.PING:
+            self._connection.send(Kind.PONG)
         elif kind is Kind.STOP:
             if not self._stop.done():
                 self._stop.set_result(read_seconds_body(body))

@@ -49,6 +49,10 @@ class Kind(IntEnum):
     """Server: what health checks answer from now on. Body: one byte, the status."""
     STOP = 11
     """Server: the front end must end. Body: one double, the seconds that calls may still take."""
+    PING = 12
+    """Server: the front end must answer with PONG, which shows that its event loop runs."""
+    PONG = 13
+    """Front end: the answer to PING."""
 
 
 class First(IntEnum):

@@ -1,10 +1,12 @@
 """Starts front ends, answers their calls, and replaces those that die.
 
 A front end that dies takes its own calls with it. Its clients see UNAVAILABLE, and the tasks that
-answer its calls are cancelled as if each client had disconnected. Nobody else notices.
+answer its calls are cancelled as if each client had disconnected. Nobody else notices. A front end
+that hangs is killed.
 """
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -34,8 +36,19 @@ _RESTART_SECONDS = 1.0
 _SOON = 10.0
 """A front end that lives for fewer seconds has died soon."""
 
+_PING_SECONDS = 10.0
+"""Seconds between two pings of a front end."""
+
+_MISSED_PINGS = 3
+"""Pings without an answer in a row after which a front end is killed. More than one, because the
+server itself may have been stopped in between."""
+
 _STOP_SECONDS = 5.0
 """Seconds after the end of its calls within which a front end must end."""
+
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Errors of addresses that a machine does not have. `localhost` often has a second one like that,
+which gRPC leaves out too."""
 
 _SOCKET_BYTES = 4 << 20
 """Bytes that the kernel may hold of what the two sides tell each other, if it allows as much."""
@@ -54,7 +67,7 @@ class FrontEnds:
         self._count = count
         self._answer = answer
         self._host, self._port = "", 0
-        self._reserved: socket.socket | None = None
+        self._reserved: list[socket.socket] = []
         self._health = int(HealthCheckResponse.NOT_SERVING)
         self._front_ends: list[_FrontEnd] = []
         self._keeping: list[asyncio.Task[None]] = []
@@ -67,7 +80,7 @@ class FrontEnds:
             FrontEndFailed: one does not start.
         """
         self._reserved = _reserve(host, port)
-        self._host, self._port = host, self._reserved.getsockname()[1]
+        self._host, self._port = host, self._reserved[0].getsockname()[1]
         self._front_ends = [self._new() for _ in range(self._count)]
         try:
             async with asyncio.TaskGroup() as starts:
@@ -99,8 +112,8 @@ class FrontEnds:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(front_end.stop(grace) for front_end in self._front_ends))
-        if self._reserved is not None:
-            self._reserved.close()
+        for reserved in self._reserved:
+            reserved.close()
 
     def _new(self) -> "_FrontEnd":
         return _FrontEnd(self._host, self._port, self._answer)
@@ -151,6 +164,8 @@ class _FrontEnd:
         self._calls: dict[int, tuple[RemoteCall, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that answer calls. A call may have ended while its task still cleans up."""
+        self._heard = False
+        """Whether a record came since the last ping."""
 
     @property
     def process_id(self) -> int:
@@ -200,9 +215,24 @@ class _FrontEnd:
         )
 
     async def ended(self) -> int:
-        """Waits for the end of the process; returns its exit status."""
+        """Waits for the end of the process and kills it if it hangs; returns its exit status."""
         assert self._process is not None
-        return await self._process.wait()
+        pings = asyncio.create_task(self._kill_if_hung(self._process))
+        try:
+            return await self._process.wait()
+        finally:
+            pings.cancel()
+
+    async def _kill_if_hung(self, process: asyncio.subprocess.Process) -> None:
+        missed = 0
+        while missed < _MISSED_PINGS:
+            self._heard = False
+            self._connection.send(Kind.PING)
+            await asyncio.sleep(_PING_SECONDS)
+            missed = 0 if self._heard else missed + 1
+        _LOG.error("a front end has answered none of %d pings and is killed", _MISSED_PINGS)
+        with suppress(ProcessLookupError):
+            process.kill()
 
     def set_health(self, status: int) -> None:
         self._connection.send(Kind.HEALTH, body=bytes([status]))
@@ -221,6 +251,7 @@ class _FrontEnd:
             await self._process.wait()
 
     def _receive(self, kind: Kind, number: int, body: bytes) -> None:
+        self._heard = True
         if kind is Kind.BEGIN:
             self._begin(number, body)
         elif kind is Kind.LISTENING:
@@ -269,33 +300,51 @@ class _FrontEnd:
         self._calls.clear()
 
 
-def _reserve(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address and does not listen.
+def _reserve(host: str, port: int) -> list[socket.socket]:
+    """Sockets that are bound to each address of a host and do not listen.
 
-    Front ends can listen there beside it, and nobody else can take the port when they restart. If
-    `port` is 0, it finds a free port for all front ends.
+    Front ends can listen there beside them, and nobody else can take the port when they restart. If
+    `port` is 0, the first socket finds a free port for all.
 
     Raises:
-        PortInUse: the address cannot be bound.
+        PortInUse: an address cannot be bound.
     """
+    reserved: list[socket.socket] = []
+    absent: OSError | None = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        reserved = socket.socket(family, kind, protocol)
-        try:
-            # Connections of an earlier server keep its port for a minute, unless this is set.
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind(address)
-            # From now on nobody can bind the port but our front ends.
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        except OSError:
-            reserved.close()
-            raise
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, (name, _, *scope) in found:
+            try:
+                bound = _bound(family, kind, protocol, (name, port, *scope))
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                absent = error
+            else:
+                reserved.append(bound)
+                port = bound.getsockname()[1]
+        if not reserved and absent is not None:
+            raise absent
     except OSError as error:
+        for bound in reserved:
+            bound.close()
         raise PortInUse.of(in_grpc_notation(host, port), error) from error
     return reserved
+
+
+def _bound(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> socket.socket:
+    bound = socket.socket(family, kind, protocol)
+    try:
+        # Connections of an earlier server keep its port for a minute, unless this is set.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        # From now on nobody can bind the port but our front ends.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 async def _answered(answer: Answer, path: str, call: RemoteCall) -> None:

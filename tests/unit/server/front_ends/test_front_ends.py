@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -14,6 +15,7 @@ import pytest
 from rheostat_server import serve
 from rheostat_server.config import ServerConfig
 from rheostat_server.errors import FrontEndFailed, PortInUse
+from rheostat_server.front_ends import supervisor
 from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.serve import RunningServer, front_end_count
 
@@ -154,6 +156,49 @@ async def test_the_streams_of_both_front_ends_are_hit_and_spared(starter) -> Non
         for read in spared:
             read.cancel()
         await asyncio.wait(reads)
+
+
+async def test_a_front_end_that_hangs_is_replaced_and_takes_its_own_streams_alone(
+    starter, monkeypatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_PING_SECONDS", 1.0)
+    hold = asyncio.Event()
+    running = await starter(held(hold), front_ends=2)
+    async with AsyncExitStack() as stack:
+        calls = await held_calls(stack, running, 24)
+        hung, kept = front_ends(running).process_ids
+        os.kill(hung, signal.SIGSTOP)
+        await eventually(lambda: hung not in front_ends(running).process_ids)
+        assert not alive(hung)
+        hold.set()
+        ends = await asyncio.gather(*(rest(call) for call in calls), return_exceptions=True)
+        lost = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
+        assert {end.code() for end in lost} == {Code.UNAVAILABLE}
+        whole = [end for end in ends if not isinstance(end, BaseException)]
+        assert 0 < len(whole) == len(calls) - len(lost)
+        assert all(len(tokens(events)) == TOKENS for events in whole)
+        assert kept in front_ends(running).process_ids
+        await settled(running)
+
+
+async def test_a_port_is_reserved_at_every_address_of_a_host(starter, monkeypatch) -> None:
+    addresses = ["127.0.0.1", "127.0.0.2"]
+
+    def both(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+        absent = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("192.0.2.1", port))
+        return [absent, *((*kind, (one, port)) for one in addresses)]
+
+    front_ends = FrontEnds(1, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", both)
+        port = await front_ends.start("localhost", 0)
+    try:
+        for address in addresses:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((address, port))
+    finally:
+        await front_ends.stop(0)
 
 
 async def test_a_front_end_ends_when_the_server_is_gone() -> None:
