@@ -252,7 +252,8 @@ class RowSender:
         except Exception:  # any error, because the engine must go on and the requests get a report
             self._log_failure("captured rows could not leave the device and are lost")
             self._lost_rows += len(pending.rows)
-            self._count(-pending.bytes)
+            if head.staging_range is None:  # otherwise the area counts the rows already
+                self._count(-pending.bytes)
             return Frame(head.without_rows)
         finally:
             pending.launched.set()  # the step thread may wait for it in `Ring.reserve`

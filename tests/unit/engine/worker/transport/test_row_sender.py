@@ -142,6 +142,22 @@ def test_rows_that_are_being_copied_take_their_room_once(
     row_sender.close()
 
 
+def test_rows_whose_fence_fails_free_their_room_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: RowSender) -> None:
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(RowSender, "_fence", broken)
+    row_sender = RowSender(EventSender(server.address), CPU, server.area, scratch=1)
+    rows = torch.zeros(4, WIDTH)
+    head = RowsHead(0, "float32", WIDTH, [], b"", b"", b"", b"")
+    row_sender.send_rows(head, rows, [Group(None, len(rows))])
+    row_sender.close()
+    assert row_sender.free_bytes <= server.area.free_bytes  # no more than there is
+    assert row_sender.lost_rows == len(rows)
+
+
 @pytest.mark.parametrize("scratch", [1, 1000, 1 << 20])
 def test_several_forms_of_a_step_leave_together_through_a_ring_that_goes_round(
     server: Server, scratch: int
