@@ -44,7 +44,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_PROJECTIONS: _Feature.ValueType  # 6
     """CaptureSpec.projection onto readouts."""
     FEATURE_SUBSCRIPTIONS: _Feature.ValueType  # 7
-    """Subscribe."""
+    """Subscribe, with SubscribeOpen.batches and SubscribeLeave.end."""
     FEATURE_SINKS: _Feature.ValueType  # 8
     """CaptureSpec.sink, and GetArtifacts. The server has at least one sink."""
     FEATURE_SPILL: _Feature.ValueType  # 9
@@ -92,7 +92,7 @@ FEATURE_CAPTURE: Feature.ValueType  # 5
 FEATURE_PROJECTIONS: Feature.ValueType  # 6
 """CaptureSpec.projection onto readouts."""
 FEATURE_SUBSCRIPTIONS: Feature.ValueType  # 7
-"""Subscribe."""
+"""Subscribe, with SubscribeOpen.batches and SubscribeLeave.end."""
 FEATURE_SINKS: Feature.ValueType  # 8
 """CaptureSpec.sink, and GetArtifacts. The server has at least one sink."""
 FEATURE_SPILL: Feature.ValueType  # 9
