@@ -6,7 +6,7 @@ is a msgpack head, and its rows are in the staging area. Nothing in either is ex
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -223,32 +223,48 @@ def decode_head(data: bytes) -> Head:
     return _DECODER.decode(data)
 
 
-class _RowBlock(NamedTuple):
-    """A block's labels."""
+class RowBlocks:
+    """The labels of a frame of rows, as arrays with one entry per block."""
 
-    number: int
-    sites: tuple[int, ...]
-    start: int
-    positions: int
-    key: bytes
-    row_bytes: int
+    def __init__(self, head: RowsHead) -> None:
+        """Reads a frame's head.
 
+        Raises:
+            LookupError, OverflowError, ValueError: the head is malformed.
+        """
+        arrays = (head.number, head.which, head.start, head.count)
+        self.number, self.which, self.start, self.count = (
+            np.frombuffer(data, "<i8") for data in arrays
+        )
+        if len({len(data) for data in arrays}) > 1:
+            raise ValueError("the labels of a frame have different lengths")
+        self.dtype = _WIRE_DTYPES[head.dtype]
+        """NumPy's name of the elements of raw rows."""
+        self.site_sets = [tuple(sites) for sites in head.site_sets]
+        raw = (RAW_KEY, head.width * np.dtype(self.dtype).itemsize)
+        self.kinds = (
+            [head.encodings[encoding] for encoding in head.encoding_of]
+            if head.encodings
+            else [raw] * len(head.site_sets)
+        )
+        """Key and bytes of a row, of each set of sites."""
+        if len(self.kinds) != len(self.site_sets) or any(size < 1 for _, size in self.kinds):
+            raise ValueError("the encodings of a frame do not fit its sites")
+        sets = zip(self.site_sets, self.kinds, strict=True)
+        position_bytes = np.array([len(sites) * size for sites, (_, size) in sets], np.int64)
+        self.offset = np.zeros(len(self.number) + 1, np.int64)
+        """The first byte of each block in the payload, and the end of the last."""
+        if len(self.number):
+            if self.which.min() < 0 or self.count.min() < 0:
+                raise ValueError("a label of a frame is negative")
+            if (self.start + self.count).max() > np.iinfo(np.int32).max:
+                raise OverflowError("a position of a frame exceeds 32 bits")
+            np.cumsum(position_bytes[self.which] * self.count, out=self.offset[1:])
 
-def _blocks(head: RowsHead) -> list[_RowBlock]:
-    """The blocks of a frame, in their order."""
-    arrays = (head.number, head.which, head.start, head.count)
-    columns = [np.frombuffer(data, "<i8").tolist() for data in arrays]
-    raw = (RAW_KEY, head.width * np.dtype(_WIRE_DTYPES[head.dtype]).itemsize)
-    kinds = (
-        [head.encodings[encoding] for encoding in head.encoding_of]
-        if head.encodings
-        else [raw] * len(head.site_sets)
-    )
-    site_sets = [tuple(sites) for sites in head.site_sets]
-    return [
-        _RowBlock(number, site_sets[which], start, count, *kinds[which])
-        for number, which, start, count in zip(*columns, strict=True)
-    ]
+    @property
+    def bytes(self) -> int:
+        """Bytes of the payload."""
+        return int(self.offset[-1])
 
 
 def lost_rows(head: RowsHead) -> dict[int, Counter[int]]:
@@ -258,8 +274,12 @@ def lost_rows(head: RowsHead) -> dict[int, Counter[int]]:
         LookupError, ValueError: the frame is malformed.
     """
     lost: dict[int, Counter[int]] = {}
-    for block in _blocks(head):
-        lost.setdefault(block.number, Counter()).update(dict.fromkeys(block.sites, block.positions))
+    blocks = RowBlocks(head)
+    for number, which, count in zip(
+        blocks.number.tolist(), blocks.which.tolist(), blocks.count.tolist(), strict=True
+    ):
+        sites = blocks.site_sets[which]
+        lost.setdefault(number, Counter()).update(dict.fromkeys(sites, count))
     return lost
 
 
@@ -274,10 +294,11 @@ def same_arrays(arrays: Sequence[RowArray]) -> list[RowArray]:
 
 
 def split_rows(
-    head: RowsHead,
+    blocks: RowBlocks,
     payload: bytes | memoryview | npt.NDArray[np.uint8],
     names: Mapping[int, str],
     copies: Callable[[Sequence[RowArray]], list[RowArray]] = copy_arrays,
+    chosen: Iterable[int] | None = None,
 ) -> list[Rows]:
     """The rows of a frame, an event per block, or per site of a large one.
 
@@ -285,36 +306,34 @@ def split_rows(
     Unless `copies` copies nothing: then all events of the frame keep the payload.
 
     Args:
-        head: the frame's head.
+        blocks: the frame's labels.
         payload: the rows.
         names: request ids by the worker's numbers.
         copies: copies arrays.
+        chosen: indices of the blocks; None: all of them.
 
     Raises:
-        LookupError, OverflowError, ValueError: head and payload don't fit.
+        LookupError, OverflowError, ValueError: labels and payload don't fit.
     """
-    blocks = _blocks(head)
-    labelled = sum(block.positions * len(block.sites) * block.row_bytes for block in blocks)
-    if labelled != len(payload) or any(block.row_bytes < 1 for block in blocks):
-        raise ValueError(f"a frame of {len(payload)} bytes labels {labelled}")
-    plain = np.dtype(_WIRE_DTYPES[head.dtype])
+    if blocks.bytes != len(payload):
+        raise ValueError(f"a frame of {len(payload)} bytes labels {blocks.bytes}")
     every_byte = np.frombuffer(payload, np.uint8)
     events: list[Rows] = []
     views: list[RowArray] = []
-    offset = 0
-    for number, sites, start, count, key, row_bytes in blocks:
-        end = offset + len(sites) * count * row_bytes
-        rows = every_byte[offset:end]
-        offset = end
-        rows = (rows if key else rows.view(plain)).reshape(len(sites), count, -1)
+    for block in range(len(blocks.number)) if chosen is None else chosen:
+        name, which = names[int(blocks.number[block])], int(blocks.which[block])
+        start, count = int(blocks.start[block]), int(blocks.count[block])
+        sites, (key, row_bytes) = blocks.site_sets[which], blocks.kinds[which]
+        rows: RowArray = every_byte[int(blocks.offset[block]) : int(blocks.offset[block + 1])]
+        rows = (rows if key else rows.view(blocks.dtype)).reshape(len(sites), count, -1)
         positions = np.arange(start, start + count, dtype=np.int32)
         if count * row_bytes < _LARGE:
-            events.append(Rows(names[number], sites, positions, rows, key))
+            events.append(Rows(name, sites, positions, rows, key))
             views.append(rows)
         else:
             for index, site in enumerate(sites):
                 alone = rows[index : index + 1]
-                events.append(Rows(names[number], (site,), positions, alone, key))
+                events.append(Rows(name, (site,), positions, alone, key))
                 views.append(alone)
     for event, data in zip(events, copies(views), strict=True):
         event.data = data

@@ -32,12 +32,18 @@ class FrameCopies:
 
     def copy(self, rows: memoryview) -> npt.NDArray[np.uint8] | None:
         """A copy of a frame's rows; None if the frame is too large, or too many are in use."""
+        copied = self.empty(len(rows)) if len(rows) <= FRAME_BYTES else None
+        if copied is not None:
+            copied[:] = np.frombuffer(rows, np.uint8)
+        return copied
+
+    def empty(self, size: int) -> npt.NDArray[np.uint8] | None:
+        """Memory for so many bytes of rows; None if too much is in use."""
         while self._freed:
             self._bytes -= self._freed.popleft()
-        size = len(rows)
-        if size > FRAME_BYTES or self._bytes + size > ALL_FRAMES_BYTES:
+        if self._bytes + size > ALL_FRAMES_BYTES:
             return None
-        copied = np.frombuffer(rows, np.uint8).copy()
+        memory = np.empty(size, np.uint8)
         self._bytes += size
-        weakref.finalize(copied, self._freed.append, size)
-        return copied
+        weakref.finalize(memory, self._freed.append, size)
+        return memory

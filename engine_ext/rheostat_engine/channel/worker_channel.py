@@ -8,13 +8,15 @@ Failures
     events are unaffected. A frame that can't be read is logged and skipped. Rows that can't be read
     are lost and counted.
 Cost
-    Rows are copied out of the workers' memory once, and only while the event loop accepts frames.
+    Rows are copied out of the workers' memory at once. Those of decode steps wait for the rows of
+    later steps; see `RowBatcher`. No frame is read while the event loop accepts no events.
     vLLM's step outputs are not involved.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import threading
 from collections import Counter, deque
@@ -38,6 +40,7 @@ from rheostat_engine.channel.events import (
     Released,
     ReleasedHead,
     RowArray,
+    RowBlocks,
     Rows,
     RowsHead,
     copy_arrays,
@@ -47,6 +50,7 @@ from rheostat_engine.channel.events import (
     split_rows,
 )
 from rheostat_engine.channel.frame_copies import FrameCopies
+from rheostat_engine.channel.row_batcher import RowBatcher
 from rheostat_engine.channel.staging import StagingError, StagingReader, readers_of
 from rheostat_engine.settings import EngineSettings
 
@@ -74,16 +78,21 @@ class EventMerger:
     """Merges the reports of several workers about a request."""
 
     def __init__(
-        self, ranks: int, copies: Callable[[Sequence[RowArray]], list[RowArray]] = copy_arrays
+        self,
+        ranks: int,
+        copies: Callable[[Sequence[RowArray]], list[RowArray]] = copy_arrays,
+        batcher: RowBatcher | None = None,
     ) -> None:
         """No worker has reported anything.
 
         Args:
             ranks: the number of workers that report.
             copies: copies arrays.
+            batcher: joins rows of successive steps; None: a batcher with memory of its own.
         """
         self._ranks = ranks
         self._copies = copies
+        self._batcher = batcher or RowBatcher(FrameCopies())
         self._names: dict[int, dict[int, str]] = {}
         self._installed: dict[str, list[str]] = {}
         self._attached: dict[tuple[str, int], list[AttachedHead]] = {}
@@ -112,14 +121,41 @@ class EventMerger:
         if isinstance(head, RowsHead):
             if head.lost:
                 return self._lose(head)
-            names = self._names[head.rank]
-            copies = same_arrays if copied else self._copies
-            return self._pass_on(split_rows(head, rows, names, copies))
+            return self._pass_on(self._split(head, rows, copied=copied))
         if isinstance(head, InstalledHead):
             return self._install(head)
         if isinstance(head, AttachedHead):
             return self._attach(head)
         return self._release(head)
+
+    @property
+    def due(self) -> float | None:
+        """Seconds until `take_due` returns rows; None if none wait."""
+        return self._batcher.due
+
+    def take_due(self) -> list[Event]:
+        """The events of rows that have waited for later rows long enough."""
+        return self._pass_on(self._batcher.take_due(self._names))
+
+    def _split(
+        self,
+        head: RowsHead,
+        rows: bytes | memoryview | npt.NDArray[np.uint8],
+        *,
+        copied: bool,
+    ) -> list[Rows]:
+        """The events of a frame of rows, without the rows that wait for those of later steps."""
+        names = self._names[head.rank]
+        blocks = RowBlocks(head)
+        if blocks.bytes != len(rows):
+            raise ValueError(f"a frame of {len(rows)} bytes labels {blocks.bytes}")
+        if not names.keys() >= set(blocks.number.tolist()):
+            raise LookupError(f"rows of requests that worker {head.rank} does not have")
+        if not copied or not isinstance(rows, np.ndarray):
+            earlier = self._batcher.take(head.rank, blocks.number.tolist(), names)
+            return earlier + split_rows(blocks, rows, names, self._copies)
+        earlier, others = self._batcher.add(head.rank, blocks, rows, names)
+        return earlier + split_rows(blocks, rows, names, same_arrays, others.tolist())
 
     def skip(self, head: Head | None) -> list[Event]:
         """The events that replace a frame that `feed` refused, so that no reader waits for it.
@@ -160,28 +196,36 @@ class EventMerger:
         return [Installed(head.request_id, error), *self._early.pop(head.request_id, [])]
 
     def _attach(self, head: AttachedHead) -> list[Event]:
+        rows = self._last_rows(head)
         key = head.request_id, head.change
         heads = self._attached.setdefault(key, [])
         heads.append(head)
         if len(heads) < self._ranks:
-            return []
+            return rows
         del self._attached[key]
         error = next((head.error for head in heads if head.error), "")
-        return [Attached(*key, max(head.first for head in heads), error)]
+        return [*rows, Attached(*key, max(head.first for head in heads), error)]
+
+    def _last_rows(self, head: AttachedHead | ReleasedHead) -> list[Event]:
+        """The rows of a request that wait, which must leave before a report about it."""
+        names = self._names.get(head.rank, {})
+        return self._pass_on(self._batcher.take(head.rank, (head.number,), names))
 
     def _release(self, head: ReleasedHead) -> list[Event]:
+        rows = self._last_rows(head)
         del self._names[head.rank][head.number]
         head = _corrected(head, self._lost.pop((head.rank, head.number), Counter()))
         heads = self._released.setdefault(head.request_id, [])
         heads.append(head)
         if len(heads) < self._ranks:
-            return []
+            return rows
         del self._released[head.request_id]
         captured: dict[int, int] = {}
         for head in heads:
             captured.update(head.captured)
         first = heads[0]
         return [
+            *rows,
             Released(
                 request_id=head.request_id,
                 doses=tuple(sorted(Dose(*dose) for head in heads for dose in head.doses)),
@@ -191,7 +235,7 @@ class EventMerger:
                 preemptions=max(head.preemptions for head in heads),
                 computed=first.computed,
                 recomputed=first.recomputed,
-            )
+            ),
         ]
 
 
@@ -272,7 +316,8 @@ class WorkerChannel:
         Raises:
             zmq.ZMQError: the address can't be bound.
         """
-        self._merger = EventMerger(ranks, self._copies)
+        self._frames = FrameCopies()
+        self._merger = EventMerger(ranks, self._copies, RowBatcher(self._frames))
         self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="rheostat-copy")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
@@ -290,7 +335,6 @@ class WorkerChannel:
         self._thread: threading.Thread | None = None
         self._free_frames = threading.Semaphore(_FRAMES)
         self._areas: dict[int, StagingReader] = {}
-        self._frames = FrameCopies()
 
     def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
         """Maps the memory of captured rows, before the first rows come.
@@ -338,14 +382,21 @@ class WorkerChannel:
         poller.register(stop, zmq.POLLIN)
         try:
             while True:
-                ready = dict(poller.poll())
+                due = self._merger.due
+                ready = dict(poller.poll(None if due is None else math.ceil(due * 1e3)))
                 if stop in ready:
                     return
-                frame = self._socket.recv_multipart()
+                arrived: list[Event] = []
+                if self._socket in ready:
+                    arrived = self._events_of(self._socket.recv_multipart())
+                if self._merger.due == 0:
+                    arrived += self._merger.take_due()
+                if not arrived:
+                    continue
                 while not self._free_frames.acquire(timeout=_PATIENCE):
                     if stop.poll(0):
                         return
-                loop.call_soon_threadsafe(events.put, self._events_of(frame))
+                loop.call_soon_threadsafe(events.put, arrived)
         except RuntimeError:
             _LOG.info("the event loop has closed; the side channel stops")
             stop.recv()

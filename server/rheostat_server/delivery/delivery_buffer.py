@@ -27,9 +27,6 @@ _ADVICE = (
 _TIDY = 1024
 """Pieces that are remembered at least before those that have left are forgotten."""
 
-_HURRY_SHARE = 4
-"""When rows take a quarter of the memory that they may take, none waits for later rows."""
-
 _DROPPING = (capture_pb2.OVERLOAD_DROP_OLDEST, capture_pb2.OVERLOAD_DROP_NEWEST)
 
 
@@ -123,10 +120,7 @@ class DeliveryBuffer:
         """What came last."""
         self._tidy_at = _TIDY
         self._feeds: dict[ItemSource, None] = {}
-        """Taps with something that may leave now."""
-        self._later: dict[ItemSource, None] = {}
-        """Taps whose rows wait for later rows, until `_timer` is due."""
-        self._timer: asyncio.TimerHandle | None = None
+        """Feeds whose rows, losses or end can leave now."""
         self._pulling: Iterator[DeliveryItem] = iter(())
         share.add(self)
 
@@ -181,36 +175,13 @@ class DeliveryBuffer:
         return self.spill.excess if self.spill else 0
 
     def touch(self, feed: ItemSource) -> None:
-        """Lets the rows of a tap leave now."""
-        self._later.pop(feed, None)
+        """Lets the items of a feed leave."""
         self._feeds[feed] = None
         self.news.set()
 
-    def touch_later(self, feed: ItemSource) -> None:
-        """Lets the rows of a tap leave now, or with later rows; see `Deliveries.delay`."""
-        if self._timer is not None:
-            if feed not in self._feeds:
-                self._later[feed] = None
-        elif delay := self.deliveries.delay:
-            self._later[feed] = None
-            self._timer = asyncio.get_running_loop().call_later(delay, self.hurry)
-        else:
-            self.touch(feed)
-
-    def hurry(self) -> None:
-        """Lets all rows leave now that wait for later rows."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._later:
-            self._feeds |= self._later
-            self._later.clear()
-            self.news.set()
-
     def forget(self, feed: ItemSource) -> None:
-        """A tap's news are none any more."""
+        """Removes a feed, of which no item leaves any more."""
         self._feeds.pop(feed, None)
-        self._later.pop(feed, None)
 
     def take(self) -> DeliveryItem | None:
         """What leaves next; None: nothing can, until there is news."""
@@ -241,11 +212,7 @@ class DeliveryBuffer:
 
     def close(self) -> None:
         """Nothing leaves any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         self._feeds.clear()
-        self._later.clear()
         self._pulling = iter(())
         self._arrivals.clear()
         self._last = ()
@@ -277,8 +244,6 @@ class DeliveryBuffer:
             if len(self._arrivals) > self._tidy_at:
                 self._arrivals = deque(one for one in self._arrivals if one.piece.count)
                 self._tidy_at = max(_TIDY, 2 * len(self._arrivals))
-        if self._timer is not None and self.used > self.limit // _HURRY_SHARE:
-            self.hurry()
         self._share.check()
         if self.spill is not None and self.spill.excess:
             self._relieve(self.spill, 0)
@@ -303,7 +268,6 @@ class DeliveryBuffer:
 
     def _relieve(self, spill: Spill, size: int) -> None:
         """Sends what is too much to the disk, and so many bytes more; fails if it cannot be."""
-        self.hurry()
         spill.relieve(size)
         error = spill.refusal()
         if error is not None:

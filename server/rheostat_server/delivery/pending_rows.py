@@ -64,6 +64,11 @@ class PendingRows:
         return min(self._next.values())
 
     @property
+    def waits(self) -> bool:
+        """Whether rows wait, or pieces of which all rows were given up."""
+        return bool(self._queues)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row that waits; 0: none does."""
         for pieces in self._queues.values():

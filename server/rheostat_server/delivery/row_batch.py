@@ -119,6 +119,11 @@ class RowBatch:
         return int(self.positions[0]) if self._first is None else self._first
 
     @property
+    def last(self) -> int:
+        """The last position that waits; there is one."""
+        return int(self.positions[-1]) if self._first is None else self._first + self.count - 1
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         part = self._parts[0]

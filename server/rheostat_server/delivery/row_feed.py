@@ -60,7 +60,6 @@ class RowFeed(ItemSource):
         self._counts: Mapping[int, tuple[int, int]] | None = None
         """What `counts` says, once nothing changes it any more."""
         self._refused: frozenset[int] = frozenset()
-        buffer.deliveries.feeds += 1
 
     @property
     def weight(self) -> int:
@@ -85,9 +84,10 @@ class RowFeed(ItemSource):
     def extend(self, track: SequenceKey, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated; rows before them may leave."""
         if token_ids and self._takes(track):
-            self._sequence_rows(track).tokens += token_ids
-            if not self.closed:
-                self._buffer.touch_later(self)
+            sequence_rows = self._sequence_rows(track)
+            sequence_rows.tokens += token_ids
+            if sequence_rows.waits and not self.closed:
+                self._buffer.touch(self)
 
     def add(self, track: SequenceKey, rows: Rows) -> None:
         """Takes rows, or loses them."""
@@ -100,8 +100,8 @@ class RowFeed(ItemSource):
             sequence_rows = self._sequence_rows(track)
         pieces = sequence_rows.add(rows)
         self._buffer.admit(self, sequence_rows, pieces, rows.positions)
-        if sequence_rows.leave_soon(pieces):
-            self._buffer.touch_later(self)
+        if sequence_rows.leave_before_token(pieces):
+            self._buffer.touch(self)
 
     def release(self, track: SequenceKey, released: Released) -> None:
         """Takes what the engine says of a track that has ended."""
@@ -124,7 +124,6 @@ class RowFeed(ItemSource):
         """Nothing more enters; what waits leaves, then the end."""
         if not self.closed:
             self.closed = True
-            self._buffer.deliveries.feeds -= 1
             self.finish_reasons = reasons
             for sequence_rows in self._rows_by_sequence.values():
                 sequence_rows.close()
@@ -133,14 +132,12 @@ class RowFeed(ItemSource):
 
     def discard(self) -> None:
         """Loses all that waits; nothing leaves any more, not even the end."""
-        told = self.closed
-        if not told:
-            self._buffer.deliveries.feeds -= 1
+        was_closed = self.closed
         self.closed = self.discarded = self._ended = True
         self._buffer.forget(self)
         for sequence_rows in self._rows_by_sequence.values():
             sequence_rows.discard()
-        if not told:
+        if not was_closed:
             self._on_closed(self)
 
     def counts(self) -> Mapping[int, tuple[int, int]]:

@@ -85,10 +85,19 @@ class SequenceRows:
             rows = replace(rows, positions=rows.positions[kept], data=rows.data[:, kept])
         return self._stream.add(rows)
 
-    def leave_soon(self, pieces: Sequence[RowBatch]) -> bool:
-        """Whether some of what waits needs no further token."""
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait, or losses may have to be reported."""
+        return self._lossy is not None or self._stream.waits
+
+    def leave_before_token(self, pieces: Sequence[RowBatch]) -> bool:
+        """Whether rows that came should leave before the next token.
+
+        If only the last of them needs the next token, all of them leave with it in one chunk.
+        """
         end = len(self._prompt) + len(self.tokens) - 1
-        return any(piece.count and piece.first < end for piece in pieces)
+        ready = any(piece.count and piece.first < end for piece in pieces)
+        return ready and not any(piece.count and piece.last == end for piece in pieces)
 
     def lose_from(self, position: int) -> None:
         """Rows from a position on may be missing."""

@@ -8,6 +8,7 @@ Rows of a site come as they are or in the capture's form, and a block holds one 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from rheostat_server.selectors.spans import clipped, edges, joined, runs, subtra
 from rheostat_server.tensors import FloatType
 from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
+
+_WAITS = attrgetter("waits")
 
 _CHUNK_POSITIONS = 8192
 """The most positions of a chunk, however small their rows: each has labels too."""
@@ -128,6 +131,11 @@ class CaptureStream:
         for spec in self._specs.values():
             yield from spec.ready(generated, end, last=last, chunk_bytes=chunk_bytes)
 
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait."""
+        return any(map(_WAITS, self._specs.values()))
+
     def lost(self, spec: int, selected: Spans) -> Spans:
         """Of `selected` positions, those that were neither given out nor wait at all sites."""
         if not selected:
@@ -196,6 +204,10 @@ class _SpecRows:
     @property
     def frontier(self) -> int:
         return self._rows.frontier
+
+    @property
+    def waits(self) -> bool:
+        return self._rows.waits
 
     @property
     def waiting(self) -> Spans:

@@ -8,6 +8,7 @@ from rheostat_engine import (
     Released,
 )
 from rheostat_engine.channel.events import (
+    RowBlocks,
     RowsHead,
     decode_head,
     encode_head,
@@ -46,7 +47,7 @@ def test_a_frame_of_rows_is_split_into_blocks() -> None:
         count=int64(2, 1),
     )
     data = np.arange(10, dtype="<u2")
-    events = split_rows(head, data.tobytes(), {7: "a", 8: "b"})
+    events = split_rows(RowBlocks(head), data.tobytes(), {7: "a", 8: "b"})
     assert [plain(event) for event in events] == [
         ("a", (0, 4), [10, 11], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
         ("b", (3,), [0], [[[8, 9]]]),
@@ -60,7 +61,7 @@ def test_a_large_block_is_split_into_sites_that_keep_no_other_in_memory() -> Non
     count = 1 << 13  # 64 KiB of each site
     head = RowsHead(0, "float32", 2, [[0, 4]], int64(7), int64(0), int64(0), int64(count))
     data = np.arange(4 * count, dtype="<f4").reshape(2, 1, count, 2)
-    events = split_rows(head, data.tobytes(), {7: "a"})
+    events = split_rows(RowBlocks(head), data.tobytes(), {7: "a"})
     assert [event.sites for event in events] == [(0,), (4,)]
     for event, site in zip(events, data, strict=True):
         assert np.array_equal(event.data, site)
@@ -73,7 +74,7 @@ def test_a_frame_whose_labels_do_not_fit_its_rows_is_refused(count: int) -> None
     head = rows(count=count)
     assert isinstance(head, RowsHead)
     with pytest.raises(ValueError, match=f"^a frame of 16 bytes labels {8 * count}$"):
-        split_rows(head, payload(2), {1: "r"})
+        split_rows(RowBlocks(head), payload(2), {1: "r"})
 
 
 def test_one_worker_is_taken_at_its_word() -> None:

@@ -177,57 +177,30 @@ def one_by_one(buffer: DeliveryBuffer) -> list[int]:
     return [len(item.token_ids) for item in everything(buffer) if isinstance(item, Chunk)]
 
 
-async def test_with_few_requests_each_row_leaves_at_once() -> None:
+def test_a_row_leaves_with_the_token_after_it() -> None:
     buffer, feed = fed(Deliveries())
     assert one_by_one(buffer) == [1]
     feed.add(TRACK, rows(1, 2))
+    assert one_by_one(buffer) == []
     feed.extend(TRACK, [7])
     assert one_by_one(buffer) == [1]
 
 
-async def test_with_many_requests_rows_wait_for_later_rows_of_the_same_request() -> None:
-    deliveries = Deliveries()
-    deliveries.feeds = 256
-    assert 0.05 < deliveries.delay < 0.5
-    buffer, feed = fed(deliveries)
+def test_rows_of_which_the_last_needs_the_next_token_leave_with_it_together() -> None:
+    buffer, feed = fed(Deliveries())
+    assert one_by_one(buffer) == [1]
+    feed.add(TRACK, rows(1, 5))
     assert one_by_one(buffer) == []
+    feed.extend(TRACK, [7, 7, 7, 7])
+    assert one_by_one(buffer) == [4]
+
+
+def test_a_token_wakes_no_reader_while_no_row_waits() -> None:
+    buffer, feed = fed(Deliveries())
+    assert one_by_one(buffer) == [1]
+    buffer.news.clear()
+    feed.extend(TRACK, [7])
     assert not buffer.news.is_set()
-    for position in range(1, 5):
-        feed.add(TRACK, rows(position, position + 1))
-        feed.extend(TRACK, [7])
-    assert one_by_one(buffer) == []
-    async with asyncio.timeout(10):
-        await buffer.news.wait()
-    assert one_by_one(buffer) == [5]
-
-
-async def test_no_row_waits_for_later_rows_once_its_request_has_ended() -> None:
-    deliveries = Deliveries()
-    deliveries.feeds = 256
-    buffer, feed = fed(deliveries)
-    feed.close([])
-    assert one_by_one(buffer) == [1]
-    assert deliveries.feeds == 256
-
-
-async def test_no_row_waits_for_later_rows_where_memory_is_short() -> None:
-    deliveries = Deliveries()
-    deliveries.feeds = 256
-    buffer, feed = fed(deliveries, limit=16 * ROW)
-    assert one_by_one(buffer) == []
-    feed.add(TRACK, rows(1, 6))
-    assert one_by_one(buffer) == [1]
-
-
-async def test_feeds_that_end_in_any_way_no_longer_delay_others() -> None:
-    deliveries = Deliveries()
-    closed, discarded = (fed(deliveries)[1] for _ in range(2))
-    assert deliveries.feeds == 2
-    closed.close([])
-    closed.discard()
-    discarded.discard()
-    discarded.close([])
-    assert deliveries.feeds == 0
 
 
 def test_losses_are_told_once_in_their_place() -> None:
