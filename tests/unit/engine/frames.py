@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -133,6 +133,20 @@ class Server:
         with self._news:
             assert self._news.wait_for(lambda: len(self.events) >= count, 30)
             return [plain(event) for event in self.events]
+
+    def wait_for_rows(self, count: int) -> dict[str, list[int]]:
+        """The positions of all rows, by request, once so many rows have come."""
+        with self._news:
+            assert self._news.wait_for(lambda: len([*self._positions()]) >= count, 30)
+            came: dict[str, list[int]] = {}
+            for name, position in self._positions():
+                came.setdefault(name, []).append(position)
+            return came
+
+    def _positions(self) -> Iterator[tuple[str, int]]:
+        for event in self.events:
+            if isinstance(event, Rows):
+                yield from ((event.request_id, at) for at in event.positions.tolist())
 
     def close_loop(self) -> None:
         if not self.loop.is_closed():

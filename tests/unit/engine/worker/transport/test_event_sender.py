@@ -25,12 +25,15 @@ from rheostat_engine.channel.events import (
     RowsHead,
     encode_head,
 )
+from rheostat_engine.channel.row_batcher import REQUESTS_AT_ONCE
 from rheostat_engine.channel.staging import StagingRange
 from rheostat_engine.channel.worker_channel import EventQueue
 from rheostat_engine.worker.transport.event_sender import EventSender, Frame
 from rheostat_engine.worker.transport.row_sender import RowSender
 
 from ...frames import DOSE, ROWS_OF_2, ROWS_OF_7, Server, installed, int64, payload, released, rows
+
+MANY = REQUESTS_AT_ONCE + 4
 
 
 @pytest.fixture
@@ -92,6 +95,21 @@ def test_frames_that_are_made_of_something_late_keep_their_place(server: Server)
         (Released("next", (DOSE,), True, {}, 0, 0, (2, 9)),),
         (Installed("last", ""),),
     ]
+    event_sender.close()
+
+
+def test_rows_of_many_requests_that_wait_for_later_rows_arrive_without_later_frames(
+    server: Server,
+) -> None:
+    event_sender = EventSender(server.address)
+    for number in range(MANY):
+        event_sender.send(Frame(installed(f"r{number}", number=number)))
+    for position in range(3):
+        columns = (range(MANY), [0] * MANY, [position] * MANY, [1] * MANY)
+        head = RowsHead(0, "float32", 2, [[3]], *(int64(*column) for column in columns))
+        event_sender.send(Frame(server.stage(head, torch.full((MANY, 2), 1.0 * position))[0]))
+    came = server.wait_for_rows(3 * MANY)
+    assert came == {f"r{number}": [0, 1, 2] for number in range(MANY)}
     event_sender.close()
 
 
