@@ -10,6 +10,7 @@ import pytest
 
 from rheostat.captures import open_captures
 from rheostat_server.sinks import registry
+from rheostat_server.sinks.disk import Scratch
 from rheostat_wire.v1 import capture_pb2, engine_service_pb2, generation_pb2
 
 from ..conftest import Refusal, Running, narrow, rest
@@ -171,8 +172,16 @@ async def test_the_error_names_the_limit_that_was_full(starter, stalled) -> None
 
 
 async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_is_short(
-    starter, stalled, tmp_path
+    starter, stalled, tmp_path, monkeypatch
 ) -> None:
+    made: list[str] = []
+    create = Scratch.create
+
+    def counted(scratch: Scratch, name: str) -> int:
+        made.append(name)
+        return create(scratch, name)
+
+    monkeypatch.setattr(Scratch, "create", counted)
     slack = 1024 * KIB
     running = await starter(
         engine(),
@@ -182,10 +191,9 @@ async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_
     )
     sink = capture_pb2.SinkTarget(sink_name="disk")
     budget = running.host.budget
-    spools = peak(lambda: len([*tmp_path.glob(".parts/*/spool")]))
-    async with peak(lambda: budget.used) as most, spools as spooled:
+    async with peak(lambda: budget.used) as most:
         events = await outcome(await stalled(running, "a", [spec(FAIL, sink=sink)]))
-    assert spooled.value
+    assert made.count("spool") == 1
     assert 0 < most.value <= 64 * KIB + UNCOUNTED + slack
     assert events[-1].HasField("receipt")
     assert open_captures(tmp_path).verify() == 1

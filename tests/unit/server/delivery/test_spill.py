@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import threading
@@ -192,9 +193,11 @@ def failing(monkeypatch, call: str, number: int = errno.EIO) -> None:
 async def test_a_disk_that_takes_nothing_ends_the_subscription(spooling, monkeypatch) -> None:
     failing(monkeypatch, "pwrite")
     one = await Subscriber.open(spooling, stalled())
-    for number in range(6):
-        assert (await generate(spooling, f"r{number}", tokens=9))[-1].HasField("receipt")
-    refusal = await failure(one)
+    refused = asyncio.ensure_future(failure(one))
+    names = (f"r{number}" for number in itertools.count())
+    while not refused.done():  # rows that the disk did not take wait, and the next find no room
+        assert (await generate(spooling, next(names), tokens=9))[-1].HasField("receipt")
+    refusal = await refused
     assert (refusal.code, refusal.reason) == (Code.RESOURCE_EXHAUSTED, "REASON_CAPTURE_OVERFLOW")
     assert "cannot be written: Input/output error" in refusal.message
 

@@ -134,11 +134,14 @@ async def test_every_sample_is_measured(running) -> None:
 
 
 class Scoring(ScriptedBackend):
-    """Counts the prompt tokens of the scores that run; each runs for a while."""
+    """Counts the prompt tokens of the scores that run; none ends before `let_end` is set."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
+        self.let_end = asyncio.Event()
         self.tokens = self.most_tokens = 0
+        self.ended = 0
+        """Samples that have ended, of the request and of its baseline."""
 
     async def generate(self, job):
         score = "s@" in job.plan.request_id
@@ -146,9 +149,10 @@ class Scoring(ScriptedBackend):
         self.most_tokens = max(self.most_tokens, self.tokens)
         async for delta in super().generate(job):
             if score:
-                await asyncio.sleep(0.01)
+                await self.let_end.wait()
             yield delta
         self.tokens -= len(job.prompt) if score else 0
+        self.ended += not score
 
 
 @pytest.mark.parametrize(("step_tokens", "most"), [(1, 5), (10, 10), (14, 10), (1000, 30)])
@@ -156,10 +160,16 @@ async def test_the_scores_of_a_request_that_run_at_a_time_fit_into_a_step(
     starter, step_tokens, most
 ) -> None:
     running = await starter(Scoring(info=replace(INFO, step_tokens=step_tokens)))
-    events = await running.client.generate(compared(sampling=Sampling(max_tokens=2, n=6)))
+    backend = running.backend
+    call = running.client.generation.Generate(compared(sampling=Sampling(max_tokens=2, n=6)))
+    await until(lambda: backend.ended == 12 and backend.tokens >= most)
+    await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
+    assert backend.tokens == most  # no other score began, though it had the time
+    backend.let_end.set()
+    events = await rest(call)
     assert sorted(one.sample for one in of_kind(events, "divergence")) == [*range(6)]
     assert all(one.mean_kl > 0.1 for one in of_kind(events, "divergence"))
-    assert running.backend.most_tokens == most
+    assert backend.most_tokens == most
     await settled(running)
 
 
