@@ -213,7 +213,7 @@ def _serve(told: Connection) -> None:
             model="stand-in", port=0, subscriptions_bytes=_BUFFER, drain_grace=1.0
         )
         server = await start(config, bring_up)
-        subscriptions = server.readiness.host().subscriptions
+        subscriptions = server.readiness.manager().subscriptions
         backend.waiting = lambda: subscriptions.waiting_bytes
         told.send(server.port)
         while await asyncio.to_thread(told.recv) is not None:

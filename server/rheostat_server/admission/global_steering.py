@@ -78,7 +78,7 @@ class GlobalSteering:
         )
 
 
-class ServerWide:
+class GlobalSteeringState:
     """The server-wide steering that holds. Lives on the event loop."""
 
     def __init__(

@@ -34,11 +34,11 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
     ) -> AsyncGenerator[capture_service_pb2.SubscribeResponse, None]:
         """Rows as they are made."""
         try:
-            host = self._readiness.host()
+            manager = self._readiness.manager()
         except WarmingUp:
             await refuse_resumption(request_iterator)
             raise
-        answers = subscribe(request_iterator, host.subscriptions, host.late_attachment.attach)
+        answers = subscribe(request_iterator, manager.subscriptions, manager.late_attachment.attach)
         async with aclosing(answers) as responses:
             async for response in responses:
                 yield response
@@ -47,7 +47,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         self, request: capture_service_pb2.ListSinksRequest, context: Context
     ) -> capture_service_pb2.ListSinksResponse:
         """The sinks, by name."""
-        listed = self._readiness.host().sinks.listed()
+        listed = self._readiness.manager().sinks.listed()
         if request.page_token:
             (after,) = from_token(request.page_token, 1)
             listed = [one for one in listed if one.name > after]
@@ -68,7 +68,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         self, request: capture_service_pb2.GetArtifactsRequest, context: Context
     ) -> capture_service_pb2.GetArtifactsResponse:
         """What sinks wrote for a request."""
-        sinks = self._readiness.host().sinks
+        sinks = self._readiness.manager().sinks
         if not request.request_id:
             raise MissingField("a request id is required", field="request_id")
         validation.matches(request.request_id, validation.REQUEST_ID, "request_id")

@@ -28,20 +28,20 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self, request: engine_service_pb2.GetModelRequest, context: Context
     ) -> engine_service_pb2.GetModelResponse:
         """The model, its sites, limits and versions."""
-        return report_model(self._readiness.host())
+        return report_model(self._readiness.manager())
 
     async def GetStats(
         self, request: engine_service_pb2.GetStatsRequest, context: Context
     ) -> engine_service_pb2.GetStatsResponse:
         """Counters and gauges."""
-        host = self._readiness.host()
-        workers = await host.worker_stats.recent()
-        queue = host.backend.queue_stats()
-        counts = host.counts
-        row_bytes = host.sites.width * FloatType(host.sites.dtype).itemsize
+        manager = self._readiness.manager()
+        workers = await manager.worker_stats.recent()
+        queue = manager.backend.queue_stats()
+        counts = manager.counts
+        row_bytes = manager.sites.width * FloatType(manager.sites.dtype).itemsize
         response = _pb.GetStatsResponse(
             running_request_count=queue.running,
-            waiting_request_count=queue.waiting + host.line.waiting,
+            waiting_request_count=queue.waiting + manager.admission_queue.waiting,
             requests=_pb.RequestCounts(
                 admitted_count=counts.admitted,
                 completed_count=counts.completed,
@@ -54,27 +54,29 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 for variant, steps in sorted(workers.steps.items())
             ],
             used_bank_row_count=workers.bank_rows_used,
-            bank_row_count=host.sites.capacity.bank_rows,
+            bank_row_count=manager.sites.capacity.bank_rows,
             captured_row_count=workers.captured_rows,
             captured_bytes=workers.captured_rows * row_bytes,
-            dropped_row_count=host.deliveries.lost_rows,
+            dropped_row_count=manager.deliveries.lost_rows,
             overrun_row_count=workers.lost_rows,
-            spooled_row_count=host.spill_manager.rows if host.spill_manager is not None else 0,
+            spooled_row_count=manager.spill_manager.rows
+            if manager.spill_manager is not None
+            else 0,
             prefix_queried_token_count=queue.prefix_queried_token_count,
             prefix_hit_token_count=queue.prefix_hit_token_count,
-            subscription_count=len(host.subscriptions),
-            vector_count=len(host.store),
-            run_count=len(host.runs),
-            run_bytes=host.runs.used_bytes,
-            global_version=host.server_wide.current.version,
-            leaked_count=_leaked(host, workers),
+            subscription_count=len(manager.subscriptions),
+            vector_count=len(manager.store),
+            run_count=len(manager.runs),
+            run_bytes=manager.runs.used_bytes,
+            global_version=manager.server_wide.current.version,
+            leaked_count=_leaked(manager, workers),
             left_bytes=workers.left_bytes,
             plain_row_count=workers.plain_rows,
             ring_bytes=workers.ring_bytes,
             encode_bytes=workers.encode_bytes,
             staging_bytes=workers.staging_bytes,
-            request_buffer_bytes=host.budget.used,
-            subscription_buffer_bytes=host.subscriptions.used_bytes,
+            request_buffer_bytes=manager.budget.used,
+            subscription_buffer_bytes=manager.subscriptions.used_bytes,
         )
         response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))
         return response
@@ -99,9 +101,9 @@ def _seconds(duration: duration_pb2.Duration) -> float:
     return seconds
 
 
-def _leaked(host: RequestManager, workers: WorkerStats) -> int:
+def _leaked(manager: RequestManager, workers: WorkerStats) -> int:
     """What is still held although no request is there to hold it."""
-    if host.open_requests:
+    if manager.open_requests:
         return 0
-    held = host.ledger.requests + host.store.pins + host.runs.making + host.budget.used
+    held = manager.ledger.requests + manager.store.pins + manager.runs.making + manager.budget.used
     return held + workers.slots_used + workers.requests

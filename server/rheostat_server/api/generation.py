@@ -35,17 +35,17 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[generation_service_pb2.GenerateResponse, None]:
         """Runs one request."""
-        host = self._readiness.host()
+        manager = self._readiness.manager()
         begun = False
         try:
-            admitted = await admit(request, host.admission)
-            async with aclosing(run(admitted, host)) as responses:
+            admitted = await admit(request, manager.admission)
+            async with aclosing(run(admitted, manager)) as responses:
                 async for response in responses:
                     begun = True
                     if isinstance(response, _pb.GenerateResponse):
                         yield response
         except RheostatError:
-            host.counts.refused += not begun
+            manager.counts.refused += not begun
             raise
 
     async def Session(
@@ -54,26 +54,26 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> AsyncGenerator[generation_service_pb2.SessionResponse, None]:
         """Runs one request that its client may change meanwhile."""
-        host = self._readiness.host()
+        manager = self._readiness.manager()
         begun = False
         try:
-            async with aclosing(run_session(request_iterator, host)) as responses:
+            async with aclosing(run_session(request_iterator, manager)) as responses:
                 async for response in responses:
                     begun = True
                     yield response
         except RheostatError:
-            host.counts.refused += not begun
+            manager.counts.refused += not begun
             raise
 
     async def Explain(
         self, request: generation_service_pb2.ExplainRequest, context: Context
     ) -> generation_service_pb2.ExplainResponse:
         """What a request would do."""
-        host = self._readiness.host()
+        manager = self._readiness.manager()
         if not request.HasField("request"):
             raise MissingField("a request is required", field="request")
         try:
-            return await explain(await admit(request.request, host.admission), host)
+            return await explain(await admit(request.request, manager.admission), manager)
         except RheostatError as error:
             if error.field:
                 error.field = f"request.{error.field}"
@@ -83,7 +83,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.TokenizeRequest, context: Context
     ) -> generation_service_pb2.TokenizeResponse:
         """Token ids, text and offsets."""
-        prompt = await self._readiness.host().prompts.resolve(request, with_text=True)
+        prompt = await self._readiness.manager().prompts.resolve(request, with_text=True)
         return await offload(_TOKEN_BYTES * len(prompt.token_ids), _tokens, prompt)
 
 

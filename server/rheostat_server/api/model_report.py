@@ -32,9 +32,9 @@ _ALWAYS_SERVED = (
 _NO_GATE = "gates are not served yet"
 
 
-def report_model(host: RequestManager) -> engine_service_pb2.GetModelResponse:
-    """The model that a host serves."""
-    info, sites = host.info, host.sites
+def report_model(manager: RequestManager) -> engine_service_pb2.GetModelResponse:
+    """The model that a manager serves."""
+    info, sites = manager.info, manager.sites
     return _pb.GetModelResponse(
         model_name=info.name,
         architecture=sites.architecture,
@@ -44,13 +44,13 @@ def report_model(host: RequestManager) -> engine_service_pb2.GetModelResponse:
         lora_names=info.loras,
         dtype=FloatType(sites.dtype).wire,
         sites=_groups(sites),
-        has_tokenizer=host.prompts.has_tokenizer,
-        has_chat_template=host.prompts.has_chat_template,
+        has_tokenizer=manager.prompts.has_tokenizer,
+        has_chat_template=manager.prompts.has_chat_template,
         engine=_engine(info, sites),
-        limits=_limits(host),
+        limits=_limits(manager),
         build_version=build_version(),
         api_version="rheostat.v1",
-        features=_features(host),
+        features=_features(manager),
     )
 
 
@@ -62,12 +62,12 @@ def build_version() -> str:
         return "unknown"
 
 
-def _features(host: RequestManager) -> list[engine_service_pb2.Feature.ValueType]:
+def _features(manager: RequestManager) -> list[engine_service_pb2.Feature.ValueType]:
     """What is served: always, and because of how the server was started."""
     optional = {
-        _pb.FEATURE_SINKS: bool(host.sinks.listed()),
-        _pb.FEATURE_SPILL: host.spill_manager is not None,
-        _pb.FEATURE_LORA: bool(host.info.loras),
+        _pb.FEATURE_SINKS: bool(manager.sinks.listed()),
+        _pb.FEATURE_SPILL: manager.spill_manager is not None,
+        _pb.FEATURE_LORA: bool(manager.info.loras),
     }
     return sorted([*_ALWAYS_SERVED, *(feature for feature, there in optional.items() if there)])
 
@@ -140,12 +140,12 @@ def _engine(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Engine:
     )
 
 
-def _limits(host: RequestManager) -> engine_service_pb2.Limits:
-    info, sites = host.info, host.sites
+def _limits(manager: RequestManager) -> engine_service_pb2.Limits:
+    info, sites = manager.info, manager.sites
     wait = duration_pb2.Duration()
-    wait.FromMilliseconds(int(host.line.patience * 1000))
+    wait.FromMilliseconds(int(manager.admission_queue.timeout * 1000))
     window = duration_pb2.Duration()
-    window.FromMilliseconds(int(host.subscriptions.resume_window * 1000))
+    window.FromMilliseconds(int(manager.subscriptions.resume_window * 1000))
     return _pb.Limits(
         model_tokens=info.model_tokens,
         running_requests=info.running_samples,
@@ -158,10 +158,10 @@ def _limits(host: RequestManager) -> engine_service_pb2.Limits:
         inline_vector_bytes=limits.INLINE_VECTOR_BYTES,
         samples=limits.SAMPLES,
         logprobs=info.logprobs,
-        subscription_buffer_bytes=host.subscriptions.buffer_bytes,
+        subscription_buffer_bytes=manager.subscriptions.buffer_bytes,
         resume_window=window,
-        run_bytes=host.runs.capacity,
+        run_bytes=manager.runs.capacity,
         capacity_wait=wait,
-        request_buffer_bytes=host.budget.request_limit,
-        buffer_bytes=host.budget.limit,
+        request_buffer_bytes=manager.budget.request_limit,
+        buffer_bytes=manager.budget.limit,
     )

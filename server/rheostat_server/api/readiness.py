@@ -1,6 +1,6 @@
-"""Whether the server serves: the one place that services ask for their host.
+"""Whether the server serves: the one place that services ask for their manager.
 
-Invariant: health says SERVING exactly while `host` would not raise and requests are admitted.
+Invariant: health says SERVING exactly while `manager` would not raise and requests are admitted.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Readiness:
         """
         self.ended = asyncio.Event()
         self._set = set_health
-        self._host: RequestManager | None = None
+        self._manager: RequestManager | None = None
         self._losing: asyncio.Task[None] | None = None
         self._drains: set[asyncio.Task[Drained]] = set()
 
@@ -40,41 +40,41 @@ class Readiness:
         """Health says NOT_SERVING from now on."""
         self._set(HealthCheckResponse.NOT_SERVING)
 
-    async def serve(self, host: RequestManager) -> None:
-        """Takes the host in; health says SERVING."""
-        self._host = host
-        host.start(self._lose)
+    async def serve(self, manager: RequestManager) -> None:
+        """Takes the manager in; health says SERVING."""
+        self._manager = manager
+        manager.start(self._lose)
         self._set(HealthCheckResponse.SERVING)
-        _LOG.info("serving %s", host.info.name)
+        _LOG.info("serving %s", manager.info.name)
 
     @property
     def lost(self) -> str:
         """Why the engine is gone; empty while it is there."""
-        return self._host.lost if self._host is not None else ""
+        return self._manager.lost if self._manager is not None else ""
 
-    def host(self) -> RequestManager:
-        """The engine's host.
+    def manager(self) -> RequestManager:
+        """The engine's manager.
 
         Raises:
             WarmingUp: the model is being loaded.
             EngineLost: the engine is gone.
         """
-        host = self._loaded()
-        if host.lost:
-            raise EngineLost(host.lost)
-        return host
+        manager = self._loaded()
+        if manager.lost:
+            raise EngineLost(manager.lost)
+        return manager
 
     def _loaded(self) -> RequestManager:
-        if self._host is None:
+        if self._manager is None:
             raise WarmingUp("the model is being loaded", retry_after=_WARM_UP_RETRY)
-        return self._host
+        return self._manager
 
     async def drain(self, timeout: float | None) -> Drained:
         """Admits nothing more, waits for what runs, aborts what still runs after `timeout`."""
         self._set(HealthCheckResponse.NOT_SERVING)
-        if self._host is None:
+        if self._manager is None:
             return Drained(0, 0)
-        return await self._host.drain(timeout)
+        return await self._manager.drain(timeout)
 
     async def drain_and_end(self, timeout: float | None) -> Drained:
         """Drains, then ends the server; once begun it does both whoever stops waiting for it.

@@ -34,7 +34,7 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.ListRunsRequest, context: Context
     ) -> run_service_pb2.ListRunsResponse:
         """What is stored."""
-        runs = self._readiness.host().runs
+        runs = self._readiness.manager().runs
         after = _number(request.page_token) if request.page_token else 0
         found, more = runs.page(after, page_size(request.page_size))
         page = fitting(found, _weight)
@@ -49,7 +49,7 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.DeleteRunRequest, context: Context
     ) -> run_service_pb2.DeleteRunResponse:
         """Deletes a run."""
-        runs = self._readiness.host().runs
+        runs = self._readiness.manager().runs
         validation.matches(request.run_id, RUN_ID, "run_id")
         return _pb.DeleteRunResponse(freed_bytes=runs.delete(request.run_id, "run_id"))
 
@@ -57,7 +57,7 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.RenewLeaseRequest, context: Context
     ) -> run_service_pb2.RenewLeaseResponse:
         """Extends a run's lease."""
-        runs = self._readiness.host().runs
+        runs = self._readiness.manager().runs
         validation.matches(request.run_id, RUN_ID, "run_id")
         given = request.lease if request.HasField("lease") else None
         run = runs.renew(request.run_id, lease_seconds(given, "lease"), "run_id")

@@ -40,19 +40,19 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         context: Context,
     ) -> steering_service_pb2.PutVectorResponse:
         """Stores one vector."""
-        host = self._readiness.host()
+        manager = self._readiness.manager()
         arriving = self._uploads.receive(
-            request_iterator, host.sites.width, host.sites.num_layers, host.store.capacity
+            request_iterator, manager.sites.width, manager.sites.num_layers, manager.store.capacity
         )
         async with arriving as upload:
-            return await _store(upload, host)
+            return await _store(upload, manager)
 
     async def ListVectors(
         self, request: steering_service_pb2.ListVectorsRequest, context: Context
     ) -> steering_service_pb2.ListVectorsResponse:
         """What is stored."""
         validation.text_bytes(request.name_prefix, ID_BYTES, "name_prefix")
-        store = self._readiness.host().store
+        store = self._readiness.manager().store
         after = _key(request.page_token) if request.page_token else FIRST
         entries = store.entries(request.name_prefix, after)
         page = list(islice(entries, page_size(request.page_size)))
@@ -68,7 +68,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.GetVectorRequest, context: Context
     ) -> AsyncGenerator[steering_service_pb2.GetVectorResponse, None]:
         """One vector: a header, then chunks."""
-        store = self._readiness.host().store
+        store = self._readiness.manager().store
         kind = validation.required(request.WhichOneof("ref"), "", "digest and name")
         name, digest = request.name, request.digest
         if kind == "name":
@@ -86,27 +86,27 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.SetNameRequest, context: Context
     ) -> steering_service_pb2.SetNameResponse:
         """Puts a name on a vector that is stored."""
-        host = self._readiness.host()
+        manager = self._readiness.manager()
         validation.matches(request.name, validation.VECTOR_NAME, "name")
         _check_digest(request.digest, "digest")
         if request.expected_digest:
             _check_digest(request.expected_digest, "expected_digest")
         check_label("", request.description, "")
-        check_meant_sites(request.sites, host.sites.num_layers, "sites")
+        check_meant_sites(request.sites, manager.sites.num_layers, "sites")
         naming = Naming(
             digest=request.digest,
             expected=request.expected_digest if request.HasField("expected_digest") else None,
             description=request.description if request.HasField("description") else None,
             sites=_detached(request.sites) if request.HasField("sites") else None,
         )
-        previous = await host.persistent_vectors.set_name(request.name, naming)
+        previous = await manager.persistent_vectors.set_name(request.name, naming)
         return _pb.SetNameResponse(previous_digest=previous)
 
     async def DeleteName(
         self, request: steering_service_pb2.DeleteNameRequest, context: Context
     ) -> steering_service_pb2.DeleteNameResponse:
         """Takes a name off its vector."""
-        persistent_vectors = self._readiness.host().persistent_vectors
+        persistent_vectors = self._readiness.manager().persistent_vectors
         validation.matches(request.name, validation.VECTOR_NAME, "name")
         digest = await persistent_vectors.delete_name(request.name, "name")
         return _pb.DeleteNameResponse(digest=digest)
@@ -115,7 +115,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.DeriveVectorsRequest, context: Context
     ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
         """Makes vectors of two sets of prompts."""
-        events = self._derivations.derive(request, self._readiness.host())
+        events = self._derivations.derive(request, self._readiness.manager())
         async with aclosing(events) as responses:
             async for response in responses:
                 yield response
@@ -125,10 +125,10 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     ) -> steering_service_pb2.SetGlobalResponse:
         """Replaces the server-wide steering."""
         expected = request.expected_version if request.HasField("expected_version") else None
-        host = self._readiness.host()
+        manager = self._readiness.manager()
         refuse_probes_and_rules(request.policy, "policy")
         try:
-            after = await host.server_wide.set(request.policy.steering, expected)
+            after = await manager.server_wide.set(request.policy.steering, expected)
         except RheostatError as error:
             if error.field.startswith("steering"):
                 error.field = f"policy.{error.field}"
@@ -139,7 +139,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.GetGlobalRequest, context: Context
     ) -> steering_service_pb2.GetGlobalResponse:
         """The server-wide steering."""
-        held = self._readiness.host().server_wide.current
+        held = self._readiness.manager().server_wide.current
         response = _pb.GetGlobalResponse(
             policy=_pb.Policy(steering=held.steering), version=held.version
         )
@@ -148,14 +148,14 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         return response
 
 
-async def _store(upload: Upload, host: RequestManager) -> steering_service_pb2.PutVectorResponse:
+async def _store(upload: Upload, manager: RequestManager) -> steering_service_pb2.PutVectorResponse:
     header, vector = upload
     if not header.name:
-        existed = await host.persistent_vectors.put(vector)
+        existed = await manager.persistent_vectors.put(vector)
         return _pb.PutVectorResponse(digest=vector.digest, existed=existed)
     sites = header.sites if header.HasField("sites") else None
     label = Name(vector.digest, header.description, sites)
-    result = await host.persistent_vectors.put_named(vector, header.name, label)
+    result = await manager.persistent_vectors.put_named(vector, header.name, label)
     return _pb.PutVectorResponse(
         digest=vector.digest, existed=result.existed, previous_digest=result.previous
     )

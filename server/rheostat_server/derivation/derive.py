@@ -93,16 +93,16 @@ class Derivations:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def derive(
-        self, request: steering_service_pb2.DeriveVectorsRequest, host: RequestManager
+        self, request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
     ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
         """Makes vectors and stores them. Yields progress while prompts run, the vectors last.
 
         Raises:
             RheostatError: the request is wrong, there is no room, or a prompt failed.
         """
-        order = _check(request, host)
+        order = _check(request, manager)
         with self._room(order.size):
-            async with aclosing(_derive(order, host, self._turns)) as events:
+            async with aclosing(_derive(order, manager, self._turns)) as events:
                 async for event in events:
                     yield event
 
@@ -122,12 +122,12 @@ class Derivations:
             self._held -= size
 
 
-def _check(request: steering_service_pb2.DeriveVectorsRequest, host: RequestManager) -> _Order:
+def _check(request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager) -> _Order:
     _check_prompts(request.positive, "positive")
     _check_prompts(request.negative, "negative")
     if not request.HasField("sites"):
         raise MissingField("sites are required", field="sites")
-    selection = resolve_sites(request.sites, host.sites, "sites")
+    selection = resolve_sites(request.sites, manager.sites, "sites")
     refuse_what_is_no_stream(selection, "sites")
     reading = Reading(
         request.sites,
@@ -136,7 +136,7 @@ def _check(request: steering_service_pb2.DeriveVectorsRequest, host: RequestMana
         request.lora_name,
     )
     order = _Order(
-        request, reading, selection.layers, _method(request), _names(request), host.sites.width
+        request, reading, selection.layers, _method(request), _names(request), manager.sites.width
     )
     if order.size > DERIVED_BYTES:
         raise InvalidValue(
@@ -145,9 +145,9 @@ def _check(request: steering_service_pb2.DeriveVectorsRequest, host: RequestMana
             field="sites",
         )
     stored = len(selection.sites) * order.width * FloatType.FLOAT32.itemsize
-    if stored > host.store.capacity:
+    if stored > manager.store.capacity:
         raise StoreFull(
-            f"the vectors take {stored} bytes; the whole store has {host.store.capacity}. Raise "
+            f"the vectors take {stored} bytes; the whole store has {manager.store.capacity}. Raise "
             "the server's --vector-store-mib",
             field="sites",
         )
@@ -190,7 +190,7 @@ def _names(request: steering_service_pb2.DeriveVectorsRequest) -> tuple[str, ...
 
 
 async def _derive(
-    order: _Order, host: RequestManager, turns: asyncio.Semaphore
+    order: _Order, manager: RequestManager, turns: asyncio.Semaphore
 ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
     request, sites = order.request, order.reading.sites
     positive, negative = (
@@ -205,7 +205,7 @@ async def _derive(
         )
         for index, prompt in enumerate(prompts)
     ]
-    async with aclosing(_run(jobs, order.reading, host, turns)) as counts:
+    async with aclosing(_run(jobs, order.reading, manager, turns)) as counts:
         async for done in counts:
             progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
             yield _pb.DeriveVectorsResponse(progress=progress)
@@ -224,11 +224,11 @@ async def _derive(
         )
         for site, direction, norm in zip(sites, directions, norms.tolist(), strict=True)
     ]
-    yield _pb.DeriveVectorsResponse(derived=await _stored(order, directions, rows, host))
+    yield _pb.DeriveVectorsResponse(derived=await _stored(order, directions, rows, manager))
 
 
 async def _run(
-    jobs: Sequence[_Job], reading: Reading, host: RequestManager, turns: asyncio.Semaphore
+    jobs: Sequence[_Job], reading: Reading, manager: RequestManager, turns: asyncio.Semaphore
 ) -> AsyncGenerator[int, None]:
     """Runs prompts; yields how many have run, at first 0.
 
@@ -237,7 +237,7 @@ async def _run(
     Args:
         jobs: the prompts.
         reading: what is read of each.
-        host: where they run.
+        manager: where they run.
         turns: one for each prompt that may run now, shared by all calls.
     """
     waiting, done, changed = iter(jobs), 0, asyncio.Event()
@@ -246,7 +246,7 @@ async def _run(
         nonlocal done
         for job in waiting:
             async with turns:
-                mean = await read_prompt(job.prompt, job.path, reading, host)
+                mean = await read_prompt(job.prompt, job.path, reading, manager)
             job.rows.take(job.place, mean)
             done += 1
             changed.set()
@@ -281,7 +281,7 @@ async def _stored(
     order: _Order,
     directions: Sequence[Direction],  # one per site
     rows: Sequence[steering_service_pb2.DerivedRow],  # one per site
-    host: RequestManager,
+    manager: RequestManager,
 ) -> steering_service_pb2.DerivedVectors:
     """Stores the vectors, all of which are made before the first is stored."""
     points = [to_wire(site).point for site in order.reading.sites]
@@ -297,20 +297,23 @@ async def _stored(
         )
         made.append((derived, vector))
     for derived, vector in made:
-        await _store(derived, vector, order, host)
+        await _store(derived, vector, order, manager)
     return _pb.DerivedVectors(vectors=[derived for derived, _ in made])
 
 
 async def _store(
-    derived: steering_service_pb2.DerivedVector, vector: Vector, order: _Order, host: RequestManager
+    derived: steering_service_pb2.DerivedVector,
+    vector: Vector,
+    order: _Order,
+    manager: RequestManager,
 ) -> None:
     if not derived.name:
-        await host.persistent_vectors.put(vector)
+        await manager.persistent_vectors.put(vector)
         return
     sites = types_pb2.SiteSet(points=[derived.point], list=types_pb2.LayerList(layers=order.layers))
     label = Name(vector.digest, order.request.description, sites)
     try:
-        await host.persistent_vectors.put_named(vector, derived.name, label)
+        await manager.persistent_vectors.put_named(vector, derived.name, label)
     except RheostatError as error:
         error.field = "name" if error.field else ""
         raise

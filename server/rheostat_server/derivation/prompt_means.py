@@ -87,7 +87,7 @@ def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selecto
 
 
 async def read_prompt(
-    prompt: types_pb2.Prompt, path: str, reading: Reading, host: RequestManager
+    prompt: types_pb2.Prompt, path: str, reading: Reading, manager: RequestManager
 ) -> PromptMean:
     """Runs a prompt. Leaving early aborts it.
 
@@ -95,22 +95,22 @@ async def read_prompt(
         prompt: with one of its fields set.
         path: the prompt's own, for errors.
         reading: what is read of it.
-        host: where it runs.
+        manager: where it runs.
 
     Raises:
         RheostatError: it cannot run, or failed.
     """
     with _told_of(path):
-        admitted = await admit(_request(prompt, reading), host.admission)
+        admitted = await admit(_request(prompt, reading), manager.admission)
         count = _selected(admitted, reading.where)
-        mean = _Mean(reading.sites, host.sites.width)
-        async with aclosing(run(admitted, host)) as responses:
+        mean = _Mean(reading.sites, manager.sites.width)
+        async with aclosing(run(admitted, manager)) as responses:
             async for response in responses:
                 if isinstance(response, Response) and response.HasField("captured"):
                     part = response.captured
                     await offload(len(part.tensor.inline), mean.add, part)
         if not mean.complete(count):
-            if host.draining:
+            if manager.draining:
                 raise Draining("the server is ending; it did not run all prompts")
             raise Defect("the engine did not deliver every row")
         result = await offload(mean.nbytes, mean.result)

@@ -1,7 +1,7 @@
-"""Room in the engine: who enters, and when.
+"""Admission to the engine: reserves capacity for requests, first come, first served.
 
-Invariants: nothing enters without room for all of it; first come, first served: as long as one
-waits, nobody who came later takes anything new, however little it needs.
+Invariants: a request gets everything that it needs, or nothing. While a request waits, later
+requests may share resources that others have reserved, but may not reserve new ones.
 """
 
 import asyncio
@@ -14,211 +14,222 @@ from rheostat_engine import Capacity, CapacityLedger, CaptureNeed, Plan, Shortag
 from rheostat_server.errors import BankFull, CaptureOverflow, RheostatError
 
 RETRY = 1.0
-"""Seconds after which another attempt makes sense where nobody can know."""
+"""Seconds after which a client should try again if no better time is known."""
 
 
 class Reservation(NamedTuple):
-    """What a request needs."""
+    """Capacity for the samples of a request that run the same plan."""
 
     plan: Plan
-    """What it does."""
-    runs: int = 1
-    """How many of the engine's requests do it at the same time."""
+    """The plan."""
+    samples: int = 1
+    """Number of samples that run at the same time."""
 
 
 @dataclass(eq=False)
 class _QueuedRequest:
-    """A request that waits."""
+    """A request that waits for capacity."""
 
-    rooms: Sequence[Reservation]
+    reservations: Sequence[Reservation]
     prompt_len: int
-    held: list[str]
+    reserved: list[str]
     granted: asyncio.Future[None]
     shortage: Shortage | None = None
+    """Why the last attempt failed. None: there was no attempt, because others were first."""
     used: int = 0
-    """How much was held of what is short when it was found to be."""
+    """How much of the short resource was reserved at the last attempt."""
 
 
 class AdmissionQueue:
-    """The ledger of what the engine can hold, and the requests that wait for it, in turn."""
+    """The ledger of the engine's capacity, and the requests that wait for capacity."""
 
-    def __init__(self, capacity: Capacity, *, step_tokens: int, patience: float) -> None:
-        """Nothing is held and nobody waits.
+    def __init__(self, capacity: Capacity, *, step_tokens: int, timeout: float) -> None:
+        """Makes an empty queue with an empty ledger.
 
         Args:
-            capacity: of the engine.
-            step_tokens: tokens that one step computes at most.
-            patience: seconds that a request waits at most.
+            capacity: the capacity of the engine.
+            step_tokens: the most tokens that one step computes.
+            timeout: seconds after which a waiting request is refused.
         """
         self.ledger = CapacityLedger(capacity)
         self._capacity = capacity
         self.step_tokens = step_tokens
-        self.patience = patience
-        self._tickets: deque[_QueuedRequest] = deque()
+        self.timeout = timeout
+        self._queue: deque[_QueuedRequest] = deque()
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
-        return len(self._tickets)
+        """Number of requests that wait."""
+        return len(self._queue)
 
-    async def enter(
-        self, rooms: Sequence[Reservation], *, prompt_len: int, wait: bool, held: list[str]
+    async def reserve(
+        self,
+        reservations: Sequence[Reservation],
+        *,
+        prompt_len: int,
+        wait: bool,
+        reserved: list[str],
     ) -> None:
-        """Reserves rooms, all together, in turn.
+        """Reserves capacity for a request; waits for it in turn.
 
         Args:
-            rooms: of one request.
+            reservations: everything that the request needs.
             prompt_len: tokens of its prompt.
-            wait: whether it waits if there is no room now.
-            held: gets the ids that hold something from then on, for `leave`; also if this is
-                cancelled at the last moment.
+            wait: whether the request waits if the engine has too little capacity now.
+            reserved: receives the ids of the new ledger entries, for `release`. A request that is
+                cancelled at the last moment has entries too.
 
         Raises:
-            BankFull, CaptureOverflow: there is no room, not in time, or never will be.
+            BankFull, CaptureOverflow: the engine has too little capacity, now or even when empty.
         """
         shortage = None
-        if not self._tickets:
-            shortage = self._admit(rooms, prompt_len, held)
+        if not self._queue:
+            shortage = self._admit(reservations, prompt_len, reserved)
             if shortage is None:
                 return
-        self.refuse_what_never_fits(rooms, prompt_len)
+        self.check_ever_fits(reservations, prompt_len)
         if not wait:
-            raise _no_room(shortage)
-        ticket = _QueuedRequest(rooms, prompt_len, held, asyncio.get_running_loop().create_future())
-        self._note(ticket, shortage)
-        self._tickets.append(ticket)
+            raise _no_capacity(shortage)
+        queued = _QueuedRequest(
+            reservations, prompt_len, reserved, asyncio.get_running_loop().create_future()
+        )
+        self._note_shortage(queued, shortage)
+        self._queue.append(queued)
         try:
-            async with asyncio.timeout(self.patience):
-                await ticket.granted
+            async with asyncio.timeout(self.timeout):
+                await queued.granted
         except TimeoutError as error:
-            raise _no_room(ticket.shortage) from error
+            raise _no_capacity(queued.shortage) from error
         finally:
-            if ticket in self._tickets:
-                self._tickets.remove(ticket)
+            if queued in self._queue:
+                self._queue.remove(queued)
                 self._advance()
 
-    def fits_now(self, rooms: Sequence[Reservation], prompt_len: int) -> bool:
-        """Whether `enter` would reserve rooms at once."""
-        held: list[str] = []
-        fits = not self._tickets and self._admit(rooms, prompt_len, held) is None
-        for plan_id in held:
+    def fits_now(self, reservations: Sequence[Reservation], prompt_len: int) -> bool:
+        """Whether `reserve` would return without waiting."""
+        reserved: list[str] = []
+        fits = not self._queue and self._admit(reservations, prompt_len, reserved) is None
+        for plan_id in reserved:
             self.ledger.release(plan_id)
         return fits
 
-    def enter_now(self, room: Reservation, *, prompt_len: int, held: list[str]) -> None:
-        """Reserves a room at once. While others wait, it must need nothing new.
+    def reserve_now(
+        self, reservation: Reservation, *, prompt_len: int, reserved: list[str]
+    ) -> None:
+        """Reserves capacity without waiting. While requests wait, it may only share resources.
 
         Raises:
-            BankFull, CaptureOverflow: there is no room.
+            BankFull, CaptureOverflow: the engine has too little capacity now.
         """
-        if self._tickets:
-            lacking = self.ledger.lacks(room.plan)
+        if self._queue:
+            lacking = self.ledger.lacks(reservation.plan)
             del lacking["intervals"]  # every new plan has some of its own
-            if room.plan.captures or lacking.total():
-                raise _no_room(None)
-        shortage = self._admit([room], prompt_len, held)
+            if reservation.plan.captures or lacking.total():
+                raise _no_capacity(None)
+        shortage = self._admit([reservation], prompt_len, reserved)
         if shortage is not None:
-            self.refuse_what_never_fits([room], prompt_len)
-            raise _no_room(shortage)
+            self.check_ever_fits([reservation], prompt_len)
+            raise _no_capacity(shortage)
 
-    def observe(self, name: str, need: CaptureNeed, held: list[str]) -> None:
-        """Changes what is reserved for captures beside a running request's plan, at once.
+    def reserve_captures(self, name: str, need: CaptureNeed, reserved: list[str]) -> None:
+        """Changes the capacity that observers of a running request use, without waiting.
 
-        While others wait, nothing more may be reserved, because they came first.
+        While requests wait, it may only shrink, because they came first.
 
         Args:
-            name: of the reservation; see `CapacityLedger.observe`.
-            need: what is reserved from now on.
-            held: gets the name while something is reserved, for `leave`.
+            name: name of the ledger entry; see `CapacityLedger.observe`.
+            need: the capacity from now on.
+            reserved: contains the name while `need` is not empty, for `release`.
 
         Raises:
-            BankFull, CaptureOverflow: there is no room.
+            BankFull, CaptureOverflow: the engine has too little capacity now.
         """
         before = self.ledger.observed(name)
-        if self._tickets and (need.rows > before.rows or need.sites > before.sites):
-            raise _no_room(None)
+        if self._queue and (need.rows > before.rows or need.sites > before.sites):
+            raise _no_capacity(None)
         shortage = self.ledger.observe(name, need, max_step_tokens=self.step_tokens)
         if shortage is not None:
-            raise _no_room(shortage)
-        if name in held:
-            held.remove(name)
+            raise _no_capacity(shortage)
+        if name in reserved:
+            reserved.remove(name)
         if need.sites:
-            held.append(name)
+            reserved.append(name)
         self._advance()
 
-    def leave(self, held: list[str]) -> None:
-        """Gives back what ids hold, and lets in who waits; empties `held`."""
-        for plan_id in held:
+    def release(self, reserved: list[str]) -> None:
+        """Releases ledger entries, empties `reserved`, and admits waiting requests."""
+        for plan_id in reserved:
             self.ledger.release(plan_id)
-        held.clear()
+        reserved.clear()
         self._advance()
 
     def close(self, error: RheostatError) -> None:
-        """Refuses all who wait."""
-        for ticket in self._tickets:
-            if not ticket.granted.done():
-                ticket.granted.set_exception(error)
-        self._tickets.clear()
+        """Refuses all waiting requests."""
+        for queued in self._queue:
+            if not queued.granted.done():
+                queued.granted.set_exception(error)
+        self._queue.clear()
 
     def _advance(self) -> None:
-        """Lets in who comes next, as far as there is room."""
-        while self._tickets:
-            ticket = self._tickets[0]
-            if ticket.granted.done():  # it gave up, and has not left yet
-                self._tickets.popleft()
+        """Admits waiting requests in order, until one does not fit."""
+        while self._queue:
+            queued = self._queue[0]
+            if queued.granted.done():  # its wait has ended, and it is about to leave the queue
+                self._queue.popleft()
                 continue
-            if self._still_short(ticket):
+            if self._still_short(queued):
                 return
-            shortage = self._admit(ticket.rooms, ticket.prompt_len, ticket.held)
+            shortage = self._admit(queued.reservations, queued.prompt_len, queued.reserved)
             if shortage is not None:
-                self._note(ticket, shortage)
+                self._note_shortage(queued, shortage)
                 return
-            self._tickets.popleft()
-            ticket.granted.set_result(None)
+            self._queue.popleft()
+            queued.granted.set_result(None)
 
-    def _note(self, ticket: _QueuedRequest, shortage: Shortage | None) -> None:
-        ticket.shortage = shortage
-        ticket.used = self.ledger.used(shortage.resource) if shortage is not None else 0
+    def _note_shortage(self, queued: _QueuedRequest, shortage: Shortage | None) -> None:
+        queued.shortage = shortage
+        queued.used = self.ledger.used(shortage.resource) if shortage is not None else 0
 
-    def _still_short(self, ticket: _QueuedRequest) -> bool:
-        """Whether too little came free since to look again, which takes long for large plans.
+    def _still_short(self, queued: _QueuedRequest) -> bool:
+        """Whether so little was released that another attempt must fail.
 
-        What the first in line needs beyond what others hold can only grow while it waits. Rows of
-        captures are an exception: once no step can overflow the ring, as many enter as come.
+        An attempt takes long for a large plan. The capacity that the first request lacks can only
+        grow while it waits. Rows of captures are an exception: once no step can overflow the ring,
+        any number of requests fits.
         """
-        shortage = ticket.shortage
+        shortage = queued.shortage
         if shortage is None or shortage.resource == "capture_rows":
             return False
-        freed = ticket.used - self.ledger.used(shortage.resource)
+        freed = queued.used - self.ledger.used(shortage.resource)
         return freed < shortage.needed - shortage.free
 
     def _admit(
-        self, rooms: Sequence[Reservation], prompt_len: int, held: list[str]
+        self, reservations: Sequence[Reservation], prompt_len: int, reserved: list[str]
     ) -> Shortage | None:
-        shortage, entered = _enter(self.ledger, rooms, prompt_len, self.step_tokens)
-        held += entered
+        shortage, entered = _enter(self.ledger, reservations, prompt_len, self.step_tokens)
+        reserved += entered
         return shortage
 
-    def refuse_what_never_fits(self, rooms: Sequence[Reservation], prompt_len: int) -> None:
-        """Refuses what there is no room for even in an empty engine.
+    def check_ever_fits(self, reservations: Sequence[Reservation], prompt_len: int) -> None:
+        """Checks that an empty engine has the capacity for a request.
 
         Raises:
-            BankFull, CaptureOverflow: there never is.
+            BankFull, CaptureOverflow: it does not.
         """
         empty = CapacityLedger(self._capacity)
-        shortage, _ = _enter(empty, rooms, prompt_len, self.step_tokens)
+        shortage, _ = _enter(empty, reservations, prompt_len, self.step_tokens)
         if shortage is not None:
             raise _refusal(shortage, retry_after=None)
 
 
 def _enter(
-    ledger: CapacityLedger, rooms: Sequence[Reservation], prompt_len: int, step_tokens: int
+    ledger: CapacityLedger, reservations: Sequence[Reservation], prompt_len: int, step_tokens: int
 ) -> tuple[Shortage | None, list[str]]:
-    """Enters all rooms or none; says what is missing, and which ids entered."""
+    """Enters all reservations or none. Returns the shortage, and the ids that were entered."""
     entered: list[str] = []
-    for plan, runs in rooms:
+    for plan, samples in reservations:
         shortage = ledger.admit(
-            plan, prompt_len=prompt_len, max_step_tokens=step_tokens, samples=runs
+            plan, prompt_len=prompt_len, max_step_tokens=step_tokens, samples=samples
         )
         if shortage is not None:
             for plan_id in entered:
@@ -228,11 +239,11 @@ def _enter(
     return None, entered
 
 
-def _no_room(shortage: Shortage | None) -> RheostatError:
-    """Why there is no room now; None: others wait in line."""
+def _no_capacity(shortage: Shortage | None) -> RheostatError:
+    """The error of a request that is refused now. None: other requests came first."""
     if shortage is None:
         return BankFull(
-            "others wait for room and come first; try again",
+            "other requests wait for capacity and come first; try again",
             field="steering",
             retry_after=RETRY,
         )

@@ -55,15 +55,15 @@ class Preparation:
 class Preparations:
     """The preparations of all requests. Used on the event loop alone."""
 
-    def __init__(self, backend: Backend, line: AdmissionQueue) -> None:
+    def __init__(self, backend: Backend, queue: AdmissionQueue) -> None:
         """There are no preparations.
 
         Args:
             backend: its workers build the tables.
-            line: its ledger counts the resources of the workers.
+            queue: its ledger counts the resources of the workers.
         """
         self._backend = backend
-        self._line = line
+        self._queue = queue
         self._numbers = itertools.count()
         self._held: dict[_Key, Preparation] = {}
         self._building: deque[Preparation] = deque()
@@ -134,7 +134,7 @@ class Preparations:
         name = f"prepared {next(self._numbers)}"
         # The request's own entry holds all that this one needs, so that it always fits.
         entry = replace(plan, request_id=name)
-        self._line.ledger.admit(entry, prompt_len=1, max_step_tokens=1, samples=0)
+        self._queue.ledger.admit(entry, prompt_len=1, max_step_tokens=1, samples=0)
         ready = asyncio.get_running_loop().create_future()
         one = self._held[key] = Preparation(key, name, entry, ready)
         self._building.append(one)
@@ -160,7 +160,7 @@ class Preparations:
 
     def _look(self) -> None:
         """If the engine is idle, has the workers release tables that no request uses."""
-        if self._line.ledger.requests:
+        if self._queue.ledger.requests:
             self._look_later()
             return
         self._timer = None
@@ -174,9 +174,9 @@ class Preparations:
         try:
             left = await self._backend.forget(names)
         finally:
-            self._line.leave(names)
+            self._queue.release(names)
         self._sweeping = self._sweeping and left
-        if self._sweeping and self._line.ledger.requests:
+        if self._sweeping and self._queue.ledger.requests:
             # Their steps release parts. The rest is released when these requests have ended.
             self._sweeping = False
             if self._timer is None:

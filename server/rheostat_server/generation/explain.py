@@ -29,18 +29,18 @@ _SITE_BYTES = 128
 
 
 async def explain(
-    admitted: AdmittedRequest, host: RequestManager
+    admitted: AdmittedRequest, manager: RequestManager
 ) -> generation_service_pb2.ExplainResponse:
     """Explains a request. Few large requests are explained at a time; see `LARGE_REQUESTS`.
 
     Raises:
         ResourceExhausted: the request could never run.
     """
-    plan = replace(admitted.plan, epoch=host.epoch)
+    plan = replace(admitted.plan, epoch=manager.epoch)
     work = plan_work(plan) + explain_work(admitted)
-    async with host.admission.large if work > OFFLOAD_BYTES else nullcontext():
+    async with manager.admission.large if work > OFFLOAD_BYTES else nullcontext():
         answer = await offload(work, _explain, admitted, plan)
-    answer.new_bank_row_count = host.new_bank_row_count(admitted)
+    answer.new_bank_row_count = manager.new_bank_row_count(admitted)
     return answer
 
 

@@ -23,7 +23,7 @@ _SITE_BYTES = 256
 
 def receipt_work(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
     """Bytes that `write_receipt` counts for; see `offload`."""
-    longest = max(samples, key=lambda sample: len(sample.amendments))
+    longest = max(samples, key=lambda sample: len(sample.steering_changes))
     parts = [one for period in _periods(admitted, longest) for one in period.acting]
     work = sum(_SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in parts)
     tokens = sum(len(sample.tokens) for sample in samples)
@@ -54,7 +54,7 @@ def write_receipt(
         recomputed_token_count=sum(released.recomputed for released in ended),
         preemption_count=sum(released.preemptions for released in ended),
         global_version=admitted.server_wide.version,
-        update_count=len({one.update_id for sample in samples for one in sample.amendments}),
+        update_count=len({one.update_id for sample in samples for one in sample.steering_changes}),
     )
     _add_captures(receipt, admitted, handed_over, runs)
     for record in _records(admitted, samples):
@@ -151,11 +151,11 @@ class _Period(NamedTuple):
 
 def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
     """What acted, in the order of the acts in the sample's plan as it ended; see `amend`."""
-    ends = [amendment.first for amendment in sample.amendments]
+    ends = [change.first for change in sample.steering_changes]
     yield _Period(admitted.interventions, 0, 0, min(ends, default=OPEN_END))
-    for index, amendment in enumerate(sample.amendments):
+    for index, change in enumerate(sample.steering_changes):
         end = min(ends[index + 1 :], default=OPEN_END)
-        yield _Period(amendment.interventions, amendment.update_id, amendment.first, end)
+        yield _Period(change.interventions, change.update_id, change.first, end)
 
 
 def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:

@@ -37,22 +37,22 @@ Companion = Callable[[ActiveRequest], Coroutine[None, None, None]]
 
 
 async def run(
-    admitted: AdmittedRequest, host: RequestManager, companion: Companion | None = None
+    admitted: AdmittedRequest, manager: RequestManager, companion: Companion | None = None
 ) -> AsyncGenerator[Response | Notice, None]:
     """Runs a request, and yields its responses.
 
     Args:
         admitted: the request.
-        host: the engine that runs it.
+        manager: the engine that runs it.
         companion: updates the running request. Without a companion, no `Notice` is yielded.
 
     Raises:
         RheostatError: the request could not start, or failed.
     """
-    async with host.fly(admitted) as active:
+    async with manager.run_request(admitted) as active:
         active.interrupt = interrupter()
-        yield _started(admitted, host)
-        stream = _Stream(admitted, active, host)
+        yield _started(admitted, manager)
+        stream = _Stream(admitted, active, manager)
         beside = asyncio.create_task(companion(active)) if companion is not None else None
         try:
             async for response in stream.responses():
@@ -62,28 +62,30 @@ async def run(
                 beside.cancel()
                 await asyncio.wait({beside})
         active.finish()
-        host.leave_engine(active)
+        manager.release_engine(active)
         await active.outputs.written()
-        work = receipt_work(admitted, stream.own)
+        work = receipt_work(admitted, stream.own_samples)
         handed_over = active.outputs.handed_over()
         runs = active.outputs.keep_runs()
-        receipt = await offload(work, write_receipt, admitted, stream.own, handed_over, runs)
+        receipt = await offload(
+            work, write_receipt, admitted, stream.own_samples, handed_over, runs
+        )
         yield Response(receipt=receipt)
         active.completed = True
     LOG.debug(
         "request %s: %d prompt tokens, %d generated, %d interventions, %d captures",
         admitted.request_id,
         admitted.prompt_len,
-        sum(len(sample.tokens) for sample in stream.own),
+        sum(len(sample.tokens) for sample in stream.own_samples),
         len(admitted.interventions),
         len(admitted.captures),
     )
 
 
-def _started(admitted: AdmittedRequest, host: RequestManager) -> Response:
+def _started(admitted: AdmittedRequest, manager: RequestManager) -> Response:
     started = generation_pb2.Started(
         request_id=admitted.request_id,
-        model_name=host.info.name,
+        model_name=manager.info.name,
         prompt_token_count=admitted.prompt_len,
     )
     if admitted.return_prompt_token_ids:
@@ -96,7 +98,7 @@ class _Stream:
     """Turns the items of a flight's queue into responses."""
 
     def __init__(
-        self, admitted: AdmittedRequest, active: ActiveRequest, host: RequestManager
+        self, admitted: AdmittedRequest, active: ActiveRequest, manager: RequestManager
     ) -> None:
         self._samples = {
             sequence: Sample(admitted, sequence, active.admitted_at, active.queue.byte_counter)
@@ -111,25 +113,25 @@ class _Stream:
         """The sequences that may still produce something."""
         self._admitted = admitted
         self._active = active
-        self._host = host
+        self._manager = manager
         self._held_back: dict[EngineSequence, WaitingDeltas] = {}
         """Tokens that may not be sent yet: the sample's plan is not installed, or the prompt's
         log-probabilities have to be sent first."""
         wanted = admitted.sampling.prompt_logprobs is not None
-        self._prompt_logprobs_due = {sequence.role for sequence in active.sequences if wanted}
+        self._prompt_logprobs_due = {sequence.kind for sequence in active.sequences if wanted}
         self._silence = UNSCHEDULED_GRACE
         self._lost = 0
         """Rows that were lost although their policy allows no loss."""
 
     @property
-    def own(self) -> list[Sample]:
+    def own_samples(self) -> list[Sample]:
         """The request's own samples, in order."""
-        return [self._samples[sequence] for sequence in self._active.own]
+        return [self._samples[sequence] for sequence in self._active.own_samples]
 
     async def responses(self) -> AsyncIterator[Response | Notice]:
         """Every message between Started and Receipt."""
         active = self._active
-        while active.unanswered or self._open:
+        while active.pending_notices or self._open:
             item = await self._next()
             if isinstance(item, ResponseItem):
                 for response in self._take(item):
@@ -142,7 +144,7 @@ class _Stream:
                 yield item
             # Rows take turns with tokens. If they waited until the queue is empty, rows of many
             # samples would never leave, and the request would fail as if its reader were slow.
-            while (rows := active.inline.take()) is not None:
+            while (rows := active.response_rows.take()) is not None:
                 yield await self._rows(rows)
                 if len(active.queue):
                     break
@@ -155,9 +157,9 @@ class _Stream:
         """Yields the remaining rows after all samples have ended."""
         self._active.finish()
         while True:
-            while (rows := self._active.inline.take()) is not None:
+            while (rows := self._active.response_rows.take()) is not None:
                 yield await self._rows(rows)
-            if self._active.inline.ended:
+            if self._active.response_rows.ended:
                 return
             item = await self._active.next()
             if not isinstance(item, ResponseItem | Sign):
@@ -170,7 +172,7 @@ class _Stream:
         wait, because their reports would come within the same time.
         """
         active = self._active
-        if active.unanswered:
+        if active.pending_notices:
             return await active.next()
         for sequence in self._open:
             if not sequence.ended:
@@ -224,7 +226,7 @@ class _Stream:
         if (
             self._prompt_logprobs_due
             and sequence.sample > 0
-            and sequence.role in self._prompt_logprobs_due
+            and sequence.kind in self._prompt_logprobs_due
         ):
             return False
         return sequence.in_force or self._active.never_scheduled(sequence)
@@ -239,7 +241,7 @@ class _Stream:
     def _said(self, sequence: EngineSequence, delta: Delta) -> list[Response]:
         """The responses of a delta, then the responses that follow a sample's end."""
         if self._prompt_logprobs_due:
-            self._prompt_logprobs_due.discard(sequence.role)
+            self._prompt_logprobs_due.discard(sequence.kind)
         sample = self._samples[sequence]
         responses = sample.take(delta)
         if sample.ended:
@@ -250,7 +252,7 @@ class _Stream:
     def _compare(self, sequence: EngineSequence, sample: Sample) -> list[Response]:
         """Lets the baseline score an ended sample, if the request asks for it."""
         baseline = self._admitted.baseline
-        if baseline is None or sequence.role is not SequenceKind.OWN or self._active.aborted:
+        if baseline is None or sequence.kind is not SequenceKind.OWN or self._active.aborted:
             return []
         reader = scoring_sequence(self._active, baseline, sample)
         if reader is None:
@@ -270,12 +272,15 @@ class _Stream:
         while self._unscored:
             sequence, score = self._unscored[0]
             tokens = len(sequence.job.prompt)
-            if self._scored_tokens and self._scored_tokens + tokens > self._host.info.step_tokens:
+            if (
+                self._scored_tokens
+                and self._scored_tokens + tokens > self._manager.info.step_tokens
+            ):
                 return
             self._unscored.popleft()
             self._scored_tokens += tokens
             self._scores[sequence] = self._open[sequence] = score
-            self._host.launch(self._active, sequence)
+            self._manager.add_sequence(self._active, sequence)
 
     async def _rows(self, item: RowItem) -> Response:
         """The response for captured rows, or for lost rows."""

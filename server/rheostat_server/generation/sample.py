@@ -52,8 +52,8 @@ class Sample:
         self.ended = False
         self.released: Released | None = None
         self._sequence = sequence
-        self._baseline = sequence.role is SequenceKind.BASELINE
-        self._compared = sequence.role is SequenceKind.OWN and admitted.baseline is not None
+        self._baseline = sequence.kind is SequenceKind.BASELINE
+        self._compared = sequence.kind is SequenceKind.OWN and admitted.baseline is not None
         self._admitted = admitted
         self._admitted_at = admitted_at
         self._first_token_at: float | None = None
@@ -67,9 +67,9 @@ class Sample:
         return self.ended and (self.released is not None or not self._sequence.job.has_plan)
 
     @property
-    def amendments(self) -> Sequence[SteeringChange]:
+    def steering_changes(self) -> Sequence[SteeringChange]:
         """How its steering was changed while it ran, in turn."""
-        return self._sequence.amendments
+        return self._sequence.steering_changes
 
     @property
     def row_end(self) -> int:

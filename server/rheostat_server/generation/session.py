@@ -56,7 +56,7 @@ class _Update(NamedTuple):
 
 
 async def run_session(
-    messages: AsyncIterator[Message], host: RequestManager
+    messages: AsyncIterator[Message], manager: RequestManager
 ) -> AsyncGenerator[Answer, None]:
     """Runs a session: carries out its client's messages, and yields its answers.
 
@@ -66,12 +66,12 @@ async def run_session(
     request = await _opening(messages)
     begun = False
     try:
-        admitted = await admit(request, host.admission, changeable=True)
+        admitted = await admit(request, manager.admission, changeable=True)
 
         async def listen(active: ActiveRequest) -> None:
-            await _Control(admitted, active, host).listen(messages)
+            await _Control(admitted, active, manager).listen(messages)
 
-        async with aclosing(run(admitted, host, listen)) as happenings:
+        async with aclosing(run(admitted, manager, listen)) as happenings:
             async for happening in happenings:
                 begun = True
                 yield _to_wire(happening)
@@ -107,11 +107,11 @@ class _Control:
     """Carries out a client's messages to a running request."""
 
     def __init__(
-        self, admitted: AdmittedRequest, active: ActiveRequest, host: RequestManager
+        self, admitted: AdmittedRequest, active: ActiveRequest, manager: RequestManager
     ) -> None:
         self._admitted = admitted
         self._active = active
-        self._host = host
+        self._manager = manager
         self._server_wide = tuple(
             one for one in admitted.interventions if one.origin == receipt_pb2.ORIGIN_GLOBAL
         )
@@ -139,8 +139,8 @@ class _Control:
             await asyncio.wait({worker})
 
     def _hear(self, message: Message) -> None:
-        self._active.unanswered += 1
-        if self._active.unanswered > UNREAD_ANSWERS:
+        self._active.pending_notices += 1
+        if self._active.pending_notices > UNREAD_ANSWERS:
             self._active.fail(
                 QueueFull(
                     f"{UNREAD_ANSWERS} answers wait to be read; read what the session sends",
@@ -151,7 +151,7 @@ class _Control:
         try:
             self._begin(message)
         except RheostatError as error:
-            self._active.answer(_refused(message.update_id, error))
+            self._active.notify(_refused(message.update_id, error))
 
     def _begin(self, message: Message) -> None:
         """Ends the request, or queues an update.
@@ -175,7 +175,7 @@ class _Control:
             )
         if action == "stop":
             self._active.abort()
-            self._active.answer(generation_pb2.UpdateApplied(update_id=message.update_id))
+            self._active.notify(generation_pb2.UpdateApplied(update_id=message.update_id))
         else:
             if self._updates.qsize() >= WAITING_UPDATES:
                 raise QueueFull(
@@ -187,11 +187,11 @@ class _Control:
         """Changes the steering, one update after the other."""
         while (update := await self._updates.get()) is not None:
             try:
-                self._active.answer(await self._apply(update))
+                self._active.notify(await self._apply(update))
             except (EngineLost, Defect) as error:
                 self._active.fail(error)
             except RheostatError as error:
-                self._active.answer(_refused(update.number, error))
+                self._active.notify(_refused(update.number, error))
             except Exception as error:  # no caller awaits this, so any error fails the request
                 _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
                 self._active.fail(Defect("the server could not carry an update out"))
@@ -209,28 +209,30 @@ class _Control:
             )
         active, admitted = self._active, self._admitted
         compiled = await compile_update(
-            update.steering, self._host.admission, admitted.context, self._server_wide
+            update.steering, self._manager.admission, admitted.context, self._server_wide
         )
         length = admitted.prompt_len
         spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, compiled.plan)
         plan = replace(compiled.plan, request_id=active.plan_id(f"update{update.number}"))
-        room = Reservation(plan, len(active.own))
-        held: list[str] = []
-        self._host.line.enter_now(room, prompt_len=length, held=held)
+        reservation = Reservation(plan, len(active.own_samples))
+        reserved: list[str] = []
+        self._manager.admission_queue.reserve_now(reservation, prompt_len=length, reserved=reserved)
         try:
-            await self._host.hold(active, compiled.vectors)
+            await self._manager.pin_vectors(active, compiled.vectors)
         except BaseException:
-            self._host.line.leave(held)
+            self._manager.admission_queue.release(reserved)
             raise
-        active.reserved += held
-        active.prepared.append(await self._host.preparations.prepare(plan))
+        active.reserved += reserved
+        active.prepared.append(await self._manager.preparations.prepare(plan))
         taken = await self._put(plan)
         if not taken:
             raise RequestNotFound("every sample has ended")
         self._spent = spent
         self._applied += 1
         for sequence, first in taken:
-            sequence.amendments.append(SteeringChange(update.number, first, compiled.interventions))
+            sequence.steering_changes.append(
+                SteeringChange(update.number, first, compiled.interventions)
+            )
         return generation_pb2.UpdateApplied(
             update_id=update.number,
             first_positions=[
@@ -246,15 +248,15 @@ class _Control:
             The samples that have not ended, and the first position on which the acts apply.
         """
         firsts: dict[EngineSequence, int] = {}
-        waiting = self._active.own
+        waiting = self._active.own_samples
         while waiting:
             # vLLM schedules the samples of a request in order.
-            await waiting[0].known.wait()
+            await waiting[0].installed_or_ended.wait()
             running = [
                 sequence for sequence in waiting if sequence.installed and not sequence.ended
             ]
-            waiting = [sequence for sequence in waiting if not sequence.known.is_set()]
-            positions = await self._host.steering_updates.apply(
+            waiting = [sequence for sequence in waiting if not sequence.installed_or_ended.is_set()]
+            positions = await self._manager.steering_updates.apply(
                 plan, [sequence.plan_id for sequence in running], self._admitted.prompt_len
             )
             firsts |= {
@@ -262,7 +264,11 @@ class _Control:
                 for sequence, first in zip(running, positions, strict=True)
                 if first is not None
             }
-        return [(sequence, firsts[sequence]) for sequence in self._active.own if sequence in firsts]
+        return [
+            (sequence, firsts[sequence])
+            for sequence in self._active.own_samples
+            if sequence in firsts
+        ]
 
 
 def _refused(number: int, error: RheostatError) -> generation_pb2.UpdateRefused:

@@ -58,9 +58,9 @@ class ActiveRequest:
         self.aborted = False
         self.unobserved = False
         """Whether observers miss the request, because the engine had no room for their captures."""
-        self.entered = False
+        self.capacity_reserved = False
         """Whether the engine's ledger holds everything that the request needs."""
-        self.unanswered = 0
+        self.pending_notices = 0
         """Updates whose answers `next` has not returned."""
         self.pinned: list[bytes] = []
         """Digests of vectors that the store must not evict while the request runs."""
@@ -77,13 +77,13 @@ class ActiveRequest:
         """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
         """Ends the call at once if its client does not read."""
-        self.inline = ResponseRows(partial(self.queue.put, Sign.ROWS))
+        self.response_rows = ResponseRows(partial(self.queue.put, Sign.ROWS))
         """Captured rows that go into the response."""
         self.capture_lock = asyncio.Lock()
         """Held while captures are added or removed, so that two changes never use the same room."""
-        self.joined: list[Attachment] = []
+        self.attachments: list[Attachment] = []
         """Subscriptions that joined the request while it ran."""
-        self.asked: set[str] = set()
+        self.attachment_attempts: set[str] = set()
         """Ids of subscriptions that have tried to join."""
         self._number = next(_NUMBERS)
         self.sequences = [
@@ -102,9 +102,9 @@ class ActiveRequest:
         """Tasks that abort samples in the engine."""
 
     @property
-    def own(self) -> list[EngineSequence]:
+    def own_samples(self) -> list[EngineSequence]:
         """The request's own samples, without baselines."""
-        return [sequence for sequence in self.sequences if sequence.role is SequenceKind.OWN]
+        return [sequence for sequence in self.sequences if sequence.kind is SequenceKind.OWN]
 
     @property
     def closed(self) -> bool:
@@ -122,7 +122,7 @@ class ActiveRequest:
         )
 
     @property
-    def over(self) -> bool:
+    def released(self) -> bool:
         """Whether the engine has released all samples, and no more will start."""
         return (self._closed or self.admitted.baseline is None) and all(
             (self._closed or sequence.ended) and sequence.released.is_set()
@@ -135,10 +135,10 @@ class ActiveRequest:
         return any(sequence.started and sequence.job.plan.touches_kv for sequence in self.sequences)
 
     @property
-    def rooms(self) -> list[Reservation]:
+    def reservations(self) -> list[Reservation]:
         """Room that the request needs: for samples, for baselines, and for scoring them."""
-        samples = len(self.own)
-        plans = {sequence.role: sequence.job.plan for sequence in reversed(self.sequences)}
+        samples = len(self.own_samples)
+        plans = {sequence.kind: sequence.job.plan for sequence in reversed(self.sequences)}
         if SequenceKind.BASELINE in plans:
             scoring = self.plan_id(0, SequenceKind.SCORE)
             plans[SequenceKind.SCORE] = replace(
@@ -148,11 +148,11 @@ class ActiveRequest:
 
     def never_scheduled(self, sequence: EngineSequence) -> bool:
         """Whether a sample was aborted before the engine reported anything about it."""
-        return self.aborted and not sequence.installed and not sequence.heard
+        return self.aborted and not sequence.installed and not sequence.has_output
 
-    def plan_id(self, sample: int | str, role: SequenceKind = SequenceKind.OWN) -> str:
+    def plan_id(self, sample: int | str, kind: SequenceKind = SequenceKind.OWN) -> str:
         """An id that no plan of another flight in this process has."""
-        return f"{self.admitted.request_id}#{sample}{role.value}@{self._number}"
+        return f"{self.admitted.request_id}#{sample}{kind.value}@{self._number}"
 
     def start(self, backend: Backend, sequences: Sequence[EngineSequence], *, epoch: int) -> None:
         """Starts samples. Their KV blocks are cached under `epoch`; see `Plan.epoch`."""
@@ -185,17 +185,17 @@ class ActiveRequest:
         if isinstance(item, RheostatError):
             raise item
         if not isinstance(item, Sign):
-            self.unanswered -= 1
+            self.pending_notices -= 1
         return item
 
     def deliver(self, sequence: EngineSequence, event: Event) -> None:
         """Handles an event of a sample from the engine."""
         if isinstance(event, Rows):
-            self.outputs.add_rows(sequence.track, event)
+            self.outputs.add_rows(sequence.key, event)
             return
         if isinstance(event, Installed):
             sequence.installed = True
-            sequence.known.set()
+            sequence.installed_or_ended.set()
             if event.error:
                 sequence.install_failed = True
                 _LOG.error("plan %s is not in force: %s", event.request_id, event.error)
@@ -204,11 +204,11 @@ class ActiveRequest:
                 return  # nobody waits for it, so the reader need not wake up
         elif isinstance(event, Released):
             sequence.release()
-            if sequence.role is not SequenceKind.SCORE:
-                self.outputs.release(sequence.track, event)
+            if sequence.kind is not SequenceKind.SCORE:
+                self.outputs.release(sequence.key, event)
             self._close_outputs()
         elif isinstance(event, Attached):
-            sequence.tell(event)
+            sequence.on_attached(event)
             self._close_outputs()
             return
         else:
@@ -229,21 +229,21 @@ class ActiveRequest:
         if all(sequence.released.is_set() for sequence in self.sequences):
             self.close_outputs()
         else:
-            self.outputs.close(self._reasons(), but={one.feed for one in self.joined})
+            self.outputs.close(self._reasons(), but={one.feed for one in self.attachments})
 
     def close_outputs(self) -> None:
         """Closes every outlet with the finish reasons of the samples."""
         self.outputs.close(self._reasons())
 
-    def abandon(self, error: RheostatError) -> None:
+    def discard_outputs(self, error: RheostatError) -> None:
         """Discards the outlets of a request that has not started.
 
         Subscriptions that have announced the request to their clients report its end.
         """
-        self.outputs.abandon(error, but={one.feed for one in self.joined if one.named})
+        self.outputs.abandon(error, but={one.feed for one in self.attachments if one.named})
         self.close_outputs()
 
-    def answer(self, notice: Notice) -> None:
+    def notify(self, notice: Notice) -> None:
         """Puts the answer to an update into the queue."""
         self._put(notice)
 
@@ -266,7 +266,7 @@ class ActiveRequest:
         for sequence in running:
             sequence.ended = True
             sequence.ending = Ending.ABORTED
-            sequence.known.set()
+            sequence.installed_or_ended.set()
             self._put(ResponseItem(sequence, Delta(ending=Ending.ABORTED)))
         self._abort(running)
 
@@ -282,10 +282,10 @@ class ActiveRequest:
                 ]
             )
         self._closed = True
-        self.inline.close()
+        self.response_rows.close()
         self.outputs.drop_runs()
         for sequence in self.sequences:
-            sequence.known.set()
+            sequence.installed_or_ended.set()
 
     def _drop(self, sequence: EngineSequence, report: Report) -> None:
         """Fails the request because a report of the engine could not be handled.
@@ -297,7 +297,9 @@ class ActiveRequest:
         elif isinstance(report, Released):
             sequence.release()
         elif isinstance(report, Attached):
-            sequence.tell(replace(report, error="the server could not take in the engine's answer"))
+            sequence.on_attached(
+                replace(report, error="the server could not take in the engine's answer")
+            )
         self.fail(Defect("the server could not take in a report of the engine"))
         self._close_outputs()
 
@@ -308,7 +310,7 @@ class ActiveRequest:
         hold rows, files and threads until then.
         """
         sequences = [
-            sequence for sequence in self.sequences if sequence.role is not SequenceKind.SCORE
+            sequence for sequence in self.sequences if sequence.kind is not SequenceKind.SCORE
         ]
         if all(
             (sequence.ended or self.failed) and sequence.released.is_set() for sequence in sequences
@@ -316,23 +318,23 @@ class ActiveRequest:
             self.close_outputs()
 
     def _reasons(self) -> list[types_pb2.FinishReason.ValueType]:
-        return [_reason(sequence, failed=self.failed) for sequence in self.own]
+        return [_reason(sequence, failed=self.failed) for sequence in self.own_samples]
 
-    def _samples(self, role: SequenceKind, plan: Plan) -> list[EngineSequence]:
+    def _samples(self, kind: SequenceKind, plan: Plan) -> list[EngineSequence]:
         admitted = self.admitted
         sampling = admitted.sampling
-        if role is SequenceKind.OWN and admitted.baseline is not None:
+        if kind is SequenceKind.OWN and admitted.baseline is not None:
             sampling = watched_sampling(sampling, admitted.baseline)
         return [
             EngineSequence(
                 Job(
-                    plan.under(self.plan_id(sample, role), plan.epoch),
+                    plan.under(self.plan_id(sample, kind), plan.epoch),
                     admitted.prompt.token_ids,
                     sampling,
                     sample,
                     admitted.lora,
                 ),
-                role,
+                kind,
                 sample,
             )
             for sample in range(sampling.samples)
@@ -381,11 +383,11 @@ class ActiveRequest:
         """Takes a delta of a sample from the engine."""
         if sequence.ended:
             return
-        sequence.heard = True
-        if sequence.role is not SequenceKind.SCORE:
+        sequence.has_output = True
+        if sequence.kind is not SequenceKind.SCORE:
             # Also after a failure, because the receivers of rows count those of all known tokens.
             sequence.tokens += delta.token_ids
-            self.outputs.extend(sequence.track, delta.token_ids)
+            self.outputs.extend(sequence.key, delta.token_ids)
         if self._closed:
             return
         if delta.ending is not None:
@@ -393,7 +395,7 @@ class ActiveRequest:
             sequence.ending = delta.ending
         self.queue.put_delta(sequence, delta)
         if sequence.ended:
-            sequence.known.set()
+            sequence.installed_or_ended.set()
             self._close_outputs()
 
     def _fail_sample(self, sequence: EngineSequence, error: Exception) -> None:

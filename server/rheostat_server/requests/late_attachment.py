@@ -60,7 +60,7 @@ class Engine(Protocol):
     backend: Backend
     sites: ModelSites
     subscriptions: Subscriptions
-    line: AdmissionQueue
+    admission_queue: AdmissionQueue
 
 
 class LateAttachment:
@@ -68,18 +68,18 @@ class LateAttachment:
 
     def __init__(
         self,
-        host: Engine,
+        manager: Engine,
         active_requests: Mapping[str, ActiveRequest],
         routes: dict[str, tuple[ActiveRequest, EngineSequence]],
     ) -> None:
         """Nothing has changed.
 
         Args:
-            host: the engine's host.
+            manager: the engine's manager.
             active_requests: the requests in flight, by id.
             routes: to whom the engine's events go, by the id of a plan.
         """
-        self._host = host
+        self._manager = manager
         self._active_requests = active_requests
         self._routes = routes
         self._changed: dict[ActiveRequest, None] = {}
@@ -101,10 +101,10 @@ class LateAttachment:
         running = [
             active
             for active in self._active_requests.values()
-            if active.entered and _selects(subscription, active)
+            if active.capacity_reserved and _selects(subscription, active)
         ]
         for active in running:
-            active.asked.add(subscription.name)
+            active.attachment_attempts.add(subscription.name)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE
         joined: list[PendingAttachment] = []
@@ -127,21 +127,21 @@ class LateAttachment:
         admitted = active.admitted
         known = {
             observer_capture.subscription.name for observer_capture in admitted.observer_captures
-        } | active.asked
-        for subscription in self._host.subscriptions.selecting(
+        } | active.attachment_attempts
+        for subscription in self._manager.subscriptions.selecting(
             admitted.request_id, admitted.labels
         ):
             if subscription.name not in known:
                 await self._join(subscription, active, named=False)
-        if active.unobserved and any(sequence.changes for sequence in active.sequences):
+        if active.unobserved and any(sequence.capture_changes for sequence in active.sequences):
             self._change(active, _running(active))
 
     def forget(self, active: ActiveRequest) -> None:
         """A flight has ended; changes that it did not live to see wait no more."""
         for sequence in active.sequences:
-            sequence.let_go()
-            if sequence.changes > sequence.told:
-                sequence.told = sequence.changes
+            sequence.resolve_all_changes()
+            if sequence.capture_changes > sequence.answered_changes:
+                sequence.answered_changes = sequence.capture_changes
                 self._gone.add(sequence.plan_id)
         if self._gone:
             self._send()
@@ -178,7 +178,7 @@ class LateAttachment:
             active.admitted.request_id,
             active.admitted.prompt.token_ids,
             observer_capture.captures,
-            FloatType(self._host.sites.dtype),
+            FloatType(self._manager.sites.dtype),
             fail=None,
         )
         active.outputs.add(feed, {})
@@ -189,13 +189,15 @@ class LateAttachment:
             _refuse(subscription, feed, reason)
             return []
         subscription.attached = (*subscription.attached, feed)
-        active.joined.append(Attachment(observer_capture, feed, named))
+        active.attachments.append(Attachment(observer_capture, feed, named))
         self._change(active, sequences)
         joined: list[PendingAttachment] = []
         for sequence in sequences:
-            feed.join(sequence.track, sequence.tokens)
-            joined.append(PendingAttachment(sequence.changes, feed, partial(_refuse, subscription)))
-            sequence.joining.append(joined[-1])
+            feed.join(sequence.key, sequence.tokens)
+            joined.append(
+                PendingAttachment(sequence.capture_changes, feed, partial(_refuse, subscription))
+            )
+            sequence.pending_changes.append(joined[-1])
         return joined
 
     async def _observer_capture(
@@ -228,7 +230,7 @@ class LateAttachment:
             captures,
             _computed(active),
             active.admitted.prompt_len,
-            self._host.line.step_tokens,
+            self._manager.admission_queue.step_tokens,
         )
 
     def _reserve(
@@ -244,11 +246,11 @@ class LateAttachment:
         """
         if not sequences or not observer_capture.subscription.taking:
             return _ENDING
-        line, name = self._host.line, _reservation(active)
-        before = line.ledger.observed(name)
+        queue, name = self._manager.admission_queue, _reservation(active)
+        before = queue.ledger.observed(name)
         rows, sites = max(before.rows, len(sequences) * need.rows), max(before.sites, need.sites)
         try:
-            line.observe(name, CaptureNeed(rows, sites), active.reserved)
+            queue.reserve_captures(name, CaptureNeed(rows, sites), active.reserved)
         except (BankFull, CaptureOverflow) as error:
             return f"the engine has no room for its rows: {error.message}"
         return ""
@@ -271,13 +273,15 @@ class LateAttachment:
             if all(one.subscription is not subscription for one in _observing(active)):
                 continue
             joined = [
-                one for one in active.joined if one.observer_capture.subscription is subscription
+                one
+                for one in active.attachments
+                if one.observer_capture.subscription is subscription
             ]
             for one in joined:
                 active.outputs.remove(one.feed)
-            active.joined = [
+            active.attachments = [
                 one
-                for one in active.joined
+                for one in active.attachments
                 if one.observer_capture.subscription is not subscription
             ]
             self._change(active, _running(active))
@@ -292,16 +296,18 @@ class LateAttachment:
         async with active.capture_lock:
             name = _reservation(active)
             need, sequences = CaptureNeed(0, 0), _running(active)
-            if active.joined and sequences:
+            if active.attachments and sequences:
                 need, _ = await self._need(active)
             if name in active.reserved and not _awaiting(active):
                 rows = len(sequences) * need.rows
-                self._host.line.observe(name, need._replace(rows=rows), active.reserved)
+                self._manager.admission_queue.reserve_captures(
+                    name, need._replace(rows=rows), active.reserved
+                )
 
     def _change(self, active: ActiveRequest, sequences: Sequence[EngineSequence]) -> None:
         """Something else is to be captured of some samples of a flight from now on."""
         for sequence in sequences:
-            sequence.changes += 1
+            sequence.capture_changes += 1
             self._routes[sequence.plan_id] = (active, sequence)
             if not sequence.job.has_plan:
                 sequence.released.clear()
@@ -328,7 +334,7 @@ class LateAttachment:
             if not changes:  # what should have changed has ended
                 continue
             try:
-                await self._host.backend.update_captures(changes)
+                await self._manager.backend.update_captures(changes)
             except EngineLost:
                 return  # all who wait hear of that
             except Exception as error:  # a task's end: whatever it is, who waits must hear of it
@@ -337,7 +343,7 @@ class LateAttachment:
 
     async def _changes(self, active: ActiveRequest) -> dict[str, CapturesUpdate]:
         """What the engine is told of a flight; nothing where that cannot be made."""
-        numbers = {sequence.plan_id: sequence.changes for sequence in _running(active)}
+        numbers = {sequence.plan_id: sequence.capture_changes for sequence in _running(active)}
         try:
             captures, first = self._captured(active), _computed(active)
             made = await offload(captures_work(captures), _captures_from, captures, first)
@@ -353,7 +359,7 @@ class LateAttachment:
         for name, number in numbers.items():
             route = self._routes.get(name)
             if route is not None:
-                route[1].answer(Attached(name, number, OPEN_END, "it could not be told"))
+                route[1].resolve_changes(Attached(name, number, OPEN_END, "it could not be told"))
 
     def _soon(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -376,7 +382,7 @@ def _observing(active: ActiveRequest) -> list[ObserverCapture]:
     observed = () if active.unobserved else active.admitted.observer_captures
     return [
         *(observer_capture for observer_capture in observed if observer_capture.observed),
-        *(one.observer_capture for one in active.joined),
+        *(one.observer_capture for one in active.attachments),
     ]
 
 
@@ -388,20 +394,20 @@ def _running(active: ActiveRequest) -> list[EngineSequence]:
     """
     if active.closed:
         return []
-    own = (sequence for sequence in active.sequences if sequence.role is not SequenceKind.SCORE)
-    return [sequence for sequence in own if not sequence.ended and not sequence.left]
+    own = (sequence for sequence in active.sequences if sequence.kind is not SequenceKind.SCORE)
+    return [sequence for sequence in own if not sequence.ended and not sequence.engine_done]
 
 
 def _awaiting(active: ActiveRequest) -> list[PendingChange]:
     """Changes of samples in the engine of which it has not said what became of them."""
     found: list[PendingChange] = []
     for sequence in active.sequences:
-        held = sequence.role is not SequenceKind.SCORE and not (
+        held = sequence.kind is not SequenceKind.SCORE and not (
             sequence.ended and sequence.released.is_set()
         )
-        if held and sequence.told < sequence.changes:
-            found.append(PendingChange(sequence.changes))
-            sequence.joining.append(found[-1])
+        if held and sequence.answered_changes < sequence.capture_changes:
+            found.append(PendingChange(sequence.capture_changes))
+            sequence.pending_changes.append(found[-1])
     return found
 
 

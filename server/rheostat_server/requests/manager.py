@@ -1,4 +1,4 @@
-"""The engine's host: requests enter, their events find them, and all that they held comes back.
+"""The engine's manager: requests enter, their events find them, and all that they held comes back.
 
 Invariants: what a request reserves (its id, its vectors, bank rows, slots) is given back exactly
 once, and only after the engine has let go of it; once the engine is lost, every request in flight
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from rheostat_engine import CapacityLedger, Event, Installed, Released
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, check_queue
 from rheostat_server.admission.compiled_requests import CompiledRequests
-from rheostat_server.admission.global_steering import ServerWide
+from rheostat_server.admission.global_steering import GlobalSteeringState
 from rheostat_server.config import ServerConfig
 from rheostat_server.delivery.byte_budget import Budget, Share
 from rheostat_server.delivery.counts import Counts, Drained
@@ -71,7 +71,7 @@ class RequestManager:
         sinks: Sinks | None = None,
         spool: SpillDirectory | None = None,
     ) -> None:
-        """A host that serves nothing yet; see `start`."""
+        """A manager that serves nothing yet; see `start`."""
         self.sinks = sinks or Sinks([])
         self.runs = Runs(config.runs_bytes)
         self.deliveries = Deliveries()
@@ -85,31 +85,31 @@ class RequestManager:
         self.info = backend.info
         self.sites = backend.sites
         self.prompts = prompts
-        self.loader = WorkerVectorCache(backend, config.vector_store_bytes)
-        self.store = self.loader.store
+        self.worker_vectors = WorkerVectorCache(backend, config.vector_store_bytes)
+        self.store = self.worker_vectors.store
         self.persistent_vectors = PersistentVectorStore(self.store)
         self._compiled = CompiledRequests(self.store)
         self.counts = Counts()
         self.lost = ""
         self.draining = False
-        self.line = AdmissionQueue(
+        self.admission_queue = AdmissionQueue(
             self.sites.capacity,
             step_tokens=self.info.step_tokens,
-            patience=config.capacity_wait,
+            timeout=config.capacity_wait,
         )
-        self.preparations = Preparations(backend, self.line)
+        self.preparations = Preparations(backend, self.admission_queue)
         self.steering_updates = SteeringUpdates(backend)
-        self.server_wide = ServerWide(
+        self.server_wide = GlobalSteeringState(
             self.info,
             self.sites,
-            self.loader,
-            self.line.refuse_what_never_fits,
+            self.worker_vectors,
+            self.admission_queue.check_ever_fits,
             self._compiled.set_version,
         )
         self.subscriptions = Subscriptions(
             self.info,
             self.sites,
-            self.loader,
+            self.worker_vectors,
             buffer_bytes=config.subscriptions_bytes,
             resume_window=config.resume_window,
             heartbeat=config.heartbeat,
@@ -154,7 +154,7 @@ class RequestManager:
     @property
     def ledger(self) -> CapacityLedger:
         """What requests hold of the engine's capacity."""
-        return self.line.ledger
+        return self.admission_queue.ledger
 
     @property
     def open_requests(self) -> int:
@@ -167,7 +167,7 @@ class RequestManager:
         self.backend.start(self._deliver, self._lose)
 
     @asynccontextmanager
-    async def fly(self, admitted: AdmittedRequest) -> AsyncIterator[ActiveRequest]:
+    async def run_request(self, admitted: AdmittedRequest) -> AsyncIterator[ActiveRequest]:
         """Runs a request for as long as the context lasts; leaving early aborts it.
 
         Raises:
@@ -187,7 +187,7 @@ class RequestManager:
         try:
             self.counts.admitted += 1
             active.start(self.backend, active.sequences, epoch=self.epoch)
-            with self._pace.counting(len(active.own)):
+            with self._pace.counting(len(active.own_samples)):
                 yield active
         except Exception:
             active.failed = True
@@ -209,10 +209,10 @@ class RequestManager:
         """
         active = ActiveRequest(admitted, Share(0, ""))
         active.unobserve()
-        self.line.refuse_what_never_fits(active.rooms, admitted.prompt_len)
+        self.admission_queue.check_ever_fits(active.reservations, admitted.prompt_len)
         return self.ledger.lacks(admitted.plan)["bank_rows"]
 
-    async def hold(self, active: ActiveRequest, vectors: Sequence[Vector]) -> None:
+    async def pin_vectors(self, active: ActiveRequest, vectors: Sequence[Vector]) -> None:
         """Keeps vectors in the store until a flight ends; returns once the workers have them.
 
         Raises:
@@ -224,21 +224,21 @@ class RequestManager:
             for vector in vectors:
                 self.store.pin(vector)
                 pinned.append(vector.digest)
-            await self.loader.ensure(vectors)
+            await self.worker_vectors.ensure(vectors)
         except BaseException:
             for digest in pinned:
                 self.store.unpin(digest)
             raise
         active.pinned += pinned
 
-    def launch(self, active: ActiveRequest, sequence: EngineSequence) -> None:
+    def add_sequence(self, active: ActiveRequest, sequence: EngineSequence) -> None:
         """Runs something more in a flight, which needs nothing that the flight does not hold."""
         active.sequences.append(sequence)
         self._count(active, 1)
         self._route(active, sequence)
         active.start(self.backend, [sequence], epoch=self.epoch)
 
-    def leave_engine(self, active: ActiveRequest) -> None:
+    def release_engine(self, active: ActiveRequest) -> None:
         """Gives back what a flight holds of an engine that has let go; its sinks may write on."""
         if all(sequence.released.is_set() for sequence in active.sequences):
             self._free(active)
@@ -246,7 +246,7 @@ class RequestManager:
     async def drain(self, timeout: float | None) -> Drained:
         """Lets nothing in and waits for what runs; after `timeout` seconds aborts the rest."""
         self.draining = True
-        self.line.close(Draining(_ENDING))
+        self.admission_queue.close(Draining(_ENDING))
         try:
             return await self._drained(timeout)
         finally:
@@ -272,11 +272,11 @@ class RequestManager:
 
     async def _prepare(self, active: ActiveRequest) -> None:
         """Reserves all that a request needs, and opens what its rows go to."""
-        await self.hold(active, active.admitted.vectors)
+        await self.pin_vectors(active, active.admitted.vectors)
         self._check_serving()
         await self._reserve(active)
-        for room in active.rooms:
-            active.prepared.append(await self.preparations.prepare(room.plan))
+        for reservation in active.reservations:
+            active.prepared.append(await self.preparations.prepare(reservation.plan))
         await self.late_attachment.catch_up(active)
         self._check_serving()
         await open_outputs(active, self)
@@ -289,7 +289,9 @@ class RequestManager:
         """
         active.failed = True
         active.close()
-        active.abandon(error if isinstance(error, RheostatError) else Defect("it went away"))
+        active.discard_outputs(
+            error if isinstance(error, RheostatError) else Defect("it went away")
+        )
         self._free(active)
         await asyncio.wait({self._keep(self._settle(active))}, timeout=_DISCARD_GRACE)
 
@@ -325,20 +327,20 @@ class RequestManager:
 
     async def _reserve(self, active: ActiveRequest) -> None:
         """Reserves what a flight needs of the engine, in turn."""
-        rooms = active.rooms
+        reservations = active.reservations
         if any(
             observer_capture.observed for observer_capture in active.admitted.observer_captures
-        ) and not self.line.fits_now(rooms, active.admitted.prompt_len):
+        ) and not self.admission_queue.fits_now(reservations, active.admitted.prompt_len):
             active.unobserve()
-            rooms = active.rooms
-        if rooms:
-            await self.line.enter(
-                rooms,
+            reservations = active.reservations
+        if reservations:
+            await self.admission_queue.reserve(
+                reservations,
                 prompt_len=active.admitted.prompt_len,
                 wait=active.admitted.waits,
-                held=active.reserved,
+                reserved=active.reserved,
             )
-        active.entered = True
+        active.capacity_reserved = True
         for sequence in active.sequences:
             self._route(active, sequence)
 
@@ -353,7 +355,7 @@ class RequestManager:
         else:
             active, sequence = route
             active.deliver(sequence, event)
-            if isinstance(event, Released) and active.over:
+            if isinstance(event, Released) and active.released:
                 self._free(active)  # whether its client reads or not
         if isinstance(event, Installed) and event.error:
             self._doubt_cache()
@@ -379,7 +381,7 @@ class RequestManager:
         if self.lost:
             return
         self.lost = reason
-        self.line.close(EngineLost(reason))
+        self.admission_queue.close(EngineLost(reason))
         _LOG.error("the engine is lost: %s", reason)
         self.subscriptions.lose(EngineLost(reason))
         for active in self._active_requests.values():
@@ -421,7 +423,7 @@ class RequestManager:
             if one is not None:
                 self.preparations.release(one)
         active.prepared.clear()
-        self.line.leave(active.reserved)
+        self.admission_queue.release(active.reserved)
 
     async def _empty_within(self, seconds: float | None) -> bool:
         """Whether no request is left after so many seconds, or earlier."""

@@ -43,10 +43,10 @@ class Openers(Protocol):
     spill_manager: SpillManager | None
 
 
-async def open_outputs(active: ActiveRequest, host: Openers) -> None:
+async def open_outputs(active: ActiveRequest, manager: Openers) -> None:
     """Opens the response, subscriptions, sinks and runs that get the rows of a request.
 
-    What is open when it raises is for `ActiveRequest.abandon`.
+    What is open when it raises is for `ActiveRequest.discard_outputs`.
 
     Raises:
         SubscriptionNotFound: the request sends rows to one that has ended meanwhile.
@@ -56,28 +56,28 @@ async def open_outputs(active: ActiveRequest, host: Openers) -> None:
         StoreFull: there is no room for another run.
     """
     admitted = active.admitted
-    held = FloatType(host.sites.dtype)
+    held = FloatType(manager.sites.dtype)
     for policy, inline in admitted.inline_captures.items():
         buffer = DeliveryBuffer(
             active.share,
             lambda _, error: active.overflow(error),
-            host.deliveries,
-            news=active.inline.bell,
+            manager.deliveries,
+            news=active.response_rows.bell,
             advice=ADVICE,
         )
-        if host.spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:
-            host.spill_manager.open(buffer, active.overflow)
+        if manager.spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:
+            manager.spill_manager.open(buffer, active.overflow)
         feed = RowFeed(admitted.request_id, admitted.prompt.token_ids, inline, held, policy, buffer)
-        active.inline.add(feed, buffer)
+        active.response_rows.add(feed, buffer)
         active.outputs.add(feed, {index: index for index in inline})
     for target, captures in sink_groups(admitted.captures):
         recording = await open_recording(
-            host.sinks, admitted, target, captures, model=host.info.name
+            manager.sinks, admitted, target, captures, model=manager.info.name
         )
-        _write(recording, captures, active, host, host.sinks.threads(target.sink))
+        _write(recording, captures, active, manager, manager.sinks.threads(target.sink))
     for index, capture in enumerate(admitted.captures):
         if capture.run is not None:
-            draft = host.runs.begin(
+            draft = manager.runs.begin(
                 capture.run,
                 about_capture(index, capture),
                 admitted.prompt.token_ids,
@@ -86,11 +86,11 @@ async def open_outputs(active: ActiveRequest, host: Openers) -> None:
                 lossless=capture.overload in LOSSLESS,
             )
             active.outputs.add_run(index, draft)
-            _write(draft, {index: capture}, active, host, _RUN_WRITERS)
+            _write(draft, {index: capture}, active, manager, _RUN_WRITERS)
     for observer_capture in admitted.observer_captures:
         subscription = observer_capture.subscription
         if observer_capture.own:
-            host.subscriptions.named(subscription.name, "captures")
+            manager.subscriptions.named(subscription.name, "captures")
         elif not subscription.taking:
             continue
         feed = subscription.feed(
@@ -112,7 +112,7 @@ def _write(
     recording: Recording,
     captures: Mapping[int, ResolvedCapture],
     active: ActiveRequest,
-    host: Openers,
+    manager: Openers,
     threads: Executor,
 ) -> None:
     """Lets the rows of some captures go to a recording."""
@@ -120,10 +120,10 @@ def _write(
         recording,
         active.admitted,
         captures,
-        held=FloatType(host.sites.dtype),
+        held=FloatType(manager.sites.dtype),
         share=active.share,
-        deliveries=host.deliveries,
-        spill_manager=host.spill_manager,
+        deliveries=manager.deliveries,
+        spill_manager=manager.spill_manager,
         fail=active.fail,
         threads=threads,
     )

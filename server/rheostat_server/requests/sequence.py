@@ -48,26 +48,26 @@ class SteeringChange(NamedTuple):
 class EngineSequence:
     """One sample in the engine."""
 
-    def __init__(self, job: Job, role: SequenceKind, sample: int) -> None:
+    def __init__(self, job: Job, kind: SequenceKind, sample: int) -> None:
         """A sample that has not started.
 
         Args:
             job: as the engine gets it.
-            role: what it runs for.
+            kind: what it runs for.
             sample: which of the request's samples it is or concerns.
         """
         self.job = job
-        self.role = role
+        self.kind = kind
         self.sample = sample
-        self.track = SequenceKey(sample, role is SequenceKind.BASELINE)
+        self.key = SequenceKey(sample, kind is SequenceKind.BASELINE)
         """The name of its tokens and rows within the request."""
-        self.amendments: list[SteeringChange] = []
+        self.steering_changes: list[SteeringChange] = []
         self.started = False
         """Whether the engine gets it."""
         self.ended = False
         self.ending: Ending | None = None
         """How it ended, once it has."""
-        self.heard = False
+        self.has_output = False
         self.installed = False
         """Whether the engine has handled its plan."""
         self.install_failed = False
@@ -76,15 +76,15 @@ class EngineSequence:
         """Whether tokens of it may have come before `installed` was set."""
         self.tokens: list[int] = []
         """What it has generated."""
-        self.changes = 0
+        self.capture_changes = 0
         """How often what is captured of it was changed."""
-        self.told = 0
+        self.answered_changes = 0
         """The last of these changes of which the engine has said what became of it."""
-        self.joining: list[PendingChange] = []
+        self.pending_changes: list[PendingChange] = []
         """Those that somebody waits for."""
-        self.known = asyncio.Event()
+        self.installed_or_ended = asyncio.Event()
         """Set once the engine holds it or never will."""
-        self.left = False
+        self.engine_done = False
         """Whether the engine has finished it, and reports nothing of it any more."""
         self.released = asyncio.Event()
         if not job.has_plan:
@@ -100,26 +100,26 @@ class EngineSequence:
         """Whether its plan is in force, if it has one, so that its tokens may be sent."""
         return not self.job.has_plan or (self.installed and not self.install_failed)
 
-    def tell(self, attached: Attached) -> None:
+    def on_attached(self, attached: Attached) -> None:
         """The engine has changed what is captured of it, or it ended before."""
-        self.told = max(self.told, attached.change)
-        self.answer(attached)
+        self.answered_changes = max(self.answered_changes, attached.change)
+        self.resolve_changes(attached)
         if attached.first == OPEN_END and not self.job.has_plan:
-            self.left = True
+            self.engine_done = True
             self.released.set()
 
-    def answer(self, attached: Attached) -> None:
+    def resolve_changes(self, attached: Attached) -> None:
         """Whoever waits for a change, or an earlier one, hears what became of it."""
-        for one in [one for one in self.joining if one.change <= attached.change]:
-            self.joining.remove(one)
-            one.tell(self.track, attached)
+        for one in [one for one in self.pending_changes if one.change <= attached.change]:
+            self.pending_changes.remove(one)
+            one.tell(self.key, attached)
 
     def release(self) -> None:
         """The engine has reported that it released the sample, which it does once."""
-        self.left = True
+        self.engine_done = True
         self.released.set()
-        self.let_go()
+        self.resolve_all_changes()
 
-    def let_go(self) -> None:
+    def resolve_all_changes(self) -> None:
         """The engine holds it no more: nothing becomes of changes that wait."""
-        self.answer(Attached(self.plan_id, self.changes, OPEN_END, ""))
+        self.resolve_changes(Attached(self.plan_id, self.capture_changes, OPEN_END, ""))

@@ -135,8 +135,8 @@ class Running:
     client: Client
 
     @property
-    def host(self) -> RequestManager:
-        return self.server.readiness.host()
+    def manager(self) -> RequestManager:
+        return self.server.readiness.manager()
 
 
 Events = list[generation_service_pb2.GenerateResponse]

@@ -74,5 +74,5 @@ async def peak(read: Callable[[], int]) -> AsyncIterator[Peak]:
 
 async def settled(running) -> engine_service_pb2.GetStatsResponse:
     """The server's counters once nothing is in flight."""
-    await until(lambda: not running.host.open_requests)
+    await until(lambda: not running.manager.open_requests)
     return await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())

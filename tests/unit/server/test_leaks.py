@@ -174,20 +174,25 @@ def objects() -> Counter:
 
 async def idle(running: Running) -> None:
     """Returns once nothing runs; checks that nothing is held."""
-    await until(lambda: len(running.host.subscriptions) == 0)
+    await until(lambda: len(running.manager.subscriptions) == 0)
     stats = await settled(running)
     assert stats.request_buffer_bytes == stats.subscription_buffer_bytes == 0
-    assert stats.used_bank_row_count == stats.leaked_count == running.host.line.waiting == 0
-    host = running.host
-    assert host.ledger.requests == host.store.pins == 0
-    assert host.budget.used == host.budget.leaving == 0
-    assert {resource: host.ledger.used(resource) for resource in RESOURCES} == dict.fromkeys(
+    assert (
+        stats.used_bank_row_count
+        == stats.leaked_count
+        == running.manager.admission_queue.waiting
+        == 0
+    )
+    manager = running.manager
+    assert manager.ledger.requests == manager.store.pins == 0
+    assert manager.budget.used == manager.budget.leaving == 0
+    assert {resource: manager.ledger.used(resource) for resource in RESOURCES} == dict.fromkeys(
         RESOURCES, 0
     )
     listed = await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())
     for run in listed.runs:
         await running.client.runs.DeleteRun(run_service_pb2.DeleteRunRequest(run_id=run.run_id))
-    assert (len(host.runs), host.runs.making, host.runs.used_bytes) == (0, 0, 0)
+    assert (len(manager.runs), manager.runs.making, manager.runs.used_bytes) == (0, 0, 0)
     backend = running.backend
     assert not backend.plans
     for log in (backend.jobs, backend.aborted, backend.updates, backend.capture_updates):

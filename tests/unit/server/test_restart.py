@@ -87,7 +87,7 @@ async def test_a_server_ends_when_its_folder_is_in_step(starter, tmp_path, monke
             done.append("engine")
 
     running = await starter(Backend(), vector_dir=str(tmp_path), vector_store_bytes=WIDTH * 4)
-    remove, close = running.server._files.remove, running.host.prompts.close
+    remove, close = running.server._files.remove, running.manager.prompts.close
 
     def slow(gone: bytes) -> None:
         ending.wait(10)
@@ -99,7 +99,7 @@ async def test_a_server_ends_when_its_folder_is_in_step(starter, tmp_path, monke
         close()
 
     monkeypatch.setattr(running.server._files, "remove", slow)
-    monkeypatch.setattr(running.host.prompts, "close", end)
+    monkeypatch.setattr(running.manager.prompts, "close", end)
     await put(running.client, header(), chunk(values(1.0)))
     await put(running.client, header(), chunk(values(2.0)))
     await running.server.stop(0)

@@ -191,12 +191,12 @@ async def test_requests_that_are_observed_alike_share_a_plan(running) -> None:
     last = opening(specs=[wanted(1, where=selector(window(-1)))])
     await Subscriber.open(running, last)
     first, second, longer = [
-        await admit(asked(length), running.host.admission) for length in (3, 3, 4)
+        await admit(asked(length), running.manager.admission) for length in (3, 3, 4)
     ]
     assert first.plan.packed_captures is second.plan.packed_captures
     assert [one.plan.captures[0].spans for one in (first, longer)] == [((2, 3),), ((3, 4),)]
     await Subscriber.open(running, last)
-    both = await admit(asked(), running.host.admission)
+    both = await admit(asked(), running.manager.admission)
     assert len(both.observer_captures) == 2
     assert both.plan.captures == first.plan.captures
 
@@ -204,30 +204,30 @@ async def test_requests_that_are_observed_alike_share_a_plan(running) -> None:
 async def test_what_is_observed_of_tokens_is_looked_for_in_each_prompt(running) -> None:
     await Subscriber.open(running, opening(specs=[wanted(1, where=selector(token_range(6)))]))
     for ids, spans in (([5, 6, 7], ((1, 2),)), ([6, 5, 7], ((0, 1),))):
-        got = await admit(request(token_ids=types_pb2.TokenIds(ids=ids)), running.host.admission)
+        got = await admit(request(token_ids=types_pb2.TokenIds(ids=ids)), running.manager.admission)
         (one,) = got.plan.captures
         assert one.spans[0] == spans[0]
 
 
 async def test_a_subscription_that_has_ended_observes_nothing_more(running) -> None:
     await Subscriber.open(running, opening(specs=[wanted(1)]))
-    assert (await admit(asked(), running.host.admission)).plan.captures
-    (one,) = running.host.subscriptions.selecting("r", {})
+    assert (await admit(asked(), running.manager.admission)).plan.captures
+    (one,) = running.manager.subscriptions.selecting("r", {})
     one.close(errors.Draining("it ends"))
-    assert not (await admit(asked(), running.host.admission)).plan.captures
+    assert not (await admit(asked(), running.manager.admission)).plan.captures
 
 
 async def test_nothing_of_a_subscription_stays_in_the_plans_of_requests(running) -> None:
     await Subscriber.open(running, opening(specs=[wanted(1)]))
-    got = await admit(asked(), running.host.admission)
+    got = await admit(asked(), running.manager.admission)
     captures = weakref.ref(got.plan.packed_captures)
     del got
     gc.collect()
     assert captures() is not None
-    (one,) = running.host.subscriptions.selecting("r", {})
+    (one,) = running.manager.subscriptions.selecting("r", {})
     one.close(errors.Draining("it ends"))
     del one
-    await until(lambda: len(running.host.subscriptions) == 0)
+    await until(lambda: len(running.manager.subscriptions) == 0)
     for _ in range(50):
         gc.collect()
         if captures() is None:

@@ -140,7 +140,7 @@ async def test_a_range_of_layers_that_holds_has_an_end(running) -> None:
     (steer := add()).sites.range.start = 1
     await set_global(running, steer)
     (one,) = (await held(running)).policy.steering.interventions
-    assert (one.sites.range.start, one.sites.range.stop) == (1, running.host.sites.num_layers)
+    assert (one.sites.range.start, one.sites.range.stop) == (1, running.manager.sites.num_layers)
 
 
 async def test_every_request_is_steered_and_says_by_which_version(running) -> None:
@@ -185,7 +185,7 @@ async def test_each_request_holds_what_it_takes_of_the_engine(starter) -> None:
     calls = [running.client.generation.Generate(request()) for _ in range(2)]
     for call in calls:
         await call.read()
-    assert (running.host.ledger.requests, running.host.ledger.used("bank_rows")) == (2, 1)
+    assert (running.manager.ledger.requests, running.manager.ledger.used("bank_rows")) == (2, 1)
     refusal = await running.client.refusal(request(steer=[add(where=selector(PROMPT))]))
     assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
     running.backend.hold.set()
@@ -253,7 +253,7 @@ async def test_its_vectors_are_loaded_before_it_holds_and_stay_while_it_does(sta
     assert await setting == 1
     for value in (3.0, 4.0):
         await put(running.client, header(), chunk(values(value)))
-    assert digest(values(2.0)) in running.host.store
+    assert digest(values(2.0)) in running.manager.store
     assert running.backend.dropped == []
     await set_global(running)
     for value in (5.0, 6.0):
@@ -277,7 +277,7 @@ async def test_a_caller_that_leaves_while_vectors_are_loaded_leaves_nothing_held
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await until(lambda: not running.host.server_wide._turn.locked())
+    await until(lambda: not running.manager.server_wide._turn.locked())
     running.backend.gate.set()
     await put(running.client, header(), chunk(values(9.0)))
     assert (await held(running)).version == 0
@@ -289,7 +289,7 @@ async def test_nothing_compiled_under_replaced_steering_stays_in_memory(running)
         return weakref.ref(got.plan.packed_acts)
 
     await set_global(running, add(tensor(ONES)))
-    before = running.host.admission
+    before = running.manager.admission
     kept = await compiled(before)
     gc.collect()
     assert kept() is not None

@@ -116,8 +116,8 @@ def test_a_long_explanation_is_written_off_the_event_loop(on_threads) -> None:
     writing = on_threads(explain, "add_runs")
     at = roomy()
     got = admitted(asked(steer=[add(where=FREQUENT)], captures=[capture(where=FREQUENT)]), at)
-    host = SimpleNamespace(epoch=0, admission=at, new_bank_row_count=lambda admitted: 3)
-    answer = asyncio.run(explain.explain(got, host))
+    manager = SimpleNamespace(epoch=0, admission=at, new_bank_row_count=lambda admitted: 3)
+    answer = asyncio.run(explain.explain(got, manager))
     assert writing == [True, True]
     assert answer.new_bank_row_count == 3
     for told in (*answer.interventions, *answer.captures):

@@ -93,7 +93,7 @@ async def test_calls_that_are_cancelled_or_fail_give_their_places_back(starter) 
     for _ in range(3):
         for call in await held(running, 2):
             call.cancel()
-        await until(lambda: not running.host.open_requests)
+        await until(lambda: not running.manager.open_requests)
         for _ in range(3):
             await running.client.refusal(request(request_id="no id"))
     await held(running, 2)

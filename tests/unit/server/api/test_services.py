@@ -81,7 +81,7 @@ async def test_explain_says_what_generate_would_do_and_does_nothing(running) -> 
         cache_keys=[key],
         new_bank_row_count=1,
     )
-    assert (running.backend.jobs, len(running.host.store), running.host.ledger.requests) == (
+    assert (running.backend.jobs, len(running.manager.store), running.manager.ledger.requests) == (
         [],
         0,
         0,

@@ -145,7 +145,7 @@ async def test_a_wrong_upload_is_refused_and_stores_nothing(
     running = await starter(vector_store_bytes=1000)
     refusal = await refusal_of(put(running.client, *messages))
     assert refusal.brief == (Code[code], f"REASON_{reason}", field)
-    assert len(running.host.store) == 0
+    assert len(running.manager.store) == 0
 
 
 async def test_a_refusal_reaches_a_client_that_is_still_writing(running) -> None:
@@ -187,7 +187,7 @@ async def test_an_upload_has_its_bytes_until_it_is_on_the_disk(
 
     monkeypatch.setattr(running.server._files, "write", slow)
     first = asyncio.ensure_future(put(running.client, header(), chunk(values())))
-    await until(lambda: len(running.host.store) == 1)
+    await until(lambda: len(running.manager.store) == 1)
     refusal = await refusal_of(put(running.client, header(), chunk(values())))
     assert refusal.reason == "REASON_QUEUE_FULL"
     go_on.set()
@@ -207,7 +207,7 @@ async def test_listings_go_by_name_and_page_by_page(running) -> None:
         if not token:
             break
     assert names == [["", "a/1", "a/2"], ["b"]]
-    assert (page.used_bytes, page.capacity_bytes) == (2 * WIDTH * 4, running.host.store.capacity)
+    assert (page.used_bytes, page.capacity_bytes) == (2 * WIDTH * 4, running.manager.store.capacity)
     some = await list_vectors(steering.ListVectorsRequest(name_prefix="a/"))
     assert [vector.name for vector in some.vectors] == ["a/1", "a/2"]
 
@@ -216,9 +216,9 @@ async def test_a_page_reads_no_more_of_the_store_than_its_lines(running, monkeyp
     for number in range(20):
         await put(running.client, header(name=f"v{number:02}"), chunk(values()))
     read: list[str] = []
-    entry = running.host.store._entry
+    entry = running.manager.store._entry
     monkeypatch.setattr(
-        running.host.store, "_entry", lambda name, of: (read.append(name), entry(name, of))[1]
+        running.manager.store, "_entry", lambda name, of: (read.append(name), entry(name, of))[1]
     )
     first = await running.client.steering.ListVectors(steering.ListVectorsRequest(page_size=3))
     token = first.next_page_token

@@ -36,7 +36,7 @@ EIGHT = tensor_pb2.ENCODING_FULL8
 def put(running, rows: np.ndarray, name: str = "joy") -> bytes:
     """Stores a vector under a name; its digest."""
     vector = make_vector(FloatType.FLOAT32, len(rows), WIDTH, rows.tobytes(), "v")
-    running.host.store.put_named(vector, name, Name(vector.digest, "", None))
+    running.manager.store.put_named(vector, name, Name(vector.digest, "", None))
     return vector.digest
 
 
@@ -114,7 +114,7 @@ async def test_a_subscription_keeps_what_its_names_meant(running) -> None:
     one = await Subscriber.open(running, opening(EVERY, [wanted(1, projection=along(joy()))]))
     await until(lambda: running.backend.loaded == [before.hex()])
     put(running, 2 * FLAT)
-    running.host.store.delete_name("joy", "name")
+    running.manager.store.delete_name("joy", "name")
     await generate(running, "a")
     await one.until("end_of_request")
     found = {key[3]: values for key, values in rows_of(one.events).items()}
@@ -143,17 +143,17 @@ async def test_a_subscription_holds_its_vectors_until_it_ends(starter) -> None:
     running = await starter(vector_store_bytes=2 * FLAT.nbytes)
     digest = put(running, FLAT)
     one = await Subscriber.open(running, opening(EVERY, [wanted(1, projection=along(joy()))]))
-    running.host.store.delete_name("joy", "name")
+    running.manager.store.delete_name("joy", "name")
     for value in range(3):
         put(running, np.full((1, WIDTH), value, np.float32), "other")
-        running.host.store.delete_name("other", "name")
-    assert digest in running.host.store
+        running.manager.store.delete_name("other", "name")
+    assert digest in running.manager.store
     await one.rest()
-    await until(lambda: not len(running.host.subscriptions))
+    await until(lambda: not len(running.manager.subscriptions))
     for value in range(3, 6):
         put(running, np.full((1, WIDTH), value, np.float32), "other")
-        running.host.store.delete_name("other", "name")
-    assert digest not in running.host.store
+        running.manager.store.delete_name("other", "name")
+    assert digest not in running.manager.store
 
 
 async def test_a_refused_subscription_keeps_no_place_to_spill_to(starter, tmp_path) -> None:
@@ -164,7 +164,7 @@ async def test_a_refused_subscription_keeps_no_place_to_spill_to(starter, tmp_pa
     own = tensor(2 * FLAT)
     for _ in range(3):
         with pytest.raises(errors.StoreFull):
-            await running.host.subscriptions.open(
+            await running.manager.subscriptions.open(
                 opening(
                     EVERY,
                     [wanted(1, projection=along(own))],
@@ -178,9 +178,11 @@ async def test_a_refused_subscription_keeps_no_place_to_spill_to(starter, tmp_pa
 async def test_a_subscription_on_what_is_not_stored_is_refused(running) -> None:
     one = Subscriber(running)
     with pytest.raises(errors.NameNotFound) as caught:
-        await running.host.subscriptions.open(opening(EVERY, [wanted(1, projection=along(joy()))]))
+        await running.manager.subscriptions.open(
+            opening(EVERY, [wanted(1, projection=along(joy()))])
+        )
     assert caught.value.field == "open.captures[0].projection.readouts.readouts[0].vector.name"
-    assert len(running.host.subscriptions) == 0
+    assert len(running.manager.subscriptions) == 0
     one.call.cancel()
 
 

@@ -37,13 +37,13 @@ async def stalled(
 ) -> list[Response]:
     """What comes of a request whose client reads nothing before all of it was generated."""
     wish = request(request_id="a", sampling=sampled(TOKENS, n), captures=specs, **fields)
-    admitted = await admit(wish, running.host.admission)
+    admitted = await admit(wish, running.manager.admission)
     events = []
-    async with aclosing(run(admitted, running.host)) as responses:
+    async with aclosing(run(admitted, running.manager)) as responses:
         events.append(await anext(responses))
-        active = running.host._active_requests["a"]
+        active = running.manager._active_requests["a"]
         await until(lambda: active.settled or active.failed)
-        spill_manager = running.host.spill_manager
+        spill_manager = running.manager.spill_manager
         if spill_manager is not None:
             await until(
                 lambda: all(one._task is None or one._task.done() for one in spill_manager._spills)
@@ -119,7 +119,9 @@ async def test_rows_wait_on_disk_and_come_in_order(starter, tmp_path) -> None:
 async def test_a_request_that_goes_away_leaves_no_file(starter, tmp_path) -> None:
     running = await starter(request_buffer_bytes=8 * ROW, spool=str(tmp_path))
     wish = request(request_id="a", sampling=sampled(TOKENS, 3), captures=[spec(SPILL)])
-    async with aclosing(run(await admit(wish, running.host.admission), running.host)) as responses:
+    async with aclosing(
+        run(await admit(wish, running.manager.admission), running.manager)
+    ) as responses:
         await anext(responses)
         await until(lambda: bool(list(tmp_path.glob("*.spool"))))
     await settled(running)
@@ -176,10 +178,12 @@ async def test_an_observer_s_losses_are_not_the_response_s(starter) -> None:
 async def test_a_stalled_client_holds_no_rows_after_it_has_gone(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event(), hold_from=9))
     wish = request(request_id="a", sampling=sampled(TOKENS), captures=[spec(NEWEST)])
-    async with aclosing(run(await admit(wish, running.host.admission), running.host)) as responses:
+    async with aclosing(
+        run(await admit(wish, running.manager.admission), running.manager)
+    ) as responses:
         await anext(responses)
-        active = running.host._active_requests["a"]
-        ((_, buffer),) = active.inline._open
+        active = running.manager._active_requests["a"]
+        ((_, buffer),) = active.response_rows._open
         await until(lambda: buffer.byte_counter.rows > 0)
     assert (buffer.byte_counter.rows, buffer.used) == (0, 0)
     running.backend.hold.set()

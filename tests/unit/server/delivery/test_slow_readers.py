@@ -97,7 +97,7 @@ async def test_all_policies_sinks_and_runs_of_a_request_share_its_limit(
     Slow.made.at = "write"
     sink = capture_pb2.SinkTarget(sink_name="slow")
     call = await stalled(running, "a", [spec(NEWEST), spec(OLDEST), spec(NEWEST, sink=sink)])
-    await until(lambda: running.host._active_requests["a"].sequences[0].ended)
+    await until(lambda: running.manager._active_requests["a"].sequences[0].ended)
     assert 64 * KIB < await waiting(running) <= 257 * KIB + UNCOUNTED
     Slow.made.gate.set()
     events = await outcome(call)
@@ -144,8 +144,8 @@ async def test_a_hog_gives_way_and_those_within_their_share_lose_nothing(starter
     hog = await stalled(running, "hog", [spec(FAIL)], tokens=3000)
     await until(
         lambda: (
-            "hog" not in running.host._active_requests
-            or running.host._active_requests["hog"].failed
+            "hog" not in running.manager._active_requests
+            or running.manager._active_requests["hog"].failed
         )
     )
     assert await outcome(hog) == "REASON_CAPTURE_OVERFLOW"
@@ -190,7 +190,7 @@ async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_
         capture_bytes=slack,
     )
     sink = capture_pb2.SinkTarget(sink_name="disk")
-    budget = running.host.budget
+    budget = running.manager.budget
     async with peak(lambda: budget.used) as most:
         events = await outcome(await stalled(running, "a", [spec(FAIL, sink=sink)]))
     assert made.count("spool") == 1

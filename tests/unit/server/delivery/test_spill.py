@@ -68,7 +68,7 @@ async def test_a_client_that_ends_its_subscription_is_sent_nothing_more(spooling
     await one.call.write(Message(leave=capture_service_pb2.SubscribeLeave(end=True)))
     assert await asyncio.wait_for(one.call.read(), 10) is grpc.aio.EOF
     assert (len(one.events), await one.call.code()) == (read, Code.OK)
-    assert len(spooling.host.subscriptions) == 0
+    assert len(spooling.manager.subscriptions) == 0
     assert (await settled(spooling)).spooled_row_count == 0
     await until(lambda: not files(tmp_path))
     two = Subscriber(spooling)
@@ -102,7 +102,7 @@ async def test_what_is_on_disk_counts_as_waiting(starter, tmp_path) -> None:
     async with asyncio.timeout(10):  # heartbeats that are older come first
         while one.events[-1].heartbeat.buffered_bytes != 6 * 2 * 11 * ROW:
             await one.hear()
-    assert running.host.spill_manager.rows > 0
+    assert running.manager.spill_manager.rows > 0
 
 
 async def test_connections_that_break_lose_and_repeat_nothing_that_was_spilled(
@@ -151,9 +151,9 @@ async def test_a_reader_that_stays_away_leaves_no_file(starter, tmp_path) -> Non
         await generate(running, f"r{number}", tokens=9)
     await until(lambda: files(tmp_path))
     one.call.cancel()
-    await until(lambda: not len(running.host.subscriptions))
+    await until(lambda: not len(running.manager.subscriptions))
     await until(lambda: not files(tmp_path))
-    assert running.host.spill_manager.spool.used == 0
+    assert running.manager.spill_manager.spool.used == 0
 
 
 async def test_a_full_spool_ends_the_subscription_and_no_request(starter, tmp_path) -> None:
@@ -212,7 +212,7 @@ async def test_rows_that_cannot_be_read_back_end_the_subscription_and_who_sends(
     call = running.client.generation.Generate(
         request(request_id="a", sampling=sampled(30, 4), captures=[spec])
     )
-    await until(lambda: running.host.spill_manager.rows > 50)
+    await until(lambda: running.manager.spill_manager.rows > 50)
     failing(monkeypatch, "pread")
     await one.credit(PLENTY)
     refusal = await failure(one)

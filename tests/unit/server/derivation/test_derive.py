@@ -260,7 +260,7 @@ async def test_what_cannot_be_derived_is_refused_by_its_field(starter, case) -> 
     refusal = await refusal_of(derive(running, order(**fields)))
     assert refusal.brief == (Code.INVALID_ARGUMENT, f"REASON_{reason}", path)
     await settled(running)
-    assert len(running.host.store) == 0
+    assert len(running.manager.store) == 0
 
 
 async def test_what_of_where_fits_no_prompt_says_which_prompt(running) -> None:
@@ -319,8 +319,8 @@ async def test_a_caller_that_leaves_aborts_every_request(starter) -> None:
     call.cancel()
     stats = await settled(running)
     assert (len(running.backend.aborted), stats.requests.aborted_count) == (8, 8)
-    assert (len(running.backend.jobs), len(running.host.store)) == (8, 0)
-    assert running.host.ledger.requests == 0
+    assert (len(running.backend.jobs), len(running.manager.store)) == (8, 0)
+    assert running.manager.ledger.requests == 0
 
 
 async def test_all_calls_together_run_few_prompts_at_the_same_time(starter) -> None:
@@ -328,7 +328,7 @@ async def test_all_calls_together_run_few_prompts_at_the_same_time(starter) -> N
     running = await starter(TokenBackend())
     running.backend.hold = asyncio.Event()
     wishes = [order(positive=[ids(1 + i, 2)] * 20) for i in range(3)]
-    async with peak(lambda: running.host.open_requests) as most:
+    async with peak(lambda: running.manager.open_requests) as most:
         calls = [asyncio.ensure_future(derive(running, wish)) for wish in wishes]
         await until(lambda: len(running.backend.jobs) == 8)
         running.backend.hold.set()
@@ -343,7 +343,7 @@ async def test_a_prompt_that_fails_ends_the_others(starter) -> None:
     refusal = await refusal_of(derive(running, bad))
     assert refusal.brief[1:] == ("REASON_UNKNOWN_TOKEN", "positive[3].token_ids.ids[0]")
     await settled(running)
-    assert len(running.host.store) == 0
+    assert len(running.manager.store) == 0
 
 
 async def test_a_drain_ends_a_derivation_without_a_vector(starter, monkeypatch) -> None:
@@ -352,10 +352,10 @@ async def test_a_drain_ends_a_derivation_without_a_vector(starter, monkeypatch) 
     running = await starter(TokenBackend(silent=True))
     call = asyncio.ensure_future(derive(running, order()))
     await until(lambda: len(running.backend.jobs) == 4)
-    await running.host.drain(0)
+    await running.manager.drain(0)
     refusal = await refusal_of(call)
     assert refusal.brief == (Code.UNAVAILABLE, "REASON_DRAINING", "")
-    assert len(running.host.store) == 0
+    assert len(running.manager.store) == 0
 
 
 async def test_a_derived_vector_steers(starter) -> None:

@@ -50,7 +50,7 @@ async def in_line(running, *messages) -> list[asyncio.Future]:
     calls = []
     for message in messages:
         calls.append(asyncio.ensure_future(running.client.generate(message)))
-        await until(lambda: running.host.line.waiting == len(calls))
+        await until(lambda: running.manager.admission_queue.waiting == len(calls))
     return calls
 
 
@@ -121,7 +121,7 @@ async def test_one_that_refuses_to_wait_does_not_overtake_one_that_waits(starter
     (waiting,) = await in_line(running, steered(2.0))
     refusal = await running.client.refusal(steered(1.0, when_full=REFUSE))
     assert (refusal.reason, refusal.retry) == ("REASON_BANK_FULL", True)
-    assert refusal.message == "others wait for room and come first; try again"
+    assert refusal.message == "other requests wait for capacity and come first; try again"
     running.backend.hold.set()
     await rest(first)
     assert kinds(await waiting)[-1] == "receipt"
@@ -155,20 +155,24 @@ async def test_one_that_leaves_the_line_holds_nothing_and_lets_the_next_one_up(s
     both = request(steer=[add(scale=2.0, where=selector(window(0, 1))), add(scale=3.0)])
     leaving = running.client.generation.Generate(both)
     reading = asyncio.ensure_future(leaving.read())
-    await until(lambda: running.host.line.waiting == 1)
+    await until(lambda: running.manager.admission_queue.waiting == 1)
     second = running.client.generation.Generate(steered(4.0, request_id="second"))
     entered = asyncio.ensure_future(second.read())
-    await until(lambda: running.host.line.waiting == 2)
+    await until(lambda: running.manager.admission_queue.waiting == 2)
     leaving.cancel()
     assert (await entered).HasField("started")
-    assert (running.host.ledger.requests, running.host.ledger.used("bank_rows")) == (2, 2)
+    assert (running.manager.ledger.requests, running.manager.ledger.used("bank_rows")) == (2, 2)
     with pytest.raises(asyncio.CancelledError):
         await reading
     running.backend.hold.set()
     await rest(first)
     await rest(second)
     stats = await settled(running)
-    assert (stats.leaked_count, running.host.ledger.requests, running.host.store.pins) == (0, 0, 0)
+    assert (stats.leaked_count, running.manager.ledger.requests, running.manager.store.pins) == (
+        0,
+        0,
+        0,
+    )
     assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=2, completed_count=2)
 
 
@@ -177,8 +181,8 @@ async def test_a_deadline_ends_the_wait(starter) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await running.client.generate(steered(2.0), timeout=0.2)
     assert caught.value.code() is Code.DEADLINE_EXCEEDED
-    await until(lambda: running.host.open_requests == 1)
-    assert (running.host.line.waiting, running.host.ledger.requests) == (0, 1)
+    await until(lambda: running.manager.open_requests == 1)
+    assert (running.manager.admission_queue.waiting, running.manager.ledger.requests) == (0, 1)
     running.backend.hold.set()
     await rest(first)
     assert started(running) == ["first"]
@@ -200,7 +204,7 @@ async def test_nobody_waits_longer_than_the_server_allows(starter) -> None:
 async def test_those_who_wait_are_refused_when_the_server_ends(starter) -> None:
     running, first = await full(starter)
     (waiting,) = await in_line(running, steered(2.0))
-    drain = asyncio.ensure_future(running.host.drain(None))
+    drain = asyncio.ensure_future(running.manager.drain(None))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await waiting
     assert Refusal.of(caught.value).reason == "REASON_DRAINING"
@@ -241,7 +245,7 @@ async def test_samples_share_the_room_that_their_steering_takes(starter) -> None
     sampling = generation_pb2.Sampling(max_tokens=2, n=3)
     call = running.client.generation.Generate(steered(2.0, sampling=sampling))
     await until(lambda: len(running.backend.jobs) == 3)
-    assert running.host.ledger.used("bank_rows") == 1
+    assert running.manager.ledger.used("bank_rows") == 1
     running.backend.hold.set()
     assert kinds(await rest(call))[-1] == "receipt"
 
@@ -258,12 +262,12 @@ async def test_every_sample_has_room_for_what_it_decides_by_its_tokens(starter) 
     call = running.client.generation.Generate(both)
     await until(lambda: len(running.backend.jobs) == 6)
     # Three samples, three baselines, and the three that compare them.
-    assert running.host.ledger.used("ruled_intervals") == 9
-    assert running.host.ledger.used("token_rules") == 1
+    assert running.manager.ledger.used("ruled_intervals") == 9
+    assert running.manager.ledger.used("token_rules") == 1
     running.backend.hold.set()
     assert kinds(await rest(call))[-1] == "receipt"
     await settled(running)
-    assert running.host.ledger.used("ruled_intervals") == 0
+    assert running.manager.ledger.used("ruled_intervals") == 0
 
 
 async def test_the_first_in_line_is_weighed_again_only_when_enough_came_free(starter) -> None:
@@ -275,13 +279,13 @@ async def test_the_first_in_line_is_weighed_again_only_when_enough_came_free(sta
     two = [add(scale=4.0, where=selector(window(0, 1))), add(scale=5.0)]
     (waiting,) = await in_line(running, request(steer=two))
     weighed = []
-    admit = running.host.line._admit
-    running.host.line._admit = lambda *args: weighed.append(args) or admit(*args)
+    admit = running.manager.admission_queue._admit
+    running.manager.admission_queue._admit = lambda *args: weighed.append(args) or admit(*args)
     calls[0].cancel()
-    await until(lambda: running.host.ledger.requests == 2)
-    assert (running.host.line.waiting, weighed) == (1, [])
+    await until(lambda: running.manager.ledger.requests == 2)
+    assert (running.manager.admission_queue.waiting, weighed) == (1, [])
     calls[1].cancel()
-    await until(lambda: running.host.line.waiting == 0)
+    await until(lambda: running.manager.admission_queue.waiting == 0)
     assert len(weighed) == 1
     running.backend.hold.set()
     assert kinds(await waiting)[-1] == "receipt"
@@ -293,7 +297,7 @@ class Crowd:
 
     def __init__(self, rows: int, patience: float = 60) -> None:
         self.line = AdmissionQueue(
-            sites_with(bank_rows=rows).capacity, step_tokens=16, patience=patience
+            sites_with(bank_rows=rows).capacity, step_tokens=16, timeout=patience
         )
         self.held: dict[str, list[str]] = {}
 
@@ -303,7 +307,7 @@ class Crowd:
             for vector in vectors
         )
         rooms, held = [Reservation(Plan(name, acts))], self.held.setdefault(name, [])
-        return asyncio.create_task(self.line.enter(rooms, prompt_len=3, wait=True, held=held))
+        return asyncio.create_task(self.line.reserve(rooms, prompt_len=3, wait=True, reserved=held))
 
     async def wait_in_line(self, name: str, *vectors: int) -> asyncio.Task[None]:
         waiting = self.line.waiting
@@ -317,16 +321,16 @@ async def test_captures_enter_once_no_step_can_overflow_the_ring() -> None:
         return Reservation(Plan(name, (), (Capture(tuple(range(sites)), (positions,)),)))
 
     async def enter(one: Reservation, held: list[str]) -> None:
-        await line.enter([one], prompt_len=100, wait=True, held=held)
+        await line.reserve([one], prompt_len=100, wait=True, reserved=held)
 
     capacity = replace(sites_with().capacity, capture_rows=1000)
-    line = AdmissionQueue(capacity, step_tokens=100, patience=60)
+    line = AdmissionQueue(capacity, step_tokens=100, timeout=60)
     wide: list[str] = []
     await enter(room("wide", 20, 0, 1), wide)
     await enter(room("dense", 5, 0, 100), [])
     third = asyncio.create_task(enter(room("third", 8, 0, 100), []))
     await until(lambda: line.waiting == 1)
-    line.leave(wide)
+    line.release(wide)
     assert line.waiting == 0
     await third
 
@@ -348,7 +352,7 @@ async def test_who_gave_up_in_the_same_moment_takes_no_room() -> None:
     gone = await crowd.wait_in_line("gone", 2)
     next_one = await crowd.wait_in_line("next", 3)
     gone.cancel()
-    crowd.line.leave(crowd.held["first"])
+    crowd.line.release(crowd.held["first"])
     await asyncio.wait_for(next_one, 10)
     assert crowd.held == {"first": [], "gone": [], "next": ["next"]}
     with pytest.raises(asyncio.CancelledError):

@@ -63,8 +63,8 @@ async def test_what_is_prepared_is_released_and_counts_until_then(starter) -> No
     await running.client.generate(large("a"))
     await settled(running)
     await until(lambda: not running.backend.prepared)
-    await until(lambda: not running.host.ledger.requests)
-    assert running.host.ledger.used("bank_rows") == 0
+    await until(lambda: not running.manager.ledger.requests)
+    assert running.manager.ledger.used("bank_rows") == 0
 
 
 @pytest.mark.parametrize("one", [large, lambda name: request(request_id=name, steer=[add()])])
@@ -150,7 +150,7 @@ async def test_an_engine_that_ends_before_it_was_idle_for_long_is_asked_for_noth
     running = await starter()
     await running.client.generate(request(steer=[add()]))
     calls = running.backend.forgets
-    await running.host.preparations.close()
+    await running.manager.preparations.close()
     await asyncio.sleep(0.6)
     assert running.backend.forgets == calls
 
@@ -187,7 +187,7 @@ async def test_equal_plans_share_a_preparation_and_others_take_turns(starter) ->
         asyncio.ensure_future(running.client.generate(one))
         for one in (large("a"), large("b"), large("c", scale=9.0))
     ]
-    await until(lambda: backend.at_once and running.host.open_requests == 3)
+    await until(lambda: backend.at_once and running.manager.open_requests == 3)
     backend.step.set()
     await asyncio.gather(*calls)
     names = [name for name, _ in backend.calls]
@@ -201,9 +201,9 @@ async def test_a_request_that_goes_away_while_its_plan_is_built_leaves_nothing(s
     call = running.client.generation.Generate(large("a"))
     await until(lambda: backend.at_once)
     call.cancel()
-    await until(lambda: not running.host.open_requests)
+    await until(lambda: not running.manager.open_requests)
     backend.step.set()
-    await until(lambda: not running.host.ledger.requests)
+    await until(lambda: not running.manager.ledger.requests)
     assert not backend.prepared
     assert not backend.jobs
     await running.client.generate(large("a"))

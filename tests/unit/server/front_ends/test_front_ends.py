@@ -139,8 +139,8 @@ async def test_a_front_end_that_is_killed_takes_its_own_streams_and_nothing_else
             await settled(running)
             async with narrow(running) as client:
                 assert len(tokens(await client.generate(request(), wait_for_ready=True))) == TOKENS
-    host = running.host
-    assert host.open_requests == host.ledger.requests == host.budget.used == 0
+    manager = running.manager
+    assert manager.open_requests == manager.ledger.requests == manager.budget.used == 0
     assert not alive(victim)
 
 
@@ -315,7 +315,7 @@ async def test_a_client_that_leaves_a_front_end_aborts_its_request(starter) -> N
     call = running.client.generation.Generate(request())
     await call.read()
     call.cancel()
-    await eventually(lambda: running.host.open_requests == 0)
+    await eventually(lambda: running.manager.open_requests == 0)
     assert len(backend.aborted) == 1
 
 
@@ -324,7 +324,7 @@ async def test_a_deadline_passes_through_a_front_end(starter) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await running.client.generate(request(), timeout=0.5)
     assert caught.value.code() is Code.DEADLINE_EXCEEDED
-    await eventually(lambda: running.host.open_requests == 0)
+    await eventually(lambda: running.manager.open_requests == 0)
 
 
 async def test_an_unknown_method_is_refused_by_the_front_end(starter) -> None:

@@ -260,7 +260,7 @@ async def test_room_is_reserved_for_both_at_once(starter) -> None:
     assert (refusal.reason, refusal.retry) == ("REASON_BANK_FULL", False)
     assert running.backend.jobs == []
     stats = await settled(running)
-    assert (stats.leaked_count, running.host.ledger.requests) == (0, 0)
+    assert (stats.leaked_count, running.manager.ledger.requests) == (0, 0)
 
 
 async def test_what_the_baseline_reads_with_keeps_its_room_until_the_end(starter) -> None:
@@ -268,11 +268,11 @@ async def test_what_the_baseline_reads_with_keeps_its_room_until_the_end(starter
     await set_global(running, add(scale=0.5))
     call = running.client.generation.Generate(compared())
     await until(lambda: len(running.backend.jobs) == 2)
-    assert running.host.ledger.used("bank_rows") == 2
+    assert running.manager.ledger.used("bank_rows") == 2
     running.backend.hold.set()
     assert kinds(await rest(call))[-1] == "receipt"
     await settled(running)
-    assert running.host.ledger.used("bank_rows") == 0
+    assert running.manager.ledger.used("bank_rows") == 0
 
 
 async def test_a_client_that_leaves_ends_both(starter) -> None:
@@ -322,7 +322,7 @@ async def test_a_request_that_is_aborted_while_the_baseline_reads_goes_without_i
     sampling = Sampling(max_tokens=2, n=samples)
     call = running.client.generation.Generate(compared(sampling=sampling))
     await until(lambda: len(jobs(running, "s")) == min(samples, 3))  # those that fit into a step
-    await running.host.drain(0)
+    await running.manager.drain(0)
     events = await rest(call)
     assert [one.reason for one in of_kind(events, "finished")] == [
         types_pb2.FINISH_REASON_LENGTH
@@ -335,7 +335,7 @@ async def test_samples_that_are_aborted_are_not_measured(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     call = running.client.generation.Generate(compared())
     await until(lambda: len(running.backend.jobs) == 2)
-    await running.host.drain(0)
+    await running.manager.drain(0)
     events = await rest(call)
     reasons = [one.reason for one in of_kind(events, "finished")]
     assert reasons == [types_pb2.FINISH_REASON_ABORTED] * 2

@@ -190,12 +190,12 @@ async def test_vectors_are_loaded_once_and_pinned_while_they_are_used(starter) -
     for call in calls:
         assert (await call.read()).HasField("started")
         assert (await call.read()).HasField("tokens")
-    assert (len(running.backend.loaded), running.host.store.pins) == (1, 2)
+    assert (len(running.backend.loaded), running.manager.store.pins) == (1, 2)
     running.backend.hold.set()
     for call in calls:
         assert (await rest(call))[-1].HasField("receipt")
     stats = await settled(running)
-    assert (running.host.store.pins, stats.vector_count, stats.leaked_count) == (0, 1, 0)
+    assert (running.manager.store.pins, stats.vector_count, stats.leaked_count) == (0, 1, 0)
 
 
 async def test_a_vector_that_left_the_store_leaves_the_workers_and_can_come_back(starter) -> None:

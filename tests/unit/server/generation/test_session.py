@@ -103,7 +103,7 @@ async def test_an_update_finds_text_in_a_prompt_of_token_ids_whatever_the_sessio
     assert decoded == [P]
     running.backend.hold.set()
     assert kinds(await talk.end())[-1] == "receipt"
-    assert len(running.host.prompts._read) == 0
+    assert len(running.manager.prompts._read) == 0
 
 
 async def test_without_a_tokenizer_an_update_that_names_text_is_refused(starter) -> None:
@@ -208,12 +208,12 @@ async def test_vectors_of_an_update_are_with_the_workers_and_kept_until_the_end(
     await talk.hear("applied")
     ((_, (act,), _),) = running.backend.updates
     assert running.backend.loaded == [act.vectors[0].hex()]
-    assert running.host.store.pins == 1
-    assert running.host.ledger.used("bank_rows") == 1
+    assert running.manager.store.pins == 1
+    assert running.manager.ledger.used("bank_rows") == 1
     running.backend.hold.set()
     await talk.end()
     await settled(running)
-    assert (running.host.store.pins, running.host.ledger.requests) == (0, 0)
+    assert (running.manager.store.pins, running.manager.ledger.requests) == (0, 0)
 
 
 async def test_stop_ends_every_sample_and_the_receipt_still_comes(starter) -> None:
@@ -266,7 +266,11 @@ async def test_a_client_that_leaves_aborts_its_session_and_frees_everything(star
     stats = await settled(running)
     assert len(running.backend.aborted) == 1
     assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=1, aborted_count=1)
-    assert (stats.leaked_count, running.host.ledger.requests, running.host.store.pins) == (0, 0, 0)
+    assert (stats.leaked_count, running.manager.ledger.requests, running.manager.store.pins) == (
+        0,
+        0,
+        0,
+    )
 
 
 async def test_updates_do_not_touch_the_baseline(starter) -> None:

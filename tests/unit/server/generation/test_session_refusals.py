@@ -87,7 +87,7 @@ async def test_an_update_without_room_is_refused_and_the_request_goes_on(starter
     assert receipt.update_count == 1
     await rest(other)
     await settled(running)
-    assert running.host.ledger.requests == 0
+    assert running.manager.ledger.requests == 0
 
 
 async def test_a_refused_update_keeps_no_vector_in_the_store(starter) -> None:
@@ -95,12 +95,12 @@ async def test_a_refused_update_keeps_no_vector_in_the_store(starter) -> None:
     talk = Talk(running)
     await talk.say(start(steer=[add(scale=2.0)]))
     await talk.hear("tokens")
-    pins, held = running.host.store.pins, running.host.ledger.requests
+    pins, held = running.manager.store.pins, running.manager.ledger.requests
     for number in range(1, 6):
         vector = tensor(np.full((1, WIDTH), float(number)))
         await talk.say(update(number, add(vector, scale=3.0)))
         assert (await talk.refused()).reason == "REASON_BANK_FULL"
-    assert (running.host.store.pins, running.host.ledger.requests) == (pins, held)
+    assert (running.manager.store.pins, running.manager.ledger.requests) == (pins, held)
     running.backend.hold.set()
     assert kinds(await talk.end())[-1] == "receipt"
 
@@ -110,7 +110,7 @@ async def test_a_session_that_asks_for_nothing_does_not_stand_in_line(starter) -
     first = running.client.generation.Generate(request(steer=[add(scale=9.0)]))
     await first.read()
     waiting = asyncio.ensure_future(running.client.generate(request(steer=[add(scale=8.0)])))
-    await until(lambda: running.host.line.waiting == 1)
+    await until(lambda: running.manager.admission_queue.waiting == 1)
     talk = Talk(running)
     await talk.say(start())
     await talk.hear("tokens")
@@ -127,7 +127,7 @@ async def test_an_update_takes_nothing_new_while_others_wait(starter) -> None:
     await talk.hear("tokens")
     steer = [add(scale=5.0, where=selector(window(0, 1))), add(scale=6.0)]
     waiting = asyncio.ensure_future(running.client.generate(request(steer=steer)))
-    await until(lambda: running.host.line.waiting == 1)
+    await until(lambda: running.manager.admission_queue.waiting == 1)
     await talk.say(update(1, add(scale=3.0)), update(2, add(scale=2.0)))
     refusal = await talk.refused()
     assert (refusal.update_id, refusal.reason) == (1, "REASON_BANK_FULL")
@@ -294,4 +294,4 @@ async def test_a_client_that_talks_and_never_listens_ends_its_session(starter, m
     assert Refusal.of(caught.value).reason == "REASON_QUEUE_FULL"
     running.backend.unscheduled.set()
     await settled(running)
-    assert running.host.ledger.requests == 0
+    assert running.manager.ledger.requests == 0

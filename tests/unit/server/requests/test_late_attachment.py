@@ -116,7 +116,7 @@ async def test_a_request_that_runs_is_captured_from_its_next_step_on(starter, ow
         {"captured"} if "captures" in own else set()
     )
     await settled(running)
-    assert running.host.ledger.requests == 0
+    assert running.manager.ledger.requests == 0
 
 
 async def test_a_requests_own_rows_are_as_without_the_observer(starter) -> None:
@@ -206,7 +206,7 @@ async def test_a_request_that_waits_in_line_is_captured_once_it_runs(starter) ->
     second = running.client.generation.Generate(
         request(request_id="second", sampling=sampled(5), captures=everything)
     )
-    await until(lambda: running.host.line.waiting == 1)
+    await until(lambda: running.manager.admission_queue.waiting == 1)
     one = await Subscriber.open(running, opening(by_id("second"), [wanted(2)]))
     assert not attached(one.events[0].opened)
     assert not one.events[0].opened.missed
@@ -326,10 +326,10 @@ async def test_a_subscription_that_opens_while_a_request_is_admitted_gets_all_of
     starter,
 ) -> None:
     running = await starter()
-    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.host.admission)
+    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.manager.admission)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     assert not one.events[0].opened.attached
-    events = [event async for event in run(admitted, running.host)]
+    events = [event async for event in run(admitted, running.manager)]
     assert events[-1].HasField("receipt")
     await one.until("end_of_request")
     assert attached(ends_of(one.events)["a"]) == [("a", 0, 0)]
@@ -384,7 +384,7 @@ async def test_what_several_observers_and_the_request_want_alike_is_counted_once
     backend = ScriptedBackend(sites=sites_with(capture_rows=4), hold=Steps())
     running = await starter(backend)
     call = await begun(running, "a", tokens=20, captures=[inline(0)])
-    ledger = running.host.ledger
+    ledger = running.manager.ledger
     assert ledger.used("capture_rows") == PROMPT
     watchers = [
         await opened_while_they_step(running, opening(EVERY, [wanted(*layers)]))
@@ -409,10 +409,10 @@ async def test_samples_and_baselines_are_counted_with_what_an_observer_wants_of_
     await until(lambda: len(backend.positions) == 4)
     one = await opened_while_they_step(running, opening(EVERY, [wanted(0, 1)]), steps=4)
     assert len(attached(one.events[0].opened)) == 4
-    assert running.host.ledger.used("capture_rows") == 4 * 2
+    assert running.manager.ledger.used("capture_rows") == 4 * 2
     call.cancel()
     await settled(running)
-    assert running.host.ledger.used("capture_rows") == 0
+    assert running.manager.ledger.used("capture_rows") == 0
 
 
 async def test_an_observer_takes_no_room_while_a_request_waits_for_it(starter) -> None:
@@ -423,13 +423,13 @@ async def test_an_observer_takes_no_room_while_a_request_waits_for_it(starter) -
         request(request_id="second", sampling=sampled(5), captures=[inline(0, 1)])
     )
     plain = await begun(running, "plain", tokens=40)
-    await until(lambda: running.host.line.waiting == 1)
+    await until(lambda: running.manager.admission_queue.waiting == 1)
     one = await Subscriber.open(running, opening(by_id("first", "plain"), [wanted(0, 1, 2)]))
     missed = one.events[0].opened.missed
     assert {each.request_id for each in missed} == {"first", "plain"}
     assert all("others wait" in each.reason for each in missed)
     first.cancel()
-    await until(lambda: running.host.line.waiting == 0)
+    await until(lambda: running.manager.admission_queue.waiting == 0)
     backend.hold.go(60)
     assert (await rest(second))[-1].HasField("receipt")
     plain.cancel()
@@ -442,7 +442,7 @@ async def test_an_observer_that_needs_nothing_new_joins_though_a_request_waits(s
     second = running.client.generation.Generate(
         request(request_id="second", sampling=sampled(5), captures=[inline(0, 1)])
     )
-    await until(lambda: running.host.line.waiting == 1)
+    await until(lambda: running.manager.admission_queue.waiting == 1)
     one = await opened_while_they_step(running, opening(by_id("first"), [wanted(1)]))
     assert attached(one.events[0].opened) == [("first", 0, PROMPT)]
     backend.hold.go(60)

@@ -140,7 +140,7 @@ async def test_a_sink_that_hangs_holds_up_no_other_sink_no_run_and_no_lookup(
         for k in range(48)
     ]
     reading = [asyncio.create_task(call.read()) for call in calls]
-    await until(lambda: running.host.open_requests == 48)
+    await until(lambda: running.manager.open_requests == 48)
     run = capture_pb2.CaptureSpec(
         sites=site_set(POST, layers=[0]), run=capture_pb2.RunTarget(run_id="run")
     )
@@ -192,7 +192,7 @@ async def test_a_request_that_never_ran_ends_with_its_sink(starter) -> None:
         request(request_id="a", sampling=sampled(3), captures=[stored(1)])
     )
     await until(lambda: bool(running.backend.jobs))
-    draining = asyncio.create_task(running.host.drain(0.1))
+    draining = asyncio.create_task(running.manager.drain(0.1))
     events = await asyncio.wait_for(rest(call), 15)
     assert events[-1].HasField("receipt")
     await draining
@@ -212,7 +212,7 @@ async def test_a_request_that_finds_one_sink_broken_leaves_nothing_in_the_other(
     starter, tmp_path, monkeypatch
 ) -> None:
     running = await starter(sinks=(f"mem=filesystem:root={tmp_path}", "bad=memory"))
-    sinks, broken = running.host.sinks, [True]
+    sinks, broken = running.manager.sinks, [True]
     real = sinks.open
 
     def opened(about: RequestAbout):
@@ -255,7 +255,7 @@ async def test_rows_of_steps_that_ran_on_do_not_fill_a_subscription(starter) -> 
     for number in range(5):
         await generate(running, f"{number}")
     await one.until("end_of_request", 5)
-    assert running.host.subscriptions.named(one.name, "").buffer.byte_counter.bytes == 0
+    assert running.manager.subscriptions.named(one.name, "").buffer.byte_counter.bytes == 0
     assert len(ends_of(one.events)) == 5
 
 
@@ -274,7 +274,7 @@ async def test_a_receipt_counts_rows_that_a_subscriber_did_not_wait_for(starter)
 
 
 async def test_a_call_that_is_cancelled_while_it_ends_is_left(running) -> None:
-    subscriptions, gate = running.host.subscriptions, asyncio.Event()
+    subscriptions, gate = running.manager.subscriptions, asyncio.Event()
 
     async def messages():
         yield Message(open=opening(EVERY, [wanted(0)]))
@@ -284,7 +284,7 @@ async def test_a_call_that_is_cancelled_while_it_ends_is_left(running) -> None:
             await gate.wait()
 
     async def read() -> None:
-        async for _ in subscribe(messages(), subscriptions, running.host.late_attachment.attach):
+        async for _ in subscribe(messages(), subscriptions, running.manager.late_attachment.attach):
             pass
 
     reading = asyncio.create_task(read())

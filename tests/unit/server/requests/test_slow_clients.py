@@ -92,8 +92,8 @@ def check_exact(events, count: int, n: int, logprobs: int | None) -> None:
 async def read(running, message, pace) -> list:
     """All that comes of a request whose reader waits as `pace` says between messages."""
     events = []
-    admitted = await admit(message, running.host.admission)
-    async with aclosing(run(admitted, running.host)) as responses:
+    admitted = await admit(message, running.manager.admission)
+    async with aclosing(run(admitted, running.manager)) as responses:
         async for response in responses:
             events.append(response)
             await pace(len(events))
@@ -107,7 +107,7 @@ async def test_tokens_that_are_not_read_merge_into_few_messages(starter, n, logp
 
     async def pace(number: int) -> None:
         if number == 1:
-            active = running.host._active_requests["a"]
+            active = running.manager._active_requests["a"]
             await until(lambda: all(sequence.ended for sequence in active.sequences))
 
     events = await read(running, wish(500, n, logprobs, request_id="a"), pace)
@@ -158,7 +158,7 @@ async def test_messages_that_merged_are_of_bounded_size(starter, monkeypatch) ->
 
     async def pace(number: int) -> None:
         if number == 1:
-            active = running.host._active_requests["a"]
+            active = running.manager._active_requests["a"]
             await until(lambda: all(sequence.ended for sequence in active.sequences))
 
     events = await read(running, wish(300, 2, 3, request_id="a"), pace)
@@ -176,12 +176,12 @@ async def refusal_of(call) -> Refusal:
 
 async def test_a_client_that_reads_nothing_ends_when_its_tokens_fill_its_memory(starter) -> None:
     running = await starter(engine(), request_buffer_bytes=128 * KIB)
-    budget = running.host.budget
+    budget = running.manager.budget
     async with narrow(running) as client, peak(lambda: budget.used) as most:
         calls = [client.generation.Generate(wish(600, 4, 5, request_id=f"r{k}")) for k in range(2)]
         for call in calls:
             assert (await call.read()).HasField("started")
-        await until(lambda: not running.host.open_requests)
+        await until(lambda: not running.manager.open_requests)
         assert 64 * KIB < most.value <= 2 * (128 * KIB + UNCOUNTED)
         assert tokens(await running.client.generate(wish(40))) == expected(40)
         for call in calls:
@@ -204,7 +204,7 @@ async def test_the_widest_request_that_nobody_reads_stays_within_its_memory(star
         ),
         request_buffer_bytes=limit,
     )
-    budget = running.host.budget
+    budget = running.manager.budget
     async with narrow(running) as client, peak(lambda: budget.used) as most:
         call = client.generation.Generate(wish(4000, 64, 20, request_id="a"))
         assert (await call.read()).HasField("started")
@@ -223,7 +223,7 @@ async def test_tokens_of_a_hog_give_way_for_all_together(starter) -> None:
         hog = client.generation.Generate(wish(600, 8, 5, request_id="hog"))
         for call in (modest, hog):
             await call.read()
-        await until(lambda: "hog" not in running.host._active_requests)
+        await until(lambda: "hog" not in running.manager._active_requests)
         refusal = await refusal_of(hog)
         assert refusal.reason == "REASON_RESPONSE_OVERFLOW"
         assert "--buffers-mib" in refusal.message
@@ -281,7 +281,9 @@ async def test_what_the_engine_has_let_go_of_is_free_though_nobody_reads(starter
         unread = client.generation.Generate(wish(1000, logprobs=5, steer=[add()], request_id="a"))
         await unread.read()
         await until(
-            lambda: all(sequence.ended for sequence in running.host._active_requests["a"].sequences)
+            lambda: all(
+                sequence.ended for sequence in running.manager._active_requests["a"].sequences
+            )
         )
         other = request(steer=[add(scale=2.0)], when_full=generation_service_pb2.WHEN_FULL_REFUSE)
         assert kinds(await running.client.generate(other))[-1] == "receipt"
@@ -296,7 +298,7 @@ async def test_what_a_failed_request_held_is_free_though_nobody_reads(starter) -
     async with narrow(running) as client:
         unread = client.generation.Generate(wish(4000, logprobs=5, steer=[add()], request_id="a"))
         await unread.read()
-        active = running.host._active_requests["a"]
+        active = running.manager._active_requests["a"]
         await until(lambda: active.queue.held > 4 * UNCOUNTED)
         active.fail(Defect("it fails"))
         await until(lambda: active.sequences[0].released.is_set())
@@ -315,7 +317,7 @@ async def test_sinks_of_a_failed_request_end_though_nobody_reads(starter, monkey
             wish(4000, logprobs=5, captures=[to_sink], request_id="a")
         )
         await unread.read()
-        active = running.host._active_requests["a"]
+        active = running.manager._active_requests["a"]
         await until(lambda: active.queue.held > UNCOUNTED and "write" in Slow.made.calls)
         active.fail(Defect("it fails"))
         await until(lambda: "finish" in Slow.made.calls)
@@ -327,7 +329,7 @@ async def test_a_request_that_has_failed_ends_though_its_tokens_give_way(starter
     running = await starter(engine())
 
     async def pace(number: int) -> None:
-        active = running.host._active_requests["a"]
+        active = running.manager._active_requests["a"]
         await until(lambda: active.queue.held > 0)
         active.fail(Defect("it fails"))
         active.share.give_up(active.share.held, "the memory of all is full")
@@ -345,7 +347,7 @@ async def test_a_client_that_does_not_read_holds_up_no_drain(starter, monkeypatc
     async with narrow(running) as client:
         unread = client.generation.Generate(wish(1000, logprobs=5, request_id="a"))
         await unread.read()
-        await until(lambda: running.host._active_requests["a"].sequences[0].ended)
+        await until(lambda: running.manager._active_requests["a"].sequences[0].ended)
         async with asyncio.timeout(10):
-            assert await running.host.drain(0.1) == (0, 1)
+            assert await running.manager.drain(0.1) == (0, 1)
         assert (await refusal_of(unread)).reason == "REASON_DRAINING"

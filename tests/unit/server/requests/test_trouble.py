@@ -40,7 +40,7 @@ async def test_a_client_that_leaves_aborts_its_request_and_frees_everything(star
     stats = await settled(running)
     assert [plan_id.split("@")[0] for plan_id in running.backend.aborted] == ["r#0"]
     assert stats.requests == engine_service_pb2.RequestCounts(admitted_count=1, aborted_count=1)
-    assert (stats.leaked_count, running.host.ledger.requests) == (0, 0)
+    assert (stats.leaked_count, running.manager.ledger.requests) == (0, 0)
 
 
 class TokenFirst(ScriptedBackend):
@@ -91,7 +91,7 @@ async def test_an_aborted_request_that_was_never_scheduled_is_freed(starter, mon
     await call.read()
     call.cancel()
     await settled(running)
-    assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
+    assert (running.manager.ledger.requests, running.manager.store.pins) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", [Installed, Rows, Released])
@@ -116,7 +116,7 @@ async def test_a_request_one_of_whose_events_is_lost_fails_at_once_and_alone(sta
     assert kinds(before)[-1] == kinds(after)[-1] == "receipt"
     assert Refusal.of(victim).brief == (Code.INTERNAL, "REASON_INTERNAL", "")
     await settled(running)
-    assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
+    assert (running.manager.ledger.requests, running.manager.store.pins) == (0, 0)
 
 
 async def test_a_busy_engine_is_not_taken_for_one_that_never_had_a_request(
@@ -139,15 +139,15 @@ async def test_a_busy_engine_is_not_taken_for_one_that_never_had_a_request(
     await call.read()
     call.cancel()
     await until(asked.is_set)
-    assert running.host.ledger.requests == 1
+    assert running.manager.ledger.requests == 1
     free.set()
     (job,) = running.backend.jobs
-    _, sequence = running.host._routes[job.plan.request_id]
+    _, sequence = running.manager._routes[job.plan.request_id]
     await until(lambda: sequence.installed)
-    assert running.host.ledger.requests == 1
+    assert running.manager.ledger.requests == 1
     running.backend._release(job, len(job.prompt))
-    await until(lambda: not running.host.open_requests)
-    assert (running.host.ledger.requests, running.host.store.pins) == (0, 0)
+    await until(lambda: not running.manager.open_requests)
+    assert (running.manager.ledger.requests, running.manager.store.pins) == (0, 0)
 
 
 async def test_a_request_that_the_engine_cannot_take_up_fails_alone(starter) -> None:
@@ -224,7 +224,7 @@ async def test_a_full_bank_makes_requests_wait_their_turn(starter) -> None:
     first = running.client.generation.Generate(request(steer=[add()]))
     await first.read()
     second = asyncio.ensure_future(running.client.generate(request(steer=[add(scale=2.0)])))
-    await until(lambda: running.host.line.waiting == 1)
+    await until(lambda: running.manager.admission_queue.waiting == 1)
     assert len(running.backend.jobs) == 1
     running.backend.hold.set()
     assert (await rest(first))[-1].HasField("receipt")
@@ -236,7 +236,7 @@ async def test_equal_configurations_share_their_rows(starter) -> None:
     calls = [running.client.generation.Generate(request(steer=[add()])) for _ in range(3)]
     for call in calls:
         await call.read()
-    assert running.host.ledger.used("bank_rows") == 1
+    assert running.manager.ledger.used("bank_rows") == 1
     running.backend.hold.set()
     for call in calls:
         assert (await rest(call))[-1].HasField("receipt")
@@ -398,7 +398,7 @@ async def test_all_samples_are_waited_for_at_once(starter, monkeypatch) -> None:
     await call.read()
     call.cancel()
     await settled(running)
-    assert running.host.ledger.requests == 0
+    assert running.manager.ledger.requests == 0
 
 
 async def test_too_few_slots_are_called_what_they_are(starter) -> None:
@@ -419,5 +419,5 @@ async def test_a_drain_ends_samples_that_were_never_scheduled(starter, monkeypat
     sampling = generation_pb2.Sampling(max_tokens=2, n=3, temperature=1.0)
     call = running.client.generation.Generate(request(steer=[add()], sampling=sampling))
     await call.read()
-    await running.host.drain(0)
+    await running.manager.drain(0)
     assert kinds(await rest(call)) == ["finished", "finished", "finished", "receipt"]

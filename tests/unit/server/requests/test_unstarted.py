@@ -49,7 +49,7 @@ async def takes_everything(running, request_id: str = "a") -> None:
 
 async def leaked(running) -> int:
     """What is held though no request is there; -1: a request is still there."""
-    if running.host.open_requests:
+    if running.manager.open_requests:
         return -1
     stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
     return stats.leaked_count
@@ -98,7 +98,7 @@ async def test_one_that_sends_to_a_subscription_that_ended_meanwhile(starter) ->
     refused = asyncio.ensure_future(
         running.client.refusal(request(request_id="a", steer=[add()], captures=[spec]))
     )
-    await until(lambda: running.host.open_requests == 1)
+    await until(lambda: running.manager.open_requests == 1)
     await one.rest()
     running.backend.loading.set()
     assert (await refused).reason == "REASON_SUBSCRIPTION_NOT_FOUND"
@@ -112,7 +112,7 @@ async def test_one_that_is_drained_while_its_sink_opens(starter, monkeypatch) ->
         running.client.refusal(request(request_id="a", steer=[add()], captures=[to_sink("mem")]))
     )
     await until(lambda: "open" in sink.calls)
-    draining = asyncio.create_task(running.host.drain(10))
+    draining = asyncio.create_task(running.manager.drain(10))
     await asyncio.sleep(0)
     sink.gate.set()
     assert (await refused).reason == "REASON_DRAINING"
@@ -126,10 +126,10 @@ async def test_one_that_waits_when_the_server_drains(starter) -> None:
     held = running.client.generation.Generate(request(request_id="h", steer=[add(scale=2.0)]))
     await held.read()
     refused = asyncio.ensure_future(running.client.refusal(request(steer=[add(scale=3.0)])))
-    await until(lambda: running.host.line.waiting == 1)
-    draining = asyncio.create_task(running.host.drain(10))
+    await until(lambda: running.manager.admission_queue.waiting == 1)
+    draining = asyncio.create_task(running.manager.drain(10))
     assert (await refused).reason == "REASON_DRAINING"
-    assert (running.host.open_requests, running.host.store.pins) == (1, 1)
+    assert (running.manager.open_requests, running.manager.store.pins) == (1, 1)
     running.backend.hold.set()
     await rest(held)
     await draining
@@ -142,7 +142,7 @@ async def test_one_with_the_id_of_another(starter) -> None:
     await held.read()
     refusal = await running.client.refusal(request(request_id="a", steer=[add(scale=3.0)]))
     assert refusal.reason == "REASON_DUPLICATE_REQUEST"
-    assert (running.host.store.pins, running.host.ledger.used("bank_rows")) == (1, 1)
+    assert (running.manager.store.pins, running.manager.ledger.used("bank_rows")) == (1, 1)
     running.backend.hold.set()
     await rest(held)
     await settled(running)
@@ -170,8 +170,8 @@ async def test_one_whose_client_goes_away_while_it_waits_for(
     reading = asyncio.ensure_future(call.read())
     await until(
         lambda: {
-            "the line": lambda: running.host.line.waiting == 1,
-            "its vectors": lambda: running.host.store.pins == 1,
+            "the line": lambda: running.manager.admission_queue.waiting == 1,
+            "its vectors": lambda: running.manager.store.pins == 1,
             "its sink": lambda: "open" in Slow.made.calls,
         }[at]()
     )
@@ -179,7 +179,9 @@ async def test_one_whose_client_goes_away_while_it_waits_for(
         call.cancel()
     await asyncio.wait({reading})
     async with asyncio.timeout(5):  # the server gets the cancellation a moment after the client
-        await until(lambda: running.host.ledger.requests == running.host.store.pins == bool(held))
+        await until(
+            lambda: running.manager.ledger.requests == running.manager.store.pins == bool(held)
+        )
     Slow.made.gate.set()
     if held is not None:
         held.cancel()
@@ -187,7 +189,7 @@ async def test_one_whose_client_goes_away_while_it_waits_for(
     if backend.loading is not None:
         backend.loading.set()
     async with asyncio.timeout(5):
-        await until(lambda: not running.host.open_requests)
+        await until(lambda: not running.manager.open_requests)
     assert await leaked(running) == 0
     await until(lambda: Slow.made.calls in ([], ["open", "abandon"]))
     await takes_everything(running)
@@ -208,7 +210,7 @@ async def test_a_subscription_that_had_joined_it_hears_nothing_and_holds_nothing
             request(request_id="a", steer=[add()], captures=[to_sink(tag="x"), to_sink()])
         )
     )
-    await until(lambda: running.host.open_requests == 1)
+    await until(lambda: running.manager.open_requests == 1)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0, 2)]))
     running.backend.loading.set()
     assert (await refused).reason == "REASON_ARTIFACT_EXISTS"

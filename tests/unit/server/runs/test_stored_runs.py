@@ -76,8 +76,8 @@ async def names(running) -> list[str]:
 
 
 def rows(running, run_id: str, layer: int) -> np.ndarray:
-    run = running.host.runs.hold(run_id, "")
-    running.host.runs.release(run)
+    run = running.manager.runs.hold(run_id, "")
+    running.manager.runs.release(run)
     return run.rows(Site(Point.RESID_POST, layer))
 
 
@@ -235,7 +235,7 @@ async def test_rows_of_a_run_may_wait_on_disk(starter, tmp_path) -> None:
 
 async def test_a_run_that_is_made_for_no_request_is_a_leak(running) -> None:
     about = CaptureAbout(0, (Site(Point.RESID_POST, 1),), FloatType.FLOAT32, WIDTH)
-    draft = running.host.runs.begin(RunTarget("a", 1.0), about, (), {}, "", lossless=True)
+    draft = running.manager.runs.begin(RunTarget("a", 1.0), about, (), {}, "", lossless=True)
     assert (await settled(running)).leaked_count == 1
     draft.drop()
     assert (await settled(running)).leaked_count == 0

@@ -93,24 +93,24 @@ class Broken(ScriptedBackend):
 async def test_what_a_subscription_held_of_a_request_comes_back_once_it_has_left(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=4), hold=Steps()))
     call = await begun(running, "a", tokens=40)
-    active = running.host._active_requests["a"]
+    active = running.manager._active_requests["a"]
     for _ in range(5):
         one = await opened_while_they_step(running, opening(EVERY, [wanted(0, 1, 2)]))
         assert not one.events[0].opened.missed
-        assert running.host.ledger.used("capture_rows") == 3
+        assert running.manager.ledger.used("capture_rows") == 3
         asked = len(running.backend.capture_updates)
         await one.rest()
         await until(lambda asked=asked: len(running.backend.capture_updates) > asked)
-        assert running.host.ledger.used("capture_rows") == 3, "the engine copies still"
+        assert running.manager.ledger.used("capture_rows") == 3, "the engine copies still"
         running.backend.hold.go(1)
-        await until(lambda: not running.host.ledger.used("capture_rows"))
-        assert not active.joined
+        await until(lambda: not running.manager.ledger.used("capture_rows"))
+        assert not active.attachments
         assert not active.reserved
         assert not list(active.outputs._each())
     running.backend.hold.go(100)
     assert (await rest(call))[-1].HasField("receipt")
     await settled(running)
-    assert not running.host.late_attachment._tasks
+    assert not running.manager.late_attachment._tasks
 
 
 async def test_what_the_last_of_several_samples_holds_comes_back_too(starter) -> None:
@@ -121,8 +121,8 @@ async def test_what_the_last_of_several_samples_holds_comes_back_too(starter) ->
     await until(lambda: len(running.backend.capture_updates) == 2)
     call.cancel()
     await settled(running)
-    assert running.host.ledger.requests == 0
-    await until(lambda: not running.host.late_attachment._tasks)
+    assert running.manager.ledger.requests == 0
+    await until(lambda: not running.manager.late_attachment._tasks)
     assert not running.backend.changes
 
 
@@ -144,7 +144,7 @@ async def test_samples_that_had_ended_before_are_no_loss(starter) -> None:
     running = await starter(Late(hold=Steps()))
     running.backend.delay = 0.3
     call = await begun(running, "a", tokens=3, n=2, **OWN["its own capture"])
-    active = running.host._active_requests["a"]
+    active = running.manager._active_requests["a"]
     running.backend.hold.go(3)
     await until(lambda: any(sequence.ended for sequence in active.sequences))
     (left,) = (sequence for sequence in active.sequences if not sequence.ended)
@@ -165,10 +165,10 @@ async def test_a_call_that_ends_before_it_was_answered_leaves_no_subscription(
     for _ in range(6):
         one = Subscriber(running)
         await one.call.write(Message(open=opening(EVERY, [wanted(0)])))
-        await until(lambda: running.host._active_requests["a"].joined)
+        await until(lambda: running.manager._active_requests["a"].attachments)
         one.call.cancel()
-        await until(lambda: not len(running.host.subscriptions))
-    assert not running.host._active_requests["a"].joined
+        await until(lambda: not len(running.manager.subscriptions))
+    assert not running.manager._active_requests["a"].attachments
     request_call.cancel()
     await settled(running)
 
@@ -180,10 +180,10 @@ async def test_an_engine_that_does_not_take_changes_up_delays_no_answer_and_no_r
     call = await begun(running, "a")
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     assert attached(one.events[0].opened) == [("a", 0, None)]
-    admitted = await admit(request(request_id="b", sampling=sampled(5)), running.host.admission)
+    admitted = await admit(request(request_id="b", sampling=sampled(5)), running.manager.admission)
     two = await Subscriber.open(running, opening(by_id("b"), [wanted(0)]))
     running.backend.hold.go(40)
-    events = [event async for event in run(admitted, running.host)]
+    events = [event async for event in run(admitted, running.manager)]
     assert events[-1].HasField("receipt")
     await rest(call)
     one.call.cancel()
@@ -205,11 +205,11 @@ async def test_observers_for_whom_there_is_no_room_take_none_of_those_who_came_l
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=4)))
     everything = opening(EVERY, [wanted(0, 1, 2)], overload=capture_pb2.OVERLOAD_DROP_NEWEST)
     first = await Subscriber.open(running, everything)
-    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.host.admission)
+    admitted = await admit(request(request_id="a", sampling=sampled(5)), running.manager.admission)
     second = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     used = []
-    async for _ in run(admitted, running.host):
-        used.append(running.host.ledger.used("capture_rows"))
+    async for _ in run(admitted, running.manager):
+        used.append(running.manager.ledger.used("capture_rows"))
     copied = [
         sum(len(one.sites) for one in change.captures)
         for changes in running.backend.capture_updates
@@ -312,11 +312,11 @@ async def test_no_change_waits_for_a_sample_that_the_engine_has_released(starter
 
 async def test_a_request_that_never_ran_has_no_end_for_who_was_never_told_of_it(starter) -> None:
     running = await starter()
-    admitted = await admit(request(request_id="a"), running.host.admission)
+    admitted = await admit(request(request_id="a"), running.manager.admission)
     one = await Subscriber.open(running, opening(by_id("a"), [wanted(0)]))
-    running.host._check_serving = refuse_second(running.host._check_serving)
+    running.manager._check_serving = refuse_second(running.manager._check_serving)
     with pytest.raises(RheostatError):
-        async for _ in run(admitted, running.host):
+        async for _ in run(admitted, running.manager):
             pass
     await settled(running)
     await one.rest()
@@ -351,11 +351,11 @@ async def test_what_there_is_no_room_for_is_lost_where_nobody_was_told_of_the_re
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=6)))
     own = capture(site_set(POST, layers=[0, 1]), inline=INLINE)
     admitted = await admit(
-        request(request_id="a", sampling=sampled(5), captures=[own]), running.host.admission
+        request(request_id="a", sampling=sampled(5), captures=[own]), running.manager.admission
     )
     policy = capture_pb2.OVERLOAD_DROP_NEWEST
     one = await Subscriber.open(running, opening(EVERY, [wanted(2)], overload=policy))
-    events = [event async for event in run(admitted, running.host)]
+    events = [event async for event in run(admitted, running.manager)]
     assert events[-1].HasField("receipt")
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
@@ -367,11 +367,11 @@ async def test_that_a_subscription_has_left_is_heard_once(starter) -> None:
     running = await starter(ScriptedBackend(hold=Steps()))
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     call = await begun(running, "a")
-    (sequence,) = running.host._active_requests["a"].sequences
-    subscription = running.host.subscriptions.named(one.name, "")
+    (sequence,) = running.manager._active_requests["a"].sequences
+    subscription = running.manager.subscriptions.named(one.name, "")
     subscription.close()
     subscription.fail(RheostatError("failed"))
-    assert sequence.changes == 1
+    assert sequence.capture_changes == 1
     call.cancel()
     one.call.cancel()
 

@@ -50,7 +50,7 @@ async def test_a_full_buffer_ends_the_subscription_and_no_request(starter) -> No
         "REASON_CAPTURE_OVERFLOW",
     )
     assert int(dict(refusal.metadata)["rows"]) > 0
-    assert not len(running.host.subscriptions)
+    assert not len(running.manager.subscriptions)
 
 
 async def test_a_full_buffer_ends_the_request_that_sends_to_it(running) -> None:
@@ -242,7 +242,7 @@ async def test_a_subscription_that_its_client_ends_while_the_server_drains_ends_
     await call.read()
     draining = asyncio.create_task(running.server.stop())
     await one.call.done_writing()
-    subscription = running.host.subscriptions.named(one.name, "")
+    subscription = running.manager.subscriptions.named(one.name, "")
     await until(lambda: not subscription.taking)
     running.backend.hold.set()
     await one.rest()

@@ -137,7 +137,7 @@ async def test_the_cheapest_observers_come_first_and_the_others_miss_the_request
     running = await starter()
     dear = opening(specs=[wanted(0, 1, 2)], overload=NEWEST)
     ones = [await Subscriber.open(running, wish) for wish in (dear, opening(specs=[wanted(1)]))]
-    cheap_cost = running.host.subscriptions.named(ones[1].name, "").captures.cost
+    cheap_cost = running.manager.subscriptions.named(ones[1].name, "").captures.cost
     monkeypatch.setattr(observer_captures, "OBSERVERS_COST", cheap_cost)
     await generate(running, "a")
     for one in ones:

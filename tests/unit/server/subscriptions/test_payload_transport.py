@@ -63,7 +63,7 @@ async def prove(one: Subscriber, nonce: bytes | None = None) -> None:
 async def proven(running, one: Subscriber) -> None:
     """Proves, and waits until the server knows."""
     await prove(one)
-    carried = running.host.subscriptions.named(one.name, "").carrier
+    carried = running.manager.subscriptions.named(one.name, "").carrier
     await until(lambda: carried._proven)
 
 
@@ -145,7 +145,7 @@ async def test_what_is_not_acknowledged_stays_and_the_rest_is_used_again(running
     await generate(running, "b")
     await one.until("end_of_request", 2)
     assert rows_of(read(one)) == expected("a", 0, 1) | expected("b", 0, 1)
-    arena = running.host.subscriptions.named(one.name, "").carrier.arena
+    arena = running.manager.subscriptions.named(one.name, "").carrier.arena
     assert arena is not None
     assert not arena._regions.idle
     await one.ack(one.numbered[-1].sequence)
@@ -164,7 +164,7 @@ async def test_a_replay_refers_to_the_same_memory(running) -> None:
     await generate(running, "a")
     await one.until("end_of_request")
     one.call.cancel()
-    subscription = running.host.subscriptions.named(one.name, "")
+    subscription = running.manager.subscriptions.named(one.name, "")
     await until(lambda: not subscription.connected)
     other = await Subscriber.open(running, resuming(one.name, credit=0))
     await proven(running, other)
@@ -195,7 +195,7 @@ async def test_a_client_that_acknowledges_nonsense_frees_nothing_twice(running) 
     last = one.numbered[-1].sequence
     for sequence in (last, last, 1, 0):
         await one.ack(sequence)
-    arena = running.host.subscriptions.named(one.name, "").carrier.arena
+    arena = running.manager.subscriptions.named(one.name, "").carrier.arena
     await until(lambda: arena._regions.idle)
     await one.ack(last + 1)
     assert (await failure(one)).brief == (
@@ -280,7 +280,7 @@ async def test_a_server_without_shared_memory_says_so_and_sends_every_row(
 async def test_rows_that_find_no_room_come_inside_messages(running, monkeypatch) -> None:
     one = await shared(running)
     await proven(running, one)
-    arena = running.host.subscriptions.named(one.name, "").carrier.arena
+    arena = running.manager.subscriptions.named(one.name, "").carrier.arena
     arena._regions = type(arena._regions)(4096, 8192)  # one chunk at a time
     await generate(running, "a")
     await generate(running, "b")
@@ -316,7 +316,7 @@ async def test_the_end_of_a_subscription_removes_its_memory(running) -> None:
     assert path_of(one).exists()
     await one.rest()
     assert not path_of(one).exists()
-    running.host.subscriptions.named(other.name, "").fail(Defect("a test's"))
+    running.manager.subscriptions.named(other.name, "").fail(Defect("a test's"))
     assert not path_of(other).exists()
 
 
@@ -325,7 +325,7 @@ async def test_a_failed_subscription_that_is_remembered_holds_no_memory(running)
     await proven(running, one)
     await generate(running, "a")
     await one.until("end_of_request")
-    subscription = running.host.subscriptions.named(one.name, "")
+    subscription = running.manager.subscriptions.named(one.name, "")
     memory = weakref.ref(subscription.carrier.arena)
     subscription.fail(Defect("a test's"))
     assert (await failure(one)).code == Code.INTERNAL
@@ -337,7 +337,7 @@ async def test_nobody_takes_it_up_and_its_memory_is_removed(starter) -> None:
     running = await starter(resume_window=0.05)
     one = await shared(running)
     one.call.cancel()
-    await until(lambda: not len(running.host.subscriptions))
+    await until(lambda: not len(running.manager.subscriptions))
     assert not path_of(one).exists()
 
 
@@ -346,7 +346,7 @@ async def test_the_end_of_the_server_removes_all(starter) -> None:
     one = await shared(running)
     left = await shared(running)
     left.call.cancel()
-    await until(lambda: running.host.subscriptions.waiting == 1)
+    await until(lambda: running.manager.subscriptions.waiting == 1)
     await running.server.stop(0)
     assert not path_of(one).exists()
     assert not path_of(left).exists()

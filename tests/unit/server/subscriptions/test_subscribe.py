@@ -196,7 +196,7 @@ async def test_closing_ones_side_brings_what_waits_and_the_end(running) -> None:
     await one.rest()
     assert rows_of(one.events) == expected("a", 0)
     assert set(ends_of(one.events)) == {"a"}
-    assert not len(running.host.subscriptions)
+    assert not len(running.manager.subscriptions)
 
 
 async def test_closing_ends_requests_that_still_run(starter) -> None:
@@ -217,7 +217,7 @@ async def test_what_was_not_acknowledged_comes_again_after_a_break(running) -> N
     await generate(running, "a")
     await one.until("end_of_request")
     one.call.cancel()
-    await until(lambda: running.host.subscriptions.waiting == 1)
+    await until(lambda: running.manager.subscriptions.waiting == 1)
     await generate(running, "b")
     two = await Subscriber.open(running, resuming(one.name, after=1))
     await two.until("end_of_request", 2)
@@ -233,7 +233,7 @@ async def test_an_acknowledged_cursor_cannot_be_gone_back_behind(running) -> Non
     await generate(running, "a")
     await one.until("end_of_request")
     await one.ack(one.numbered[-1].sequence)
-    await until(lambda: not running.host.subscriptions.named(one.name, "").buffer.kept)
+    await until(lambda: not running.manager.subscriptions.named(one.name, "").buffer.kept)
     one.call.cancel()
     two = Subscriber(running)
     await two.call.write(Message(open=resuming(one.name, after=0)))
@@ -311,7 +311,7 @@ async def test_a_subscription_whose_reader_stays_away_is_gone(starter) -> None:
     running = await starter(resume_window=0.05)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     one.call.cancel()
-    await until(lambda: not len(running.host.subscriptions))
+    await until(lambda: not len(running.manager.subscriptions))
     two = Subscriber(running)
     await two.call.write(Message(open=resuming(one.name)))
     assert (await failure(two)).brief == (

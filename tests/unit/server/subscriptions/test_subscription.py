@@ -133,16 +133,16 @@ async def test_a_request_that_was_refused_is_not_named(running) -> None:
 @pytest.mark.parametrize("leaves", [False, True], ids=["its client waits", "its client left"])
 async def test_a_slow_sink_keeps_no_room_of_the_engine(starter, monkeypatch, leaves) -> None:
     running, sink = await with_slow(starter, monkeypatch, "finish")
-    running.host.line._capacity = sites_with(capture_rows=40).capacity
+    running.manager.admission_queue._capacity = sites_with(capture_rows=40).capacity
     call = running.client.generation.Generate(
         request(request_id="a", sampling=sampled(3), captures=[stored(1)])
     )
     await until(lambda: "finish" in sink.calls)
     if leaves:
         call.cancel()
-    await until(lambda: not running.host.ledger.requests)
-    assert running.host.open_requests == 1
-    assert running.host.store.pins == 0
+    await until(lambda: not running.manager.ledger.requests)
+    assert running.manager.open_requests == 1
+    assert running.manager.store.pins == 0
     sink.gate.set()
     if not leaves:
         assert (await rest(call))[-1].HasField("receipt")
