@@ -124,9 +124,7 @@ class PersistentVectorStore:
             StoreFull: held vectors leave too little room, or the disk is full.
             NotSupported: the folder cannot be written.
         """
-        if self._files is None:
-            return self._store.put(vector)
-        return await self._see_through(self._put(self._files, vector))
+        return await self._see_through(self._put(vector))
 
     async def put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
         """Stores a vector and puts a name on it, which moves if it was elsewhere.
@@ -135,9 +133,7 @@ class PersistentVectorStore:
             StoreFull: held vectors or other names leave too little room, or the disk is full.
             NotSupported: the folder cannot be written.
         """
-        if self._files is None:
-            return self._store.put_named(vector, name, label)
-        return await self._see_through(self._put_named(self._files, vector, name, label))
+        return await self._see_through(self._put_named(vector, name, label))
 
     async def set_name(self, name: str, naming: Naming) -> bytes:
         """Puts a name on a vector that is stored; the digest that it was on, empty: none.
@@ -157,30 +153,24 @@ class PersistentVectorStore:
             NameNotFound: there is no such name.
             StoreFull, NotSupported: the folder cannot be written.
         """
-        if self._files is None:
-            return self._store.delete_name(name, path)
-        return await self._see_through(self._delete_name(self._files, name, path))
+        return await self._see_through(self._delete_name(name, path))
 
     async def settle(self) -> None:
         """Returns once no change is on its way to the disk."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _put(self, files: VectorFiles, vector: Vector) -> bool:
+    async def _put(self, vector: Vector) -> bool:
         async with self._turn:
             with self._store.held(vector) as existed:
-                await self._save(files, vector)
+                await self._save(vector)
             return existed
 
-    async def _put_named(
-        self, files: VectorFiles, vector: Vector, name: str, label: Name
-    ) -> PutResult:
+    async def _put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
         async with self._turn:
             self._store.check_name(name, label, "header.name")
             with self._store.held(vector) as existed:
-                await self._save(files, vector)
-                await _on_disk(files.set_name, name, label)
-                result = self._store.put_named(vector, name, label)
+                result = await self._name(vector, name, label)
             return PutResult(existed, result.previous)
 
     async def _set_name(self, name: str, naming: Naming) -> bytes:
@@ -190,21 +180,26 @@ class PersistentVectorStore:
             vector = self._store.get(naming.digest, "digest")
             self._store.check_name(name, label, "name")
             with self._store.held(vector):
-                if self._files is not None:
-                    await self._save(self._files, vector)
-                    await _on_disk(self._files.set_name, name, label)
-                self._store.put_named(vector, name, label)
+                await self._name(vector, name, label)
             return before.digest if before is not None else b""
 
-    async def _delete_name(self, files: VectorFiles, name: str, path: str) -> bytes:
+    async def _name(self, vector: Vector, name: str, label: Name) -> PutResult:
+        """Puts a name on a vector that the store holds."""
+        await self._save(vector)
+        if self._files is not None:
+            await _on_disk(self._files.set_name, name, label)
+        return self._store.put_named(vector, name, label)
+
+    async def _delete_name(self, name: str, path: str) -> bytes:
         async with self._turn:
             self._store.named(name, path)
-            await _on_disk(files.delete_name, name)
+            if self._files is not None:
+                await _on_disk(self._files.delete_name, name)
             return self._store.delete_name(name, path)
 
-    async def _save(self, files: VectorFiles, vector: Vector) -> None:
-        if vector.digest not in self._saved:
-            await _on_disk(files.write, vector, self._store.store_time(vector.digest))
+    async def _save(self, vector: Vector) -> None:
+        if self._files is not None and vector.digest not in self._saved:
+            await _on_disk(self._files.write, vector, self._store.store_time(vector.digest))
             self._saved.add(vector.digest)
 
     def _on_evict(self, digest: bytes) -> None:

@@ -22,9 +22,13 @@ from rheostat_server.generation.sample import Response, Sample
 from rheostat_server.generation.scoring import Score, scoring_sequence
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.requests.release import RELEASE_GRACE, UNSCHEDULED_GRACE
 from rheostat_server.requests.response_queue import Notice, ResponseItem, Sign, WaitingDeltas
-from rheostat_server.requests.sequence import EngineSequence, SequenceKind
+from rheostat_server.requests.sequence import (
+    RELEASE_GRACE,
+    UNSCHEDULED_GRACE,
+    EngineSequence,
+    SequenceKind,
+)
 from rheostat_server.tasks.interruption import interrupter
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import generation_pb2, types_pb2

@@ -1,4 +1,4 @@
-"""A running request: its samples, and one queue of everything that they produce.
+"""A running request: its sequences, and one queue of everything that they produce.
 
 Invariant: nothing is put into the queue after an error or `close`.
 """
@@ -20,9 +20,8 @@ from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.backend import Backend, Delta, Ending, Job
 from rheostat_server.engine.preparations import Preparation
 from rheostat_server.errors import Defect, RheostatError
-from rheostat_server.requests.pacing import Pace
 from rheostat_server.requests.request_outputs import RequestOutputs
-from rheostat_server.requests.response_queue import Notice, ResponseItem, ResponseQueue, Sign
+from rheostat_server.requests.response_queue import Notice, Pace, ResponseItem, ResponseQueue, Sign
 from rheostat_server.requests.sequence import FINISH_REASONS, EngineSequence, SequenceKind
 from rheostat_server.subscriptions.attachments import Attachment
 from rheostat_wire.v1 import types_pb2
@@ -37,7 +36,7 @@ request spends at most `_ITERATION_WORK` in an iteration of the event loop, beca
 prompt there for each sample: 1 ms for the longest prompt."""
 
 _NUMBERS = itertools.count()
-"""Numbers of flights, because a later request may have the id of an earlier one."""
+"""Numbers of requests, because a later request may have the id of an earlier one."""
 
 
 class ActiveRequest:
@@ -48,8 +47,8 @@ class ActiveRequest:
 
         Args:
             admitted: the request.
-            share: the memory for rows and tokens of it that wait.
-            pace: how often its tokens leave. None: each at once.
+            share: the memory for its waiting rows and tokens.
+            pace: limits how often its tokens are sent. None: every token is sent at once.
         """
         self.admitted = admitted
         self.admitted_at = time.monotonic()
@@ -57,34 +56,34 @@ class ActiveRequest:
         self.failed = False
         self.aborted = False
         self.unobserved = False
-        """Whether observers miss the request, because the engine had no room for their captures."""
+        """Whether observers get no rows, because the engine could not hold their captures."""
         self.capacity_reserved = False
-        """Whether the engine's ledger holds everything that the request needs."""
+        """Whether everything that the request needs of the engine is reserved."""
         self.pending_notices = 0
-        """Updates whose answers `next` has not returned."""
+        """Number of updates whose notices `next` has not returned."""
         self.pinned: list[bytes] = []
-        """Digests of vectors that the store must not evict while the request runs."""
+        """Digests of the vectors that the store must not evict while the request runs."""
         self.reserved: list[str] = []
         """Ids of the request's entries in the ledger."""
         self.prepared: list[Preparation | None] = []
-        """Tables that the workers hold for the request."""
+        """Tables that the workers have built for the request."""
         self.share = share
         self.outputs = RequestOutputs()
         """Destinations of captured rows."""
-        # The client of a session decides by its tokens, so that they never wait.
+        # A session's client reacts to its tokens, so they must not wait.
         changeable = admitted.plan.private_from is not None
         self.queue = ResponseQueue(share, self.overflow, None if changeable else pace)
         """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
-        """Ends the call at once if its client does not read."""
+        """Ends the call, even if its client does not read."""
         self.response_rows = ResponseRows(partial(self.queue.put, Sign.ROWS))
         """Captured rows that go into the response."""
         self.capture_lock = asyncio.Lock()
-        """Held while captures are added or removed, so that two changes never use the same room."""
+        """Held during changes of captures, so that two changes do not reserve the same capacity."""
         self.attachments: list[Attachment] = []
-        """Subscriptions that joined the request while it ran."""
+        """Subscriptions that were attached while the request ran."""
         self.attachment_attempts: set[str] = set()
-        """Ids of subscriptions that have tried to join."""
+        """Ids of subscriptions that were attached, or could not be."""
         self._number = next(_NUMBERS)
         self.sequences = [
             *self._samples(SequenceKind.OWN, admitted.plan),
@@ -97,7 +96,7 @@ class ActiveRequest:
         self._closed = False
         self._backend: Backend | None = None
         self._starting: set[asyncio.Task[None]] = set()
-        """Tasks that give samples to the engine."""
+        """Tasks that add samples to the engine."""
         self._aborting: set[asyncio.Task[None]] = set()
         """Tasks that abort samples in the engine."""
 
@@ -108,12 +107,12 @@ class ActiveRequest:
 
     @property
     def closed(self) -> bool:
-        """Whether the samples were stopped, so that nothing more is put into the queue."""
+        """Whether the sequences were stopped, so that nothing more is put into the queue."""
         return self._closed
 
     @property
     def settled(self) -> bool:
-        """Whether the engine has released the started samples, and no rows are being written."""
+        """Whether the engine has released the started sequences, and no rows are being written."""
         return (
             not self._starting
             and not self._aborting
@@ -123,7 +122,7 @@ class ActiveRequest:
 
     @property
     def released(self) -> bool:
-        """Whether the engine has released all samples, and no more will start."""
+        """Whether the engine has released all sequences, and no more will start."""
         return (self._closed or self.admitted.baseline is None) and all(
             (self._closed or sequence.ended) and sequence.released.is_set()
             for sequence in self.sequences
@@ -131,12 +130,12 @@ class ActiveRequest:
 
     @property
     def touches_kv(self) -> bool:
-        """Whether a sample was started whose interventions change its KV cache."""
+        """Whether a sequence was started whose interventions change its KV cache."""
         return any(sequence.started and sequence.job.plan.touches_kv for sequence in self.sequences)
 
     @property
     def reservations(self) -> list[Reservation]:
-        """Room that the request needs: for samples, for baselines, and for scoring them."""
+        """The capacity for samples, for baselines, and for scoring the samples."""
         samples = len(self.own_samples)
         plans = {sequence.kind: sequence.job.plan for sequence in reversed(self.sequences)}
         if SequenceKind.BASELINE in plans:
@@ -151,7 +150,7 @@ class ActiveRequest:
         return self.aborted and not sequence.installed and not sequence.has_output
 
     def plan_id(self, sample: int | str, kind: SequenceKind = SequenceKind.OWN) -> str:
-        """An id that no plan of another flight in this process has."""
+        """An id that no plan of another request in this process has."""
         return f"{self.admitted.request_id}#{sample}{kind.value}@{self._number}"
 
     def start(self, backend: Backend, sequences: Sequence[EngineSequence], *, epoch: int) -> None:
@@ -169,7 +168,7 @@ class ActiveRequest:
         _keep(self._starting, self._start(backend, sequences))
 
     async def stopped(self) -> None:
-        """Returns once no more samples start, and the engine has been told of those that end."""
+        """Returns once no more samples start, and all aborts were sent to the engine."""
         while tasks := self._starting | self._aborting:
             await asyncio.wait(tasks)
 
@@ -189,7 +188,7 @@ class ActiveRequest:
         return item
 
     def deliver(self, sequence: EngineSequence, event: Event) -> None:
-        """Handles an event of a sample from the engine."""
+        """Handles an event of the engine."""
         if isinstance(event, Rows):
             self.outputs.add_rows(sequence.key, event)
             return
@@ -199,9 +198,9 @@ class ActiveRequest:
             if event.error:
                 sequence.install_failed = True
                 _LOG.error("plan %s is not in force: %s", event.request_id, event.error)
-                self.fail(Defect("the engine could not take up the request's plan"))
+                self.fail(Defect("the engine could not install the request's plan"))
             if not sequence.held_back:
-                return  # nobody waits for it, so the reader need not wake up
+                return  # no token waits for the plan, so the reader need not wake up
         elif isinstance(event, Released):
             sequence.release()
             if sequence.kind is not SequenceKind.SCORE:
@@ -225,26 +224,29 @@ class ActiveRequest:
             sequence.job = replace(sequence.job, plan=plan)
 
     def finish(self) -> None:
-        """Closes the outlets that the response needs. Rows may still come for joined observers."""
+        """Closes the outputs that the receipt needs. Attached observers may still get rows."""
         if all(sequence.released.is_set() for sequence in self.sequences):
             self.close_outputs()
         else:
-            self.outputs.close(self._reasons(), but={one.feed for one in self.attachments})
+            self.outputs.close(
+                self._reasons(), but={attachment.feed for attachment in self.attachments}
+            )
 
     def close_outputs(self) -> None:
-        """Closes every outlet with the finish reasons of the samples."""
+        """Closes all outputs with the finish reasons of the samples."""
         self.outputs.close(self._reasons())
 
     def discard_outputs(self, error: RheostatError) -> None:
-        """Discards the outlets of a request that has not started.
+        """Discards the outputs of a request that cannot start.
 
-        Subscriptions that have announced the request to their clients report its end.
+        Subscriptions that have announced the request to their clients report its end instead.
         """
-        self.outputs.abandon(error, but={one.feed for one in self.attachments if one.named})
+        announced = {attachment.feed for attachment in self.attachments if attachment.named}
+        self.outputs.abandon(error, but=announced)
         self.close_outputs()
 
     def notify(self, notice: Notice) -> None:
-        """Puts the answer to an update into the queue."""
+        """Puts the result of an update into the queue."""
         self._put(notice)
 
     def fail(self, error: RheostatError) -> None:
@@ -254,7 +256,7 @@ class ActiveRequest:
         self.close()
 
     def overflow(self, error: RheostatError) -> None:
-        """Ends the request with an error at once, and drops all waiting messages."""
+        """Discards all waiting messages, and ends the request with an error at once."""
         self.queue.close()
         self.fail(error)
         self.interrupt(error)
@@ -298,16 +300,16 @@ class ActiveRequest:
             sequence.release()
         elif isinstance(report, Attached):
             sequence.on_attached(
-                replace(report, error="the server could not take in the engine's answer")
+                replace(report, error="the server could not handle the engine's answer")
             )
-        self.fail(Defect("the server could not take in a report of the engine"))
+        self.fail(Defect("the server could not handle a report of the engine"))
         self._close_outputs()
 
     def _close_outputs(self) -> None:
-        """Closes the outlets once all samples that fill them have ended and were released.
+        """Closes the outputs once all sequences with captures have ended and were released.
 
-        A failed request does not wait until its client has read the error, because its sinks would
-        hold rows, files and threads until then.
+        A failed request does not wait until its client has read the error. Otherwise its sinks
+        would keep rows, files and threads until then.
         """
         sequences = [
             sequence for sequence in self.sequences if sequence.kind is not SequenceKind.SCORE
@@ -345,7 +347,7 @@ class ActiveRequest:
             self.queue.put(item)
 
     async def _start(self, backend: Backend, sequences: Sequence[EngineSequence]) -> None:
-        """Gives samples to the engine, some in each iteration of the event loop."""
+        """Adds samples to the engine, a few in each iteration of the event loop."""
         at_once = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
         for index, sequence in enumerate(sequences):
             if index and index % at_once == 0:
@@ -380,12 +382,12 @@ class ActiveRequest:
         self._close_outputs()
 
     def _receive(self, sequence: EngineSequence, delta: Delta) -> None:
-        """Takes a delta of a sample from the engine."""
+        """Handles new tokens of a sample."""
         if sequence.ended:
             return
         sequence.has_output = True
         if sequence.kind is not SequenceKind.SCORE:
-            # Also after a failure, because the receivers of rows count those of all known tokens.
+            # Also after a failure, because the feeds expect a row for each known token.
             sequence.tokens += delta.token_ids
             self.outputs.extend(sequence.key, delta.token_ids)
         if self._closed:
@@ -410,7 +412,7 @@ class ActiveRequest:
 
 
 def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
-    """Runs work in a task, which the set holds until the task is done."""
+    """Runs work in a task. The set refers to the task until it is done."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

@@ -8,9 +8,8 @@ captured, and the observer is told why. Changes reach the engine in the order of
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from rheostat_engine import (
     OPEN_END,
@@ -54,34 +53,37 @@ _LATE = "the server could not look at it in time: too much runs, or the captures
 _FRAGMENTED = "what is captured of it together would be too fragmented: use fewer, longer spans"
 
 
-class Engine(Protocol):
-    """What it takes."""
-
-    backend: Backend
-    sites: ModelSites
-    subscriptions: Subscriptions
-    admission_queue: AdmissionQueue
-
-
 class LateAttachment:
     """Changes what is captured of requests in flight. Lives on the event loop."""
 
     def __init__(
         self,
-        manager: Engine,
+        backend: Backend,
+        sites: ModelSites,
+        subscriptions: Subscriptions,
+        queue: AdmissionQueue,
         active_requests: Mapping[str, ActiveRequest],
-        routes: dict[str, tuple[ActiveRequest, EngineSequence]],
+        routes: Mapping[str, tuple[ActiveRequest, EngineSequence]],
+        add_route: Callable[[ActiveRequest, EngineSequence], None],
     ) -> None:
         """Nothing has changed.
 
         Args:
-            manager: the engine's manager.
-            active_requests: the requests in flight, by id.
-            routes: to whom the engine's events go, by the id of a plan.
+            backend: the engine.
+            sites: its sites.
+            subscriptions: the open subscriptions.
+            queue: holds the ledger of the engine's capacity.
+            active_requests: the active requests, by id.
+            routes: the receivers of the engine's events, by the id of a plan.
+            add_route: adds a receiver.
         """
-        self._manager = manager
+        self._backend = backend
+        self._sites = sites
+        self._subscriptions = subscriptions
+        self._queue = queue
         self._active_requests = active_requests
         self._routes = routes
+        self._add_route = add_route
         self._changed: dict[ActiveRequest, None] = {}
         """Of which something else is to be captured, and the engine does not know."""
         self._gone: set[str] = set()
@@ -128,9 +130,7 @@ class LateAttachment:
         known = {
             observer_capture.subscription.name for observer_capture in admitted.observer_captures
         } | active.attachment_attempts
-        for subscription in self._manager.subscriptions.selecting(
-            admitted.request_id, admitted.labels
-        ):
+        for subscription in self._subscriptions.selecting(admitted.request_id, admitted.labels):
             if subscription.name not in known:
                 await self._join(subscription, active, named=False)
         if active.unobserved and any(sequence.capture_changes for sequence in active.sequences):
@@ -178,7 +178,7 @@ class LateAttachment:
             active.admitted.request_id,
             active.admitted.prompt.token_ids,
             observer_capture.captures,
-            FloatType(self._manager.sites.dtype),
+            FloatType(self._sites.dtype),
             fail=None,
         )
         active.outputs.add(feed, {})
@@ -230,7 +230,7 @@ class LateAttachment:
             captures,
             _computed(active),
             active.admitted.prompt_len,
-            self._manager.admission_queue.step_tokens,
+            self._queue.step_tokens,
         )
 
     def _reserve(
@@ -246,7 +246,7 @@ class LateAttachment:
         """
         if not sequences or not observer_capture.subscription.taking:
             return _ENDING
-        queue, name = self._manager.admission_queue, _reservation(active)
+        queue, name = self._queue, _reservation(active)
         before = queue.ledger.observed(name)
         rows, sites = max(before.rows, len(sequences) * need.rows), max(before.sites, need.sites)
         try:
@@ -300,15 +300,13 @@ class LateAttachment:
                 need, _ = await self._need(active)
             if name in active.reserved and not _awaiting(active):
                 rows = len(sequences) * need.rows
-                self._manager.admission_queue.reserve_captures(
-                    name, need._replace(rows=rows), active.reserved
-                )
+                self._queue.reserve_captures(name, need._replace(rows=rows), active.reserved)
 
     def _change(self, active: ActiveRequest, sequences: Sequence[EngineSequence]) -> None:
         """Something else is to be captured of some samples of a flight from now on."""
         for sequence in sequences:
             sequence.capture_changes += 1
-            self._routes[sequence.plan_id] = (active, sequence)
+            self._add_route(active, sequence)
             if not sequence.job.has_plan:
                 sequence.released.clear()
         if sequences:
@@ -334,7 +332,7 @@ class LateAttachment:
             if not changes:  # what should have changed has ended
                 continue
             try:
-                await self._manager.backend.update_captures(changes)
+                await self._backend.update_captures(changes)
             except EngineLost:
                 return  # all who wait hear of that
             except Exception as error:  # a task's end: whatever it is, who waits must hear of it

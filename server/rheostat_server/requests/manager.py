@@ -1,8 +1,8 @@
-"""The engine's manager: requests enter, their events find them, and all that they held comes back.
+"""Runs requests: reserves what they need, routes the engine's events to them, and releases all.
 
-Invariants: what a request reserves (its id, its vectors, bank rows, slots) is given back exactly
-once, and only after the engine has let go of it; once the engine is lost, every request in flight
-ends and none enters.
+Invariants: everything that a request reserves (its id, vectors, bank rows, slots) is released
+exactly once, and only after the engine has released the request. Once the engine is lost, every
+active request ends, and no request is admitted. Only this class changes its maps.
 """
 
 import asyncio
@@ -40,9 +40,8 @@ from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
-from rheostat_server.requests.pacing import Pace
-from rheostat_server.requests.release import RELEASE_GRACE, until_released
-from rheostat_server.requests.sequence import EngineSequence
+from rheostat_server.requests.response_queue import Pace
+from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence
 from rheostat_server.runs.store import Runs
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
@@ -52,16 +51,16 @@ from rheostat_server.vectors.store import Vector
 _LOG = logging.getLogger(__name__)
 
 _DISCARD_GRACE = 1.0
-"""Seconds that a refused request waits for its sinks to forget it."""
+"""Seconds that a refused request waits for its sinks to discard it."""
 
 _LAST_READS = 5.0
 """Seconds that clients get to read the end of requests that were aborted."""
 
-_ENDING = "the server is ending; it admits nothing more"
+_ENDING = "the server is shutting down; it admits no more requests"
 
 
 class RequestManager:
-    """A running engine and the requests in it. Lives on the event loop."""
+    """A running engine and its requests. Used on the event loop alone."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class RequestManager:
         sinks: Sinks | None = None,
         spool: SpillDirectory | None = None,
     ) -> None:
-        """A manager that serves nothing yet; see `start`."""
+        """Makes a manager without requests; see `start`."""
         self.sinks = sinks or Sinks([])
         self.runs = Runs(config.runs_bytes)
         self.deliveries = Deliveries()
@@ -117,26 +116,33 @@ class RequestManager:
             spill_manager=self.spill_manager,
         )
         self.epoch = 0
-        """Part of every plan that starts; raised when the prefix cache may hold what it should
-        not."""
+        """Part of the cache keys of every plan. Incremented when cached blocks may be wrong."""
         self.config = config
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._active_requests: dict[str, ActiveRequest] = {}
         self._pace = Pace()
         self._samples = 0
-        """Samples of all requests, with baselines."""
+        """Number of samples of all requests and their baselines."""
         self._prompt_tokens = 0
-        """Their prompt tokens, with one prompt for each sample."""
+        """Prompt tokens of these samples, with one prompt for each sample."""
         self._routes: dict[str, tuple[ActiveRequest, EngineSequence]] = {}
         self._large = asyncio.Semaphore(LARGE_REQUESTS)
-        self.late_attachment = LateAttachment(self, self._active_requests, self._routes)
+        self.late_attachment = LateAttachment(
+            backend,
+            self.sites,
+            self.subscriptions,
+            self.admission_queue,
+            self._active_requests,
+            self._routes,
+            self._add_route,
+        )
         self._changed = asyncio.Condition()
         self._settling: set[asyncio.Task[None]] = set()
         self._on_lost: Callable[[], None] = lambda: None
 
     @property
     def admission(self) -> AdmissionContext:
-        """What requests are checked against."""
+        """Everything that requests are checked against."""
         return AdmissionContext(
             self.info,
             self.sites,
@@ -153,27 +159,27 @@ class RequestManager:
 
     @property
     def ledger(self) -> CapacityLedger:
-        """What requests hold of the engine's capacity."""
+        """The engine's capacity that requests have reserved."""
         return self.admission_queue.ledger
 
     @property
     def open_requests(self) -> int:
-        """Requests that hold something."""
+        """Number of requests that have not released everything."""
         return len(self._active_requests)
 
     def start(self, on_lost: Callable[[], None]) -> None:
-        """Takes events from the backend; `on_lost` is told once if the engine dies."""
+        """Receives events from the backend. If the engine dies, `on_lost` is called once."""
         self._on_lost = on_lost
-        self.backend.start(self._deliver, self._lose)
+        self.backend.start(self._deliver, self._on_engine_lost)
 
     @asynccontextmanager
     async def run_request(self, admitted: AdmittedRequest) -> AsyncIterator[ActiveRequest]:
-        """Runs a request for as long as the context lasts; leaving early aborts it.
+        """Runs a request for as long as the context lasts. Leaving the context early aborts it.
 
         Raises:
-            Draining, EngineLost: nothing enters any more.
-            DuplicateRequest: a request with this id is in flight.
-            QueueFull, BankFull, CaptureOverflow, StoreFull: there is no room.
+            Draining, EngineLost: the server admits no more requests.
+            DuplicateRequest: an active request has this id.
+            QueueFull, BankFull, CaptureOverflow, StoreFull: the request needs too much.
         """
         self._check_open(admitted)
         active = ActiveRequest(admitted, self.budget.share(), self._pace)
@@ -197,15 +203,15 @@ class RequestManager:
             active.close()
             active.queue.close()
             if active.settled:
-                self._give_back(active)
+                self._remove(active)
             else:
                 self._keep(self._settle(active))
 
     def new_bank_row_count(self, admitted: AdmittedRequest) -> int:
-        """Bank rows that a request, without its baseline, would need beyond those that are held.
+        """Bank rows that a request, without its baseline, needs beyond those that are reserved.
 
         Raises:
-            BankFull, CaptureOverflow: it could never run.
+            BankFull, CaptureOverflow: the engine could not run it even if it were empty.
         """
         active = ActiveRequest(admitted, Share(0, ""))
         active.unobserve()
@@ -213,10 +219,10 @@ class RequestManager:
         return self.ledger.lacks(admitted.plan)["bank_rows"]
 
     async def pin_vectors(self, active: ActiveRequest, vectors: Sequence[Vector]) -> None:
-        """Keeps vectors in the store until a flight ends; returns once the workers have them.
+        """Pins vectors until a request ends. Returns once the workers have them.
 
         Raises:
-            StoreFull: there is no room for them.
+            StoreFull: pinned and named vectors leave too little memory for them.
             EngineLost: the engine is gone.
         """
         pinned: list[bytes] = []
@@ -232,19 +238,23 @@ class RequestManager:
         active.pinned += pinned
 
     def add_sequence(self, active: ActiveRequest, sequence: EngineSequence) -> None:
-        """Runs something more in a flight, which needs nothing that the flight does not hold."""
+        """Starts one more sequence of a request. The request has reserved all that it needs."""
         active.sequences.append(sequence)
         self._count(active, 1)
-        self._route(active, sequence)
+        if sequence.job.has_plan:
+            self._add_route(active, sequence)
         active.start(self.backend, [sequence], epoch=self.epoch)
 
     def release_engine(self, active: ActiveRequest) -> None:
-        """Gives back what a flight holds of an engine that has let go; its sinks may write on."""
+        """Releases the engine's capacity if the engine has released all sequences.
+
+        Sinks of the request may still be writing.
+        """
         if all(sequence.released.is_set() for sequence in active.sequences):
-            self._free(active)
+            self._release(active)
 
     async def drain(self, timeout: float | None) -> Drained:
-        """Lets nothing in and waits for what runs; after `timeout` seconds aborts the rest."""
+        """Admits no more requests, and waits for the active ones. Aborts them after `timeout`."""
         self.draining = True
         self.admission_queue.close(Draining(_ENDING))
         try:
@@ -256,22 +266,22 @@ class RequestManager:
 
     async def _drained(self, timeout: float | None) -> Drained:
         running = len(self._active_requests)
-        _LOG.info("draining, %d requests in flight", running)
+        _LOG.info("draining, %d requests are active", running)
         if await self._empty_within(timeout):
             return Drained(running, 0)
-        left = list(self._active_requests.values())
-        for active in left:
+        aborted = list(self._active_requests.values())
+        for active in aborted:
             active.abort()
-        _LOG.info("drain: %d requests aborted", len(left))
+        _LOG.info("drain: %d requests aborted", len(aborted))
         if not await self._empty_within(_LAST_READS):
-            for active in left:
+            for active in aborted:
                 active.interrupt(Draining(_ENDING))
             if not await self._empty_within(RELEASE_GRACE):
                 _LOG.warning("drain: %d requests never ended", len(self._active_requests))
-        return Drained(max(0, running - len(left)), len(left))
+        return Drained(max(0, running - len(aborted)), len(aborted))
 
     async def _prepare(self, active: ActiveRequest) -> None:
-        """Reserves all that a request needs, and opens what its rows go to."""
+        """Reserves all that a request needs, and opens the receivers of its rows."""
         await self.pin_vectors(active, active.admitted.vectors)
         self._check_serving()
         await self._reserve(active)
@@ -283,16 +293,16 @@ class RequestManager:
         self._check_serving()
 
     async def _discard(self, active: ActiveRequest, error: BaseException) -> None:
-        """Releases what a request held that could not start, before its caller gets the status.
+        """Releases what a request that cannot start has reserved, before its client gets the error.
 
-        Only the request's id waits for its sinks, which may take long.
+        The id of the request is released after its sinks have discarded it, which may take long.
         """
         active.failed = True
         active.close()
         active.discard_outputs(
-            error if isinstance(error, RheostatError) else Defect("it went away")
+            error if isinstance(error, RheostatError) else Defect("the client went away")
         )
-        self._free(active)
+        self._release(active)
         await asyncio.wait({self._keep(self._settle(active))}, timeout=_DISCARD_GRACE)
 
     def _check_open(self, admitted: AdmittedRequest) -> None:
@@ -326,7 +336,10 @@ class RequestManager:
             raise Draining(_ENDING)
 
     async def _reserve(self, active: ActiveRequest) -> None:
-        """Reserves what a flight needs of the engine, in turn."""
+        """Reserves the capacity that a request needs, in order of arrival.
+
+        If the engine cannot hold the captures of observers now, the request runs without them.
+        """
         reservations = active.reservations
         if any(
             observer_capture.observed for observer_capture in active.admitted.observer_captures
@@ -342,42 +355,43 @@ class RequestManager:
             )
         active.capacity_reserved = True
         for sequence in active.sequences:
-            self._route(active, sequence)
+            if sequence.job.has_plan:
+                self._add_route(active, sequence)
 
-    def _route(self, active: ActiveRequest, sequence: EngineSequence) -> None:
-        if sequence.job.has_plan:
-            self._routes[sequence.plan_id] = (active, sequence)
+    def _add_route(self, active: ActiveRequest, sequence: EngineSequence) -> None:
+        self._routes[sequence.plan_id] = (active, sequence)
 
     def _deliver(self, event: Event) -> None:
         route = self._routes.get(event.request_id)
         if route is None:
-            _LOG.warning("an event of %s, which nobody waits for", event.request_id)
+            _LOG.warning("no request receives the event of %s", event.request_id)
         else:
             active, sequence = route
             active.deliver(sequence, event)
             if isinstance(event, Released) and active.released:
-                self._free(active)  # whether its client reads or not
+                self._release(active)  # even if its client does not read
         if isinstance(event, Installed) and event.error:
-            self._doubt_cache()
+            self._invalidate_cache()
 
-    def _doubt_cache(self) -> None:
-        """Lets nobody use blocks that were computed while their plan was not in force.
+    def _invalidate_cache(self) -> None:
+        """Stops the use of cached blocks, because some were computed without their plan.
 
-        Later requests look under other keys. Those that run may have read such a block already.
+        Later requests use other cache keys. Active requests that steer the KV cache fail, because
+        they may have read such a block.
         """
         self.epoch += 1
-        _LOG.warning("the prefix cache is in doubt: epoch %d", self.epoch)
+        _LOG.warning("the prefix cache may be wrong and is not used any more: epoch %d", self.epoch)
         for active in self._active_requests.values():
             if active.touches_kv:
                 active.fail(
                     CacheSuspect(
-                        "the engine could not take up the plan of another request; this one may "
+                        "the engine could not install the plan of another request; this one may "
                         "have read what that one left in the prefix cache. Send it again",
                         retry_after=RETRY,
                     )
                 )
 
-    def _lose(self, reason: str) -> None:
+    def _on_engine_lost(self, reason: str) -> None:
         if self.lost:
             return
         self.lost = reason
@@ -392,41 +406,41 @@ class RequestManager:
         self._notify_soon()
 
     async def _settle(self, active: ActiveRequest) -> None:
-        """Gives back what a request held once the engine has let go of it."""
+        """Releases everything that a request has reserved, once the engine has released it."""
         await active.stopped()
-        held = [sequence for sequence in active.sequences if sequence.plan_id in self._routes]
-        await asyncio.gather(*(until_released(sequence, self.worker_stats) for sequence in held))
+        routed = [sequence for sequence in active.sequences if sequence.plan_id in self._routes]
+        await asyncio.gather(*(sequence.until_released(self.worker_stats) for sequence in routed))
         active.close_outputs()
-        self._free(active)
+        self._release(active)
         await active.outputs.settle()
-        self._give_back(active)
+        self._remove(active)
 
-    def _give_back(self, active: ActiveRequest) -> None:
+    def _remove(self, active: ActiveRequest) -> None:
         active.close_outputs()
-        self._free(active)
+        self._release(active)
         active.share.close()
         del self._active_requests[active.admitted.request_id]
         self._count(active, -len(active.sequences))
         if not self._active_requests:
-            self.worker_stats.expire()  # an older answer has what this request held
+            self.worker_stats.expire()  # older counts include this request
         self._notify_soon()
 
-    def _free(self, active: ActiveRequest) -> None:
-        """Gives back what a flight holds of the engine and the store."""
+    def _release(self, active: ActiveRequest) -> None:
+        """Releases what a request has reserved of the engine and the store."""
         self.late_attachment.forget(active)
         for sequence in active.sequences:
             self._routes.pop(sequence.plan_id, None)
         for digest in active.pinned:
             self.store.unpin(digest)
         active.pinned.clear()
-        for one in active.prepared:
-            if one is not None:
-                self.preparations.release(one)
+        for preparation in active.prepared:
+            if preparation is not None:
+                self.preparations.release(preparation)
         active.prepared.clear()
         self.admission_queue.release(active.reserved)
 
     async def _empty_within(self, seconds: float | None) -> bool:
-        """Whether no request is left after so many seconds, or earlier."""
+        """Waits until no request is active. Returns False after `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: not self._active_requests)
@@ -440,7 +454,7 @@ class RequestManager:
         self._keep(self._notify())
 
     def _keep(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Runs work in a task, and holds the task until it is done, as the event loop does not."""
+        """Runs work in a task. The event loop alone would not keep a reference to the task."""
         task = asyncio.create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)

@@ -1,16 +1,19 @@
-"""What waits for the reader of a response: tokens, events, answers to updates, word of rows.
+"""The queue between the engine and the response stream of a request.
 
-Invariants: whatever concerns one sample comes out in the order in which it went in. Tokens that
-wait merge into fewer messages, and each message has a bounded size. The waiting tokens count in
-the memory of the request. When that is full the request fails, because tokens may not be lost.
+Its entries are tokens, events of the engine, notices of updates, and the sign that rows are ready.
 
-A reader that waits gets an entry directly, so that a token of a quick reader is neither stored nor
+Invariants: entries of a sample keep their order. Waiting tokens merge into fewer messages of
+bounded size. They count in the memory of the request. When this memory is full, the request fails,
+because tokens must not be lost.
+
+A waiting reader gets an entry directly, so that tokens of a fast reader are neither stored nor
 counted. While many streams run, tokens wait for later tokens; see `Pace`.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
 
@@ -18,48 +21,55 @@ from rheostat_engine import Event
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
 from rheostat_server.engine.backend import Delta, Ending
 from rheostat_server.errors import ResponseOverflow, RheostatError
-from rheostat_server.requests.pacing import Pace
 from rheostat_server.requests.sequence import EngineSequence
 from rheostat_wire.v1 import generation_pb2
 
 _DELTA_BYTES = 256
-"""Memory of a delta without its tokens, measured as the next three are."""
+"""Memory of a delta without its tokens; measured, as the next three constants."""
 
 _TOKEN_BYTES = 40
 """Memory of a token id in a list."""
 
 _READING_BYTES = 800
-"""Memory of the log-probability of a token: a message with an arena of its own."""
+"""Memory of a token's log-probability, which is a message with its own arena."""
 
 _ALTERNATIVE_BYTES = 112
-"""Memory that each alternative adds to it."""
+"""Further memory of each alternative token."""
 
 _MESSAGE_BYTES = 1 << 20
 """Memory of the tokens that merge into one message. The message on the wire is smaller."""
 
+_UNPACED = 64
+"""Streams up to which every token is sent at once."""
+
+_MESSAGES = 6000.0
+"""Messages per second of the streams above `_UNPACED`. With 256 streams, a stream sends a message
+every 32 ms, which are three tokens of an 8B model on one H200."""
+
+
 Notice = generation_pb2.UpdateApplied | generation_pb2.UpdateRefused
-"""What became of an update."""
+"""The result of an update."""
 
 
 class ResponseItem(NamedTuple):
-    """Something that happened to a sample."""
+    """New tokens or an event of a sample."""
 
     sequence: EngineSequence
     what: Delta | Event
 
 
 class Sign(Enum):
-    """Something that concerns no sample."""
+    """An entry of the whole request."""
 
     ROWS = "rows"
-    """Captured rows can leave; see `ActiveRequest.inline`."""
+    """Captured rows are ready; see `ActiveRequest.response_rows`."""
 
 
 Entry = ResponseItem | Notice | Sign | RheostatError
 
 
 class _Merged:
-    """Deltas of a sample that will be one message."""
+    """Deltas of a sample that are sent as one message."""
 
     __slots__ = ("_ending", "_first", "_logprobs", "_stop", "_texts", "_token_ids", "weight")
 
@@ -69,10 +79,10 @@ class _Merged:
         self._first = delta
         self._ending: Ending | None = None
         self._texts: list[str] = []
-        """Empty until a second delta comes: with a quick reader none does."""
+        """Empty until there is a second delta, because most messages of a fast reader have one."""
 
     def add(self, delta: Delta, weight: int) -> bool:
-        """Takes another delta, of `weight` bytes; False: it must begin a message of its own."""
+        """Adds a delta of `weight` bytes. Returns False if it must begin another message."""
         heavier = self.weight + weight - _DELTA_BYTES
         first = self._first
         if heavier > _MESSAGE_BYTES or delta.prompt_logprobs:
@@ -108,16 +118,16 @@ class _Merged:
 
 
 class WaitingDeltas:
-    """The deltas of a sample that wait, merged."""
+    """The waiting deltas of a sample, merged into messages."""
 
     def __init__(self, byte_counter: ByteCounter) -> None:
-        """Nothing waits. `byte_counter` counts the memory of the deltas that come."""
+        """No delta waits. `byte_counter` counts the memory of the deltas."""
         self._byte_counter = byte_counter
         self._merged: deque[_Merged] = deque()
         self._sealed = True
 
     def add(self, delta: Delta) -> bool:
-        """Adds a delta. Returns whether it begins a message of its own."""
+        """Adds a delta. Returns whether it begins another message."""
         size = weight(delta)
         if self._merged and not self._sealed:
             last = self._merged[-1]
@@ -131,7 +141,7 @@ class WaitingDeltas:
         return True
 
     def seal(self) -> None:
-        """Makes the next delta begin a message of its own, because an event comes between."""
+        """Makes the next delta begin another message, because an event comes before it."""
         self._sealed = True
 
     def take(self) -> Delta:
@@ -146,8 +156,40 @@ class WaitingDeltas:
             yield self.take()
 
 
+class Pace:
+    """How often the tokens of a stream are sent while many streams run.
+
+    Why
+        A message costs the server, the front end and the client more than its tokens. With 256
+        streams of a small model, a message for each token would cost more than the model.
+    How
+        Up to `_UNPACED` streams, each token is sent at once. With more streams, tokens wait for
+        later ones, so that all streams send about `_MESSAGES` messages per second. The first
+        tokens and the end of a stream never wait.
+    """
+
+    def __init__(self) -> None:
+        """No streams."""
+        self.interval = 0.0
+        """Seconds between two messages of a stream."""
+        self._streams = 0
+
+    @contextmanager
+    def counting(self, streams: int) -> Iterator[None]:
+        """Counts streams while the context lasts."""
+        self._count(streams)
+        try:
+            yield
+        finally:
+            self._count(-streams)
+
+    def _count(self, change: int) -> None:
+        self._streams += change
+        self.interval = max(0, self._streams - _UNPACED) / _MESSAGES
+
+
 class ResponseQueue:
-    """The queue of one request. Lives on the event loop, and has one reader."""
+    """The queue of one request. It has one reader, and is used on the event loop alone."""
 
     def __init__(
         self,
@@ -160,10 +202,10 @@ class ResponseQueue:
         Args:
             share: the memory of the request.
             on_full: is called with an error when the waiting tokens exceed that memory.
-            pace: how often tokens leave. None: at once.
+            pace: limits how often tokens are sent. None: every token is sent at once.
         """
         self.byte_counter = ByteCounter(share.byte_counter)
-        """Counts the memory of tokens that wait, also of those that the reader holds back."""
+        """Counts the memory of waiting tokens, with those that the reader holds back."""
         self._share = share
         self._on_full = on_full
         self._entries: deque[EngineSequence | Entry] = deque()
@@ -174,7 +216,7 @@ class ResponseQueue:
         self._pace = pace
         self._clock = asyncio.get_running_loop().time
         self._left = 0.0
-        """When tokens last left while the reader waited."""
+        """When a waiting reader last got tokens."""
         self._timer: asyncio.TimerHandle | None = None
         """Set while tokens wait for later tokens."""
         share.add(self)
@@ -191,26 +233,26 @@ class ResponseQueue:
 
     @property
     def leaving(self) -> int:
-        """Zero: tokens do not go to a disk."""
+        """Zero, because tokens are not written to disks."""
         return 0
 
     @property
     def leaving_rows(self) -> int:
-        """Zero: it holds no rows."""
+        """Zero, because the queue has no rows."""
         return 0
 
     def give_up(self, size: int, why: str) -> None:
         """Fails the request."""
         self._on_full(
             ResponseOverflow(
-                f"the tokens of the request that wait take too much memory: {why}. Read faster, or "
+                f"the waiting tokens of the request take too much memory: {why}. Read faster, or "
                 "ask for fewer samples, tokens or log-probabilities",
                 metadata={"bytes": str(self.byte_counter.token_bytes)},
             )
         )
 
     def __len__(self) -> int:
-        """Number of messages and events that wait."""
+        """Number of waiting messages and events."""
         return len(self._entries)
 
     def put(self, entry: Entry) -> None:
@@ -260,9 +302,9 @@ class ResponseQueue:
             self._reader = None
 
     def close(self) -> None:
-        """Discards all but an error, and counts no memory any more. Only an error may be added."""
-        # An error that waits is the request's last word, for which its reader waits.
-        self._entries = deque(one for one in self._entries if isinstance(one, RheostatError))
+        """Discards all entries but errors, and counts no more memory. Only errors may be added."""
+        # The reader still has to get the error that ended the request.
+        self._entries = deque(entry for entry in self._entries if isinstance(entry, RheostatError))
         self._deltas.clear()
         self.byte_counter.close()
         self._on_full = lambda _: None  # it refers to the request, which refers to this queue
@@ -271,7 +313,7 @@ class ResponseQueue:
             self._timer = None
 
     def _is_due(self, delta: Delta) -> bool:
-        """Whether a delta, for which the reader waits, leaves at once."""
+        """Whether a waiting reader gets a delta at once."""
         if self._pace is None or not self._pace.interval:
             return True
         now = self._clock()

@@ -1,37 +1,49 @@
-"""One sequence of tokens that the engine generates for a request: its state and its updates.
+"""A sequence that the engine generates for a request: its tokens, state and updates.
 
-Invariant: everything that waits for the engine to answer is answered once, at the latest when the
-engine releases the sequence.
+Invariant: every wait for the engine ends once, at the latest when the engine releases the sequence.
 """
 
 import asyncio
+import contextlib
+import logging
 from enum import Enum
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Attached
 from rheostat_server.delivery.items import SequenceKey
-from rheostat_server.engine.backend import Ending, Job
+from rheostat_server.engine.backend import Ending, Job, WorkerStats
+from rheostat_server.errors import EngineLost
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.subscriptions.pending_changes import PendingChange
+from rheostat_server.tasks.shared_query import SharedQuery
 from rheostat_wire.v1 import types_pb2
+
+_LOG = logging.getLogger(__name__)
 
 FINISH_REASONS = {
     Ending.STOP: types_pb2.FINISH_REASON_STOP,
     Ending.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     Ending.ABORTED: types_pb2.FINISH_REASON_ABORTED,
 }
-"""How the wire says why a sample ended."""
+"""Finish reasons in messages."""
+
+
+RELEASE_GRACE = 60.0
+"""Seconds that the engine has to release a sequence that it has run."""
+
+UNSCHEDULED_GRACE = 2.0
+"""Seconds after which a sequence without any event of the engine counts as never scheduled."""
 
 
 class SequenceKind(Enum):
-    """What something runs for."""
+    """The purpose of a sequence."""
 
     OWN = ""
     """A sample of the request."""
     BASELINE = "b"
     """The same sample without the request's steering."""
     SCORE = "s"
-    """The baseline reading what a sample has generated."""
+    """The baseline computes log-probabilities of the tokens that a sample has generated."""
 
 
 class SteeringChange(NamedTuple):
@@ -42,66 +54,67 @@ class SteeringChange(NamedTuple):
     first: int
     """The first position on which it acts."""
     interventions: tuple[Intervention, ...]
-    """What acts from there on, server-wide ones first."""
+    """All interventions from there on, server-wide ones first."""
 
 
 class EngineSequence:
-    """One sample in the engine."""
+    """A sequence in the engine. Used on the event loop alone."""
 
     def __init__(self, job: Job, kind: SequenceKind, sample: int) -> None:
-        """A sample that has not started.
+        """Makes a sequence that has not started.
 
         Args:
-            job: as the engine gets it.
-            kind: what it runs for.
-            sample: which of the request's samples it is or concerns.
+            job: the prompt, plan and settings for the engine.
+            kind: its purpose.
+            sample: index of the request's sample that it is, or is compared with.
         """
         self.job = job
         self.kind = kind
         self.sample = sample
         self.key = SequenceKey(sample, kind is SequenceKind.BASELINE)
-        """The name of its tokens and rows within the request."""
+        """Identifies its tokens and rows within the request."""
         self.steering_changes: list[SteeringChange] = []
         self.started = False
-        """Whether the engine gets it."""
+        """Whether it was added to the engine, or will be soon."""
         self.ended = False
         self.ending: Ending | None = None
-        """How it ended, once it has."""
+        """How it ended; None while it runs."""
         self.has_output = False
+        """Whether the engine has sent output."""
         self.installed = False
-        """Whether the engine has handled its plan."""
+        """Whether the engine has installed its plan, or failed to."""
         self.install_failed = False
-        """Whether the engine could not put its plan in force."""
+        """Whether the engine could not install its plan."""
         self.held_back = False
-        """Whether tokens of it may have come before `installed` was set."""
+        """Whether the response may wait with its tokens until `installed` is set."""
         self.tokens: list[int] = []
-        """What it has generated."""
+        """The generated tokens."""
         self.capture_changes = 0
-        """How often what is captured of it was changed."""
+        """Number of changes of its captures. A change is named by its number."""
         self.answered_changes = 0
-        """The last of these changes of which the engine has said what became of it."""
+        """The last change that the engine has answered."""
         self.pending_changes: list[PendingChange] = []
-        """Those that somebody waits for."""
+        """The changes that other parts of the server wait for."""
         self.installed_or_ended = asyncio.Event()
-        """Set once the engine holds it or never will."""
+        """Set once the engine has installed its plan, or never will."""
         self.engine_done = False
-        """Whether the engine has finished it, and reports nothing of it any more."""
+        """Whether the engine has finished it and sends no more events."""
         self.released = asyncio.Event()
         if not job.has_plan:
             self.released.set()
 
     @property
     def plan_id(self) -> str:
-        """Under which the engine knows it."""
+        """Its id in the engine."""
         return self.job.plan.request_id
 
     @property
     def in_force(self) -> bool:
-        """Whether its plan is in force, if it has one, so that its tokens may be sent."""
+        """Whether its plan was installed, if it has one, so that its tokens may be sent."""
         return not self.job.has_plan or (self.installed and not self.install_failed)
 
     def on_attached(self, attached: Attached) -> None:
-        """The engine has changed what is captured of it, or it ended before."""
+        """Handles the answer to a change of its captures."""
         self.answered_changes = max(self.answered_changes, attached.change)
         self.resolve_changes(attached)
         if attached.first == OPEN_END and not self.job.has_plan:
@@ -109,17 +122,46 @@ class EngineSequence:
             self.released.set()
 
     def resolve_changes(self, attached: Attached) -> None:
-        """Whoever waits for a change, or an earlier one, hears what became of it."""
-        for one in [one for one in self.pending_changes if one.change <= attached.change]:
-            self.pending_changes.remove(one)
-            one.tell(self.key, attached)
+        """Ends the wait for a change, and for all earlier changes."""
+        for pending in [*self.pending_changes]:
+            if pending.change <= attached.change:
+                self.pending_changes.remove(pending)
+                pending.tell(self.key, attached)
 
     def release(self) -> None:
-        """The engine has reported that it released the sample, which it does once."""
+        """Takes the engine's report that it has released the sequence, which comes once."""
         self.engine_done = True
         self.released.set()
         self.resolve_all_changes()
 
     def resolve_all_changes(self) -> None:
-        """The engine holds it no more: nothing becomes of changes that wait."""
+        """Ends the wait for changes of captures, because the engine no longer has the sequence."""
         self.resolve_changes(Attached(self.plan_id, self.capture_changes, OPEN_END, ""))
+
+    async def until_released(self, workers: SharedQuery[WorkerStats]) -> None:
+        """Returns once the engine has released the sequence, or has never had it.
+
+        No event is no proof: the engine may never have scheduled the sequence, or may be busy. But
+        it handles messages in order. Once it answers a query, it has handled the abort that was
+        sent before, and has reported what it had scheduled.
+
+        Args:
+            workers: a query that every worker answers.
+        """
+        if await self._released_within(UNSCHEDULED_GRACE):
+            return
+        if not self.installed:
+            with contextlib.suppress(EngineLost):
+                await workers.fresh()
+            if await self._released_within(UNSCHEDULED_GRACE) or not self.installed:
+                return
+        if not await self._released_within(RELEASE_GRACE):
+            _LOG.error("the engine never released %s", self.plan_id)
+
+    async def _released_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.released.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -20,15 +20,16 @@ DEPENDENT = 1e-3
 _Rows = npt.NDArray[np.float64]
 
 
-def check_not_zero(op: ResolvedOp, paths: Sequence[str]) -> None:
-    """Refuses directions without a direction.
+def check_directions(op: ResolvedOp, paths: Sequence[str]) -> None:
+    """Checks the directions that an op normalises.
 
     Args:
-        op: an op.
+        op: the op.
         paths: the path of each of its vectors.
 
     Raises:
-        ZeroVector: a row that is normalised is zero.
+        ZeroVector: a row is zero, so that it has no direction.
+        InvalidValue: at some layer, a direction of an Ablate lies in the span of those before it.
     """
     if op.op == receipt_pb2.OP_ADD:
         return
@@ -36,34 +37,17 @@ def check_not_zero(op: ResolvedOp, paths: Sequence[str]) -> None:
         for row in sorted({rows[number] for rows in op.rows}):
             if vector.peaks[row] == 0:
                 raise ZeroVector(f"row {row} is zero and has no direction", field=path)
-
-
-def work(ops: Sequence[ResolvedOp]) -> int:
-    """Bytes that `check_independent` goes over."""
-    return sum(v.size for op in ops if _spans_a_space(op) for v in op.vectors)
-
-
-def check_independent(op: ResolvedOp, paths: Sequence[str]) -> None:
-    """Refuses directions of an Ablate of which one lies, at some layer, in the others' span.
-
-    Raises:
-        InvalidValue: one does; the path is that of the later one.
-    """
-    if not _spans_a_space(op):
+    if op.op != receipt_pb2.OP_ABLATE or len(op.vectors) == 1:
         return
     values = [_rows_of(vector) for vector in op.vectors]
     for rows in sorted(set(op.rows)):
-        found = _dependent(np.stack([v[row] for v, row in zip(values, rows, strict=True)]))
-        if found is not None:
+        dependent = _dependent(np.stack([v[row] for v, row in zip(values, rows, strict=True)]))
+        if dependent is not None:
             raise InvalidValue(
-                f"row {rows[found]} lies in the span of the directions before it, to within "
+                f"row {rows[dependent]} lies in the span of the directions before it, to within "
                 f"{DEPENDENT:g} of its norm; leave it out",
-                field=paths[found],
+                field=paths[dependent],
             )
-
-
-def _spans_a_space(op: ResolvedOp) -> bool:
-    return op.op == receipt_pb2.OP_ABLATE and len(op.vectors) > 1
 
 
 def _rows_of(vector: Vector) -> npt.NDArray[np.float32]:

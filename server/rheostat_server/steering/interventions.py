@@ -23,7 +23,7 @@ from rheostat_server.selectors.sites import (
     refuse_what_is_no_stream,
     resolve_sites,
 )
-from rheostat_server.steering import directions
+from rheostat_server.steering.directions import check_directions
 from rheostat_server.steering.ops import OpDraft, ResolvedOp, check_served, draft_op
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.tensors import FloatType
@@ -111,9 +111,10 @@ def resolve_steering(
         MessageTooLarge: an inline vector is too large.
     """
     drafts = draft_steering(steering, model, context)
-    interventions = look_up(drafts, vectors, model, origin)
-    check_vectors(drafts, interventions)
-    return interventions
+    return tuple(
+        Intervention(origin, index, _look_up(draft, vectors, model), draft.selection)
+        for index, draft in enumerate(drafts)
+    )
 
 
 def draft_steering(
@@ -152,40 +153,6 @@ def refuse_probes_and_rules(
             "rules are not served yet: run a Session, and steer or stop it from what you read",
             field=field_path(path, "rules"),
         )
-
-
-def look_up(
-    drafts: Sequence[Draft],
-    store: VectorSource,
-    model: ModelSites,
-    origin: receipt_pb2.Origin.ValueType,
-) -> tuple[Intervention, ...]:
-    """Finds the vectors.
-
-    Raises:
-        NotFound: a vector is not stored or a name not known.
-        VectorShape: a vector does not fit model or layers.
-        ZeroVector: a vector that is normalised is zero.
-    """
-    return tuple(
-        Intervention(origin, index, _look_up(draft, store, model), draft.selection)
-        for index, draft in enumerate(drafts)
-    )
-
-
-def vector_paths(draft: Draft) -> list[str]:
-    """The paths of an intervention's vectors."""
-    return [vector.path for vector in draft.op.vectors]
-
-
-def check_vectors(drafts: Sequence[Draft], interventions: Sequence[Intervention]) -> None:
-    """Looks into the vectors that were found for `drafts`.
-
-    Raises:
-        InvalidValue: directions are linearly dependent.
-    """
-    for draft, intervention in zip(drafts, interventions, strict=True):
-        directions.check_independent(intervention.op, vector_paths(draft))
 
 
 def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
@@ -304,5 +271,5 @@ def _look_up(draft: Draft, store: VectorSource, model: ModelSites) -> ResolvedOp
         scale=draft.op.scale,
         bands=draft.op.bands,
     )
-    directions.check_not_zero(op, vector_paths(draft))
+    check_directions(op, [vector.path for vector in draft.op.vectors])
     return op

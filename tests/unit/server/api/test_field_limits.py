@@ -12,12 +12,12 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from rheostat_server.api.field_limits import CONTEXT_FIELDS, FIELD_LIMITS, UNSERVED_FIELDS
 from rheostat_server.limits import POINTS
 from rheostat_wire.v1 import types_pb2
 
 from ..conftest import Refusal, rest
 from ..fakes import ScriptedBackend
+from .field_limits import CONTEXT_FIELDS, FIELD_LIMITS, UNSERVED_FIELDS
 
 Code = grpc.StatusCode
 SERVICES = {

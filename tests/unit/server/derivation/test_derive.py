@@ -12,7 +12,7 @@ from rheostat_server.derivation import derive as derivation
 from rheostat_server.derivation.contrast import Method, contrast
 from rheostat_server.engine.backend import Job
 from rheostat_server.generation import responses as generation
-from rheostat_server.requests import release
+from rheostat_server.requests import sequence as sequences
 from rheostat_wire.v1 import (
     steering_service_pb2,
     tensor_pb2,
@@ -347,7 +347,7 @@ async def test_a_prompt_that_fails_ends_the_others(starter) -> None:
 
 
 async def test_a_drain_ends_a_derivation_without_a_vector(starter, monkeypatch) -> None:
-    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(sequences, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(TokenBackend(silent=True))
     call = asyncio.ensure_future(derive(running, order()))

@@ -9,7 +9,7 @@ import pytest
 
 from rheostat_server.generation import responses as generation
 from rheostat_server.generation.divergence import Listed, compare
-from rheostat_server.requests import release
+from rheostat_server.requests import sequence as sequences
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -315,7 +315,7 @@ async def test_a_client_that_leaves_while_the_baseline_reads_ends_that_too(start
 async def test_a_request_that_is_aborted_while_the_baseline_reads_goes_without_its_divergence(
     starter, monkeypatch, server_wide, samples
 ) -> None:
-    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(sequences, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(Reading())
     await set_global(running, *server_wide)

@@ -233,9 +233,9 @@ async def test_stop_ends_every_sample_and_the_receipt_still_comes(starter) -> No
 
 async def test_stop_does_not_wait_behind_updates(starter, monkeypatch) -> None:
     from rheostat_server.generation import responses as generation
-    from rheostat_server.requests import release
+    from rheostat_server.requests import sequence as sequences
 
-    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(sequences, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(ScriptedBackend(silent=True))
     talk = Talk(running)

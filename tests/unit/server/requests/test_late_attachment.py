@@ -427,7 +427,7 @@ async def test_an_observer_takes_no_room_while_a_request_waits_for_it(starter) -
     one = await Subscriber.open(running, opening(by_id("first", "plain"), [wanted(0, 1, 2)]))
     missed = one.events[0].opened.missed
     assert {each.request_id for each in missed} == {"first", "plain"}
-    assert all("others wait" in each.reason for each in missed)
+    assert all("other requests wait" in each.reason for each in missed)
     first.cancel()
     await until(lambda: running.manager.admission_queue.waiting == 0)
     backend.hold.go(60)

@@ -15,8 +15,13 @@ from rheostat_server.delivery.byte_budget import Budget
 from rheostat_server.engine.backend import Delta, Ending, Job
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import ResponseOverflow
-from rheostat_server.requests.pacing import Pace
-from rheostat_server.requests.response_queue import ResponseItem, ResponseQueue, Sign, WaitingDeltas
+from rheostat_server.requests.response_queue import (
+    Pace,
+    ResponseItem,
+    ResponseQueue,
+    Sign,
+    WaitingDeltas,
+)
 from rheostat_server.requests.sequence import EngineSequence, SequenceKind
 from rheostat_wire.v1 import generation_pb2
 

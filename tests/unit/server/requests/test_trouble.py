@@ -12,7 +12,7 @@ from rheostat_server.admission import admit as admission
 from rheostat_server.engine.backend import Delta
 from rheostat_server.errors import EngineLost
 from rheostat_server.generation import responses as generation
-from rheostat_server.requests import release
+from rheostat_server.requests import sequence as sequences
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -85,7 +85,7 @@ async def test_a_deadline_aborts_the_request(starter) -> None:
 
 
 async def test_an_aborted_request_that_was_never_scheduled_is_freed(starter, monkeypatch) -> None:
-    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(sequences, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(ScriptedBackend(silent=True))
     call = running.client.generation.Generate(request(steer=[add()]))
     await call.read()
@@ -133,7 +133,7 @@ async def test_a_busy_engine_is_not_taken_for_one_that_never_had_a_request(
             self.deliver(Installed(self.jobs[0].plan.request_id, ""))
             return await super().worker_stats()
 
-    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(sequences, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(Busy(silent=True))
     call = running.client.generation.Generate(request(steer=[add()]))
     await call.read()
@@ -391,7 +391,7 @@ async def test_all_samples_are_waited_for_at_once(starter, monkeypatch) -> None:
         await barrier.wait()
         return True
 
-    monkeypatch.setattr(release, "_released_within", released_within)
+    monkeypatch.setattr(sequences.EngineSequence, "_released_within", released_within)
     running = await starter(ScriptedBackend(silent=True))
     sampling = generation_pb2.Sampling(max_tokens=2, n=3, temperature=1.0)
     call = running.client.generation.Generate(request(steer=[add()], sampling=sampling))
@@ -413,7 +413,7 @@ async def test_too_few_slots_are_called_what_they_are(starter) -> None:
 
 
 async def test_a_drain_ends_samples_that_were_never_scheduled(starter, monkeypatch) -> None:
-    monkeypatch.setattr(release, "UNSCHEDULED_GRACE", 0.01)
+    monkeypatch.setattr(sequences, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(ScriptedBackend(silent=True))
     sampling = generation_pb2.Sampling(max_tokens=2, n=3, temperature=1.0)
