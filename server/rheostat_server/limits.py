@@ -282,3 +282,6 @@ for more than these."""
 STATS_SECONDS = 0.25
 """Largest age of the workers' counts in `GetStats`. A call of the workers delays a step, so newer
 counts are used again."""
+
+RETRY_SECONDS = 1.0
+"""Seconds after which a refused client should try again, if the server knows no better time."""

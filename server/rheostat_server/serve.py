@@ -111,7 +111,7 @@ class RunningServer:
         self._files: VectorFiles | None = None
         self._sinks: Sinks | None = None
         self._spool: SpillDirectory | None = None
-        self._host: RequestManager | None = None
+        self._manager: RequestManager | None = None
 
     async def bind(self) -> None:
         """Listens. Health reports NOT_SERVING, and rpcs fail because the model is being loaded.
@@ -174,10 +174,12 @@ class RunningServer:
             vocabulary=backend.info.vocabulary,
             model_tokens=backend.info.model_tokens,
         )
-        self._host = RequestManager(backend, self._prompts, self._config, self._sinks, self._spool)
+        self._manager = RequestManager(
+            backend, self._prompts, self._config, self._sinks, self._spool
+        )
         if self._files is not None:
-            await self._host.persistent_vectors.restore(self._files, backend.sites.width)
-        await self.readiness.serve(self._host)
+            await self._manager.persistent_vectors.restore(self._files, backend.sites.width)
+        await self.readiness.serve(self._manager)
 
     async def stop(self, grace: float | None = None) -> None:
         """Drains for `grace` seconds (default: the config's), then ends everything."""
@@ -189,10 +191,10 @@ class RunningServer:
         await self.grpc.stop(_LAST_WORDS)
         if self._prompts is not None:
             self._prompts.close()
-        if self._host is not None:
-            self._host.subscriptions.remove_shared_memory()
-            await self._host.persistent_vectors.settle()
-            await self._host.preparations.close()
+        if self._manager is not None:
+            self._manager.subscriptions.remove_shared_memory()
+            await self._manager.persistent_vectors.settle()
+            await self._manager.preparations.close()
         if self._backend is not None:
             await self._backend.close()
         if self._sinks is not None:

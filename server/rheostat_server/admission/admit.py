@@ -34,6 +34,7 @@ from rheostat_server.limits import (
     LARGE_REQUESTS,
     OFFLOAD_BYTES,
     QUEUED_PROMPT_TOKENS,
+    RETRY_SECONDS,
     WAITING_REQUESTS,
 )
 from rheostat_server.model_info import ModelInfo
@@ -65,9 +66,6 @@ from rheostat_wire.v1 import (
 )
 
 GenerateRequest = generation_service_pb2.GenerateRequest
-
-_RETRY = 1.0
-"""Seconds after which a request that found the queue full may come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,14 +369,14 @@ def check_queue(
     """
     if samples >= running_samples + WAITING_REQUESTS:
         raise QueueFull(
-            f"{samples} samples run or wait already; try again later", retry_after=_RETRY
+            f"{samples} samples run or wait already; try again later", retry_after=RETRY_SECONDS
         )
     own = admitted.prompt_len * admitted.sampling.samples
     if samples and prompt_tokens + own > QUEUED_PROMPT_TOKENS:
         raise QueueFull(
             f"the prompts that run or wait have {prompt_tokens} tokens, with one prompt for each "
             f"sample; at most {QUEUED_PROMPT_TOKENS} are allowed",
-            retry_after=_RETRY,
+            retry_after=RETRY_SECONDS,
         )
 
 

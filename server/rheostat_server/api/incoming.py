@@ -51,10 +51,8 @@ from rheostat_server.limits import (
     MESSAGE_FIELDS,
     OFFLOAD_BYTES,
     REQUESTS_BYTES,
+    RETRY_SECONDS,
 )
-
-_RETRY = 1.0
-"""Seconds after which a client should send a refused request again."""
 
 _WALKED_BYTES = 2 << 10
 """Messages of more bytes are walked before they are decoded. A smaller message has so few fields
@@ -111,13 +109,13 @@ class _Reads:
             if not begun:
                 raise QueueFull(
                     f"the request waited {FIRST_MESSAGE_SECONDS:g} s to be read, behind others",
-                    retry_after=_RETRY,
+                    retry_after=RETRY_SECONDS,
                 ) from error
             if hurried:
                 raise QueueFull(
                     f"the request did not come whole within {FIRST_READ_SECONDS:g} s, and other "
                     "calls wait to be read",
-                    retry_after=_RETRY,
+                    retry_after=RETRY_SECONDS,
                 ) from error
             raise DeadlinePassed(
                 f"no request came within {FIRST_MESSAGE_SECONDS:g} s of the call's beginning"
@@ -227,7 +225,7 @@ class Calls:
             flag = "" if control else " (--maximum-concurrent-rpcs)"
             raise QueueFull(
                 f"{limit} calls run, which is the most at a time{flag}: end some, or come again",
-                retry_after=_RETRY,
+                retry_after=RETRY_SECONDS,
             )
         self._running[control] += 1
         self._idle.clear()
@@ -253,7 +251,7 @@ class Calls:
             raise QueueFull(
                 f"the request takes {size} bytes of memory; other large requests leave "
                 f"{REQUESTS_BYTES - self._held} of {REQUESTS_BYTES}",
-                retry_after=_RETRY,
+                retry_after=RETRY_SECONDS,
             )
         self._held += size
 

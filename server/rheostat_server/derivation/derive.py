@@ -21,7 +21,7 @@ from rheostat_server.derivation.prompt_means import (
     read_prompt,
 )
 from rheostat_server.errors import InvalidValue, MissingField, QueueFull, RheostatError, StoreFull
-from rheostat_server.limits import DERIVED_BYTES, DERIVED_PROMPTS
+from rheostat_server.limits import DERIVED_BYTES, DERIVED_PROMPTS, RETRY_SECONDS
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites, to_wire
 from rheostat_server.tasks.offload import offload
@@ -36,7 +36,6 @@ _AT_ONCE = 8
 """Prompts of all calls together that run at the same time. Those of one step end in the same turn
 of the event loop, and each occupies it for about 10 ms at 72 sites."""
 
-_RETRY = 1.0
 
 _METHODS = {
     _pb.DERIVE_METHOD_DIFFERENCE_OF_MEANS: Method.DIFFERENCE_OF_MEANS,
@@ -113,7 +112,7 @@ class Derivations:
                 f"the rows to contrast take {size} bytes; other calls leave "
                 f"{DERIVED_BYTES - self._held}. Try again later",
                 field="sites",
-                retry_after=_RETRY,
+                retry_after=RETRY_SECONDS,
             )
         self._held += size
         try:

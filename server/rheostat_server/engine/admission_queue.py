@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from rheostat_engine import Capacity, CapacityLedger, CaptureNeed, Plan, Shortage
 from rheostat_server.errors import BankFull, CaptureOverflow, RheostatError
-
-RETRY = 1.0
-"""Seconds after which a client should try again if no better time is known."""
+from rheostat_server.limits import RETRY_SECONDS
 
 
 class Reservation(NamedTuple):
@@ -245,9 +243,9 @@ def _no_capacity(shortage: Shortage | None) -> RheostatError:
         return BankFull(
             "other requests wait for capacity and come first; try again",
             field="steering",
-            retry_after=RETRY,
+            retry_after=RETRY_SECONDS,
         )
-    return _refusal(shortage, retry_after=RETRY)
+    return _refusal(shortage, retry_after=RETRY_SECONDS)
 
 
 def _refusal(shortage: Shortage, *, retry_after: float | None) -> RheostatError:

@@ -1,4 +1,4 @@
-"""What can go wrong in a call, as a tree of exceptions; `status` gives each its status code.
+"""The errors of calls, as a tree; `status` gives each branch its status code.
 
     RheostatError
     ├── InvalidArgument
@@ -23,169 +23,492 @@
     ├── Unimplemented ── NotImplementedHere
     └── Internal ── Defect
 
-Every leaf names its value of `rheostat.v1.Reason`. Texts are for people and hold no Python reprs.
+Every leaf names its value of `rheostat.v1.Reason`. Texts are for people and contain no Python
+reprs. Errors that keep the server from starting, or end it, are at the end of this module.
 """
 
-from rheostat_server.errors.kinds import (
-    Aborted,
-    AlreadyExists,
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    OutOfRange,
-    Resource,
-    ResourceExhausted,
-    RheostatError,
-    Unavailable,
-    Unimplemented,
-)
-from rheostat_server.errors.leaves import (
-    ArtifactExists,
-    ArtifactNotFound,
-    BankFull,
-    CacheSuspect,
-    CaptureOverflow,
-    CursorExpired,
-    DeadlinePassed,
-    Defect,
-    DigestMismatch,
-    Draining,
-    DuplicateRequest,
-    EmptySelector,
-    EngineLost,
-    InvalidPosition,
-    InvalidValue,
-    LoraNotFound,
-    MessageTooLarge,
-    MissingField,
-    NameConflict,
-    NameNotFound,
-    NoChatTemplate,
-    NonFinite,
-    NotImplementedHere,
-    NoTokenizer,
-    NotSupported,
-    OpNotServed,
-    PromptTooLong,
-    QueueFull,
-    RequestNotFound,
-    ResponseOverflow,
-    RowsLost,
-    RunExists,
-    RunInUse,
-    RunNotFound,
-    SinkNotFound,
-    SiteNotServed,
-    SpanAmbiguous,
-    SpanNotFound,
-    StoreFull,
-    SubscriptionNotFound,
-    Superseded,
-    TensorPayload,
-    TruncatedUpload,
-    UnknownEnum,
-    UnknownField,
-    UnknownLayer,
-    UnknownToken,
-    VectorNotFound,
-    VectorShape,
-    VersionConflict,
-    WarmingUp,
-    ZeroVector,
-)
-from rheostat_server.errors.startup import (
-    EngineDied,
-    EngineFailed,
-    FrontEndFailed,
-    InvalidConfig,
-    ModelNotFound,
-    PortInUse,
-    ServerFailed,
-    SinksFailed,
-    SpoolFailed,
-    StartupError,
-    VectorDirFailed,
-)
+import errno
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
-__all__ = [
-    "Aborted",
-    "AlreadyExists",
-    "ArtifactExists",
-    "ArtifactNotFound",
-    "BankFull",
-    "CacheSuspect",
-    "CaptureOverflow",
-    "CursorExpired",
-    "DataLoss",
-    "DeadlineExceeded",
-    "DeadlinePassed",
-    "Defect",
-    "DigestMismatch",
-    "Draining",
-    "DuplicateRequest",
-    "EmptySelector",
-    "EngineDied",
-    "EngineFailed",
-    "EngineLost",
-    "FailedPrecondition",
-    "FrontEndFailed",
-    "Internal",
-    "InvalidArgument",
-    "InvalidConfig",
-    "InvalidPosition",
-    "InvalidValue",
-    "LoraNotFound",
-    "MessageTooLarge",
-    "MissingField",
-    "ModelNotFound",
-    "NameConflict",
-    "NameNotFound",
-    "NoChatTemplate",
-    "NoTokenizer",
-    "NonFinite",
-    "NotFound",
-    "NotImplementedHere",
-    "NotSupported",
-    "OpNotServed",
-    "OutOfRange",
-    "PortInUse",
-    "PromptTooLong",
-    "QueueFull",
-    "RequestNotFound",
-    "Resource",
-    "ResourceExhausted",
-    "ResponseOverflow",
-    "RheostatError",
-    "RowsLost",
-    "RunExists",
-    "RunInUse",
-    "RunNotFound",
-    "ServerFailed",
-    "SinkNotFound",
-    "SinksFailed",
-    "SiteNotServed",
-    "SpanAmbiguous",
-    "SpanNotFound",
-    "SpoolFailed",
-    "StartupError",
-    "StoreFull",
-    "SubscriptionNotFound",
-    "Superseded",
-    "TensorPayload",
-    "TruncatedUpload",
-    "Unavailable",
-    "Unimplemented",
-    "UnknownEnum",
-    "UnknownField",
-    "UnknownLayer",
-    "UnknownToken",
-    "VectorDirFailed",
-    "VectorNotFound",
-    "VectorShape",
-    "VersionConflict",
-    "WarmingUp",
-    "ZeroVector",
-]
+
+class Resource(NamedTuple):
+    """What was not found, or exists already."""
+
+    kind: str
+    name: str
+
+
+class RheostatError(Exception):
+    """A call that cannot be served, and why."""
+
+    reason: ClassVar[str] = "REASON_INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        metadata: Mapping[str, str] | None = None,
+        resource: Resource | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """An error with its details.
+
+        Args:
+            message: a sentence for people.
+            field: path of the request's field concerned, e.g. "steering.interventions[2].where".
+            metadata: further facts, as `Reason` documents them.
+            resource: what was not found or exists already.
+            retry_after: seconds after which another attempt makes sense.
+        """
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.metadata = dict(metadata or {})
+        self.resource = resource
+        self.retry_after = retry_after
+
+
+class InvalidArgument(RheostatError):
+    """The request is wrong whatever the server's state."""
+
+
+class AlreadyExists(RheostatError):
+    """An id is taken."""
+
+
+class NotFound(RheostatError):
+    """Something that the request names is not there."""
+
+
+class FailedPrecondition(RheostatError):
+    """This model or configuration cannot do it."""
+
+
+class ResourceExhausted(RheostatError):
+    """There is no room."""
+
+
+class DataLoss(RheostatError):
+    """Something is gone for good."""
+
+
+class OutOfRange(RheostatError):
+    """What is asked for is not kept any more."""
+
+
+class Aborted(RheostatError):
+    """Another call has taken over."""
+
+
+class DeadlineExceeded(RheostatError):
+    """There was no time."""
+
+
+class Unavailable(RheostatError):
+    """The server does not serve, now or for good."""
+
+
+class Unimplemented(RheostatError):
+    """The server does not have it."""
+
+
+class Internal(RheostatError):
+    """A defect."""
+
+
+class MissingField(InvalidArgument):
+    """A required field or oneof is not set."""
+
+    reason = "REASON_MISSING_FIELD"
+
+
+class InvalidValue(InvalidArgument):
+    """A value is outside its limits, malformed, repeated or at odds with another."""
+
+    reason = "REASON_INVALID_VALUE"
+
+
+class UnknownEnum(InvalidArgument):
+    """An enum is unspecified or has an unknown value."""
+
+    reason = "REASON_UNKNOWN_ENUM"
+
+
+class UnknownField(InvalidArgument):
+    """A message has a field that this server does not know."""
+
+    reason = "REASON_UNKNOWN_FIELD"
+
+
+class NonFinite(InvalidArgument):
+    """A number is infinite or not a number."""
+
+    reason = "REASON_NON_FINITE"
+
+
+class EmptySelector(InvalidArgument):
+    """A selector is present and has no range."""
+
+    reason = "REASON_EMPTY_SELECTOR"
+
+
+class InvalidPosition(InvalidArgument):
+    """A position lies outside the request, or a window is empty."""
+
+    reason = "REASON_INVALID_POSITION"
+
+
+class SpanNotFound(InvalidArgument):
+    """A span's text, or its occurrence, is not in the prompt."""
+
+    reason = "REASON_SPAN_NOT_FOUND"
+
+
+class SpanAmbiguous(InvalidArgument):
+    """A span's text occurs more than once and no occurrence was chosen."""
+
+    reason = "REASON_SPAN_AMBIGUOUS"
+
+
+class UnknownLayer(InvalidArgument):
+    """A layer is not below the number of layers."""
+
+    reason = "REASON_UNKNOWN_LAYER"
+
+
+class UnknownToken(InvalidArgument):
+    """A token id is not below the vocabulary's size."""
+
+    reason = "REASON_UNKNOWN_TOKEN"
+
+
+class TensorPayload(InvalidArgument):
+    """A tensor's payload does not fit its dtype, shape, encoding or checksum."""
+
+    reason = "REASON_TENSOR_PAYLOAD"
+
+
+class VectorShape(InvalidArgument):
+    """A vector has the wrong rank, width or number of rows."""
+
+    reason = "REASON_VECTOR_SHAPE"
+
+
+class ZeroVector(InvalidArgument):
+    """A vector that is normalised is zero."""
+
+    reason = "REASON_ZERO_VECTOR"
+
+
+class DigestMismatch(InvalidArgument):
+    """An upload's bytes do not have the digest that its header gives."""
+
+    reason = "REASON_DIGEST_MISMATCH"
+
+
+class TruncatedUpload(InvalidArgument):
+    """An upload ended early."""
+
+    reason = "REASON_TRUNCATED_UPLOAD"
+
+
+class PromptTooLong(InvalidArgument):
+    """Prompt and max_tokens exceed the context length."""
+
+    reason = "REASON_PROMPT_TOO_LONG"
+
+
+class DuplicateRequest(AlreadyExists):
+    """A running request has this id."""
+
+    reason = "REASON_DUPLICATE_REQUEST"
+
+
+class RunExists(AlreadyExists):
+    """A run has this id."""
+
+    reason = "REASON_RUN_EXISTS"
+
+
+class ArtifactExists(AlreadyExists):
+    """The sink holds rows under this request id and tag."""
+
+    reason = "REASON_ARTIFACT_EXISTS"
+
+
+class VectorNotFound(NotFound):
+    """No vector with this digest is stored."""
+
+    reason = "REASON_VECTOR_NOT_FOUND"
+
+
+class NameNotFound(NotFound):
+    """No vector has this name."""
+
+    reason = "REASON_NAME_NOT_FOUND"
+
+
+class RunNotFound(NotFound):
+    """No run has this id; it may have been evicted."""
+
+    reason = "REASON_RUN_NOT_FOUND"
+
+
+class RequestNotFound(NotFound):
+    """No such request is running."""
+
+    reason = "REASON_REQUEST_NOT_FOUND"
+
+
+class LoraNotFound(NotFound):
+    """No such adapter is loaded."""
+
+    reason = "REASON_LORA_NOT_FOUND"
+
+
+class SubscriptionNotFound(NotFound):
+    """There is no such subscription, open or resumable."""
+
+    reason = "REASON_SUBSCRIPTION_NOT_FOUND"
+
+
+class SinkNotFound(NotFound):
+    """The server has no such sink."""
+
+    reason = "REASON_SINK_NOT_FOUND"
+
+
+class ArtifactNotFound(NotFound):
+    """No sink wrote anything for the request."""
+
+    reason = "REASON_ARTIFACT_NOT_FOUND"
+
+
+class SiteNotServed(FailedPrecondition):
+    """The model has no such site."""
+
+    reason = "REASON_SITE_NOT_SERVED"
+
+
+class OpNotServed(FailedPrecondition):
+    """The op cannot be done at this site."""
+
+    reason = "REASON_OP_NOT_SERVED"
+
+
+class NotSupported(FailedPrecondition):
+    """This configuration cannot do it."""
+
+    reason = "REASON_NOT_SUPPORTED"
+
+
+class NoTokenizer(FailedPrecondition):
+    """The server has no tokenizer."""
+
+    reason = "REASON_NO_TOKENIZER"
+
+
+class NoChatTemplate(FailedPrecondition):
+    """The model has no chat template."""
+
+    reason = "REASON_NO_CHAT_TEMPLATE"
+
+
+class VersionConflict(FailedPrecondition):
+    """The server-wide steering has another version."""
+
+    reason = "REASON_VERSION_CONFLICT"
+
+
+class NameConflict(FailedPrecondition):
+    """The name is on another vector than was expected."""
+
+    reason = "REASON_NAME_CONFLICT"
+
+
+class RunInUse(FailedPrecondition):
+    """A request uses the run, or makes it."""
+
+    reason = "REASON_RUN_IN_USE"
+
+
+class BankFull(ResourceExhausted):
+    """The request needs more bank rows or slots than there are, or than come free in time."""
+
+    reason = "REASON_BANK_FULL"
+
+
+class QueueFull(ResourceExhausted):
+    """Too many requests wait."""
+
+    reason = "REASON_QUEUE_FULL"
+
+
+class StoreFull(ResourceExhausted):
+    """Held vectors or leased runs fill their store."""
+
+    reason = "REASON_STORE_FULL"
+
+
+class MessageTooLarge(ResourceExhausted):
+    """A message, vector or inline tensor exceeds its limit."""
+
+    reason = "REASON_MESSAGE_TOO_LARGE"
+
+
+class CaptureOverflow(ResourceExhausted):
+    """Rows came, or would come, faster than they can be handed over."""
+
+    reason = "REASON_CAPTURE_OVERFLOW"
+
+
+class ResponseOverflow(ResourceExhausted):
+    """Tokens came faster than the caller read them."""
+
+    reason = "REASON_RESPONSE_OVERFLOW"
+
+
+class RowsLost(DataLoss):
+    """Rows are gone that no policy allowed to lose."""
+
+    reason = "REASON_ROWS_LOST"
+
+    @classmethod
+    def no_room(cls, rows: int) -> "RowsLost":
+        """The error of `rows` that the engine had no room for."""
+        return cls(
+            f"{rows} captured rows are lost: they found no room. Capture fewer sites or tokens, or "
+            "raise the server's --staging-mib and --capture-mib",
+            metadata={"rows": str(rows)},
+        )
+
+
+class CursorExpired(OutOfRange):
+    """The cursor is older than what is kept for a resumption."""
+
+    reason = "REASON_CURSOR_EXPIRED"
+
+
+class Superseded(Aborted):
+    """Another call took this subscription up."""
+
+    reason = "REASON_SUPERSEDED"
+
+
+class DeadlinePassed(DeadlineExceeded):
+    """The call's deadline passed."""
+
+    reason = "REASON_DEADLINE"
+
+
+class WarmingUp(Unavailable):
+    """The model is being loaded."""
+
+    reason = "REASON_WARMING_UP"
+
+
+class Draining(Unavailable):
+    """The server admits nothing more."""
+
+    reason = "REASON_DRAINING"
+
+
+class EngineLost(Unavailable):
+    """The engine or one of its workers is gone."""
+
+    reason = "REASON_ENGINE_LOST"
+
+
+class CacheSuspect(Unavailable):
+    """The request may have read KV that was computed without the plan that it was cached under."""
+
+    reason = "REASON_CACHE_SUSPECT"
+
+
+class NotImplementedHere(Unimplemented):
+    """This server does not have this rpc or feature."""
+
+    reason = "REASON_UNIMPLEMENTED"
+
+
+class Defect(Internal):
+    """A defect of the server."""
+
+    reason = "REASON_INTERNAL"
+
+
+class ServerFailed(Exception):
+    """The server has to end; the message says why and what to do.
+
+    Each subclass has its own exit code.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+
+class StartupError(ServerFailed):
+    """The server cannot start."""
+
+
+class InvalidConfig(StartupError):
+    """A setting cannot be used."""
+
+    exit_code = 2
+
+
+class PortInUse(StartupError):
+    """The address cannot be listened on."""
+
+    exit_code = 3
+
+    @classmethod
+    def of(cls, address: str, error: OSError) -> "PortInUse":
+        """The error of an `address` that the system does not give."""
+        why = (error.strerror or str(error)).lower()
+        if error.errno == errno.EADDRINUSE:
+            why += ", perhaps by another rheostat serve: end it, or choose --port"
+        return cls(f"cannot listen on {address}: {why}")
+
+
+class ModelNotFound(StartupError):
+    """There is no such model or adapter, or it cannot be read."""
+
+    exit_code = 4
+
+
+class EngineFailed(StartupError):
+    """The engine did not come up."""
+
+    exit_code = 5
+
+
+class VectorDirFailed(StartupError):
+    """The folder of vectors cannot be used."""
+
+    exit_code = 6
+
+
+class SinksFailed(StartupError):
+    """A sink cannot be made."""
+
+    exit_code = 7
+
+
+class SpoolFailed(StartupError):
+    """The folder of rows that wait on disk cannot be used."""
+
+    exit_code = 8
+
+
+class FrontEndFailed(StartupError):
+    """A process that speaks gRPC for the server did not start."""
+
+    exit_code = 10
+
+
+class EngineDied(ServerFailed):
+    """The engine was lost while the server served. A new process can serve again."""
+
+    exit_code = 9

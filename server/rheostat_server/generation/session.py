@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rheostat_engine import Plan
 from rheostat_server.admission.admit import AdmittedRequest, admit, compile_update
 from rheostat_server.admission.planning import check_affordable
-from rheostat_server.engine.admission_queue import RETRY, Reservation
+from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.errors import (
     Defect,
     EngineLost,
@@ -29,7 +29,7 @@ from rheostat_server.errors import (
 from rheostat_server.errors.status import to_status
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
-from rheostat_server.limits import UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
+from rheostat_server.limits import RETRY_SECONDS, UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
@@ -144,7 +144,7 @@ class _Control:
             self._active.fail(
                 QueueFull(
                     f"{UNREAD_ANSWERS} answers wait to be read; read what the session sends",
-                    retry_after=RETRY,
+                    retry_after=RETRY_SECONDS,
                 )
             )
             return
@@ -179,7 +179,8 @@ class _Control:
         else:
             if self._updates.qsize() >= WAITING_UPDATES:
                 raise QueueFull(
-                    f"{WAITING_UPDATES} updates wait already; try again later", retry_after=RETRY
+                    f"{WAITING_UPDATES} updates wait already; try again later",
+                    retry_after=RETRY_SECONDS,
                 )
             self._updates.put_nowait(_Update(message.update_id, message.steering))
 

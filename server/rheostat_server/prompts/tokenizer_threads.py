@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from rheostat_server.errors import QueueFull
 from rheostat_server.limits import (
     LONG_TEXTS_WAITING,
+    RETRY_SECONDS,
     SHORT_TEXT_BYTES,
     SHORT_TEXTS_WAITING,
 )
@@ -25,8 +26,6 @@ R = TypeVar("R")
 
 _BYTES_PER_SECOND = 1 << 20
 """How fast a tokenizer is, about, with a text of rare characters."""
-
-_RETRY = 1.0
 
 
 class TokenizerThreads:
@@ -91,7 +90,7 @@ class _Thread:
             raise QueueFull(
                 f"{len(self._waiting)} texts wait to be tokenised; at most {self._most_waiting} "
                 "are allowed",
-                retry_after=_RETRY,
+                retry_after=RETRY_SECONDS,
             )
         due = loop.time() + size / _BYTES_PER_SECOND
         waiting = _Waiting(due, next(self._numbers), loop.create_future())

@@ -20,7 +20,7 @@ from rheostat_server.delivery.counts import Counts, Drained
 from rheostat_server.delivery.deliveries import Deliveries
 from rheostat_server.delivery.spill_directory import SpillDirectory
 from rheostat_server.delivery.spill_manager import SpillManager
-from rheostat_server.engine.admission_queue import RETRY, AdmissionQueue
+from rheostat_server.engine.admission_queue import AdmissionQueue
 from rheostat_server.engine.backend import Backend
 from rheostat_server.engine.persistent_vectors import PersistentVectorStore
 from rheostat_server.engine.preparations import Preparations
@@ -35,7 +35,7 @@ from rheostat_server.errors import (
     Resource,
     RheostatError,
 )
-from rheostat_server.limits import LARGE_REQUESTS, STATS_SECONDS
+from rheostat_server.limits import LARGE_REQUESTS, RETRY_SECONDS, STATS_SECONDS
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.late_attachment import LateAttachment
@@ -387,7 +387,7 @@ class RequestManager:
                     CacheSuspect(
                         "the engine could not install the plan of another request; this one may "
                         "have read what that one left in the prefix cache. Send it again",
-                        retry_after=RETRY,
+                        retry_after=RETRY_SECONDS,
                     )
                 )
 

@@ -16,7 +16,6 @@ from rheostat_engine import ModelSites
 from rheostat_server import validation
 from rheostat_server.delivery.deliveries import Deliveries
 from rheostat_server.delivery.spill_manager import SpillManager
-from rheostat_server.engine.admission_queue import RETRY
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import (
     EngineLost,
@@ -27,7 +26,7 @@ from rheostat_server.errors import (
     StoreFull,
     SubscriptionNotFound,
 )
-from rheostat_server.limits import DEFAULT_SUBSCRIPTIONS, ID_BYTES, SUBSCRIPTIONS
+from rheostat_server.limits import DEFAULT_SUBSCRIPTIONS, ID_BYTES, RETRY_SECONDS, SUBSCRIPTIONS
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.selectors.selection import typical_context
 from rheostat_server.subscriptions.flow_control import check_room, position_bytes
@@ -177,7 +176,7 @@ class Subscriptions:
                 "wait until one ends (without a reader, after --resume-window), or raise the "
                 "server's --subscriptions-mib",
                 field="open.buffer_bytes",
-                retry_after=RETRY,
+                retry_after=RETRY_SECONDS,
             )
         return size
 

@@ -24,13 +24,11 @@ from rheostat_server.errors import (
     VectorNotFound,
     VectorShape,
 )
-from rheostat_server.limits import NAMES, NAMES_BYTES, TENSOR_RANK, VECTOR_ROWS
+from rheostat_server.limits import NAMES, NAMES_BYTES, RETRY_SECONDS, TENSOR_RANK, VECTOR_ROWS
 from rheostat_server.tensors import FloatType, widen
 from rheostat_server.vectors.listing import FIRST, Key, Listing
 from rheostat_wire.digests import vector_digest
 from rheostat_wire.v1 import types_pb2
-
-_RETRY = 1.0
 
 _NAME_BYTES = 512
 _SITES_BYTES = 512
@@ -506,7 +504,7 @@ class VectorStore:
                 f"{size} bytes are needed; names, running requests and server-wide steering hold "
                 f"all but {free} of {self.capacity}. Delete names, or raise the server's "
                 "--vector-store-mib",
-                retry_after=_RETRY if free + pinned >= size else None,
+                retry_after=RETRY_SECONDS if free + pinned >= size else None,
             )
         for digest in victims:
             self._evict(digest)

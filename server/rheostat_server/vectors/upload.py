@@ -28,6 +28,7 @@ from rheostat_server.limits import (
     LAYERS,
     NAME_DESCRIPTION_BYTES,
     POINTS,
+    RETRY_SECONDS,
     UPLOAD_BYTES_PER_SECOND,
     UPLOAD_GRACE_SECONDS,
     UPLOADED_BYTES,
@@ -43,7 +44,6 @@ from rheostat_wire.v1 import steering_service_pb2, types_pb2
 _PATIENCE = 1.0
 """Seconds for which a refused upload is read on."""
 
-_RETRY = 1.0
 
 Messages = AsyncIterator[steering_service_pb2.PutVectorRequest]
 
@@ -99,7 +99,7 @@ class Uploads:
                 f"the upload has {size} bytes; other uploads leave "
                 f"{UPLOADED_BYTES - self._held} of {UPLOADED_BYTES}. Try again later",
                 field="header.total_bytes",
-                retry_after=_RETRY,
+                retry_after=RETRY_SECONDS,
             )
         self._held += size
         try:

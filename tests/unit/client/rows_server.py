@@ -69,7 +69,7 @@ class RowsServer:
 
     def ask(self, question: Callable) -> object:
         """What the host's subscriptions answer."""
-        return self.do(lambda: question(self._server.readiness.host().subscriptions))
+        return self.do(lambda: question(self._server.readiness.manager().subscriptions))
 
     def kept(self, name: str) -> int:
         """Bytes of a subscription that were sent and are not acknowledged."""
