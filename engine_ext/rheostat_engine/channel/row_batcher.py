@@ -26,7 +26,7 @@ from rheostat_engine.channel.frame_copies import FrameCopies
 REQUESTS_AT_ONCE = 8
 """Requests in a step up to which rows leave at once."""
 
-_EVENTS_PER_SECOND = 1500
+_EVENTS_PER_SECOND = 1000
 """Events of rows that all requests together make in a second, approximately."""
 
 _LONGEST_DELAY = 0.25

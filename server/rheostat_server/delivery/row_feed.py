@@ -83,11 +83,14 @@ class RowFeed(ItemSource):
 
     def extend(self, track: SequenceKey, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated; rows before them may leave."""
-        if token_ids and self._takes(track):
+        sequence_rows = self._rows_by_sequence.get(track)
+        if sequence_rows is None:
+            if not token_ids or not self._takes(track):
+                return
             sequence_rows = self._sequence_rows(track)
-            sequence_rows.tokens += token_ids
-            if sequence_rows.waits and not self.closed:
-                self._buffer.touch(self)
+        sequence_rows.tokens += token_ids
+        if sequence_rows.waits and not self.closed:
+            self._buffer.touch(self)
 
     def add(self, track: SequenceKey, rows: Rows) -> None:
         """Takes rows, or loses them."""
@@ -164,6 +167,7 @@ class RowFeed(ItemSource):
             for number, positions in sequence_rows.losses(last=last):
                 rows = length(positions) * len(self.captures[number].sites)
                 yield Loss(self, track, number, positions, rows)
+            sequence_rows.note_pulled()
         if last and not self._ended:
             self._ended = True
             for sequence_rows in self._rows_by_sequence.values():

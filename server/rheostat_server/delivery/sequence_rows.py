@@ -38,6 +38,8 @@ class SequenceRows:
         wanted = {number: one for number, one in captures.items() if number not in refused}
         self.tokens: list[int] = []
         """Generated so far."""
+        self.waits = bool(refused)
+        """Whether rows wait, or losses may have to be reported. Tokens let them leave."""
         self._prompt = prompt
         self._captures = captures
         self._refused = refused
@@ -69,10 +71,12 @@ class SequenceRows:
         """Nothing of these captures comes: all of it is lost."""
         self._refused = numbers
         self._lossy = 0
+        self.waits = True
         self._stream.drop(numbers)
 
     def add(self, rows: Rows) -> list[RowBatch]:
         """Takes rows; what of them waits."""
+        self.waits = True
         if self._start is None:
             self._early.append(rows)
             return []
@@ -85,10 +89,9 @@ class SequenceRows:
             rows = replace(rows, positions=rows.positions[kept], data=rows.data[:, kept])
         return self._stream.add(rows)
 
-    @property
-    def waits(self) -> bool:
-        """Whether rows wait, or losses may have to be reported."""
-        return self._lossy is not None or self._stream.waits
+    def note_pulled(self) -> None:
+        """Rows and losses were pulled as far as they can leave."""
+        self.waits = self._lossy is not None or self._stream.waits
 
     def leave_before_token(self, pieces: Sequence[RowBatch]) -> bool:
         """Whether rows that came should leave before the next token.
@@ -101,6 +104,7 @@ class SequenceRows:
 
     def lose_from(self, position: int) -> None:
         """Rows from a position on may be missing."""
+        self.waits = True
         self._lossy = position if self._lossy is None else min(self._lossy, position)
 
     def release(self, released: Released) -> None:

@@ -8,7 +8,6 @@ Rows of a site come as they are or in the capture's form, and a block holds one 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +25,6 @@ from rheostat_server.selectors.spans import clipped, edges, joined, runs, subtra
 from rheostat_server.tensors import FloatType
 from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
-
-_WAITS = attrgetter("waits")
 
 _CHUNK_POSITIONS = 8192
 """The most positions of a chunk, however small their rows: each has labels too."""
@@ -134,7 +131,7 @@ class CaptureStream:
     @property
     def waits(self) -> bool:
         """Whether rows wait."""
-        return any(map(_WAITS, self._specs.values()))
+        return any(spec.waits for spec in self._specs.values())
 
     def lost(self, spec: int, selected: Spans) -> Spans:
         """Of `selected` positions, those that were neither given out nor wait at all sites."""
