@@ -1,6 +1,6 @@
-"""Admission: from a GenerateRequest to integers, or a refusal that names the field.
+"""Admission: compiles a GenerateRequest, or refuses it with an error that names the field.
 
-Whatever a client can send is settled here, so that nothing of it can fail in the engine. Generate
+Everything that a client can send is checked here, so that it cannot fail in the engine. Generate
 and Explain share this path.
 """
 
@@ -70,7 +70,7 @@ GenerateRequest = generation_service_pb2.GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class AdmissionContext:
-    """What requests are checked against."""
+    """Everything that requests are checked against."""
 
     info: ModelInfo
     """The model."""
@@ -81,15 +81,15 @@ class AdmissionContext:
     store: VectorStore
     """The stored vectors."""
     server_wide: GlobalSteering = field(default_factory=GlobalSteering)
-    """The server-wide steering that holds."""
+    """The current server-wide steering."""
     subscriptions: Subscriptions | None = None
-    """Those that are open. None: nobody observes what is admitted."""
+    """The open subscriptions. None: requests are not observed."""
     sinks: Sinks | None = None
-    """Where rows can be kept. None: nowhere."""
+    """The sinks. None: captures cannot name sinks."""
     spools: bool = False
     """Whether rows can wait on disk."""
     runs: Runs | None = None
-    """Where runs are stored. None: nowhere."""
+    """The stored runs. None: captures cannot make runs."""
     compiled: CompiledRequests | None = None
     """Compiled requests. None: each request is compiled."""
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_REQUESTS))
@@ -103,44 +103,44 @@ class AdmittedRequest:
     request_id: str
     """Given or made."""
     labels: Mapping[str, str]
-    """By which it can be found."""
+    """Labels, by which subscriptions select requests."""
     prompt: PromptTokens
     """The prompt."""
     context: SelectionContext
-    """What its selectors were resolved against."""
+    """The context in which its selectors were resolved."""
     sampling: SamplingSettings
-    """How to sample."""
+    """The sampling settings."""
     interventions: tuple[Intervention, ...]
     """The server-wide ones, then the request's, in order."""
     captures: tuple[ResolvedCapture, ...]
     """One per capture, in order."""
     observer_captures: tuple[ObserverCapture, ...]
-    """What subscriptions want of it."""
+    """The captures of subscriptions that observe it."""
     plan: Plan
-    """What the engine has to do to every sample, under the request's own id."""
+    """The plan of every sample, under the request's id."""
     unobserved: Plan
-    """A plan with only those captures that the request asks for itself."""
+    """The plan without the captures of observers."""
     vectors: tuple[Vector, ...]
-    """Every vector that it needs, each once; those of observers come without it."""
+    """Every vector that it needs, each once, without the vectors of observers."""
     lora: str
-    """Adapter; empty: none."""
+    """Name of the adapter; empty if there is none."""
     server_wide: GlobalSteering
-    """The server-wide steering that it runs under."""
+    """The server-wide steering that acts on it."""
     return_prompt_token_ids: bool
-    """Whether Started holds the prompt's tokens."""
+    """Whether `Started` returns the prompt's tokens."""
     waits: bool
-    """Whether it waits while others hold what it needs."""
+    """Whether it waits if the engine has too little capacity."""
     baseline: Baseline | None
-    """What runs beside it for comparison, if asked for."""
+    """The baseline that it is compared with, if it asks for one."""
 
     @property
     def prompt_len(self) -> int:
-        """P."""
+        """Number of prompt tokens."""
         return len(self.prompt.token_ids)
 
     @property
     def inline_captures(self) -> dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]]:
-        """Those whose rows go into the response, by their policy and place in the request."""
+        """The captures whose rows go into the response, by policy, then by index."""
         found: dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]] = {}
         for index, one in enumerate(self.captures):
             if one.target is Target.INLINE:
@@ -162,18 +162,18 @@ class CompiledUpdate(NamedTuple):
 async def admit(
     request: GenerateRequest, admission: AdmissionContext, *, changeable: bool = False
 ) -> AdmittedRequest:
-    """Admits a request: on the event loop if that is little work, otherwise on a thread.
+    """Admits a request, on a thread if that takes long.
 
-    Large requests wait for each other; see `LARGE_REQUESTS`.
+    Few large requests are admitted at a time; see `LARGE_REQUESTS`.
 
     Args:
-        request: as it came.
-        admission: what it is checked against.
-        changeable: whether its steering may change while it runs: what it generates is then shared
-            with no other request.
+        request: the message.
+        admission: everything that it is checked against.
+        changeable: whether its steering may change while it runs. The cache blocks of its generated
+            tokens are then not shared with other requests.
 
     Raises:
-        RheostatError: it cannot run; the error says why, and which field is concerned.
+        RheostatError: it cannot run. The error names the reason and the field.
     """
     size = request.ByteSize()
     if size <= LARGE_REQUEST_BYTES:
@@ -192,7 +192,7 @@ async def _admit(
     observers = candidate.observers(admission)
     if _work(request, prompt, observers, admission) <= OFFLOAD_BYTES:
         return admit_now(candidate, observers, admission, admission.store, admission.compiled)
-    # A thread may read the store, and must leave the rest to the event loop.
+    # A thread may only read the store. Everything else is used on the event loop alone.
     return await asyncio.to_thread(
         admit_now, candidate, observers, admission, admission.store.view(), compiled_before=None
     )
@@ -210,7 +210,7 @@ class _Candidate:
     """Whether its steering may change while it runs."""
 
     def observers(self, admission: AdmissionContext) -> Sequence[Subscription]:
-        """The subscriptions that observe the request without its knowledge."""
+        """The subscriptions whose filter selects the request."""
         if admission.subscriptions is None or not len(admission.subscriptions):
             return ()
         return admission.subscriptions.selecting(self.request_id, self.request.labels)
@@ -223,14 +223,14 @@ def admit_now(
     vectors: VectorSource,
     compiled_before: CompiledRequests | None,
 ) -> AdmittedRequest:
-    """Admits a request. Takes long for a large one; see `admit`.
+    """Admits a request. This takes long for a large request; see `admit`.
 
     Args:
         candidate: the request.
         observers: the subscriptions that observe it.
         admission: what it is checked against.
         vectors: where its vectors are looked up.
-        compiled_before: compiled requests of which it may use one; None on a thread.
+        compiled_before: compiled requests that may be used again; None on a thread.
 
     Raises:
         RheostatError: it cannot run.
@@ -291,7 +291,7 @@ def admit_now(
 
 
 def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
-    """Checks all that needs neither the prompt nor the vectors."""
+    """Checks the fields that depend neither on the prompt nor on vectors."""
     if request.request_id:
         validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
     refuse_probes_and_rules(request, "")
@@ -307,7 +307,7 @@ def _work(
     observers: Sequence[Subscription],
     admission: AdmissionContext,
 ) -> int:
-    """Bytes that `admit_now` counts for; see `offload`."""
+    """Bytes that `offload` counts for `admit_now`."""
     length, vectors = len(prompt.token_ids), admission.store.view()
     work = observers_work(observers, length)
     if request.HasField("steering"):
@@ -326,7 +326,7 @@ def _resolve_captures(
     vectors: VectorSource,
     admission: AdmissionContext,
 ) -> tuple[ResolvedCapture, ...]:
-    """The captures of a request, with the vectors on which their rows are projected."""
+    """The captures of a request, with the vectors that their rows are projected on."""
     if not request.captures:
         return ()
     drafts = resolve_captures(
@@ -356,7 +356,7 @@ def _compile(
 def check_queue(
     admitted: AdmittedRequest, running_samples: int, *, samples: int, prompt_tokens: int
 ) -> None:
-    """Checks that a request may run or wait beside those that do.
+    """Checks that one more request may run or wait.
 
     Args:
         admitted: the request.
@@ -365,7 +365,7 @@ def check_queue(
         prompt_tokens: prompt tokens of the other requests, with one prompt for each sample.
 
     Raises:
-        QueueFull: it may not.
+        QueueFull: too many requests run or wait.
     """
     if samples >= running_samples + WAITING_REQUESTS:
         raise QueueFull(
@@ -386,10 +386,10 @@ async def compile_update(
     context: SelectionContext,
     server_wide: Sequence[Intervention],
 ) -> CompiledUpdate:
-    """Compiles steering that a running request gets in place of its own.
+    """Compiles steering that replaces the steering of a running request.
 
     Raises:
-        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be carried out.
+        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be applied.
     """
     check_ranges(steering)
     if context.prompt.text is None and await offload(
@@ -420,9 +420,9 @@ def _compile_update(
 def _directed(
     captures: Sequence[ResolvedCapture], admission: AdmissionContext
 ) -> list[ObserverCapture]:
-    """What a request sends to subscriptions, each of which must be open.
+    """The captures that a request sends to subscriptions, each of which must be open.
 
-    Rows go out under numbers after those of the subscription's own captures.
+    They are numbered after the subscription's own captures.
     """
     by_name: dict[str, dict[int, ResolvedCapture]] = {}
     for index, capture in enumerate(captures):

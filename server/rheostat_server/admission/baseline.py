@@ -1,7 +1,7 @@
-"""A request beside itself without its steering: what else runs for that, and with which settings.
+"""Baselines: a request is compared with itself without its own steering.
 
-Invariant: a baseline differs from its request in the request's own steering, patches and rules
-alone. Only what the client asked for is sent; what the comparison needs beyond that stays here.
+Invariant: a baseline differs from its request only in the request's own steering, patches and
+rules. Log-probabilities that only the comparison needs are not sent to the client.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_wire.v1 import generation_pb2
 
 COMPARED = 20
-"""Most likely tokens of each side that are compared, if the model gives so many log-probabilities
-and the request does not ask for more."""
+"""Number of most likely tokens that are compared, unless the model gives fewer log-probabilities or
+the request asks for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +21,27 @@ class Baseline:
     """A request's baseline."""
 
     plan: Plan
-    """Server-wide steering and the request's captures, under the request's own id."""
+    """The plan of the server-wide steering and of the request's captures, under its id."""
     compared: int
-    """Most likely tokens of each side that are compared."""
+    """Number of most likely tokens that are compared."""
     model_tokens: int
-    """Tokens that the context holds."""
+    """Context length in tokens."""
 
 
 def compared_logprobs(sampling: SamplingSettings, limit: int) -> int:
-    """How many of the most likely tokens are compared where a model gives `limit` of them."""
+    """Number of most likely tokens that are compared if the model gives at most `limit`."""
     return min(limit, max(COMPARED, sampling.logprobs or 0))
 
 
 def watched_sampling(sampling: SamplingSettings, baseline: Baseline) -> SamplingSettings:
-    """The settings of a request's own samples, with log-probabilities enough to compare."""
+    """The settings of a request's own samples, with the log-probabilities that are compared."""
     return replace(sampling, logprobs=max(baseline.compared, sampling.logprobs or 0))
 
 
 def asked_for(
     readings: Sequence[generation_pb2.TokenLogprobs], wanted: int | None
 ) -> list[generation_pb2.TokenLogprobs]:
-    """Of log-probabilities at some tokens those that the client asked for."""
+    """The log-probabilities that the client asked for."""
     if wanted is None:
         return []
     return [
@@ -56,15 +56,15 @@ def asked_for(
 def scored_tokens(
     baseline: Baseline, prompt: tuple[int, ...], tokens: Sequence[int]
 ) -> tuple[int, ...]:
-    """A prompt and the generated tokens behind it whose log-probabilities the baseline can give.
+    """The prompt and the generated tokens that the baseline can score.
 
-    Scoring generates a token of its own, so what fills the context loses its last token.
+    Scoring generates one token, so a text that fills the context is scored without its last token.
     """
     return (*prompt, *tokens)[: baseline.model_tokens - 1]
 
 
 def scoring_sampling(baseline: Baseline) -> SamplingSettings:
-    """The settings of a run that only reads its prompt."""
+    """The settings of a sequence that only scores its prompt."""
     return SamplingSettings(
         max_tokens=1, temperature=0.0, prompt_logprobs=baseline.compared, ignore_eos=True
     )

@@ -38,20 +38,20 @@ from rheostat_wire.v1 import capture_pb2, generation_service_pb2, selector_pb2, 
 
 
 class Key(NamedTuple):
-    """What a compiled request depends on, beside the store."""
+    """Everything that a compiled request depends on, except for vectors and names."""
 
     steering: bytes
     captures: tuple[bytes, ...]
     version: int
     """The version of the server-wide steering."""
     prompt_len: int
-    """0 unless a selector counts positions, as the next field."""
+    """0 if no selector counts positions; the same holds for the next field."""
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledRequest:
-    """What the steering and the captures of a request compile to."""
+    """The compiled steering and captures of a request."""
 
     own: tuple[Intervention, ...]
     """The request's interventions."""
@@ -77,7 +77,7 @@ class CompiledRequests:
     """The compiled requests that were used last. Used on the event loop alone."""
 
     def __init__(self, store: VectorStore) -> None:
-        """Keeps nothing yet. Requests look up their vectors in `store`."""
+        """Makes an empty cache. Requests look up their vectors in `store`."""
         self._store = store
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._version = 0
@@ -137,7 +137,7 @@ def key_of(
     context: SelectionContext,
     server_wide: GlobalSteering,
 ) -> Key | None:
-    """The key under which a request's compiled form is kept; None: it is not kept."""
+    """The key of a request in the cache; None if it is not kept."""
     steering = request.steering.SerializeToString() if request.HasField("steering") else b""
     captures = tuple([one.SerializeToString() for one in request.captures])
     if len(steering) + sum(map(len, captures)) > COMPILED_REQUEST_BYTES:
@@ -155,7 +155,7 @@ def key_of(
 
 
 def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:
-    """Whether a selector counts positions; None: one depends on the tokens of the prompt."""
+    """Whether a selector counts positions; None if a selector depends on the prompt's tokens."""
     counts = False
     for one in interventions:
         if one.HasField("where"):
@@ -166,7 +166,7 @@ def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> boo
 
 
 def _count_positions_too(captures: Sequence[capture_pb2.CaptureSpec], counts: bool) -> bool | None:
-    """The same for captures; None also if one goes to a sink or a run."""
+    """The same for captures; None also if a capture goes to a sink or a run."""
     for one in captures:
         if one.HasField("sink") or one.HasField("run"):
             return None

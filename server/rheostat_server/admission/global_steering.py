@@ -1,7 +1,7 @@
-"""Server-wide steering: versioned, replaced as a whole, part of every request admitted under it.
+"""Server-wide steering: a versioned steering that acts on every request.
 
-Invariant: what holds names vectors by digest; they are in the store and with the workers for as
-long as it holds. A request keeps the one that it was admitted under.
+Invariants: it is replaced as a whole. It names vectors by digest, and its vectors stay in the store
+and the workers until it is replaced. A request keeps the version that it was admitted under.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from rheostat_wire.v1 import receipt_pb2, steering_pb2
 _LOG = logging.getLogger(__name__)
 
 Fits = Callable[[Sequence[Reservation], int], None]
-"""Raises ResourceExhausted if plans, for a prompt of so many tokens, could never be admitted."""
+"""Raises ResourceExhausted if the engine, even empty, cannot hold plans for such a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,9 @@ class GlobalSteering:
     """One version of the server-wide steering."""
 
     version: int = 0
-    """0 at startup, one more each time."""
+    """0 at startup; incremented by each change."""
     steering: steering_pb2.Steering = field(default_factory=steering_pb2.Steering)
-    """As it was sent, but with digests, and the layers of their rows, in the place of names and
-    inline vectors."""
+    """The message, with digests and the layers of rows in place of names and inline vectors."""
     ops: tuple[ResolvedOp, ...] = ()
     """One per intervention."""
     set_time: float | None = None
@@ -79,7 +78,7 @@ class GlobalSteering:
 
 
 class GlobalSteeringState:
-    """The server-wide steering that holds. Lives on the event loop."""
+    """The current server-wide steering. Used on the event loop alone."""
 
     def __init__(
         self,
@@ -109,16 +108,16 @@ class GlobalSteeringState:
     async def set(
         self, steering: steering_pb2.Steering, expected_version: int | None
     ) -> GlobalSteering:
-        """Replaces what holds, for requests that are admitted from then on.
+        """Replaces the steering, for requests that are admitted from then on.
 
         Args:
-            steering: all of it.
-            expected_version: the version that it replaces; None: whatever holds.
+            steering: the new steering.
+            expected_version: the version to be replaced; None: any.
 
         Raises:
-            VersionConflict: another version holds.
-            InvalidArgument, FailedPrecondition, NotFound: no request could be steered so.
-            ResourceExhausted: there is no room for its vectors, or it could never be in force.
+            VersionConflict: the current version is another.
+            InvalidArgument, FailedPrecondition, NotFound: no request can be steered like this.
+            ResourceExhausted: its vectors or its plan need too much memory.
             EngineLost: the engine is gone.
         """
         async with self._turn:
@@ -146,7 +145,7 @@ class GlobalSteeringState:
             return after
 
     async def _check(self, steering: steering_pb2.Steering) -> tuple[ResolvedOp, ...]:
-        """The ops of a steering, checked as if it were the only one of a typical request."""
+        """The ops of a steering, after all checks in the context of a typical request."""
         check_ranges(steering)
         context, vectors = typical_context(self._info), self._loader.store.view()
         work = steering_work(steering, context.prompt_len, self._sites, vectors)
@@ -166,7 +165,7 @@ class GlobalSteeringState:
 def _spelled_out(
     steering: steering_pb2.Steering, ops: Sequence[ResolvedOp]
 ) -> steering_pb2.Steering:
-    """The steering with digests for names and an end for every range of layers."""
+    """The steering with digests in place of names, and with an end for every range of layers."""
     written = steering_pb2.Steering()
     written.CopyFrom(steering)
     for intervention, op in zip(written.interventions, ops, strict=True):
@@ -177,6 +176,6 @@ def _spelled_out(
         for ref, vector, row_layers in zip(refs, op.vectors, op.row_layers, strict=True):
             if ref is not None:
                 ref.digest = vector.digest
-                if row_layers:  # a digest alone, unlike a name, does not know them
+                if row_layers:  # a name has them, a digest does not
                     ref.row_layers.layers[:] = row_layers
     return written

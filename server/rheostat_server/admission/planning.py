@@ -1,8 +1,8 @@
-"""Plans made of interventions and captures, and whether any engine could carry them out.
+"""Compiles interventions and captures to plans, and checks that an engine can run them.
 
-Invariant: what `compile_plan` returns can be composed and costs a worker no more than the engine's
-limits allow. A plan is packed here, so that the ledger later only adds up arrays. The functions may
-take long, so callers run them on a thread unless `request_work` says that a request is small.
+Invariant: a plan of `compile_plan` can be composed, and costs a worker no more than the engine's
+limits. Plans are packed here, so that the ledger later only adds arrays. These functions may take
+long. Callers run them on a thread unless `request_work` says that the request is small.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ _SPAN_BYTES = 1024
 """Bytes that `offload` counts for a span of a plan, which is compared with every intervention."""
 
 _ID_BYTES = 8
-"""Bytes that it counts for a token id."""
+"""Bytes that `offload` counts for a token id."""
 
 _SITE_BYTES = 16
-"""Bytes that it counts for a site of an intervention or a capture."""
+"""Bytes that `offload` counts for a site of an intervention or a capture."""
 
 _OBSERVED_PLANS = 8
-"""Plans with captures of observers that are kept for one compiled request and first observer."""
+"""The most plans with captures of observers that are kept for a request and a first observer."""
 
 _TOO_MUCH = (
     "the selectors cut the request into too many different combinations of interventions, captures "
@@ -41,7 +41,7 @@ _TOO_MUCH = (
 
 
 class Compiled(NamedTuple):
-    """A plan, with the vectors that the workers must have before it."""
+    """A plan, and the vectors that the workers must load before they run it."""
 
     plan: Plan
     """The acts of the interventions in order, and the captures."""
@@ -52,10 +52,10 @@ class Compiled(NamedTuple):
 def compile_plan(
     request_id: str, interventions: Sequence[Intervention], captures: Sequence[ResolvedCapture]
 ) -> Compiled:
-    """The plan of interventions, in their order, and captures.
+    """Compiles interventions, in their order, and captures to a plan.
 
     Raises:
-        InvalidValue: no engine could carry it out.
+        InvalidValue: no engine can run it.
     """
     acts: list[Act] = []
     own: list[Act] = []
@@ -72,7 +72,7 @@ def compile_plan(
         plan = plan.pack()
     except ValueError as error:
         problem = _why_not(error)
-        # Server-wide steering is named only if the request alone could be carried out.
+        # The text names the server-wide steering only if the request alone is not the problem.
         if len(own) < len(acts) and _packs(Plan(request_id, tuple(own), plan.captures)):
             problem = f"together with the server-wide steering: {problem}"
         raise InvalidValue(problem, field="steering") from error
@@ -88,7 +88,7 @@ class _ObservedPlan(NamedTuple):
     names: frozenset[str]
     """The observers whose captures the plan has."""
     beside: tuple[ResolvedCapture, ...]
-    """The captures that were asked for. Their identities are the key, so they must stay."""
+    """The captures of the observers. Their identities are the key, so they must stay in memory."""
 
 
 class ObservedPlans:
@@ -99,7 +99,7 @@ class ObservedPlans:
     """
 
     def __init__(self) -> None:
-        """Keeps nothing yet."""
+        """Makes an empty cache."""
         self._plans: WeakKeyDictionary[Subscription, dict[_ObservedKey, _ObservedPlan]]
         self._plans = WeakKeyDictionary()
 
@@ -129,7 +129,7 @@ def observe(
     Args:
         plan: the request's own plan.
         captures: the request's own captures.
-        observer_captures: one wish for each subscription that observes the request.
+        observer_captures: the captures of each subscription that observes the request.
         plans: keeps the result for the next request with this plan and these captures.
 
     Returns:
@@ -177,7 +177,7 @@ def _affordable(
             if together.packed_captures.plan_cost <= most:
                 together.packed_captures.build()
                 return together, kept
-        except PlanTooLarge:  # the same as too dear
+        except PlanTooLarge:  # handled like a plan that costs too much
             pass
         kept = kept[: len(kept) // 2]
     return plan, ()
@@ -188,7 +188,7 @@ def _spans(observer_capture: ObserverCapture) -> int:
 
 
 def captures_work(captures: Sequence[ResolvedCapture]) -> int:
-    """Bytes that making the engine's captures of some counts for; see `offload`."""
+    """Bytes that `offload` counts for making the engine's captures."""
     return sum(
         _SITE_BYTES * len(one.sites) + selection_work(one.selection) + one.projecting
         for one in captures
@@ -196,21 +196,21 @@ def captures_work(captures: Sequence[ResolvedCapture]) -> int:
 
 
 def selection_work(selection: Selection) -> int:
-    """Bytes that looking through a selection counts for; see `offload`."""
+    """Bytes that `offload` counts for iterating over a selection."""
     return _work(selection.spans, selection.conditions)
 
 
 def plan_work(plan: Plan) -> int:
-    """Bytes that looking through a plan's intervals counts for; see `offload`."""
+    """Bytes that `offload` counts for iterating over a plan's intervals."""
     acting = sum(_work(act.spans, act.conditions) for act in plan.acts)
     return acting + sum(_work(one.spans, ()) for one in plan.captures)
 
 
 def check_affordable(spent: int, plan: Plan) -> int:
-    """The cost of a session that carries out one more plan, which is packed.
+    """The cost of a session that applies one more packed plan.
 
     Raises:
-        InvalidValue: it is too much.
+        InvalidValue: it exceeds the limit.
     """
     total = spent + plan.packed_acts.plan_cost
     if total > MAX_PLAN_COST:
@@ -230,8 +230,8 @@ def check_ranges(
     Runs before any other check, because a message may hold 500,000 captures.
 
     Raises:
-        InvalidValue: there are too many. If there are too many ranges, the path is that of the
-            selector that exceeds the limit.
+        InvalidValue: there are too many. For ranges, the error names the selector that exceeds the
+            limit.
     """
     validation.check_count(
         len(steering.interventions), INTERVENTIONS, INTERVENTION_PATH, "interventions"
@@ -251,7 +251,7 @@ def check_ranges(
 
 
 def _packs(plan: Plan) -> bool:
-    """Whether an engine could carry a plan out."""
+    """Whether an engine can run a plan."""
     try:
         plan.pack()
     except ValueError:

@@ -1,7 +1,7 @@
-"""The work of admitting a request, estimated from its messages before anything is compiled.
+"""Estimates the work of admitting a request from its messages, before anything is compiled.
 
-One number decides whether a request is admitted on the event loop or on a thread; see `offload`.
-It is an upper bound, because whoever sends a request must not be able to make it too low.
+The sum decides whether a request is admitted on the event loop or on a thread; see `offload`. It is
+an upper bound, so that no client can send a request that is underestimated.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def steering_work(
     model: ModelSites,
     vectors: VectorView,
 ) -> int:
-    """Bytes that resolving and compiling a steering counts for; see `offload`."""
+    """Bytes that `offload` counts for resolving and compiling a steering."""
     work = steering.ByteSize()
     for one in steering.interventions:
         if work > OFFLOAD_BYTES:
@@ -38,7 +38,7 @@ def steering_work(
         work += _SITE_BYTES * _site_count(one.sites, model)
         work += _selector_work(one.where, prompt_len) if one.HasField("where") else _SPAN_BYTES
         if one.HasField("ablate") and len(one.ablate.directions) > 1:
-            # These rows are checked for independence.
+            # `check_directions` compares these rows.
             work += sum(_size(ref, vectors) for ref in one.ablate.directions)
     return work
 
@@ -46,7 +46,7 @@ def steering_work(
 def captures_work(
     captures: Sequence[capture_pb2.CaptureSpec], prompt_len: int, model: ModelSites
 ) -> int:
-    """Bytes that resolving and compiling captures counts for; see `offload`."""
+    """Bytes that `offload` counts for resolving and compiling captures."""
     work = 0
     for one in captures:
         sites = _site_count(one.sites, model)
@@ -57,7 +57,7 @@ def captures_work(
 
 
 def observers_work(observers: Sequence[Subscription], prompt_len: int) -> int:
-    """Bytes that adding the captures of observers counts for; see `offload`."""
+    """Bytes that `offload` counts for adding the captures of observers."""
     if not observers:
         return 0
     spans = sum(min(OBSERVER_SPANS, one.captures.most_spans(prompt_len)) for one in observers)

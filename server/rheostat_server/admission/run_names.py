@@ -1,4 +1,4 @@
-"""What the captures of a request would store as runs, checked before anything runs."""
+"""Checks the runs that the captures of a request would store, before the request runs."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from rheostat_server.validation import field_path
 def check_runs(
     captures: Sequence[ResolvedCapture], runs: Runs | None, *, samples: int, prompt_len: int
 ) -> None:
-    """Checks what a request's captures would store.
+    """Checks the runs that a request's captures would store.
 
     Raises:
-        NotSupported: nothing can be stored.
+        NotSupported: this server does not store runs.
         InvalidValue: two captures name one run, or there are several samples.
-        RunExists: a run has the id of another.
-        StoreFull: one would never fit.
+        RunExists: a stored run has the same id.
+        StoreFull: a run is larger than the memory for runs.
     """
     seen: dict[str, int] = {}
     for index, capture in enumerate(captures):

@@ -1,6 +1,6 @@
-"""How far two distributions lie apart of which only the most likely tokens are known.
+"""Bounds the divergence of two distributions of which only the most likely tokens are known.
 
-Invariant: what is called a bound never exceeds the Kullback-Leibler divergence of the full
+Invariant: a bound never exceeds the Kullback-Leibler divergence of the full
 distributions, up to the accuracy of float32 log-probabilities. Sums are float64.
 """
 
@@ -11,17 +11,17 @@ from typing import NamedTuple
 from rheostat_wire.v1 import generation_pb2
 
 RESOLUTION = 1e-6
-"""Probability below which the mass of unlisted tokens cannot be told from rounding: float32
-log-probabilities of a whole vocabulary sum to 1 within it."""
+"""Probability that rounding can produce: float32 log-probabilities of a whole vocabulary sum to 1
+within it. Less mass of unlisted tokens is not counted."""
 
 
 class Listed(NamedTuple):
-    """What is known of a distribution."""
+    """The listed tokens of a distribution."""
 
     logprobs: Mapping[int, float]
     """Natural log-probability by token id."""
     ceiling: float = 0.0
-    """The most that the log-probability of a token that is not there can be."""
+    """Upper bound of the log-probability of a token that is not listed."""
 
 
 class Comparison(NamedTuple):
@@ -36,11 +36,12 @@ class Comparison(NamedTuple):
 def compare(first: Listed, second: Listed) -> Comparison:
     """Bounds KL(first || second).
 
-    Tokens that both sides list are classes of their own; those that the first alone lists, those
-    that the second alone lists and all others are a class each. Merging tokens cannot raise the
-    divergence: sum p ln(p/q) >= (sum p) ln((sum p) / (sum q)), the log-sum inequality (Cover and
-    Thomas, Elements of Information Theory, theorem 2.7.1). What one side has of tokens that it does
-    not list is only limited; the bound is the least that the divergence can then be.
+    Each token that both sides list is a class. Three more classes are the tokens that only the
+    first side lists, the tokens that only the second lists, and all others. Merging tokens into
+    classes cannot raise the divergence: sum p ln(p/q) >= (sum p) ln((sum p) / (sum q)), the log-sum
+    inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1). A side only limits
+    the probability of tokens that it does not list. The bound is the least divergence within these
+    limits.
     """
     ours, theirs = first.logprobs, second.logprobs
     shared = [
@@ -57,16 +58,16 @@ def compare(first: Listed, second: Listed) -> Comparison:
 
 
 class _Side(NamedTuple):
-    """Probabilities on one side, without those of the tokens that both sides list."""
+    """Probabilities on one side, without the tokens that both sides list."""
 
     left: float
     """Of all tokens."""
     alone: float
     """Of the tokens that this side alone lists."""
     tokens: int
-    """How many those are."""
+    """Number of these tokens."""
     ceiling: float
-    """The most that a token can have that this side does not list."""
+    """Upper bound of the probability of a token that this side does not list."""
 
     @classmethod
     def of(cls, side: Listed, other: Mapping[int, float], left: float) -> "_Side":
@@ -76,10 +77,11 @@ class _Side(NamedTuple):
 
 
 def _least(p: _Side, q: _Side) -> float:
-    """The least that three classes can add: listed by p alone, by q alone, and by neither.
+    """The least that the classes "only p lists", "only q lists" and "neither lists" can add.
 
-    Unknown are q's part x of the first class and p's part y of the second. The sum is convex in
-    both, so its least value lies where its slopes vanish or where x or y is at its limit.
+    Unknown are the probability x that q gives the first class, and y that p gives the second. The
+    sum is convex in both. So its least value lies where its slopes vanish, or where x or y is at
+    its limit.
     """
     most_x = min(p.tokens * q.ceiling, q.left - q.alone)
     most_y = min(q.tokens * p.ceiling, p.left - p.alone)
@@ -110,12 +112,12 @@ def measure(
     steered: Sequence[generation_pb2.TokenLogprobs],
     baseline: Sequence[generation_pb2.TokenLogprobs],
 ) -> generation_pb2.Divergence:
-    """How far a sample lies from the baseline.
+    """The divergence of a sample from its baseline.
 
     Args:
-        sample: which.
+        sample: index of the sample.
         steered: log-probabilities at the sample's tokens, from its first on.
-        baseline: the baseline's at the same tokens; if it is shorter, the last ones are left out.
+        baseline: the baseline's at the same tokens. If it is shorter, the last tokens are ignored.
     """
     pairs = list(zip(steered, baseline, strict=False))
     comparisons = [compare(_known(ours), _known(theirs)) for ours, theirs in pairs]

@@ -1,6 +1,6 @@
-"""Explain: what a request would do, without running it.
+"""Explain: describes what a request would do, without running it.
 
-The answer is made from the same objects that Generate runs with, so that the two cannot differ.
+The answer is made of the objects that Generate uses, so that the two cannot differ.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The receipt: what the engine says that it did, under the names that the request used."""
+"""Writes receipts: what the engine reports to have done, under the names that the request used."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ from rheostat_server.tensors import float32
 from rheostat_wire.v1 import receipt_pb2
 
 _SITE_BYTES = 256
-"""What `offload` counts for a site: two messages."""
+"""Bytes that `offload` counts for a site, which takes two messages."""
 
 
 def receipt_work(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
-    """Bytes that `write_receipt` counts for; see `offload`."""
+    """Bytes that `offload` counts for `write_receipt`."""
     longest = max(samples, key=lambda sample: len(sample.steering_changes))
     parts = [one for period in _periods(admitted, longest) for one in period.acting]
     work = sum(_SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in parts)
@@ -40,10 +40,9 @@ def write_receipt(
 
     Args:
         admitted: the request.
-        samples: its own.
-        handed_over: positions that were handed over, and those that were lost on the way, by
-            capture.
-        runs: ids of the runs that were kept, by capture.
+        samples: its own samples, without baselines.
+        handed_over: the numbers of delivered and of lost positions, by index of the capture.
+        runs: ids of the runs that were stored, by index of the capture.
     """
     ended = [sample.released for sample in samples if sample.released is not None]
     receipt = receipt_pb2.Receipt(
@@ -70,7 +69,7 @@ class _Part:
     released: Released
     intervention: Intervention
     doses: Mapping[int, Dose]
-    """What it did at its sites, as far as that was measured."""
+    """Its measured doses, by index of the site."""
     start: int
     end: int
 
@@ -98,7 +97,7 @@ class _Part:
 
     @cached_property
     def surplus(self) -> int:
-        """Rows that were computed beyond the sample's last one."""
+        """Number of rows that were computed beyond the sample's last position."""
         return length(self._held(self.sample.row_end, self.released.computed[1]))
 
     def _held(self, start: int, end: int) -> Spans:
@@ -117,7 +116,7 @@ class _Record:
 
 
 def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Record]:
-    """Every intervention, by the order in which they came into force."""
+    """Every intervention, in the order in which they became active."""
     found = {(one.origin, one.index, 0): _Record(one, one.ref) for one in admitted.interventions}
     for sample in samples:
         if sample.released is None:
@@ -141,7 +140,7 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
 
 
 class _Period(NamedTuple):
-    """What acted on some positions of a sample."""
+    """The interventions that acted on a range of positions of a sample."""
 
     acting: Sequence[Intervention]
     update_id: int
@@ -150,7 +149,7 @@ class _Period(NamedTuple):
 
 
 def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
-    """What acted, in the order of the acts in the sample's plan as it ended; see `amend`."""
+    """The periods of a sample, in the order of the acts in its last plan."""
     ends = [change.first for change in sample.steering_changes]
     yield _Period(admitted.interventions, 0, 0, min(ends, default=OPEN_END))
     for index, change in enumerate(sample.steering_changes):
@@ -159,7 +158,7 @@ def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
 
 
 def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
-    """Says what an intervention did; it has no rows where it would not have changed a bit."""
+    """Writes what an intervention did. It has no rows if it would not have changed a bit."""
     intervention = record.intervention
     message.digests.extend([vector.digest for vector in intervention.op.vectors])
     _add_rows(message, record.parts)
@@ -171,10 +170,10 @@ def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
 
 
 def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]) -> None:
-    """How often and how strongly the parts acted at a site.
+    """Writes how often and how strongly an intervention acted at a site.
 
-    A step that ran on after the sample had ended is measured with the others; its rows are none of
-    the request's.
+    The scheduler may run one step past the sample's end. The measured doses include its rows, so
+    they are subtracted here.
     """
     acting = [part for part in parts if site in part.sites]
     for part in acting:

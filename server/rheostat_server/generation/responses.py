@@ -1,7 +1,7 @@
 """The response stream of a request: Started, then the output of its samples, then the receipt.
 
-Invariant: the receipt is sent exactly if nothing failed. If the stream ends early, for whatever
-reason, the request is aborted in the engine.
+Invariant: the receipt is sent if and only if nothing failed. If the stream ends early, the request
+is aborted in the engine.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ async def run(
 
     Args:
         admitted: the request.
-        manager: the engine that runs it.
+        manager: runs it.
         companion: updates the running request. Without a companion, no `Notice` is yielded.
 
     Raises:
@@ -99,7 +99,7 @@ def _started(admitted: AdmittedRequest, manager: RequestManager) -> Response:
 
 
 class _Stream:
-    """Turns the items of a flight's queue into responses."""
+    """Turns the entries of a request's queue into responses."""
 
     def __init__(
         self, admitted: AdmittedRequest, active: ActiveRequest, manager: RequestManager
@@ -110,22 +110,22 @@ class _Stream:
         }
         self._scores: dict[EngineSequence, Score] = {}
         self._unscored: deque[tuple[EngineSequence, Score]] = deque()
-        """Scores that wait until others have ended."""
+        """Scores that start after others have ended."""
         self._scored_tokens = 0
-        """Prompt tokens of the scores that run."""
+        """Prompt tokens of the running scores."""
         self._open: dict[EngineSequence, Sample | Score] = dict(self._samples)
-        """The sequences that may still produce something."""
+        """The sequences that may still produce output or events."""
         self._admitted = admitted
         self._active = active
         self._manager = manager
         self._held_back: dict[EngineSequence, WaitingDeltas] = {}
-        """Tokens that may not be sent yet: the sample's plan is not installed, or the prompt's
-        log-probabilities have to be sent first."""
+        """Tokens that must not be sent yet, because the sample's plan is not installed, or because
+        the log-probabilities of the prompt come first."""
         wanted = admitted.sampling.prompt_logprobs is not None
         self._prompt_logprobs_due = {sequence.kind for sequence in active.sequences if wanted}
         self._silence = UNSCHEDULED_GRACE
         self._lost = 0
-        """Rows that were lost although their policy allows no loss."""
+        """Number of lost rows whose policy allows no loss."""
 
     @property
     def own_samples(self) -> list[Sample]:
@@ -170,10 +170,10 @@ class _Stream:
                 yield item
 
     async def _next(self) -> ResponseItem | Notice | Sign:
-        """Waits for the next item. Once all samples have ended, the wait has a limit.
+        """Waits for the next item. Once all samples have ended, the wait has a time limit.
 
-        Samples that were aborted before they were scheduled get no report. All of them share one
-        wait, because their reports would come within the same time.
+        The engine sends no event of a sample that was aborted before it was scheduled. All such
+        samples share one wait, because their events would come within the same time.
         """
         active = self._active
         if active.pending_notices:
@@ -194,7 +194,7 @@ class _Stream:
     def _take(self, item: ResponseItem) -> Iterable[Response]:
         """The responses of an item.
 
-        Responses of tokens that were held back are made one at a time, because these tokens count
+        If tokens were held back, their responses are made one at a time, because the tokens count
         in the request's memory until they are sent.
         """
         sequence, what = item
@@ -218,7 +218,7 @@ class _Stream:
         return self._release_held() if self._held_back else ()
 
     def _remove_done(self, sequence: EngineSequence) -> None:
-        """Removes a sequence that can produce nothing more."""
+        """Removes a sequence if it can produce no more output or events."""
         if sequence in self._open and self._open[sequence].done:
             del self._open[sequence]
             if sequence in self._scores:
@@ -243,7 +243,7 @@ class _Stream:
                     yield from self._said(sequence, delta)
 
     def _said(self, sequence: EngineSequence, delta: Delta) -> list[Response]:
-        """The responses of a delta, then the responses that follow a sample's end."""
+        """The responses of a delta, and of the comparison that the end of a sample starts."""
         if self._prompt_logprobs_due:
             self._prompt_logprobs_due.discard(sequence.kind)
         sample = self._samples[sequence]
@@ -254,7 +254,7 @@ class _Stream:
         return responses
 
     def _compare(self, sequence: EngineSequence, sample: Sample) -> list[Response]:
-        """Lets the baseline score an ended sample, if the request asks for it."""
+        """Starts the comparison of an ended sample with its baseline, if the request has one."""
         baseline = self._admitted.baseline
         if baseline is None or sequence.kind is not SequenceKind.OWN or self._active.aborted:
             return []
@@ -268,8 +268,8 @@ class _Stream:
     def _start_scores(self) -> None:
         """Starts scores until their prompts fill a step of the engine.
 
-        The samples of a request often end in the same step. If all their scores started then, the
-        prompts of other clients would wait for all of them.
+        The samples of a request often end in the same step. If all scores started then, the
+        prompts of other clients would have to wait for them.
         """
         if self._active.aborted:
             self._unscored.clear()

@@ -1,6 +1,6 @@
-"""One sample as the client sees it: deltas in, messages out.
+"""Turns the output of one sample into messages for the client.
 
-Invariant: nothing of a sample goes out before the engine says that its plan is in force.
+Invariant: no token of a sample is sent before the engine has installed its plan.
 """
 
 import time
@@ -27,7 +27,7 @@ Response = generation_service_pb2.GenerateResponse
 
 
 class Sample:
-    """A sample of a request in flight."""
+    """A sample of an active request, as its client sees it."""
 
     def __init__(
         self,
@@ -36,18 +36,18 @@ class Sample:
         admitted_at: float,
         byte_counter: ByteCounter,
     ) -> None:
-        """A sample of which nothing is known.
+        """Makes a sample without output.
 
         Args:
             admitted: the request.
-            sequence: the sample in the engine, one of the request's own or of its baseline.
+            sequence: the sample in the engine; it may belong to the baseline.
             admitted_at: when the request was admitted, by `time.monotonic`.
             byte_counter: counts the memory of `readings`.
         """
         self.index = sequence.sample
         self.tokens: list[int] = []
         self.readings: list[generation_pb2.TokenLogprobs] = []
-        """One per token, if the sample is to be compared."""
+        """Log-probabilities, one per token, if the sample is compared with a baseline."""
         self.cached_tokens = 0
         self.ended = False
         self.released: Released | None = None
@@ -63,25 +63,25 @@ class Sample:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more can come."""
+        """Whether no more output or events can come."""
         return self.ended and (self.released is not None or not self._sequence.job.has_plan)
 
     @property
     def steering_changes(self) -> Sequence[SteeringChange]:
-        """How its steering was changed while it ran, in turn."""
+        """The changes of its steering while it ran, in order."""
         return self._sequence.steering_changes
 
     @property
     def row_end(self) -> int:
-        """One past the last position whose row is known to be one."""
+        """One past the last position that was an input of the model."""
         return self._admitted.prompt_len + len(self.tokens) - 1
 
     def held(self, selection: Selection, start: int, end: int) -> Spans:
-        """The positions of [start, end) at which a selection holds this sample's token."""
+        """The positions in [start, end) that a selection selects in this sample."""
         return selection.held(self._admitted.prompt_len, self.tokens, start, end)
 
     def take(self, delta: Delta) -> list[Response]:
-        """What a delta has to say to the client."""
+        """The messages of a delta."""
         if delta.prompt_logprobs is None and delta.ending is None:
             return [self._tokens(delta)] if delta.token_ids or delta.text else []
         responses = []
@@ -106,8 +106,8 @@ class Sample:
     def _tokens(self, delta: Delta) -> Response:
         """The message of new tokens.
 
-        Its fields are set in place, because a constructor that copies a message takes four times as
-        long. There is one such message for each token.
+        Fields are set in place, because a constructor that copies a message takes four times as
+        long, and there may be such a message for each token.
         """
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()

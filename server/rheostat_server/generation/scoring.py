@@ -1,6 +1,6 @@
-"""How far a sample lies from its baseline: a job for the engine, and what comes of it.
+"""Compares a sample with its baseline: the engine scores the sample's tokens without its steering.
 
-Invariant: the baseline reads exactly the prompt and the tokens that the sample generated, under
+Invariant: the baseline gets exactly the prompt and the tokens that the sample generated, under
 server-wide steering alone.
 """
 
@@ -18,14 +18,14 @@ from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import generation_pb2
 
 _READING_BYTES = 64
-"""What `offload` counts for a log-probability."""
+"""Bytes that `offload` counts for a log-probability."""
 
 
 class Score:
-    """A sample that the baseline reads."""
+    """The comparison of one sample."""
 
     def __init__(self, sample: Sample, sequence: EngineSequence) -> None:
-        """Nothing was read yet."""
+        """The engine has not scored the sample yet."""
         self.released: Released | None = None
         self._sample = sample
         self._sequence = sequence
@@ -36,12 +36,12 @@ class Score:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more can come."""
+        """Whether no more output or events can come."""
         settled = self.released is not None or not self._sequence.job.has_plan
         return self._ended and settled
 
     def take(self, what: Delta | Event) -> None:
-        """Hears what the engine says of it."""
+        """Handles output or an event of the scoring sequence."""
         if isinstance(what, Installed):
             self._installed = True
         elif isinstance(what, Released):
@@ -52,10 +52,10 @@ class Score:
             self._failed = self._failed or what.ending is Ending.ABORTED
 
     async def divergence(self, prompt_len: int) -> generation_pb2.Divergence | None:
-        """What was found, once it is done; None if it was aborted.
+        """The divergence, once the comparison is done; None if it was aborted.
 
         Args:
-            prompt_len: P.
+            prompt_len: tokens of the prompt.
         """
         if self._failed or not self._installed:
             return None
@@ -71,7 +71,7 @@ class Score:
 def scoring_sequence(
     active: ActiveRequest, baseline: Baseline, sample: Sample
 ) -> EngineSequence | None:
-    """What has to run for a sample that has ended; None if there is nothing to read."""
+    """The sequence that scores an ended sample; None if the sample has no tokens to score."""
     prompt = active.admitted.prompt.token_ids
     tokens = scored_tokens(baseline, prompt, sample.tokens)
     if len(tokens) == len(prompt):

@@ -1,8 +1,7 @@
-"""A session: a request whose steering its client may change while it runs.
+"""A session: a request whose client may change its steering while it runs.
 
-Invariants: updates of the steering are carried out one after the other. Each update is answered
-once. If it came before the last sample ended, its answer precedes the receipt. A refused update
-changes nothing.
+Invariants: updates are applied one after another. Each update is answered once. If an update came
+before the last sample ended, its answer precedes the receipt. A refused update changes nothing.
 """
 
 import asyncio
@@ -58,7 +57,7 @@ class _Update(NamedTuple):
 async def run_session(
     messages: AsyncIterator[Message], manager: RequestManager
 ) -> AsyncGenerator[Answer, None]:
-    """Runs a session: carries out its client's messages, and yields its answers.
+    """Runs a session: applies its client's messages, and yields the answers.
 
     Raises:
         RheostatError: the request could not start, or failed.
@@ -104,7 +103,7 @@ def _to_wire(happening: Response | Notice) -> Answer:
 
 
 class _Control:
-    """Carries out a client's messages to a running request."""
+    """Applies a client's messages to a running request."""
 
     def __init__(
         self, admitted: AdmittedRequest, active: ActiveRequest, manager: RequestManager
@@ -116,13 +115,13 @@ class _Control:
             one for one in admitted.interventions if one.origin == receipt_pb2.ORIGIN_GLOBAL
         )
         self._spent = 0
-        """Effort of the plan and its updates; 0 before the first update."""
+        """Cost of the plan and its updates; 0 before the first update."""
         self._applied = 0
         self._last_number = 0
         self._updates: asyncio.Queue[_Update | None] = asyncio.Queue()
 
     async def listen(self, messages: AsyncIterator[Message]) -> None:
-        """Reads the client's messages to the end, and carries them out."""
+        """Reads and applies the client's messages, until the client sends no more."""
         worker = asyncio.create_task(self._work())
         try:
             async for message in messages:
@@ -185,7 +184,7 @@ class _Control:
             self._updates.put_nowait(_Update(message.update_id, message.steering))
 
     async def _work(self) -> None:
-        """Changes the steering, one update after the other."""
+        """Applies updates of the steering, one after another."""
         while (update := await self._updates.get()) is not None:
             try:
                 self._active.notify(await self._apply(update))
@@ -251,7 +250,7 @@ class _Control:
         firsts: dict[EngineSequence, int] = {}
         waiting = self._active.own_samples
         while waiting:
-            # vLLM schedules the samples of a request in order.
+            # vLLM schedules the samples of a request in order, so the first is installed first.
             await waiting[0].installed_or_ended.wait()
             running = [
                 sequence for sequence in waiting if sequence.installed and not sequence.ended
