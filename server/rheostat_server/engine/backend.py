@@ -1,6 +1,6 @@
-"""The interface between the server and an engine, without anything of vLLM.
+"""The interface between the server and an engine. It does not depend on vLLM.
 
-`VllmBackend` implements `Backend` in a server; tests implement it with a script.
+`VllmBackend` implements `Backend` in a server. Tests use a scripted engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Delta(NamedTuple):
     token_ids: tuple[int, ...] = ()
     """New tokens."""
     text: str = ""
-    """Text released with them."""
+    """New text. It may lag behind the tokens, because a character may need several of them."""
     logprobs: Sequence[generation_pb2.TokenLogprobs] = ()
     """If asked for, one per new token."""
     prompt_logprobs: Sequence[generation_pb2.TokenLogprobs] | None = None
@@ -78,7 +78,7 @@ class WorkerStats:
     left_bytes: int = 0
     """Bytes of captured rows that left the device."""
     plain_rows: int = 0
-    """Rows that left as they are because their form could not be made."""
+    """Rows that left unencoded, because the workers could not encode them."""
     ring_bytes: int = 0
     """Device memory of the ring."""
     encode_bytes: int = 0
@@ -157,10 +157,10 @@ class Backend(Protocol):
         """
 
     async def abort(self, plan_ids: Sequence[str]) -> None:
-        """Aborts samples. Returns once the engine has been told.
+        """Aborts samples. Returns once the engine has been notified.
 
         Ids of samples that have ended, or that were never added, are ignored. `receive` may be
-        called once more, with a delta that says so.
+        called once more, with the final delta.
         """
 
     async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:

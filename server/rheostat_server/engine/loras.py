@@ -1,7 +1,7 @@
 """LoRA adapters that a server is started with.
 
-Invariant: an adapter that can't be read stops the start by name; what is served was there then.
-Configs are read here, weights by vLLM when its engine has come up (`vllm_backend`).
+Invariant: if an adapter cannot be read, the server does not start, and the error names the adapter.
+Configs are read here. vLLM reads the weights once its engine runs; see `vllm_backend`.
 """
 
 import json
@@ -13,7 +13,7 @@ from rheostat_server.errors import InvalidConfig, ModelNotFound
 
 _CONFIG = "adapter_config.json"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM can be told."""
+"""Values that vLLM accepts for `max_lora_rank`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Lora:
     name: str
     """Name that requests use."""
     number: int
-    """vLLM's number of it, from 1."""
+    """Its number in vLLM, from 1."""
     path: str
     """Its folder, in PEFT's format."""
     rank: int
@@ -31,14 +31,14 @@ class Lora:
 
 
 def read_loras(named: Sequence[tuple[str, str]]) -> tuple[Lora, ...]:
-    """The adapters in some folders.
+    """Reads the configs of adapters.
 
     Args:
         named: (name, folder) of each.
 
     Raises:
         ModelNotFound: a folder holds no adapter that vLLM serves.
-        InvalidConfig: a name comes twice.
+        InvalidConfig: two adapters have one name.
     """
     names = [name for name, _ in named]
     for name in names:
@@ -51,10 +51,10 @@ def read_loras(named: Sequence[tuple[str, str]]) -> tuple[Lora, ...]:
 
 
 def lora_arguments(loras: Sequence[Lora], *, cpu: bool) -> dict[str, object]:
-    """vLLM's arguments for these adapters; none without adapters.
+    """vLLM's arguments for these adapters; empty if there are none.
 
-    On a CPU vLLM reads the last adapter's slot for tokens without an adapter (index -1), so one
-    more slot is asked for, which stays empty.
+    On a CPU, vLLM reads the last slot (index -1) for tokens without an adapter. So one more slot is
+    requested, which stays empty.
     """
     if not loras:
         return {}

@@ -1,8 +1,8 @@
-"""Keeps a folder in step with the store, where the server has one for its vectors.
+"""Changes of stored vectors and names, which are written to the folder of vectors if there is one.
 
-Invariants: what was answered as stored, named or unnamed is on the disk; what the store evicts
-leaves the folder. A change reaches the disk first and the store's names last, so a change that
-fails is none. Each change is seen through to its end, whoever stops waiting for it.
+Invariants: a change that was reported as done is on the disk. Evicted vectors are deleted from the
+folder. A change is written to the disk before the store's names, so that a failed change has no
+effect. A change that has begun is completed, even if its caller is cancelled.
 """
 
 import asyncio
@@ -28,29 +28,29 @@ from rheostat_wire.v1 import types_pb2
 _LOG = logging.getLogger(__name__)
 
 _THREADS = ThreadPoolExecutor(2, "vector-files")
-"""Threads for the folder's disk alone: one that hangs holds up no request."""
+"""Threads for the disk of the folder alone, so that a disk that hangs delays no request."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Naming(NamedTuple):
-    """What a name shall stand for."""
+    """A change of a name."""
 
     digest: bytes
-    """The vector."""
+    """The vector that gets the name."""
     expected: bytes | None
-    """The vector that has the name now, empty: none; None: whatever holds."""
+    """The vector that must have the name now; empty if none may have it. None: not checked."""
     description: str | None
-    """For people; None: as the name has it."""
+    """A description for people. None: not changed."""
     sites: types_pb2.SiteSet | None
-    """Where the vector is meant to be used; None: as the name has it."""
+    """The sites at which the vector should be used. None: not changed."""
 
     def label(self, name: str, before: Name | None) -> Name:
         """The name's new label.
 
         Raises:
-            NameConflict: the name is not where it was expected.
+            NameConflict: the name is not on the expected vector.
         """
         held = before.digest if before is not None else b""
         if self.expected is not None and self.expected != held:
@@ -68,10 +68,10 @@ class Naming(NamedTuple):
 
 
 class PersistentVectorStore:
-    """The store as callers change it: durably, once `restore` has given it a folder."""
+    """Changes the store, and the folder of vectors once `restore` was called."""
 
     def __init__(self, store: VectorStore) -> None:
-        """A keeper without a folder: what it does, it does to the store alone."""
+        """Changes only the store; see `restore`."""
         self._store = store
         self._files: VectorFiles | None = None
         self._saved: set[bytes] = set()
@@ -80,13 +80,13 @@ class PersistentVectorStore:
         store.follow(self._on_evict)
 
     async def restore(self, files: VectorFiles, width: int) -> None:
-        """Fills the store from a folder, and keeps the folder in step from then on.
+        """Fills the store from a folder. Later changes are written to the folder.
 
-        Vectors without a name that do not fit any more are evicted, oldest first.
+        If the vectors do not fit into the store, the oldest vectors without a name are evicted.
 
         Raises:
-            VectorDirFailed: the folder cannot be read, is another model's, or has more vectors
-                with names than the store has room for.
+            VectorDirFailed: the folder cannot be read, belongs to another model, or has
+                vectors with names that do not fit into the store.
         """
         vectors, names = await on_pool(_THREADS, files.read)
         by_digest: defaultdict[bytes, dict[str, Name]] = defaultdict(dict)
@@ -118,7 +118,7 @@ class PersistentVectorStore:
         )
 
     async def put(self, vector: Vector) -> bool:
-        """Stores a vector; True if it was there before.
+        """Stores a vector. Returns whether it was stored before.
 
         Raises:
             StoreFull: held vectors leave too little room, or the disk is full.
@@ -127,7 +127,7 @@ class PersistentVectorStore:
         return await self._see_through(self._put(vector))
 
     async def put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
-        """Stores a vector and puts a name on it, which moves if it was elsewhere.
+        """Stores a vector and puts a name on it. An existing name moves.
 
         Raises:
             StoreFull: held vectors or other names leave too little room, or the disk is full.
@@ -136,10 +136,10 @@ class PersistentVectorStore:
         return await self._see_through(self._put_named(vector, name, label))
 
     async def set_name(self, name: str, naming: Naming) -> bytes:
-        """Puts a name on a vector that is stored; the digest that it was on, empty: none.
+        """Puts a name on a stored vector. Returns the digest that had the name before, or nothing.
 
         Raises:
-            NameConflict: the name is not where it was expected.
+            NameConflict: the name is not on the expected vector.
             VectorNotFound: the vector is not stored.
             StoreFull: other names leave too little room, or the disk is full.
             NotSupported: the folder cannot be written.
@@ -147,7 +147,7 @@ class PersistentVectorStore:
         return await self._see_through(self._set_name(name, naming))
 
     async def delete_name(self, name: str, path: str) -> bytes:
-        """Takes a name off; the digest that it was on.
+        """Deletes a name. Returns the digest of its vector.
 
         Raises:
             NameNotFound: there is no such name.
@@ -156,7 +156,7 @@ class PersistentVectorStore:
         return await self._see_through(self._delete_name(name, path))
 
     async def settle(self) -> None:
-        """Returns once no change is on its way to the disk."""
+        """Returns once all changes are on the disk."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -27,7 +27,7 @@ from rheostat_server.errors import Defect, EngineLost, RheostatError
 _LOG = logging.getLogger(__name__)
 
 SMALL_PLAN_COST = 100
-"""Effort of a plan that a worker builds in the step that schedules the request: about 2 ms."""
+"""The most that a plan may cost to be built within a step, in about 2 ms."""
 
 _IDLE = 0.25
 """Seconds between two checks whether the engine is idle."""
@@ -60,7 +60,7 @@ class Preparations:
 
         Args:
             backend: its workers build the tables.
-            queue: its ledger counts the resources of the workers.
+            queue: holds the ledger of the workers' resources.
         """
         self._backend = backend
         self._queue = queue

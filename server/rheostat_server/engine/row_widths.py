@@ -1,4 +1,7 @@
-"""Rows of routers as wide as their routers say: the engine's rows are all as wide as the stream."""
+"""Cuts rows of router logits to the number of experts.
+
+The engine sends all rows with the width of the stream.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +12,7 @@ Deliver = Callable[[Event], None]
 
 
 def trimming(deliver: Deliver, sites: ModelSites) -> Deliver:
-    """Delivers events whose rows have the width of their site."""
+    """Returns a function that delivers events after cutting their rows."""
 
     def trimmed(event: Event) -> None:
         if not isinstance(event, Rows) or max(event.sites) < ROUTERS:

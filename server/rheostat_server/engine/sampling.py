@@ -26,7 +26,7 @@ from rheostat_wire.v1 import generation_pb2
 _PATH = "sampling"
 _SEED_END = 2**63
 _LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower ones to it, without a word to the caller."""
+"""vLLM silently raises lower temperatures to this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ def resolve_sampling(
     """The settings of a request.
 
     Args:
-        sampling: as it came; empty if absent.
+        sampling: the message; empty if absent.
         prompt_len: tokens of the prompt.
-        prompt_field: where the prompt came in, for errors.
-        model: whose limits hold.
-        has_tokenizer: whether stop texts can be found.
+        prompt_field: the field of the prompt, for errors.
+        model: its limits apply.
+        has_tokenizer: whether stop texts can be used.
 
     Raises:
         InvalidArgument: a value is outside its limits.

@@ -1,4 +1,4 @@
-"""Updates of the steering of running samples, on their way to the workers.
+"""Sends updates of the steering of running samples to the workers.
 
 Why one call at a time
     vLLM carries out all calls that wait before it runs its next step. If every sample of every

@@ -65,7 +65,7 @@ _LOST = "the engine or one of its workers has died; restart the server"
 
 
 _SPAN_BYTES = 256
-"""What `offload` counts for a span that is written for the wire."""
+"""Bytes that `offload` counts for serialising a span."""
 
 
 async def start_backend(config: ServerConfig) -> "VllmBackend":
@@ -118,13 +118,13 @@ class VllmBackend:
         self._deliver: Callable[[Event], None] = lambda event: None
         self._lost: Callable[[str], None] = lambda reason: None
         self._warm_up_stats = WorkerStats()
-        """What the workers had counted before the server served; no client caused it."""
+        """The workers' counts after the warm-up. They are subtracted from later counts."""
 
     def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
-        """Takes over the memory in which the workers leave captured rows.
+        """Opens the shared memory into which the workers write captured rows.
 
         Raises:
-            StagingError: it can't be reached. The side channel is closed then.
+            StagingError: it cannot be opened. The side channel is then closed.
         """
         try:
             self._channel.attach(reports)
@@ -152,7 +152,7 @@ class VllmBackend:
         return None if inner is None else HuggingFaceTokenizer(inner)
 
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
-        """Delivers events on the running loop and watches over the engine.
+        """Delivers events on the running loop, and watches the engine.
 
         A second call replaces the receivers of the first.
         """
@@ -230,30 +230,30 @@ class VllmBackend:
         return [_positions(workers) for workers in zip(*answers, strict=True)]
 
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
-        """Changes what is captured of samples, each from its next step on."""
+        """Changes the captures of samples, each from its next step on."""
         changed = [change for change in changes.values() if change is not None]
         spans = sum(len(one.spans) for change in changed for one in change.captures)
         wires = await offload(spans * _SPAN_BYTES, _capture_updates, changes)
         await self._call("rheostat_update_captures", wires)
 
     async def load_vectors(self, vectors: Sequence[Vector]) -> None:
-        """Hands vectors to every worker."""
+        """Loads vectors into every worker."""
         size = sum(vector.size for vector in vectors)
         payload = await asyncio.to_thread(_payload, vectors)
         await self._call("rheostat_load_vectors", payload)
         _LOG.info("loaded %d vectors, %d bytes", len(vectors), size)
 
     async def drop_vectors(self, digests: Sequence[bytes]) -> None:
-        """Takes vectors from every worker."""
+        """Removes vectors from every worker."""
         await self._call("rheostat_drop_vectors", [digest.hex() for digest in digests])
         _LOG.info("dropped %d vectors", len(digests))
 
     async def worker_stats(self) -> WorkerStats:
-        """What the fullest worker holds, and what all of them have captured."""
+        """The use of memory and slots by the fullest worker, and the sums of all captured rows."""
         reports = cast(list[dict[str, object]], await self._call("rheostat_stats"))
         first = reports[0]
 
-        def of_all(key: str) -> list[int]:  # only ranks that capture say what they captured
+        def of_all(key: str) -> list[int]:  # only ranks that capture have these counts
             return [cast(int, report.get(key, 0)) for report in reports]
 
         def most(key: str) -> int:
@@ -276,12 +276,12 @@ class VllmBackend:
         )
 
     def queue_stats(self) -> QueueStats:
-        """What the scheduler last reported."""
+        """The scheduler's latest counts."""
         return self._counter.stats
 
     async def close(self) -> None:
         """Ends the engine and its processes. Calls that come meanwhile raise `EngineLost`."""
-        self._lost = lambda reason: None  # an engine that is told to end is not lost
+        self._lost = lambda reason: None  # the engine ends because it should
         if self._watch is not None:
             self._watch.cancel()
         await stop_front_end(self._llm)
@@ -351,7 +351,7 @@ def _positions(workers: Sequence[Sequence[tuple[int, str]]]) -> list[int | None]
 
 
 class _VllmNames(NamedTuple):
-    """What each request needs of vLLM."""
+    """The names of vLLM that each request needs."""
 
     SamplingParams: "type[SamplingParams]"
     RequestOutputKind: "type[RequestOutputKind]"
@@ -361,7 +361,7 @@ class _VllmNames(NamedTuple):
 
 @cache
 def _vllm_names() -> _VllmNames:
-    """Imports once what each request needs: vLLM looks up its names anew in each import."""
+    """Imports these names once, because each import of a name of vLLM is a slow look-up."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
@@ -373,14 +373,14 @@ def _vllm_names() -> _VllmNames:
 async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:
     """Loads an adapter into every worker.
 
-    Requests would load it too, but within a step, where a failure takes the engine with it.
+    Requests would load it too, but within a step, where a failure ends the engine.
 
     Raises:
         EngineFailed: it cannot be loaded.
     """
     try:
         await _answered(llm, llm.add_lora(_lora_request(lora)))
-    except Exception as error:  # vLLM hands whatever the worker raised on as this
+    except Exception as error:  # vLLM reports any error of a worker as a plain Exception
         raise EngineFailed(
             f"vLLM cannot load the adapter {lora.name} from {lora.path}: {what_happened(error)}. "
             "Repair it, or start without it"
@@ -397,7 +397,7 @@ async def ask_workers(llm: "AsyncLLM", method: str, *args: object) -> object:
 
 
 async def _answered(llm: "AsyncLLM", call: Awaitable[T]) -> T:
-    """What a call of the engine gives. An answer that a dead engine owes is not waited for.
+    """Awaits a call of the engine, unless the engine dies.
 
     Raises:
         EngineLost: the engine is gone.
@@ -420,7 +420,7 @@ def _lora_request(lora: Lora) -> "LoRARequest":
 
 
 def _payload(vectors: Sequence[Vector]) -> dict[str, tuple[tuple[float, ...], bytes]]:
-    """What `rheostat_load_vectors` takes."""
+    """The argument of `rheostat_load_vectors`."""
     return {
         vector.digest.hex(): (
             vector.norms,
@@ -458,7 +458,7 @@ def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
 def _capture_updates(
     changes: Mapping[str, CapturesUpdate | None],
 ) -> dict[str, tuple[int, bytes, int] | None]:
-    """Changes as the workers get them."""
+    """The argument of `rheostat_update_captures`."""
     plans: dict[int, Plan] = {}
     wired: dict[str, tuple[int, bytes, int] | None] = {}
     for name, change in changes.items():

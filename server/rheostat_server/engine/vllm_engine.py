@@ -1,6 +1,6 @@
-"""Brings vLLM up with the extension in it, and says in one sentence why it did not come up.
+"""Starts vLLM with the extension, and explains in one sentence why it did not start.
 
-The only module, beside `vllm_backend`, that imports vLLM; it does so when called.
+Only modules whose name begins with `vllm_` import vLLM, and only inside functions.
 """
 
 import logging
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 4 << 30
-"""What the KV cache gets on a CPU, unless told otherwise or memory is short."""
+"""Size of the KV cache on a CPU, unless it is configured or memory is short."""
 
 _CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-"""By which vLLM is told that on a CPU, in GiB."""
+"""vLLM's environment variable for this size, in GiB."""
 
 _IPC = "ipc://"
 
@@ -39,14 +39,14 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
 class QueueCounter:
-    """Sums up what vLLM's scheduler reports."""
+    """Adds up the reports of vLLM's scheduler."""
 
     def __init__(self) -> None:
         """Nothing has been reported."""
         self.stats = QueueStats()
 
     def reset(self) -> None:
-        """Forgets all reports."""
+        """Discards all reports."""
         self.stats = QueueStats()
 
     def add(self, report: "SchedulerStats") -> None:
@@ -64,16 +64,16 @@ class QueueCounter:
 class LoadedEngine:
     """An engine of vLLM with a model in it, and the only reference to it.
 
-    It must go before the interpreter does: vLLM's finaliser works only while its modules are there.
-    Failed imports of vLLM keep our frames alive, so that a local variable would keep it for ever.
+    The engine must be freed before Python ends, because its finaliser needs vLLM's modules. Failed
+    imports of vLLM keep our frames alive, so a local variable would never free it.
     """
 
     llm: "AsyncLLM"
     """The engine."""
     settings: EngineSettings
-    """What the workers were told."""
+    """The settings of the workers."""
     counter: QueueCounter
-    """What the scheduler reports."""
+    """Counts the scheduler's reports."""
     device: str
     """"cpu" or "cuda"."""
     loras: Mapping[str, Lora]
@@ -81,10 +81,10 @@ class LoadedEngine:
 
 
 def model_path(model: str) -> str:
-    """What vLLM is to load for a configured model.
+    """The folder or the name that vLLM should load for a configured model.
 
     Raises:
-        ModelNotFound: it is meant as a folder, and there is none with a model in it.
+        ModelNotFound: the model is a path, and there is no model folder.
     """
     folder = DEMO_MODEL if model == "demo" else Path(model).expanduser()
     named_by_path = model == "demo" or model.startswith(("/", ".", "~")) or model.count("/") > 1
@@ -106,12 +106,12 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
     """
     path = model_path(config.model)
     loras = read_loras(config.loras)
-    # Ctrl-C reaches every process of the terminal. Processes inherit what their maker blocks: the
-    # engine's must not hear it, so that the server can drain them. Starting multiprocessing's
-    # tracker would unblock the signal again, so it comes first.
+    # Ctrl-C sends SIGINT to every process of the terminal. The engine's processes must not get it,
+    # so that the server can drain them. Processes inherit blocked signals. The tracker of
+    # multiprocessing is started first, because its start would unblock the signal.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # The server has threads by now, gRPC's among them, and forking a threaded process is not safe.
+    # The server has threads by now, and forking a process with threads is not safe.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     try:
         return _load(config, path, loras)
@@ -119,7 +119,7 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
         raise ModelNotFound(
             f"cannot read the model {config.model}: {what_happened(error)}"
         ) from error
-    except Exception as error:  # vLLM and torch raise all kinds; each means that nothing came up
+    except Exception as error:  # vLLM and torch raise many types of errors
         text = str(error)
         if "Invalid repository ID or local directory" in text:
             raise ModelNotFound(f"there is no model {config.model}") from error
@@ -149,7 +149,7 @@ def _load(config: ServerConfig, path: str, loras: tuple[Lora, ...]) -> LoadedEng
 
 
 def remove_channel(settings: EngineSettings) -> None:
-    """Removes the side channel's folder, with what is left in it."""
+    """Removes the folder of the side channel."""
     shutil.rmtree(os.path.dirname(settings.channel.removeprefix(_IPC)), ignore_errors=True)
 
 
@@ -184,9 +184,9 @@ def _start(
 
 
 def cpu_memory(config: ServerConfig) -> dict[str, object]:
-    """A KV cache for a machine that does other things too; vLLM would take 92 % of its memory.
+    """The size of the KV cache on a CPU. By default, vLLM would take 92 % of the machine's memory.
 
-    What the config says holds: on a CPU vLLM would let its environment variable override it.
+    The configuration takes precedence. vLLM alone would let its environment variable override it.
     """
     if config.kv_cache_memory_bytes is not None:
         if os.environ.pop(_CPU_KV_VARIABLE, ""):
@@ -199,7 +199,7 @@ def cpu_memory(config: ServerConfig) -> dict[str, object]:
 
 
 def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
-    """Arguments of vLLM; what the config leaves open is left to vLLM."""
+    """Arguments of vLLM. Settings that are None are left to vLLM."""
     wanted: dict[str, object] = {
         "model": path,
         "dtype": config.dtype,
@@ -215,17 +215,17 @@ def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
         "load_format": config.load_format,
         "skip_tokenizer_init": config.skip_tokenizer_init,
         "disable_log_stats": True,
-        # Whoever tells all processes at once to end must not cut the drain short.
+        # If all processes get the signal to end at once, the engine must outlive the drain.
         "shutdown_timeout": int(config.drain_grace) + 1,
     }
     return {name: value for name, value in wanted.items() if value is not None}
 
 
 def what_happened(error: Exception) -> str:
-    """An error of vLLM's, in a line."""
+    """An error of vLLM in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    # Pydantic counts its findings first; what is wrong stands in the lines below.
+    # Pydantic's first line counts the problems; the next lines describe them.
     told = " ".join(lines[1:3]) if "validation error" in lines[0] else lines[0]
     return told[:400]

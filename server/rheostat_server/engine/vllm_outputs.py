@@ -1,4 +1,4 @@
-"""What vLLM says of a sample, in the server's words."""
+"""Converts vLLM's outputs to deltas."""
 
 import asyncio
 from collections import deque
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
 _LOGPROB_ENTRIES = 2000
-"""Log-probabilities of a prompt beyond which their messages are made on a thread."""
+"""If a prompt has more log-probabilities, their messages are made on a thread."""
 
 
 TextOf = Callable[[int], str]
@@ -26,8 +26,8 @@ TextOf = Callable[[int], str]
 class TokenTexts:
     """The texts of single tokens, each decoded once.
 
-    The engine lists log-probabilities without texts, because decoding takes longer than all else
-    that is done with them.
+    The engine sends log-probabilities without texts, because decoding takes longer than all other
+    work on them.
     """
 
     def __init__(self, tokenizer: "TokenizerLike | None") -> None:

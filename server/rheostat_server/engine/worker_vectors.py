@@ -1,11 +1,11 @@
-"""Keeps the workers' vectors in step with the store.
+"""Loads vectors of the store into the workers, and drops evicted vectors.
 
-Vectors that are wanted while the workers are busy with others go to them together.
+Vectors that are requested during a call of the workers are loaded together by the next call.
 
-Invariant: a vector that `ensure` returned for is with the workers for as long as the store holds
-it; one that left the store is dropped, unless it came back meanwhile. What was once sent to the
-workers is noted even if nobody waits for it any more. A vector is on its way in one call at most,
-and whoever waits for it learns what became of that call.
+Invariants: once `ensure` returns, the workers have the vectors for as long as the store has them.
+Evicted vectors are dropped, unless they were stored again meanwhile. A loaded vector is recorded,
+even if its requests have ended. At most one call loads a vector, and all its requests get the
+result of that call.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Call:
-    """Vectors that go to the workers together."""
+    """A call that loads vectors into the workers."""
 
     def __init__(self, load: Callable[["_Call"], Coroutine[None, None, None]]) -> None:
         self.vectors: list[Vector] = []
@@ -40,7 +40,7 @@ class WorkerVectorCache:
     """Loads and drops the workers' vectors."""
 
     def __init__(self, backend: Backend, capacity: int) -> None:
-        """A loader, and the store that it follows, of `capacity` bytes."""
+        """Makes a cache without vectors, and its store of `capacity` bytes."""
         self.store = VectorStore(capacity, self._on_evict)
         self._backend = backend
         self._loaded: set[bytes] = set()
@@ -61,7 +61,7 @@ class WorkerVectorCache:
             await asyncio.shield(asyncio.gather(*calls))
 
     def _call_with(self, vector: Vector) -> asyncio.Task[None]:
-        """The call that brings a vector: one that has it, one that has room or a new one."""
+        """The call that loads a vector: a call that has it already, or else the next call."""
         if vector.digest not in self._coming:
             if self._filling is None or not self._filling.has_room_for(vector):
                 self._filling = _Call(self._load)

@@ -1,6 +1,6 @@
-"""Directions that an op normalises: none may be zero, those that span a space must be independent.
+"""Checks the directions of ops: they must not be zero, and those of an Ablate must be independent.
 
-Checked in float64, row by row, as the engine makes unit vectors of them.
+Rows are compared in float64, because the engine makes unit vectors of them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import receipt_pb2
 
 DEPENDENT = 1e-3
-"""A direction that lies within this part of its norm in the span of those before it is refused."""
+"""A direction is refused if less than this part of its norm lies outside the earlier directions."""
 
 _Rows = npt.NDArray[np.float64]
 

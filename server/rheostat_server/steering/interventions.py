@@ -39,7 +39,7 @@ from rheostat_wire.v1 import (
 INTERVENTION_PATH = "steering.interventions"
 
 _EXACT = 16
-"""Spans of an addition up to which each is looked at by itself when sums are checked."""
+"""Additions with more spans are checked as if they had one span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +47,29 @@ class Draft:
     """An intervention whose vectors are not looked up yet."""
 
     op: OpDraft
-    """What it does."""
+    """The op."""
     sites: SiteSelection
-    """Where."""
+    """The sites."""
     selection: Selection
-    """Which tokens."""
+    """The selected tokens."""
 
 
 @dataclass(frozen=True)
 class Intervention:
-    """An intervention, resolved: one of the server-wide steering or of the request's."""
+    """A resolved intervention of the server-wide steering, a request or an update."""
 
     origin: receipt_pb2.Origin.ValueType
     """Where it came from."""
     index: int
-    """Which one there."""
+    """Its index there."""
     op: ResolvedOp
-    """What it does where."""
+    """The op and its sites."""
     selection: Selection
-    """Which tokens."""
+    """The selected tokens."""
 
     @cached_property
     def act(self) -> Act | None:
-        """What the engine has to do: None where no bit would change."""
+        """The act for the engine; None if it would not change a bit."""
         return self.op.act(self.selection)
 
     @cached_property
@@ -95,7 +95,7 @@ def resolve_steering(
     vectors: VectorSource,
     origin: receipt_pb2.Origin.ValueType,
 ) -> tuple[Intervention, ...]:
-    """The interventions of a steering, each checked by itself; see `check_sums`.
+    """Resolves a steering. Each intervention is checked alone; see `check_sums` for their sums.
 
     Args:
         steering: the message.
@@ -120,7 +120,7 @@ def resolve_steering(
 def draft_steering(
     steering: steering_pb2.Steering, model: ModelSites, context: SelectionContext
 ) -> list[Draft]:
-    """Checks a request's steering as far as the request itself goes.
+    """Checks everything of a steering that does not depend on stored vectors.
 
     Raises:
         InvalidArgument: something is malformed.
@@ -141,7 +141,7 @@ def refuse_probes_and_rules(
     """Refuses probes and rules, which are not served yet.
 
     Raises:
-        NotSupported: there are some.
+        NotSupported: the message has probes or rules.
     """
     if message.probes:
         raise NotSupported(
@@ -156,13 +156,13 @@ def refuse_probes_and_rules(
 
 
 def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
-    """Refuses sums that could leave the range of the dtype in which the engine holds them.
+    """Refuses additions whose sum could overflow the model's dtype.
 
-    What is added to different tokens is no sum. An addition of more than `_EXACT` spans counts as
-    if it held every position from its first to its last.
+    Additions to different tokens are not summed. An addition of more than `_EXACT` spans counts as
+    if it selected every position from its first to its last.
 
     Raises:
-        NonFinite: one could; the path is that of an addend that is too much.
+        NonFinite: a sum could overflow. The error names the addition that exceeds the range.
     """
     adding: dict[int, list[_Addend]] = {}
     for number, one in enumerate(interventions):
@@ -191,18 +191,18 @@ def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
 
 
 class _Addend(NamedTuple):
-    """What an intervention adds at a site."""
+    """An addition at a site."""
 
     number: int
-    """Which intervention."""
+    """Index of the intervention."""
     intervention: Intervention
     site: Site
     peak: float
-    """Its largest magnitude."""
+    """The largest magnitude that it adds."""
 
     @property
     def own(self) -> bool:
-        """Whether it is not server-wide steering's."""
+        """Whether it belongs to the request, not to the server-wide steering."""
         return self.intervention.origin != receipt_pb2.ORIGIN_GLOBAL
 
 
@@ -211,7 +211,7 @@ def _sum(addends: Sequence[_Addend]) -> float:
 
 
 def _excess(addends: Sequence[_Addend], largest: float) -> list[_Addend]:
-    """The first addends, in their order, that meet somewhere and reach `largest`; empty if none."""
+    """The first additions, in order, whose sum at some position reaches `largest`."""
     edges: list[tuple[int, bool, _Addend]] = []
     for addend in addends:
         reach = addend.intervention.selection.reach

@@ -1,7 +1,7 @@
-"""Ops on the wire and in the engine: what each op says, and the act that it becomes.
+"""Converts ops of messages to acts of the engine.
 
-Invariant: an op that would change no bit (scale 0, strength 0, factor 1, only zero rows to add) has
-no act. Every op is checked whole, whatever it would change.
+Invariant: an op that would not change a bit (scale 0, strength 0, factor 1, only zero rows to add)
+has no act. All its fields are checked nevertheless.
 """
 
 import math
@@ -29,7 +29,7 @@ SERVED: dict[str, receipt_pb2.Op.ValueType] = {
 """The ops that are served, by their field in `Intervention`."""
 
 NO_REPLACE = "Replace is not served yet: use Add with a difference of rows, or Ablate"
-"""Why the last op of the contract is refused, and what can be done."""
+"""The error of the op Replace."""
 
 
 class VectorDraft(NamedTuple):
@@ -38,9 +38,9 @@ class VectorDraft(NamedTuple):
     path: str
     """Path of the VectorRef."""
     vector: Vector | vector_pb2.VectorRef
-    """The vector if it came inline, otherwise what to look up."""
+    """The vector if it came inline, otherwise its reference."""
     row_layers: tuple[int, ...] = ()
-    """The layer of each row; empty where it was not said."""
+    """The layer of each row; empty if the request does not name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class ResolvedOp:
 
     @property
     def doses(self) -> tuple[float, ...]:
-        """At each of the sites |scale * v| of Add, |scale| of NormAdd; nothing of other ops."""
+        """For each site, |scale * v| of Add or |scale| of NormAdd. Empty for other ops."""
         if self.op == receipt_pb2.OP_ADD:
             (vector,) = self.vectors
             return tuple(abs(self.scale) * vector.norms[row] for (row,) in self.rows)
@@ -91,7 +91,7 @@ class ResolvedOp:
         return ()
 
     def act(self, selection: Selection) -> Act | None:
-        """What the engine has to do to the selected tokens: None where no bit would change."""
+        """The act on the selected tokens; None if it would not change a bit."""
         used = [i for i, band in enumerate(self.bands) if band.strength != 0]
         kind = Kind.PULL
         if self.op in _ADDING:
@@ -134,7 +134,7 @@ def check_served(intervention: steering_pb2.Intervention, path: str) -> None:
 
 
 def draft_op(intervention: steering_pb2.Intervention, width: int, path: str) -> OpDraft:
-    """Checks a served op as far as the request itself goes.
+    """Checks everything of an op that does not depend on stored vectors.
 
     Args:
         intervention: the intervention; see `check_served`.
@@ -158,7 +158,7 @@ def draft_op(intervention: steering_pb2.Intervention, width: int, path: str) -> 
 def vector_refs(
     intervention: steering_pb2.Intervention,
 ) -> list[tuple[str, vector_pb2.VectorRef | None]]:
-    """The path within the op of each of its vectors, and the vector; None where it is missing."""
+    """For each vector of the op, its path within the op, and its reference if it is set."""
     match intervention.WhichOneof("op"):
         case "add":
             add = intervention.add
@@ -258,7 +258,7 @@ def _strength(op: steering_pb2.Ablate | steering_pb2.Band, path: str) -> float:
 
 
 def draft_vector(ref: vector_pb2.VectorRef | None, width: int, path: str) -> VectorDraft:
-    """Checks a reference to a vector as far as the request itself goes.
+    """Checks everything of a reference that does not depend on stored vectors.
 
     Raises:
         InvalidArgument: it is malformed.

@@ -1,6 +1,6 @@
-"""The order in which the store is listed, kept as vectors and names come and go.
+"""The sorted keys of the store's entries.
 
-Invariant: keys ascend and each is there once, so a page is found without going over the others.
+Invariant: keys ascend and are unique, so a page is found without visiting other entries.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """A line of a listing."""
+    """The key of an entry."""
 
     name: str
     """A name, or empty for a vector without one."""
@@ -18,26 +18,26 @@ class Key(NamedTuple):
 
 
 FIRST = Key("", b"")
-"""Before every line."""
+"""Sorts before every entry."""
 
 
 class Listing:
-    """The lines of the store, by name, then digest."""
+    """The keys of all entries, by name, then digest."""
 
     def __init__(self) -> None:
-        """An empty one."""
+        """Makes an empty listing."""
         self._keys: list[Key] = []
 
     def add(self, name: str, digest: bytes) -> None:
-        """Adds a line that is not there."""
+        """Adds a key that is not in the listing."""
         insort(self._keys, Key(name, digest))
 
     def remove(self, name: str, digest: bytes) -> None:
-        """Removes a line that is there."""
+        """Removes a key that is in the listing."""
         del self._keys[bisect_left(self._keys, Key(name, digest))]
 
     def after(self, key: Key, prefix: str) -> Iterator[Key]:
-        """The lines after a key, there or not, whose names begin with `prefix`."""
+        """The keys after `key` whose names begin with `prefix`. `key` itself need not exist."""
         place = max(bisect_right(self._keys, key), bisect_left(self._keys, Key(prefix, b"")))
         while place < len(self._keys) and self._keys[place].name.startswith(prefix):
             yield self._keys[place]

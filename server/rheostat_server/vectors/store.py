@@ -1,9 +1,8 @@
-"""The store of vectors: immutable content known by its digest, with names as movable labels.
+"""The store of vectors: immutable content under its digest, and names that can move.
 
-Invariants: a vector that a name, a running request or the server-wide steering holds is never
-evicted, so a name that moves or goes leaves them what they started with. The bytes held never
-exceed the budget, and names with what is said of them never exceed theirs. Names point at stored
-vectors only.
+Invariants: a vector that has a name, or that a running request or the server-wide steering uses, is
+never evicted. So a name that moves or is deleted does not change running requests. Vectors and
+names each have a limit of memory. Names are on stored vectors only.
 """
 
 import time
@@ -33,7 +32,7 @@ from rheostat_wire.v1 import types_pb2
 _NAME_BYTES = 512
 _SITES_BYTES = 512
 _LAYER_BYTES = 8
-"""Memory of a name, its sites, and a layer of a list of theirs, about."""
+"""Approximate memory of a name, of its sites, and of a layer in a list of its sites."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Vector:
     rows: int
     """Number of rows."""
     width: int
-    """Width of each."""
+    """Width of a row."""
     data: bytes
     """Elements, little-endian, row-major."""
     norms: tuple[float, ...]
@@ -111,15 +110,15 @@ class Name:
     """A label on a vector."""
 
     digest: bytes
-    """The vector it is on."""
+    """The vector that has the name."""
     description: str
-    """For people."""
+    """A description for people."""
     sites: types_pb2.SiteSet | None
-    """Where the vector is meant to be used; advice."""
+    """The sites at which the vector should be used. The server does not enforce it."""
 
 
 def _name_bytes(name: str, label: Name) -> int:
-    """Memory that a name takes, about."""
+    """Approximate memory of a name."""
     text = len(name) + len(label.description.encode())
     if label.sites is None:
         return _NAME_BYTES + text
@@ -127,12 +126,12 @@ def _name_bytes(name: str, label: Name) -> int:
 
 
 class PutResult(NamedTuple):
-    """What storing a vector did."""
+    """The result of storing a vector."""
 
     existed: bool
-    """It was there before."""
+    """Whether it was stored before."""
     previous: bytes
-    """Digest that the name was on before, if it moved; else empty."""
+    """The digest that had the name before, if the name moved; otherwise empty."""
 
 
 class Entry(NamedTuple):
@@ -204,7 +203,7 @@ class VectorSource(Protocol):
 
 
 class Lookups:
-    """Looks up vectors, and notes what it found."""
+    """Looks up vectors, and records the results."""
 
     def __init__(self, source: VectorSource) -> None:
         """Looks up in `source`."""
@@ -226,14 +225,14 @@ class Lookups:
 
 
 class VectorStore:
-    """All vectors of a server. Lives on the event loop; nothing in it waits."""
+    """All vectors of a server. Used on the event loop alone; no method waits."""
 
     def __init__(self, capacity: int, on_evict: Callable[[bytes], None]) -> None:
         """An empty store.
 
         Args:
             capacity: bytes that all vectors together may take.
-            on_evict: told the digest of every vector that leaves.
+            on_evict: is called with the digest of every evicted vector.
         """
         self.capacity = capacity
         self._on_evict = [on_evict]
@@ -249,7 +248,7 @@ class VectorStore:
         self._names_used = 0
 
     def follow(self, on_evict: Callable[[bytes], None]) -> None:
-        """Tells another of every vector that leaves."""
+        """Calls another function with the digest of every evicted vector."""
         self._on_evict.append(on_evict)
 
     def __len__(self) -> int:
@@ -267,20 +266,20 @@ class VectorStore:
 
     @property
     def pins(self) -> int:
-        """How many uses by running requests there are."""
+        """Number of pins, of all running requests."""
         return self._users.total()
 
     @property
     def names(self) -> Mapping[str, Name]:
-        """Every name, as it is now."""
+        """A copy of all names."""
         return dict(self._names)
 
     def store_time(self, digest: bytes) -> float:
-        """When a vector that is here was stored, in seconds since the epoch."""
+        """The time at which a stored vector was stored, in seconds since the epoch."""
         return self._store_time[digest]
 
     def put(self, vector: Vector) -> bool:
-        """Stores a vector; True if it was there before.
+        """Stores a vector. Returns whether it was stored before.
 
         Raises:
             StoreFull: held vectors leave too little room.
@@ -296,7 +295,7 @@ class VectorStore:
         return False
 
     def put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
-        """Stores a vector and puts a name on it, which moves if it was elsewhere.
+        """Stores a vector and puts a name on it. An existing name moves.
 
         Raises:
             StoreFull: held vectors or other names leave too little room.
@@ -316,11 +315,11 @@ class VectorStore:
         return PutResult(existed, before.digest if before is not None and moved else b"")
 
     def label(self, name: str) -> Name | None:
-        """A name's label; None where there is no such name."""
+        """A name's label; None if there is no such name."""
         return self._names.get(name)
 
     def check_name(self, name: str, label: Name, path: str) -> None:
-        """Checks that there is room for a name.
+        """Checks that a name fits into the store.
 
         Raises:
             StoreFull: there are too many names, or they take too much memory.
@@ -338,11 +337,11 @@ class VectorStore:
 
     @staticmethod
     def _more_bytes(name: str, label: Name, before: Name | None) -> int:
-        """Bytes that names take more once this one has changed."""
+        """Further bytes that names take after a change of this name."""
         return _name_bytes(name, label) - (0 if before is None else _name_bytes(name, before))
 
     def restore(self, vector: Vector, store_time: float, labels: Mapping[str, Name]) -> None:
-        """Stores a vector that was stored before, with its names.
+        """Stores a vector from the folder of vectors, with its names.
 
         Raises:
             StoreFull: held vectors leave too little room.
@@ -354,9 +353,9 @@ class VectorStore:
 
     @contextmanager
     def held(self, vector: Vector) -> Iterator[bool]:
-        """Stores a vector and keeps it while the context lasts; gives whether it was there before.
+        """Stores a vector, and keeps it during the context. Yields whether it was stored before.
 
-        A context that fails leaves no vector that was not there and that nobody else holds.
+        If the context fails, a vector that was not stored before is removed, unless it is used.
 
         Raises:
             StoreFull: held vectors leave too little room.
@@ -391,9 +390,9 @@ class VectorStore:
         return self._view.named(name, path)
 
     def still_has(self, names: Mapping[str, Name], vectors: Mapping[bytes, Vector]) -> bool:
-        """Whether these names and vectors are in the store as they were found before.
+        """Whether the store still has these names and vectors.
 
-        If so, the vectors count as used now.
+        If so, the vectors count as just used.
         """
         for name, label in names.items():
             if self._names.get(name) is not label:
@@ -410,7 +409,7 @@ class VectorStore:
         return self._view
 
     def delete_name(self, name: str, path: str) -> bytes:
-        """Takes a name off; the digest that it was on.
+        """Deletes a name. Returns the digest of its vector.
 
         Raises:
             NameNotFound: there is no such name.
@@ -422,7 +421,7 @@ class VectorStore:
         return label.digest
 
     def pin(self, vector: Vector) -> None:
-        """Holds a vector for a request, storing it if it is not there.
+        """Keeps a vector for a request, and stores it if necessary.
 
         Raises:
             StoreFull: held vectors leave too little room.
@@ -437,10 +436,10 @@ class VectorStore:
             del self._users[digest]
 
     def keep(self, vectors: Sequence[Vector]) -> None:
-        """Holds vectors for the server-wide steering, storing those that are not there.
+        """Keeps vectors for server-wide steering or a subscription. Stores them if necessary.
 
         Raises:
-            StoreFull: held vectors leave too little room; none of these is held then.
+            StoreFull: held vectors leave too little room. None of these vectors is then kept.
         """
         kept: list[Vector] = []
         try:
@@ -458,13 +457,14 @@ class VectorStore:
         self._kept += Counter()
 
     def entry(self, name: str, digest: bytes, path: str) -> Entry:
-        """The line of one vector under a name, or under none if `name` is empty."""
+        """The entry of one vector with a name, or without one if `name` is empty."""
         return self._entry(name, self.get(digest, path))
 
     def entries(self, prefix: str, after: Key = FIRST) -> Iterator[Entry]:
-        """Every name that begins with `prefix`, then by digest; with no prefix the unnamed too.
+        """Entries whose names begin with `prefix`, by name, then digest.
 
-        Those after a key, of the store as it is while they are taken.
+        Without a prefix, vectors without a name come first. Entries after the key `after` are
+        yielded, as they are in the store at that moment.
         """
         for name, digest in self._listing.after(after, prefix):
             yield self._entry(name, self._vectors[digest])
