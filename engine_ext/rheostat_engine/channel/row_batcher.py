@@ -198,7 +198,7 @@ class RowBatcher:
             index_of = {number: index for index, number in enumerate(numbers.tolist())}
             left &= ~chosen
             key = _Key(rank, sites, encoding, blocks.dtype, row_bytes)
-            for other in self._groups:
+            for other in list(self._groups):
                 if other != key and other.rank == rank and not set(other.sites).isdisjoint(sites):
                     ready += self._take(other, index_of, names)
             places, frame = None, payload
@@ -230,7 +230,10 @@ class RowBatcher:
         """The events of the rows of some requests in one group."""
         group = self._groups[key]
         waiting = group.numbers.intersection(numbers)
-        return [rows for number in waiting for rows in group.take_request(number, names[number])]
+        ready = [rows for number in waiting for rows in group.take_request(number, names[number])]
+        if not group.numbers:
+            del self._groups[key]  # and its frames
+        return ready
 
     def take_due(self, names: Mapping[int, Mapping[int, str]]) -> list[Rows]:
         """The events of rows that have waited long enough; `names` by rank, then by number."""

@@ -144,6 +144,15 @@ def test_rows_of_other_sites_of_a_request_leave_in_order() -> None:
     assert workers.came == workers.sent
 
 
+def test_no_frame_is_kept_once_all_its_rows_have_left() -> None:
+    workers = Workers()
+    workers.step(decode(0))
+    for number in range(MANY):
+        workers.take(workers.merger.feed(released(f"r{number}", number=number)))
+    assert workers.merger.due is None
+    assert workers.came == workers.sent
+
+
 def test_large_blocks_leave_at_once() -> None:
     width = (64 << 10) // 4 + 1
     head = RowsHead(
